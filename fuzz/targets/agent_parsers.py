@@ -2,12 +2,13 @@
 
 import json
 import time
-from importlib import import_module
 
 from _forms import text_of
 
+from rl_agent.parsers import families
+
 FAMILIES = ("deepseek", "glm", "gpt_oss", "hermes", "kimi", "llama", "mistral")
-PARSERS = [import_module(f"rl_agent.parsers.{name}").parse for name in FAMILIES]
+PARSERS = [getattr(families, name) for name in FAMILIES]
 EXPECTED = ()
 
 

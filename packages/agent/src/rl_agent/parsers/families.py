@@ -1,0 +1,183 @@
+"""Tool-call parsers of the model families: hermes (Qwen), llama, mistral, deepseek, glm, kimi, gpt_oss (Harmony)."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from rl_agent.parsers.common import blocks, call_of, calls_of_json, malformed, opened_by, split_reasoning, turn
+from rl_agent.types import ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_agent.types import ParsedTurn
+
+_FENCE = re.compile(r"^(?P<name>[^\n]*)\n```json\n(?P<arguments>.*?)\n?```", re.DOTALL)
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_MESSAGES = re.compile(r"<\|start\|>assistant|<\|end\|>|<\|call\|>|<\|return\|>")
+
+
+@opened_by("<tool_call>", "<think>")
+def hermes(text: str) -> ParsedTurn:
+    """Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them.
+
+    Format: https://github.com/NousResearch/Hermes-Function-Calling.
+    """
+    reasoning, text = split_reasoning(text)
+    content, insides, is_open = blocks(text, "<tool_call>", "</tool_call>")
+    calls = [call for inside in insides for call in calls_of_json(inside)]
+    if is_open and calls[-1].error:
+        calls[-1] = malformed("</tool_call> is missing")
+    return turn(content, calls, reasoning)
+
+
+@opened_by("<|python_tag|>", "{")
+def llama(text: str) -> ParsedTurn:
+    """Llama 3: a turn that is one JSON object, or several separated by `;`, after an optional `<|python_tag|>`.
+
+    Format: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1.
+    """
+    content, tag, body = text.partition("<|python_tag|>")
+    if not tag:
+        content, body = "", text.strip()
+        if not body.startswith('{"name"') and not (body.startswith("{") and '"parameters"' in body):
+            return turn(text, ())
+    return turn(content, _json_objects(body.strip()))
+
+
+def _json_objects(body: str) -> list[ToolCall]:
+    decoder, calls = json.JSONDecoder(), list[ToolCall]()
+    while body:
+        try:
+            _, end = decoder.raw_decode(body)
+        except (ValueError, RecursionError) as error:
+            return [*calls, malformed(f"it is not valid JSON ({error})")]
+        calls += calls_of_json(body[:end])
+        rest = body[end:].lstrip()
+        if rest and not rest.startswith(";"):
+            return [*calls, malformed(f"after a call comes {rest[:20]!r}; calls are separated by ';'")]
+        body = rest.removeprefix(";").lstrip()
+    return calls or [malformed("nothing follows <|python_tag|>")]
+
+
+@opened_by("[TOOL_CALLS]")
+def mistral(text: str) -> ParsedTurn:
+    """Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` once per call.
+
+    Format: https://docs.mistral.ai/capabilities/function_calling (tokenizers v3 to v13).
+    """
+    content, *bodies = text.split("[TOOL_CALLS]")
+    calls: list[ToolCall] = []
+    for body in bodies:
+        name, mark, arguments = body.partition("[ARGS]")
+        if mark:
+            calls.append(call_of(name.partition("[CALL_ID]")[0], arguments))
+        elif body.lstrip().startswith(("[", "{")) or "{" not in body:
+            calls += calls_of_json(body)
+        else:  # v11: the arguments follow the name at once
+            name, brace, arguments = body.partition("{")
+            calls.append(call_of(name, brace + arguments))
+    return turn(content, calls)
+
+
+@opened_by("<｜tool▁calls▁begin｜>", "<think>")
+def deepseek(text: str) -> ParsedTurn:
+    """DeepSeek: calls in `<｜tool▁calls▁begin｜>`; of V3 and R1 with a JSON block each, of V3.1 with bare arguments.
+
+    Format: the chat templates of https://huggingface.co/deepseek-ai.
+    """
+
+    def call(inside: str) -> ToolCall:
+        before, mark, after = inside.partition("<｜tool▁sep｜>")
+        if not mark:
+            return malformed("<｜tool▁sep｜> is missing")
+        if found := _FENCE.match(after):  # `function<sep>name`, then a fenced block
+            return call_of(found["name"], found["arguments"])
+        return call_of(before, after)
+
+    return _section(text, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", call)
+
+
+@opened_by("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<think>")
+def kimi(text: str) -> ParsedTurn:
+    """Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`.
+
+    Format: https://huggingface.co/moonshotai/Kimi-K2-Instruct/blob/main/docs.
+    """
+
+    def call(inside: str) -> ToolCall:
+        identifier, mark, arguments = inside.partition("<|tool_call_argument_begin|>")
+        if not mark:
+            return malformed("<|tool_call_argument_begin|> is missing")
+        identifier = identifier.strip()
+        return call_of((identifier.rpartition(":")[0] or identifier).removeprefix("functions."), arguments)
+
+    return _section(text, "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_end|>", call)
+
+
+def _section(text: str, section: str, begin: str, end: str, read: Callable[[str], ToolCall]) -> ParsedTurn:
+    """A turn whose calls stand between `begin` and `end`, after the one mark `section`."""
+    reasoning, text = split_reasoning(text)
+    content, mark, rest = text.partition(section)
+    _, insides, is_open = blocks(rest, begin, end)
+    calls = [read(inside) for inside in insides]
+    if is_open and calls[-1].error:
+        calls[-1] = malformed(f"{end} is missing")
+    if mark and not calls:
+        calls = [malformed(f"there is no {begin} after {section}")]
+    return turn(content, calls, reasoning)
+
+
+@opened_by("<tool_call>", "<think>")
+def glm(text: str) -> ParsedTurn:
+    """GLM 4.5 and later: `<tool_call>name`, then pairs of `<arg_key>` and `<arg_value>`; a value may be JSON.
+
+    Format: the chat templates of https://huggingface.co/zai-org.
+    """
+    reasoning, text = split_reasoning(text)
+    content, insides, is_open = blocks(text, "<tool_call>", "</tool_call>")
+    calls = [_pairs_call(inside) for inside in insides]
+    if is_open:
+        calls[-1] = malformed("</tool_call> is missing", calls[-1].name)
+    return turn(content, calls, reasoning)
+
+
+def _pairs_call(inside: str) -> ToolCall:
+    name, mark, rest = inside.partition("<arg_key>")
+    rest = mark + rest
+    if left := _PAIR.sub("", rest).strip():
+        return malformed(f"{left[:40]!r} is no pair of <arg_key> and <arg_value>", name.strip())
+    return call_of(name, {key.strip(): _json_or_text(value) for key, value in _PAIR.findall(rest)})
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+@opened_by("<|", " to=")
+def gpt_oss(text: str) -> ParsedTurn:
+    """gpt-oss: Harmony messages on channels; a call is a message `to=functions.name` on the commentary channel.
+
+    Format: https://developers.openai.com/cookbook/articles/openai-harmony.
+    """
+    content, reasoning, calls = "", "", list[ToolCall]()
+    for message in _MESSAGES.split(text):
+        header, mark, body = message.partition("<|message|>")
+        if not mark:
+            if "to=" in header:
+                calls.append(malformed("<|message|> is missing"))
+            elif not header.startswith("<|channel|>"):
+                content += header
+        elif found := _RECIPIENT.search(header):
+            calls.append(call_of(found[1].removeprefix("functions."), body))
+        elif "<|channel|>analysis" in header:
+            reasoning += body
+        else:
+            content += body
+    return turn(content, calls, reasoning)
