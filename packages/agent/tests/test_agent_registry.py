@@ -20,7 +20,10 @@ def test_the_shipped_loop_is_found_by_name():
 
 
 def test_an_unknown_name_lists_what_is_installed():
-    with pytest.raises(LoopError, match=r"no agent loop 'singleturn' is installed; there are: .*single_turn"):
+    with pytest.raises(
+        LoopError,
+        match=r"no agent loop 'singleturn' is installed as an entry point of rl_agent.loops; there are: .*single_turn",
+    ):
         create_loop("singleturn", FakeGenerator(), FakeTokenizer())
 
 

@@ -29,10 +29,9 @@ def create_loop(name: str, server: Generator, tokenizer: Tokenizer, **options: A
     Raises:
         LoopError: no such loop is installed, it cannot be imported here, or it has no such option.
     """
-    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name not in installed:
-        raise LoopError(f"no agent loop {name!r} is installed; there are: {', '.join(sorted(installed)) or 'none'}")
-    loop = _load(installed[name])
+    loop, entry = _load(GROUP, name, f"agent loop {name!r}", LoopError)
+    if not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
+        raise LoopError(f"entry point {GROUP}:{name} is {entry.value}, which is not a subclass of rl_agent.AgentLoop")
     known = [p.name for p in inspect.signature(loop).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if unknown := [option for option in options if option not in known]:
         raise LoopError(f"agent loop {name!r} has no option {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
@@ -45,35 +44,23 @@ def load_plugin(kind: Literal["parsers", "tools", "environments"], name: str) ->
     Raises:
         PluginError: there is none, or it cannot be imported here.
     """
-    installed = {entry.name: entry for entry in entry_points(group=f"rl_agent.{kind}")}
+    return _load(f"rl_agent.{kind}", name, f"{kind.removesuffix('s')} {name!r}", PluginError)[0]
+
+
+def _load(group: str, name: str, what: str, error: type[LoopError | PluginError]) -> tuple[Any, EntryPoint]:
+    installed = {entry.name: entry for entry in entry_points(group=group)}
     if name not in installed:
         there = ", ".join(sorted(installed)) or "none"
-        raise PluginError(f"no {name!r} is installed among the rl_agent.{kind}; there are: {there}")
+        raise error(f"no {what} is installed as an entry point of {group}; there are: {there}")
     try:
-        return installed[name].load()
-    except ImportError as error:
+        return installed[name].load(), installed[name]
+    except ImportError as cause:
         pip_line = _pip_line(installed[name])
-        raise PluginError(
-            f"{name!r} of rl_agent.{kind} cannot be imported ({error}); install it: {pip_line}"
-        ) from error
-
-
-def _load(entry: EntryPoint) -> type[AgentLoop]:
-    try:
-        loaded = entry.load()
-    except ImportError as error:
-        raise LoopError(
-            f"agent loop {entry.name!r} cannot be imported ({error}); install what it needs: {_pip_line(entry)}"
-        ) from error
-    if not (isinstance(loaded, type) and issubclass(loaded, AgentLoop)):
-        raise LoopError(
-            f"entry point {GROUP}:{entry.name} is {entry.value}, which is not a subclass of rl_agent.AgentLoop"
-        )
-    return loaded
+        raise error(f"{what} of {group} cannot be imported ({cause}); install what it needs: {pip_line}") from cause
 
 
 def _pip_line(entry: EntryPoint) -> str:
-    """The command that installs the loop's distribution, with the extra of the loop's name where it has one."""
+    """The command that installs the plug-in's distribution, with the extra of its name where it has one."""
     if entry.dist is None:
         return f"pip install the distribution that provides {entry.module}"
     extras = entry.dist.metadata.get_all("Provides-Extra") or []

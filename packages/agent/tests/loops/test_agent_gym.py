@@ -133,7 +133,9 @@ def test_an_environment_that_fails_is_a_failure_and_no_reward(fail, turn, stage,
 def test_a_row_that_cannot_be_played_is_refused():
     with pytest.raises(RowError, match="'environment_args' does not suit environment 'guess'"):
         play("3", row={"environment_args": {"sekret": 3}})
-    with pytest.raises(PluginError, match="no 'chess' is installed among the rl_agent.environments"):
+    with pytest.raises(
+        PluginError, match="no environment 'chess' is installed as an entry point of rl_agent.environments"
+    ):
         play("3", row={"environment": "chess"})
     with pytest.raises(RowError, match="field 'environment' of the row is None"):
         play("3", environments={"a": Guess, "b": Guess})

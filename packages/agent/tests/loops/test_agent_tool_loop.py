@@ -291,7 +291,9 @@ def test_what_cannot_be_is_refused_at_the_start():
         run(says("x"), tools=())
     with pytest.raises(RowError, match="needs a list of names"):
         run(says("x"), row={**ROW, "tools": [{"type": "function"}]})
-    with pytest.raises(PluginError, match="no 'calc' is installed among the rl_agent.tools; there are: calculator"):
+    with pytest.raises(
+        PluginError, match="no tool 'calc' is installed as an entry point of rl_agent.tools; there are: calc"
+    ):
         run(says("x"), ["calc"])
     with pytest.raises(ValueError, match="max_turns is 0"):
         run(says("x"), max_turns=0)

@@ -144,7 +144,9 @@ def test_whatever_a_model_writes_is_read_without_an_exception(family, pieces):
 
 
 def test_an_unknown_parser_lists_what_is_installed():
-    with pytest.raises(PluginError, match="no 'hermez' is installed among the rl_agent.parsers; there are: .*hermes"):
+    with pytest.raises(
+        PluginError, match="no parser 'hermez' is installed as an entry point of rl_agent.parsers; there are: .*hermes"
+    ):
         load_plugin("parsers", "hermez")
 
 
