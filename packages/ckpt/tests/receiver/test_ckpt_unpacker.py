@@ -1,12 +1,14 @@
 """Buckets that no honest sender would send: refused in a sentence, and nothing outside of their place is touched."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_csrc
-from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError
+from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError, UsageError
 from rl_ckpt.protocol.messages import Bucket
 from rl_ckpt.receiver.slots import HeldBuckets
 from rl_ckpt.receiver.unpacker import Scratch, Unpacker
@@ -221,3 +223,33 @@ def test_any_difference_is_applied_or_refused_whole(content, is_plausible):
         delta.apply(memory, target.view(torch.uint8), spec)
     except ProtocolError:
         assert torch.equal(target, base)
+
+
+@pytest.mark.parametrize(
+    "change", [{"sequence": 1}, {"slot": 1}, {"used_bytes": 0}, {"used_bytes": 512}, {"used_bytes": 1280}], ids=str
+)
+def test_a_bucket_out_of_turn_or_of_another_size_than_its_spans_is_refused(change):
+    ring, into = Ring(), {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}
+    first = honest(ring.slots[0])[0]
+    assert first.used_bytes == 256
+    one = unpacker(into)
+    with pytest.raises(ProtocolError):
+        one.unpack(replace(first, **change), ring)
+    assert not any(as_bytes(tensor).any() for tensor in into.values())
+
+
+def test_a_consumer_holds_all_slots_but_one():
+    """Or nothing could be sent any more."""
+    held = HeldBuckets(4, is_debug=False)
+    holds = []
+    for sequence in range(3):
+        held.hand_out(sequence, [])
+        holds.append(held.hold())
+        assert held.recycle() == []
+    held.hand_out(3, [])
+    with pytest.raises(UsageError, match="3 buckets are held, and a session has 4; release one"):
+        held.hold()
+    holds[1].release()
+    held.hold()
+    assert held.recycle() == [1]
+    assert held.close() == [0, 2, 3]

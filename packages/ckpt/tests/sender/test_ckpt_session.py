@@ -371,3 +371,14 @@ def test_a_trainer_can_refuse_samples_of_a_digest_that_it_never_committed():
             assert rl_ckpt.tree_digest(held) not in committed_versions
 
     asyncio.run(main())
+
+
+def test_a_session_may_say_more_in_a_message_than_a_stranger():
+    """A manifest is one message for thousands of names; who is not in a session may send 64 KiB."""
+    weights = {"layer." * 20 + str(i): torch.zeros(1, dtype=torch.uint8) for i in range(2000)}
+
+    async def work(sender, receiver):
+        sent, got = await exchange(sender, [receiver], 1, weights)
+        assert sent.num_tensors == len(weights) == len(got)
+
+    run(work)

@@ -167,3 +167,27 @@ def test_a_writer_keeps_no_tensor_after_a_sync(scheme):
                 assert stream_threads()
 
     asyncio.run(main())
+
+
+def test_a_source_may_write_to_a_large_tensor_again_once_it_is_asked_for_the_next():
+    """Streams are written from where it is; so the sender waits until the kernel has all of it."""
+    memory = torch.zeros(24 << 20, dtype=torch.uint8)
+
+    def source():
+        for i in range(4):
+            memory.fill_(i + 1)
+            yield f"t{i}", memory
+
+    async def main():
+        async with connect(f"tcp://127.0.0.1:{new_port()}", role="send", token="t", timeout_s=60) as sender:
+            await sender.prepare()
+            async with connect(sender.address, role="receive", token="t") as receiver:
+                sending = asyncio.ensure_future(sender.send_weights(source(), version=1))
+                got = {}
+                async for name, tensor in receiver.receive_weights():
+                    await asyncio.sleep(0.1)
+                    got[name] = tuple(tensor.unique().tolist())
+                await sending
+                assert got == {f"t{i}": (i + 1,) for i in range(4)}
+
+    asyncio.run(main())
