@@ -211,5 +211,8 @@ def test_a_stream_belongs_to_a_receiver_and_is_one_of_those_that_were_agreed(cha
         assert other.hear(Session) is None
         assert other.channel.is_closed
         other.close()
+        time.sleep(0.2)
+        receiver.channel.receive()
+        assert not receiver.channel.is_closed  # whose ticket it named is still in the session
 
     assert "did not call receive_weights" in str(run(play, "uds"))

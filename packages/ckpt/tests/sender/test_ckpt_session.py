@@ -381,4 +381,4 @@ def test_a_session_may_say_more_in_a_message_than_a_stranger():
         sent, got = await exchange(sender, [receiver], 1, weights)
         assert sent.num_tensors == len(weights) == len(got)
 
-    run(work)
+    run(work, bucket_bytes=1 << 20)

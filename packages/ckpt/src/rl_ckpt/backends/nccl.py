@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_ckpt.transports import group
 from rl_ckpt.transports.base import Transport
-from rl_ckpt.transports.group import GroupReceive, GroupSend, require_nccl
+from rl_ckpt.transports.group import GroupReceive, GroupSend
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,12 +30,12 @@ class Backend(Transport):
 
     def sender(self, config: SessionConfig) -> NcclSend:
         """The sending end; raises `AddressError` as `tcp://` does, `BackendError` where there is no NCCL or no GPU."""
-        require_nccl(config.address)
+        group.require_nccl(config.address)
         return NcclSend(config)
 
     def receiver(self, config: SessionConfig) -> NcclReceive:
         """A receiving end; raises as `sender` does."""
-        require_nccl(config.address)
+        group.require_nccl(config.address)
         return NcclReceive(config)
 
 

@@ -73,18 +73,24 @@ def _rows(form: str) -> Tail:
     """Tuples of one format each."""
     row = struct.Struct(form)
 
+    def pack(rows: tuple[Any, ...]) -> bytes:
+        return b"".join([row.pack(*values) for values in rows])
+
     def read(body: bytes, at: int, count: int) -> tuple[Any, int]:
         end = at + count * row.size
         if end > len(body):
             raise ValueError(f"{count} rows of {row.size} bytes do not fit it")
         return tuple(row.iter_unpack(body[at:end])), end
 
-    return Tail(lambda rows: b"".join([row.pack(*values) for values in rows]), read)
+    return Tail(pack, read)
 
 
 def _numbers(code: str, *, is_counted: bool) -> Tail:
     """Integers of one size."""
     size = struct.calcsize(f"<{code}")
+
+    def pack(numbers: tuple[int, ...]) -> bytes:
+        return struct.pack(f"<{len(numbers)}{code}", *numbers)
 
     def read(body: bytes, at: int, count: int) -> tuple[Any, int]:
         if not is_counted:
@@ -93,11 +99,14 @@ def _numbers(code: str, *, is_counted: bool) -> Tail:
                 raise ValueError("there is no number in it")
         return struct.unpack_from(f"<{count}{code}", body, at), at + count * size
 
-    return Tail(lambda numbers: struct.pack(f"<{len(numbers)}{code}", *numbers), read, is_counted)
+    return Tail(pack, read, is_counted)
 
 
 def _items(pack: Callable[[Any], bytes], read: Callable[[bytes, int], tuple[Any, int]]) -> Tail:
     """Items that say themselves how long they are."""
+
+    def pack_all(items: tuple[Any, ...]) -> bytes:
+        return b"".join([pack(item) for item in items])
 
     def read_all(body: bytes, at: int, count: int) -> tuple[Any, int]:
         found: list[Any] = []
@@ -106,11 +115,19 @@ def _items(pack: Callable[[Any], bytes], read: Callable[[bytes, int], tuple[Any,
             found.append(item)
         return tuple(found), at
 
-    return Tail(lambda items: b"".join([pack(item) for item in items]), read_all)
+    return Tail(pack_all, read_all)
 
 
-_BYTES = Tail(bytes, lambda body, at, count: (body[at:], len(body)), is_counted=False)
-_TEXT = Tail(str.encode, lambda body, at, count: (body[at:].decode(), len(body)), is_counted=False)
+def _read_bytes(body: bytes, at: int, _: int) -> tuple[bytes, int]:
+    return body[at:], len(body)
+
+
+def _read_text(body: bytes, at: int, _: int) -> tuple[str, int]:
+    return body[at:].decode(), len(body)
+
+
+_BYTES = Tail(bytes, _read_bytes, is_counted=False)
+_TEXT = Tail(str.encode, _read_text, is_counted=False)
 
 
 class Message:

@@ -30,6 +30,7 @@ from rl_ckpt.backends import cuda_ipc, nccl
 from rl_ckpt.errors import BackendError
 from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt.tensors.spec import as_bytes, buffer_tensor
+from rl_ckpt.transports import group
 from rl_csrc.buffers.bucket import aligned
 
 if TYPE_CHECKING:
@@ -213,22 +214,26 @@ def fake_gpu(*, has_all: bool = False) -> Generator[FakeGpu]:
         cuda_ipc.driver_of = real
 
 
+def _allow(address: str) -> None:
+    del address
+
+
 def use_fake_nccl() -> None:
     """Let all `nccl` sessions of this process, from now on, broadcast by gloo between the memory of CPUs.
 
     What is shown is that sessions, groups and failures of `nccl` are those of the suites. Kernels, streams and the
     abort of a communicator are not modelled.
     """
-    nccl.require_nccl = lambda address: None
+    group.require_nccl = _allow
     nccl.current_device = lambda: torch.device("cpu")
 
 
 @contextmanager
 def fake_nccl() -> Generator[None]:
     """`use_fake_nccl`, for sessions that are opened inside."""
-    real = nccl.require_nccl, nccl.current_device
+    real = group.require_nccl, nccl.current_device
     use_fake_nccl()
     try:
         yield
     finally:
-        nccl.require_nccl, nccl.current_device = real
+        group.require_nccl, nccl.current_device = real
