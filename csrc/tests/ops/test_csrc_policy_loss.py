@@ -334,5 +334,6 @@ def test_refusals_are_sentences():
         rl_csrc.policy_loss_from_hidden(*head, old, adv, mask, cu, loss="gspo")
     with pytest.raises(rl_csrc.ArgumentError, match="k3_max is 0"):
         rl_csrc.policy_loss(lp, old, adv, mask, cu, k3_max=0)
-    with pytest.raises(rl_csrc.ArgumentError, match="clip_dual is 0.5"):
-        rl_csrc.policy_loss(lp, old, adv, mask, cu, clip_dual=0.5)
+    for clip_dual in (0.5, 1.0):
+        with pytest.raises(rl_csrc.ArgumentError, match=f"clip_dual is {clip_dual}"):
+            rl_csrc.policy_loss(lp, old, adv, mask, cu, clip_dual=clip_dual)
