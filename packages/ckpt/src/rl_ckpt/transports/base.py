@@ -84,7 +84,7 @@ class SendTransport(ABC):
     num_streams: int = 0
     """Connections per receiver that payload is written to; 0 where receivers see the ring itself."""
     num_slots: int = 4
-    """Slots of the ring. With more than 4, buckets are announced to many receivers several in a message."""
+    """Slots of the ring. With more than 4, buckets are announced several in a message as a sync grows."""
     is_direct: bool = False
     """Whether a stream may be written straight from a tensor, because the kernel copies what it takes."""
     token: bytes | None = None
@@ -113,11 +113,11 @@ class SendTransport(ABC):
     def write(self, connection: socket.socket, slot: int, start: int, end: int) -> int:
         """Put bytes `start` to `end` of a slot on a stream and return how many went. Only for sessions with streams.
 
-        The slot does not change before the receiver has freed its bucket, so the kernel may refer to it till then.
+        Each stream has a thread that calls this on a blocking socket, several streams at once. The slot does not
+        change before the receiver has freed its bucket, so the kernel may refer to it till then.
 
         Raises:
-            BlockingIOError: the stream takes nothing now.
-            OSError: the receiver is gone.
+            OSError: the receiver is gone, or the socket was shut down because the sync is off.
         """
         raise NotImplementedError(f"{type(self).__name__} has no streams")
 

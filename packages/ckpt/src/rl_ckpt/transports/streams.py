@@ -109,16 +109,14 @@ ENDING_S = 10.0
 BUFFER_BYTES = 4 << 20
 """Wish for the kernel's buffer of a UNIX socket; net.core.wmem_max bounds it."""
 PATIENCE_S = 0.02
-"""Longest stay in one call to the kernel, after which an end looks up: at its other peers, its deadline, its caller."""
+"""Longest stay of a receiver in one read of the kernel, after which it looks up: at its deadline, its caller."""
 
 
-def set_patience(connection: socket.socket) -> socket.socket:
-    """Let calls on a socket wait inside the kernel, which moves a bucket in one call, and end by `PATIENCE_S`."""
+def set_patience(connection: socket.socket) -> None:
+    """Let reads wait inside the kernel, which moves a bucket in one call, and end by `PATIENCE_S`."""
     connection.setblocking(True)
     patience = struct.pack("ll", 0, int(PATIENCE_S * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
-    return connection
 
 
 @dataclass(frozen=True, slots=True)
