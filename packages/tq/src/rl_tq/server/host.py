@@ -224,7 +224,7 @@ class QueueHost:
         for extent in shrunk:
             self.memory.change(extent)
         self._commit()  # what is written down must not name a segment that is used again or gone
-        for extent in chain(freed, shrunk):
+        for extent in chain(freed, shrunk) if self.memory.has_segments else shrunk:
             self._wasted.note(extent, now)
         self.memory.free(freed)
         if self._wasted:
@@ -232,7 +232,8 @@ class QueueHost:
 
     def finish(self) -> None:
         """End a turn: write down what changed in it, then tell whoever waits."""
-        self._commit()
+        if self.journal is not None:
+            self._commit()
         if self._outbox:
             outbox, self._outbox = self._outbox, []
             for key, reply in outbox:

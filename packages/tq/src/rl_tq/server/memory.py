@@ -37,6 +37,8 @@ class HeapMemory:
 
     where = None
     """Clients cannot read extents without asking."""
+    has_segments = False
+    """Whether several extents are freed as one."""
 
     def __init__(self, *, is_compacted: bool = True) -> None:
         """`is_compacted`: the extents are tensors, which are written anew when most of their rows are cleared."""
@@ -143,6 +145,8 @@ class HeapMemory:
 
 class SegmentMemory(SegmentTable):
     """Extents in segments that the processes of the host share; this process is a client of its own table."""
+
+    has_segments = True
 
     def __init__(self, directory: Path | None) -> None:
         """`directory`: of files that outlive every process; None: anonymous memory."""

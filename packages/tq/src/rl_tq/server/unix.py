@@ -118,8 +118,9 @@ class UnixFront:
 
     def _turn(self) -> None:
         host = self._host
-        with host.lock:
-            deadline = self._sleeps_until = host.service.next_deadline()
+        deadline = self._sleeps_until = host.service.next_deadline()
+        if host.service.next_deadline() != deadline:
+            return  # another thread set it meanwhile, and may not have seen until when this one sleeps
         # Bounded: what asks for more, from wherever it comes, must not end everybody's queue.
         left = None if deadline is None else min(max(0.0, deadline - time.monotonic()), LONGEST_S)
         ready = self._epoll.poll(left)
@@ -139,13 +140,16 @@ class UnixFront:
 
     def _flush_all(self) -> None:
         """At the end of a turn, of whatever thread."""
-        for connection in self._to_flush:
-            if connection.unsent and connection.fd in self._connections:
-                self._flush(connection)
-        self._to_flush.clear()
+        if self._to_flush:
+            for connection in self._to_flush:
+                if connection.unsent and connection.fd in self._connections:
+                    self._flush(connection)
+            self._to_flush.clear()
+        if threading.get_ident() == self._thread.ident:
+            return
         deadline = self._host.service.next_deadline()
         is_earlier = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
-        if is_earlier and threading.current_thread() is not self._thread and not self._is_closing:
+        if is_earlier and not self._is_closing:
             self._sleeps_until = deadline
             self._waker.wake()
 
@@ -259,6 +263,8 @@ class UnixFront:
         match message["op"]:
             case "put":  # first what comes most often
                 return self._put(connection, message)
+            case "wait" | "ack":
+                return self._ask(connection, message)
             case "segment":
                 if fd is not None:
                     self._memory.admit(
