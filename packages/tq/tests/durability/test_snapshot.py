@@ -1,5 +1,6 @@
 """Snapshots of a queue that goes on: a cut at one moment, whole or not there, and a queue again in any storage."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -251,3 +252,42 @@ def test_a_file_system_that_is_full_keeps_the_snapshot_before(tmp_path):
             assert queue.stats()["rows"] == 3
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_a_snapshot_is_on_stable_storage_before_it_is_said_to_be(tmp_path, monkeypatch):
+    """Values, journal and directory: a machine that loses power after it loses nothing of it."""
+    synced = []
+    fsync = os.fsync
+
+    def noted(fd):
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with rl_tq.serve("inproc://") as queue:
+        queue.put({"a": torch.zeros(2, LARGE)}, partition="p")
+        queue.put({"b": torch.zeros(2)}, partition="q")
+        queue.snapshot(tmp_path / "one")
+    segments = {path.name for path in (tmp_path / "one").glob("*.segment")}
+    assert segments
+    assert segments | {"journal.partial", "one"} <= set(synced)
+    assert synced.index("one") > synced.index("journal.partial") > max(synced.index(name) for name in segments)
+
+
+@pytest.mark.parametrize("storage", ["inproc://", "shm://"])
+def test_numbers_that_were_cleared_before_a_snapshot_are_not_given_again(storage, tmp_path):
+    """Else a reference to a cleared row would read another, and an old lease would ack it."""
+    with serve(storage, tmp_path) as queue:
+        meta = queue.put({"a": torch.arange(3)}, partition="p")
+        claimed = queue.get_meta(partition="p", columns=["a"], batch_size=3, task="t")
+        queue.clear(meta.reorder([1, 2]))
+        queue.snapshot(tmp_path / "one")
+    with serve(storage, tmp_path, snapshot=tmp_path / "one") as queue:
+        later = queue.put({"a": torch.arange(7, 9)}, partition="p")
+        assert not set(later.rows) & set(meta.rows)
+        with pytest.raises(rl_tq.StaleReferenceError):
+            queue.get(meta)
+        again = queue.get_meta(partition="p", columns=["a"], batch_size=3, task="t")
+        assert not set(again.leases) & set(claimed.leases)
+        other = queue.put({"a": torch.zeros(1)}, partition="new")
+        assert other.generation > meta.generation
