@@ -236,7 +236,8 @@ def _shared_memory(run: Run) -> None:
     size = 64 << 20
 
     def populated() -> None:
-        ipc.populate(ipc.SharedMemory.create(size).map().data_ptr(), size)
+        mapping = ipc.SharedMemory.create(size).map()  # mapped for as long as the tensor lives
+        ipc.populate(mapping.data_ptr(), size)
 
     run.compare(
         "shared memory of 64 MiB: make and have every page there",
