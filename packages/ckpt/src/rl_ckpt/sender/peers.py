@@ -278,7 +278,7 @@ class Peers:
     def put(self, peer: Peer, payloads: Sequence[tuple[int, Sequence[ByteRun]]]) -> None:
         """Begin to write the payload of buckets, `(sequence, runs)` each, to one receiver's streams."""
         if peer.error is None:
-            peer.writer.put(payloads)
+            peer.writer.put(payloads, is_alone=len(self.all) == 1)
 
     def new_group(self, peers: Sequence[Peer]) -> None:
         """Have the transport make a group of these receivers, where it sends to all at once."""

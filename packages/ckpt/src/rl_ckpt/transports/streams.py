@@ -109,13 +109,14 @@ ENDING_S = 10.0
 BUFFER_BYTES = 4 << 20
 """Wish for the kernel's buffer of a UNIX socket; net.core.wmem_max bounds it."""
 PATIENCE_S = 0.02
-"""Longest stay of a receiver in one read of the kernel, after which it looks up: at its deadline, its caller."""
+"""Longest stay in one call to the kernel, after which an end looks up: at its deadline, its caller."""
 
 
 def set_patience(connection: socket.socket) -> None:
-    """Let reads wait inside the kernel, which moves a bucket in one call, and end by `PATIENCE_S`."""
+    """Let calls on a socket wait inside the kernel, which moves a bucket in one call, and end by `PATIENCE_S`."""
     connection.setblocking(True)
     patience = struct.pack("ll", 0, int(PATIENCE_S * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
 
 
@@ -169,7 +170,7 @@ class StreamWriter:
 
     def attach(self, index: int, opened: int, connection: socket.socket) -> None:
         """Use a connection for stream `index`, in place of an earlier one. `opened` tells generations apart."""
-        connection.setblocking(True)
+        set_patience(connection)
         if connection.family == socket.AF_UNIX:  # TCP finds its own size
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         if index in self._streams:
@@ -182,18 +183,36 @@ class StreamWriter:
             range(num_streams), opened
         )
 
-    def put(self, payloads: Sequence[tuple[int, Sequence[ByteRun]]]) -> None:
+    def put(self, payloads: Sequence[tuple[int, Sequence[ByteRun]]], *, is_alone: bool = False) -> None:
         """Queue the payload of buckets, `(sequence, runs)` each, which are dealt to the streams in turn.
 
-        Slots must not change before their bucket is freed, tensors before they are taken.
+        Slots must not change before their bucket is freed, tensors before they are taken. For a receiver that is alone
+        this thread writes what the kernel takes without much of a wait: it has nothing better to do, and a thread less
+        to wake.
         """
         num_streams = len(self._streams)
         for index, stream in self._streams.items():
-            if runs := deque(run for sequence, runs in payloads if sequence % num_streams == index for run in runs):
+            runs = deque(run for sequence, runs in payloads if sequence % num_streams == index for run in runs)
+            if is_alone and stream.is_idle:
+                self._write_now(stream, runs)
+            if runs:
                 stream.put(runs)
 
-    def write_some(self, connection: socket.socket, runs: deque[ByteRun]) -> None:
-        """Write what a socket takes in one call, and leave the rest: of a slot, or of tensors as many as follow."""
+    def _write_now(self, stream: _OutStream, runs: deque[ByteRun]) -> None:
+        try:
+            while runs and self.write_some(stream.connection, runs):
+                pass
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            runs.clear()
+            self._on_error(error)
+
+    def write_some(self, connection: socket.socket, runs: deque[ByteRun]) -> bool:
+        """Write what a socket takes in one call, of a slot or of tensors as many as follow; leave the rest.
+
+        False if the kernel took a part of a run, because its patience was over.
+        """
         run = runs[0]
         if run.view is None:
             num_bytes = self._write(connection, run.slot, run.start, run.start + run.num_bytes)
@@ -204,13 +223,15 @@ class StreamWriter:
             num_bytes -= runs.popleft().num_bytes
         if num_bytes:
             runs[0] = runs[0].after(num_bytes)
+        return not num_bytes
 
     def write_all(self, stream: _OutStream) -> None:
         """The work of a stream's thread."""
         try:
             while (left := stream.jobs.get()) is not None:
-                while left:
-                    self.write_some(stream.connection, left)
+                while left and not stream.is_closed:
+                    with suppress(BlockingIOError, InterruptedError):  # its patience is over, and it has nothing else
+                        self.write_some(stream.connection, left)
                 stream.num_done += 1
                 if stream.is_idle:
                     self._on_idle()
