@@ -173,7 +173,8 @@ def _delta(run: Run, data: torch.Tensor) -> None:
     )
 
 
-def _echo(connection: socket.socket) -> None:
+def _echo(connection: socket.socket, other: socket.socket) -> None:
+    other.close()  # the parent's end, which the fork copied: its end is noticed
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     buffer = memoryview(bytearray(64))
@@ -190,7 +191,7 @@ def _notices(run: Run) -> None:
     context = multiprocessing.get_context("fork")
     near, far = socket.socketpair()
     ours, theirs = context.Pipe()
-    processes = [context.Process(target=_echo, args=(far,)), context.Process(target=_echo_pipe, args=(theirs,))]
+    processes = [context.Process(target=_echo, args=(far, near)), context.Process(target=_echo_pipe, args=(theirs,))]
     for process in processes:
         process.start()
     far.close()
