@@ -67,7 +67,10 @@ class Journal:
         records: list[Record] = []
         for number, line in enumerate(data[:end].splitlines(), 1):
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
+                if not isinstance(record, list) or not record or not isinstance(record[0], str):
+                    raise ValueError("it is no list that begins with a name")
+                records.append(record)
             except (ValueError, RecursionError) as error:
                 raise TransferQueueError(
                     f"line {number} of {path} is no record ({error}): the file was damaged; serve a copy from before, "

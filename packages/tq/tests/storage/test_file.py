@@ -99,6 +99,11 @@ def test_what_a_dying_server_wrote_by_half_is_cut_off_and_damage_is_told(killed)
     journal.write_bytes(whole + b'["put","p",9')
     with rl_tq.serve(address) as queue:
         assert queue.stats()["rows"] == 6
+    num_lines = whole.count(b"\n")
+    for line in (b"6" * 83, b"{}", b"[]", b"[7]"):
+        journal.write_bytes(whole + line + b"\n")
+        with pytest.raises(rl_tq.TransferQueueError, match=f"line {num_lines + 1} of .*journal is no record"):
+            rl_tq.serve(address)
     journal.write_bytes(b"[" + whole)
     with pytest.raises(rl_tq.TransferQueueError, match="line 1 of .*journal is no record"):
         rl_tq.serve(address)
