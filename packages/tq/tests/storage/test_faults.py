@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import rl_tq
-from rl_tq.server.compaction import Compactor
+from rl_tq.server.host import Compactor
 
 
 @pytest.fixture

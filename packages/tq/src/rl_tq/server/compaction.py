@@ -6,9 +6,6 @@ segments empty by themselves, so one is left alone until half of it is gone, or 
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,19 +13,14 @@ from rl_tq.columns.encode import Column
 from rl_tq.columns.extent import plan_extent
 from rl_tq.columns.gather import Collected, collect, cumulated
 from rl_tq.columns.schema import ColumnKind
-from rl_tq.errors import TransferQueueError
 
 if TYPE_CHECKING:
     from rl_tq.columns.extent import Layout, LocatedColumns, Opened
     from rl_tq.columns.schema import ColumnSchema
     from rl_tq.metadata.state import State
-    from rl_tq.server.host import QueueHost
     from rl_tq.server.memory import HeapMemory
     from rl_tq.server.segment_table import SegmentTable
 
-_LOG = logging.getLogger(__name__)
-_PAUSE_S = 0.05
-"""What is cleared within so long is looked at together."""
 _MIN_WASTE_BYTES = 64 << 10
 _AT_ONCE = 0.5
 """Live share of a segment at which it is copied at once, if so much is gone:"""
@@ -140,73 +132,3 @@ def _column(name: str, schema: ColumnSchema, collected: Collected, num_rows: int
         lengths = collected.turns[name]
         offsets, turns = cumulated([len(row) for row in lengths]), cumulated(list(chain.from_iterable(lengths)))
     return Column(schema=schema, num_rows=num_rows, pieces=collected.parts[name], offsets=offsets, turns=turns)
-
-
-class Compactor:
-    """Compactor: a thread beside a host that copies what is worth it, from the first clear on."""
-
-    def __init__(self, host: QueueHost, queue: CompactionQueue) -> None:
-        self._host = host
-        self._queue = queue
-        self._wake = threading.Event()
-        self._is_closed = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def wake(self) -> None:
-        """There may be something to do. Call it with the host's lock held."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"rl-tq-compactor-{self._host.address}", daemon=True)
-            self._thread.start()
-        self._wake.set()
-
-    def close(self) -> None:
-        """End. Call it without the lock."""
-        self._is_closed.set()
-        self._wake.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._is_closed.is_set():
-            if not self._wake.wait(self._host.memory.catch_up()) or self._is_closed.wait(_PAUSE_S):
-                continue
-            self._wake.clear()
-            try:
-                while not self._is_closed.is_set() and self.step():
-                    pass
-            except (OSError, ValueError, MemoryError, RuntimeError, TransferQueueError) as error:
-                # No memory or descriptor is left, for now.
-                _LOG.warning("memory of cleared rows in %s was not compacted: %s", self._host.address, error)
-            if self._queue and not self._is_closed.wait(REST_S):
-                self._wake.set()
-
-    def step(self) -> bool:
-        """Copy once, if that is worth it; returns whether there may be more to do."""
-        host = self._host
-        with host.turn():
-            plan = self._queue.plan(time.monotonic())
-            if plan is None:
-                return False
-            located = host.service.store.locate(partition=plan.partition, columns=plan.columns, rows=plan.rows)
-            opened = host.memory.open(located.extents)
-        columns = {name: (schema, located.runs[which]) for name, (schema, which) in located.columns.items()}
-        layout = compacted_extent(columns, opened, len(plan.rows))
-        if layout.nbytes < plan.nbytes:
-            self._move(plan, layout)
-        else:
-            with host.turn():
-                for extent in plan.old:
-                    self._queue.forget(extent)
-        del opened, layout  # what is freed of it is let go of at the end of the next turn
-        with host.turn():
-            return True
-
-    def _move(self, plan: Plan, layout: Layout) -> None:
-        host = self._host
-        taken = host.memory.write(layout, plan.spill)
-        try:
-            with host.turn():
-                if host.is_open:
-                    host.move(host.memory.enter(taken), layout.nbytes, plan)
-        finally:
-            host.memory.settle(taken)
