@@ -11,6 +11,7 @@ import select
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -97,7 +98,8 @@ class UnixFront:
         """End every connection: each client loses the queue at once. Idempotent."""
         if self._thread.is_alive():
             self._is_closing = True
-            self._waker.wake()
+            with suppress(OSError):  # the loop saw it by itself, and has closed the waker
+                self._waker.wake()
             self._thread.join()
 
     # The loop
