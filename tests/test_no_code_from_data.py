@@ -37,7 +37,7 @@ ALLOWED = {
         for what in whats
     },
     ("rl_trainer/data/datasets.py", "exec_module"): "data.format=FILE.py:NAME, a plug-in",
-    ("rl_trainer/rewards/functions.py", "exec_module"): "reward.path=FILE.py:NAME, a plug-in",
+    ("rl_trainer/plugins.py", "exec_module"): "reward.path=FILE.py:NAME, a plug-in",
     # pickles that are written for a protocol of others, and never read
     ("rl_ckpt/adapters/checkpoint_engine.py", "send_pyobj"): "the protocol wants pickles: written, never read",
     ("rl_ckpt/adapters/sglang.py", "pickle"): "SGLang's server takes tensors as pickles: written, never read",

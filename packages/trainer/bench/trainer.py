@@ -16,10 +16,8 @@ from rl_bench import Role, Run
 from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
-from rl_trainer.pipelines.fully_async import run_fully_async
-from rl_trainer.pipelines.one_step_off import run_one_step_off
-from rl_trainer.pipelines.rollouts import RolloutManager
-from rl_trainer.pipelines.sync import run_sync
+from rl_trainer.loop import run_fully_async, run_one_step_off, run_sync
+from rl_trainer.rollout_source import RolloutManager
 from rl_trainer.testing import FakeJob
 from rl_trainer.workers.agent import GenerateReport
 

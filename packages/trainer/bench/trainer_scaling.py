@@ -13,9 +13,9 @@ from rl_bench import Run
 from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
-from rl_trainer.pipelines.fleets import AgentFleet
-from rl_trainer.pipelines.fully_async import run_fully_async
-from rl_trainer.pipelines.rollouts import RolloutManager
+from rl_trainer.loop import run_fully_async
+from rl_trainer.replicas import AgentFleet
+from rl_trainer.rollout_source import RolloutManager
 from rl_trainer.testing import FakeJob
 from rl_trainer.workers.agent import GenerateReport
 

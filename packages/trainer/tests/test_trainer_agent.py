@@ -10,7 +10,7 @@ import rl_agent
 from rl_agent.types import AgentLoopOutput
 from rl_tq.types import BatchMeta
 from rl_trainer.errors import TrainerError
-from rl_trainer.pipelines.step import part_means
+from rl_trainer.loop import part_means
 from rl_trainer.rewards import Score
 from rl_trainer.workers.agent import (
     GenerateReport,

@@ -20,7 +20,7 @@ from rl_trainer.algorithms import (
 )
 from rl_trainer.config import AlgorithmConfig, load_config
 from rl_trainer.errors import ConfigError
-from rl_trainer.plan import make_plan
+from rl_trainer.validate import make_plan
 
 
 def two_groups():
@@ -188,7 +188,7 @@ def test_algorithms_of_other_distributions_are_found_by_entry_point(monkeypatch)
     ones = Estimator(compute=lambda data: data.loss_mask.float())
     double = PolicyLoss(source="none", compute=lambda data: -2 * data.advantages * data.logprobs)
     points = {"rl_trainer.advantages": [Point("ones", ones)], "rl_trainer.policy_losses": [Point("double", double)]}
-    monkeypatch.setattr("rl_trainer.algorithms.plugins.entry_points", lambda group: points[group])
+    monkeypatch.setattr("rl_trainer.plugins.entry_points", lambda group: points[group])
     assert compute_advantages("ones", two_groups()).sum() == 6
     assert loss_named("double") is double
     make_plan(load_config("quickstart", [*PLAIN, "algorithm.advantage=ones", "algorithm.loss=double"]))

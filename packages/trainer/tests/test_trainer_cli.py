@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from rl_engine import write_manifest
-from rl_trainer import _memory, cli
+from rl_trainer import cli
+from rl_trainer import cli as _memory
 from rl_trainer.errors import sentence_of
 
 
@@ -19,7 +20,7 @@ def nothing_starts(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("something was started")
 
-    monkeypatch.setattr("rl_trainer.job._train", refuse)
+    monkeypatch.setattr("rl_trainer.run._train", refuse)
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_unknown_key(capsys):
 
 def test_too_few_gpus_are_told_with_the_numbers_before_anything_is_made(capsys, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("rl_trainer.pipelines.parts._num_gpus", lambda: 1)
+    monkeypatch.setattr("rl_trainer.setup._num_gpus", lambda: 1)
     told = refused(capsys, "quickstart")
     assert "the run asks for 2 GPUs (engine 1, rollout 1), and this machine has 1; set rollout.colocated=true" in told
     for enough in ("rollout.colocated=true", "runtime=inline"):
@@ -154,7 +155,7 @@ def test_an_option_that_the_agent_loop_has_not(capsys):
     ],
 )
 def test_a_backend_that_lacks_a_package(capsys, monkeypatch, lost, told):
-    monkeypatch.setattr("rl_trainer.preflight._is_installed", lambda name: name != lost)
+    monkeypatch.setattr("rl_trainer.validate._is_installed", lambda name: name != lost)
     assert told in refused(capsys, "quickstart", "data.options.num_rows=2000", "data.eval_size=16")
 
 

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from rl_trainer.addresses import address_of, check_reach
 from rl_trainer.errors import ConfigError
-from rl_trainer.secrets import make_tokens, server_token
+from rl_trainer.runtime.network import address_of, check_reach, make_tokens, server_token
 
 CLUSTER = """
 import sys

@@ -7,8 +7,8 @@ import yaml
 from rl_trainer.config import RECIPES, as_tree, load_config
 from rl_trainer.config.load import MOVED
 from rl_trainer.errors import ConfigError
-from rl_trainer.pipelines.engines import server_config
-from rl_trainer.plan import make_plan
+from rl_trainer.plan import server_config
+from rl_trainer.validate import make_plan
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))

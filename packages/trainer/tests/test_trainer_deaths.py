@@ -12,8 +12,8 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import WorkerDiedError, WorkerHungError
-from rl_trainer.pipelines.parts import place
 from rl_trainer.runtime import create_runtime
+from rl_trainer.setup import place
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TIMEOUT_S = 400

@@ -10,9 +10,9 @@ import pytest
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
-from rl_trainer.pipelines.fully_async import run_fully_async
-from rl_trainer.pipelines.parts import place
+from rl_trainer.loop import run_fully_async
 from rl_trainer.runtime import create_runtime
+from rl_trainer.setup import place
 
 
 def until(condition, what):

@@ -10,7 +10,7 @@ import rl_rollout
 from rl_rollout.types import ServerConfig
 from rl_trainer.cli import main, main_eval, main_sample
 from rl_trainer.errors import RolloutFailedError
-from rl_trainer.evaluate import Estimate, Problem, maj_at_n, pass_at_k, summarise
+from rl_trainer.evaluation import Estimate, Problem, maj_at_n, pass_at_k, summarise
 from rl_trainer.rewards import answer_of
 
 

@@ -7,10 +7,11 @@ import pytest
 from rl_ckpt.types import SyncReport
 from rl_rollout.errors import ServerLostError, WeightUpdateError
 from rl_rollout.types import ServerAddress
-from rl_trainer.base import Fleet
 from rl_trainer.errors import PlacementError, StaleWeightsError, WorkerDiedError
-from rl_trainer.job import resize_as_asked
-from rl_trainer.pipelines.fleets import AgentFleet, WeightSync
+from rl_trainer.replicas import AgentFleet
+from rl_trainer.run import resize_as_asked
+from rl_trainer.runtime.base import Fleet
+from rl_trainer.weight_sync import WeightSync
 from rl_trainer.workers.agent import EvalReport, GenerateReport, Job
 
 

@@ -5,12 +5,11 @@ import pytest
 from rl_trainer.config import ReplaySection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, RolloutFailedError, StaleWeightsError
+from rl_trainer.loop import ages_of, run_fully_async
 from rl_trainer.metrics import HeldGroup
-from rl_trainer.pipelines.fully_async import run_fully_async
-from rl_trainer.pipelines.rollouts import Generated, RolloutManager
-from rl_trainer.pipelines.step import ages_of
-from rl_trainer.plan import make_plan
+from rl_trainer.rollout_source import Generated, RolloutManager
 from rl_trainer.testing import FakeAgents, FakeJob
+from rl_trainer.validate import make_plan
 
 
 def config(*overrides, staleness=1):

@@ -6,7 +6,7 @@ from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import RolloutFailedError
-from rl_trainer.pipelines.rollouts import RolloutManager
+from rl_trainer.rollout_source import RolloutManager
 from rl_trainer.workers.agent import GenerateReport
 
 ROWS = [{"rewards": (1.0, 1.0)}, {"rewards": (0.0, 1.0)}, {"rewards": (0.0, 0.0)}, {"rewards": None}]

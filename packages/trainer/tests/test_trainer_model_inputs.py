@@ -19,13 +19,12 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import InputError, TrainerError
-from rl_trainer.pipelines.parts import place
-from rl_trainer.pipelines.rollouts import RolloutManager
-from rl_trainer.preflight import check, check_model
 from rl_trainer.rewards import Score
+from rl_trainer.rollout_source import RolloutManager
 from rl_trainer.runtime import create_runtime
-from rl_trainer.workers.columns import to_columns
-from rl_trainer.workers.images import IMAGES, ImageReader, takes_images
+from rl_trainer.setup import place
+from rl_trainer.validate import check, check_model
+from rl_trainer.workers.columns import IMAGES, ImageReader, takes_images, to_columns
 
 NOTHING = Score(reward=0.0)
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -9,9 +9,9 @@ from rl_agent.proxy import RecordingProxy
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_trainer.config import RewardPart, RewardSection
 from rl_trainer.errors import ConfigError, RewardError
-from rl_trainer.preflight import check
 from rl_trainer.rewards import Scorer
-from rl_trainer.rewards.models import RateLimit, ServedReward, Window, at, conversation
+from rl_trainer.rewards.served import RateLimit, ServedReward, Window, at, conversation
+from rl_trainer.validate import check
 
 ROW = {
     "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"}],
@@ -22,7 +22,7 @@ ROW = {
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr("rl_trainer.rewards.models._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("rl_trainer.rewards.served._FIRST_PAUSE_S", 0.001)
 
 
 class Server:
@@ -287,8 +287,8 @@ def test_requests_wait_for_their_turn_within_both_limits(monkeypatch):
 
     async def main():
         limit = RateLimit(requests_per_minute=3, tokens_per_minute=100)
-        monkeypatch.setattr("rl_trainer.rewards.models.time.monotonic", lambda: now[0])
-        monkeypatch.setattr("rl_trainer.rewards.models.asyncio.sleep", sleep)
+        monkeypatch.setattr("rl_trainer.rewards.served.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("rl_trainer.rewards.served.asyncio.sleep", sleep)
         at = []
         for tokens in (10, 10, 10, 10, 80, 30):
             await limit.wait(tokens)

@@ -4,9 +4,9 @@ import pytest
 
 from rl_trainer.config import load_config
 from rl_trainer.errors import PlanError, StaleWeightsError
-from rl_trainer.pipelines.one_step_off import run_one_step_off
-from rl_trainer.plan import make_plan
+from rl_trainer.loop import run_one_step_off
 from rl_trainer.testing import FakeJob
+from rl_trainer.validate import make_plan
 
 
 def config(*overrides):

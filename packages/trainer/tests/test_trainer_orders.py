@@ -12,16 +12,14 @@ from rich.console import Console
 from rl_tq.types import BatchMeta
 from rl_trainer.config import DataConfig, load_config
 from rl_trainer.data import load_datasets
-from rl_trainer.data.order import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder
-from rl_trainer.data.prompts import make_prompts, short_enough
-from rl_trainer.data.records import Record, Source
-from rl_trainer.data.stream import StreamedRows
+from rl_trainer.data.datasets import Record, Source, StreamedRows, make_prompts, short_enough
+from rl_trainer.data.sampler import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder
 from rl_trainer.errors import DataError, InputError
-from rl_trainer.job import run
-from rl_trainer.pipelines.rollouts import RolloutManager
-from rl_trainer.plan import make_plan
+from rl_trainer.rollout_source import RolloutManager
+from rl_trainer.run import run
 from rl_trainer.samples import read_samples
 from rl_trainer.testing import FakeAgents
+from rl_trainer.validate import make_plan
 
 LENGTHS = (3, 1, 9, 2, 4, 9, 9, 1, 2, 9, 3)
 

@@ -15,13 +15,13 @@ from rl_tq.types import BatchMeta
 from rl_trainer.config import RewardSection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, RolloutFailedError, WorkerTimeoutError
-from rl_trainer.job import run
-from rl_trainer.pipelines.rollouts import RolloutManager
-from rl_trainer.plan import make_plan
 from rl_trainer.rewards import Score
+from rl_trainer.rollout_source import RolloutManager
+from rl_trainer.run import run
 from rl_trainer.testing import FakeAgents
-from rl_trainer.workers._loop_thread import LoopThread
+from rl_trainer.validate import make_plan
 from rl_trainer.workers.agent import AgentWorker, Job, _Ledger
+from rl_trainer.workers.loop_thread import LoopThread
 
 SIZES = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "batch.over_sampling=0.5"]
 

@@ -12,8 +12,8 @@ from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms.prime import ProcessRewardLoss
 from rl_trainer.config import load_config
 from rl_trainer.errors import PlanError, TrainerError
-from rl_trainer.job import run
-from rl_trainer.plan import make_plan
+from rl_trainer.run import run
+from rl_trainer.validate import make_plan
 
 PRIME = ["algorithm.advantage=prime", "critic.lr=1e-2"]
 

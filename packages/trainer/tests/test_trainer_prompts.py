@@ -1,4 +1,4 @@
-from rl_trainer.workers.prompts import PromptMemory
+from rl_trainer.workers.agent import PromptMemory
 
 
 class Tokenizer:

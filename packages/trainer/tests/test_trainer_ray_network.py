@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(400)
 
 RUN = """
 import json, os, sys
-from rl_trainer.base import ResourcePool
+from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime import create_runtime
 with create_runtime("ray") as runtime:
     runtime.start([ResourcePool(name="one", num_workers=1, num_cpus=0.1)])

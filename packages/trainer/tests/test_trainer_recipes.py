@@ -7,7 +7,7 @@ from rich.console import Console
 
 from rl_trainer.config import RECIPES, load_config
 from rl_trainer.errors import ConfigError
-from rl_trainer.job import run
+from rl_trainer.run import run
 
 SMALL = [
     "runtime=inline", "steps=2", "eval_every=0", "save_every=0", "timeout_s=120", "data.eval_size=4",

@@ -5,9 +5,9 @@ import json
 import pytest
 from rich.console import Console
 
+from rl_trainer import setup as parts
 from rl_trainer.config import load_config
-from rl_trainer.job import run
-from rl_trainer.pipelines import parts
+from rl_trainer.run import run
 
 
 def metrics_of(output_dir, model, *overrides):

@@ -8,18 +8,17 @@ import torch
 from rich.console import Console
 
 import rl_tq
-from rl_trainer.base import WorkerContext
 from rl_trainer.config import ReplaySection, load_config
 from rl_trainer.errors import PlanError
-from rl_trainer.job import run
+from rl_trainer.loop import run_one_step_off, run_sync
 from rl_trainer.metrics import HeldGroup
-from rl_trainer.pipelines.one_step_off import run_one_step_off
-from rl_trainer.pipelines.replay import PARTITION, Replay
-from rl_trainer.pipelines.rollouts import Generated
-from rl_trainer.pipelines.sync import run_sync
-from rl_trainer.plan import make_plan
+from rl_trainer.replay_buffer import PARTITION, Replay
+from rl_trainer.rollout_source import Generated
+from rl_trainer.run import run
+from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.testing import FakeJob
-from rl_trainer.workers.services import QueueWorker
+from rl_trainer.validate import make_plan
+from rl_trainer.workers.queue import QueueWorker
 
 ALONE = WorkerContext(rank=0, world_size=1)
 REPLAY = ["batch.replay.share=0.5", "batch.replay.max_age=2"]

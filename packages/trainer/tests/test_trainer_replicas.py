@@ -6,7 +6,7 @@ import rl_rollout
 from rl_rollout.errors import ServerLostError
 from rl_rollout.testing import FakeServer
 from rl_rollout.types import GenerateRequest, SamplingParams, ServerAddress
-from rl_trainer.workers.replicas import Replicas
+from rl_trainer.workers.agent import Replicas
 
 
 def address(port, pid):

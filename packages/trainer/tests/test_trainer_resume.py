@@ -17,12 +17,10 @@ from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree, load_config
 from rl_trainer.errors import InputError
-from rl_trainer.job import follow, resumed
+from rl_trainer.loop import run_fully_async, run_one_step_off, run_sync
 from rl_trainer.metrics import HeldGroup
-from rl_trainer.pipelines.fully_async import run_fully_async
-from rl_trainer.pipelines.held import claim_held
-from rl_trainer.pipelines.one_step_off import run_one_step_off
-from rl_trainer.pipelines.sync import run_sync
+from rl_trainer.rollout_source import claim_held
+from rl_trainer.run import follow, resumed
 from rl_trainer.testing import QueueJob
 
 PIPELINES = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from rl_trainer.base import WorkerContext
 from rl_trainer.config import RewardPart, RewardSection, load_config
 from rl_trainer.errors import InputError, RewardError
-from rl_trainer.preflight import check
 from rl_trainer.rewards import Scorer
+from rl_trainer.runtime.base import WorkerContext
+from rl_trainer.validate import check
 from rl_trainer.workers.reward_server import RewardServers
 
 ROW = {"prompt": [{"role": "user", "content": "2 + 2"}], "data_source": "mine", "reward_model": {"ground_truth": "4"}}
@@ -111,7 +111,7 @@ def test_a_job_scores_by_its_own_reward_model(model, reward_model, tmp_path, run
 
 ALONE = """
 import sys, time
-from rl_trainer.base import WorkerContext
+from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.workers.reward_server import RewardServers
 
 context = WorkerContext(rank=0, world_size=1)

@@ -10,7 +10,7 @@ import pytest
 from rl_trainer.config import RewardPart, RewardSection
 from rl_trainer.errors import ConfigError, RewardError
 from rl_trainer.rewards import Score, Scorer, check_function
-from rl_trainer.rewards.pool import FunctionPool, _Process
+from rl_trainer.rewards.process_pool import FunctionPool, _Process
 
 FUNCTIONS = """
 import asyncio, os, subprocess, time
@@ -187,7 +187,7 @@ def test_who_waits_for_a_process_hears_of_the_end(functions):
 @pytest.mark.parametrize("text", ["hang", "block"])
 def test_a_stuck_coroutine_does_not_take_the_others_with_it(functions, monkeypatch, text):
     """One that waits is cancelled; one that blocks its process is killed, and what ran beside it starts again."""
-    monkeypatch.setattr("rl_trainer.rewards.pool._GRACE_S", 0.5)
+    monkeypatch.setattr("rl_trainer.rewards.process_pool._GRACE_S", 0.5)
     call = _Process.call
 
     async def call_with_deadline(process, called, row, timeout_s):  # a short one for the stuck call alone
@@ -224,7 +224,7 @@ def test_no_process_outlives_its_parent(functions, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, os, sys\n"
-        "from rl_trainer.rewards.pool import FunctionPool\n"
+        "from rl_trainer.rewards.process_pool import FunctionPool\n"
         "async def main():\n"
         "    pool = FunctionPool(sys.argv[1] + ':odd', timeout_s=600)\n"
         "    await pool.start()\n"

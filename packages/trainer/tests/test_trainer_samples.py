@@ -11,7 +11,7 @@ from rl_trainer import checkpoints
 from rl_trainer.cli import main_sample
 from rl_trainer.config import load_config
 from rl_trainer.errors import DataError
-from rl_trainer.job import run
+from rl_trainer.run import run
 from rl_trainer.samples import FOLDER, file_of, read_samples, steps_of, write_samples
 
 

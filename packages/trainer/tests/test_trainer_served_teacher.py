@@ -15,9 +15,9 @@ from rl_rollout.testing import write_tiny_model
 from rl_rollout.types import Capabilities, ServerConfig, TokenOutput
 from rl_trainer.config import TeacherSection, load_config
 from rl_trainer.errors import ConfigError, PlanError, TrainerError
-from rl_trainer.job import run
-from rl_trainer.plan import make_plan
-from rl_trainer.workers._loop_thread import LoopThread
+from rl_trainer.run import run
+from rl_trainer.validate import make_plan
+from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.teacher import ServedTeacherWorker
 
 PROMPTS, COMPLETIONS, MASKS = [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]], [[1, 1], [1, 0, 1]]

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_trainer import staleness
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError
-from rl_trainer.pipelines import staleness
-from rl_trainer.pipelines.staleness import (
+from rl_trainer.staleness import (
     POLICIES,
     Admission,
     BatchRatio,
@@ -22,7 +22,7 @@ from rl_trainer.pipelines.staleness import (
     ThresholdFraction,
     create_policy,
 )
-from rl_trainer.plan import make_plan
+from rl_trainer.validate import make_plan
 
 
 def running(**released):

@@ -10,9 +10,8 @@ from rl_tq.types import BatchMeta
 from rl_trainer.algorithms.kl_controller import AdaptiveKl
 from rl_trainer.config import load_config
 from rl_trainer.errors import StaleWeightsError
-from rl_trainer.pipelines.engines import actor_config, critic_config
-from rl_trainer.pipelines.step import mini_batches
-from rl_trainer.pipelines.sync import run_sync
+from rl_trainer.loop import mini_batches, run_sync
+from rl_trainer.plan import actor_config, critic_config
 from rl_trainer.testing import FakeJob
 from rl_trainer.workers.engine import AdvantageReport, EngineWorker, UpdateReport
 

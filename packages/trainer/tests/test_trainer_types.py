@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 WORKER = """
-from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, register
+from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.runtime import create_runtime
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rl_rollout.testing import write_tiny_vl_model
 from rl_trainer.config import load_config
-from rl_trainer.job import run
+from rl_trainer.run import run
 
 COLOURS = {"red": (220, 30, 30), "blue": (30, 30, 220)}
 REWARD = """

@@ -10,13 +10,12 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.metrics import HeldGroup
-from rl_trainer.pipelines.parts import place
 from rl_trainer.runtime.inline import InlineRuntime
+from rl_trainer.setup import place
 from rl_trainer.workers.agent import AgentWorker
-from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker
-from rl_trainer.workers.reference import ReferenceWorker
-from rl_trainer.workers.samples import SampleWorker
-from rl_trainer.workers.services import QueueWorker, RolloutWorker
+from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker, ReferenceWorker
+from rl_trainer.workers.queue import QueueWorker, SampleWorker
+from rl_trainer.workers.rollout import RolloutWorker
 from rl_trainer.workers.teacher import ServedTeacherWorker
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rl_trainer.config import Config
     from rl_trainer.metrics import StepRecord
-    from rl_trainer.pipelines.parts import Parts
+    from rl_trainer.setup import Parts
     from rl_trainer.workers.engine import CriticWorker, ProcessRewardWorker
 
 STATE_FILE = "trainer_state.json"

@@ -7,6 +7,9 @@ What takes long to import is imported inside: from the first moment on a signal 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
+import platform
 import signal
 import sys
 import threading
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from rl_trainer.config import Config
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of malloc.h."""
 
 
 class _Main(Protocol):
@@ -81,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     import yaml
 
-    from rl_trainer._memory import keep_freed_memory
     from rl_trainer.config import RECIPES, as_tree, load_config
 
     recipes = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -114,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.print_config:
         print(yaml.safe_dump(as_tree(config), sort_keys=False))
         return 0
-    from rl_trainer.job import plan, resumed, run
+    from rl_trainer.run import plan, resumed, run
 
     if arguments.dry_run:
         plan(resumed(config) if arguments.resume else config, is_resumed=arguments.resume)
@@ -156,7 +162,7 @@ def main_eval(argv: Sequence[str] | None = None) -> int:
     from dataclasses import asdict
 
     from rl_trainer.errors import ConfigError, InputError
-    from rl_trainer.evaluate import sample, summarise
+    from rl_trainer.evaluation import sample, summarise
 
     try:
         ks = [int(k) for k in arguments.k.split(",")]
@@ -191,7 +197,8 @@ def main_sample(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     from rich.console import Console
 
-    from rl_trainer import show
+    from rl_trainer import evaluation
+    from rl_trainer import samples as show
     from rl_trainer.errors import ConfigError, InputError
 
     order, count = arguments.order, arguments.count
@@ -207,7 +214,7 @@ def main_sample(argv: Sequence[str] | None = None) -> int:
             if arguments.step is not None:
                 raise ConfigError("--step is of a run, and a recipe was given")
             config = _config_of_a_policy(arguments.source, arguments.overrides)
-            found = show.fresh(config, url=arguments.url, order=order, count=count, num_samples=samples)
+            found = evaluation.fresh(config, url=arguments.url, order=order, count=count, num_samples=samples)
     except ValueError as error:
         raise InputError(str(error)) from error
     show.show(Console(), found)
@@ -224,6 +231,17 @@ def _config_of_a_policy(recipe: str, overrides: Sequence[str]) -> Config:
         raise ConfigError("model.path is not set: give the folder of the policy")
     check_model(config)
     return config
+
+
+def keep_freed_memory() -> None:
+    """Have this process and those that it starts keep freed memory: touching a page anew costs far more than using it.
+
+    The variables are read when a process starts; this one is told by mallopt(3), where the C library is glibc.
+    """
+    for name, parameter, size in (("MMAP", _M_MMAP_THRESHOLD, 32 * 2**20), ("TRIM", _M_TRIM_THRESHOLD, 2**31 - 1)):
+        wanted = os.environ.setdefault(f"MALLOC_{name}_THRESHOLD_", str(size))
+        if platform.libc_ver()[0] == "glibc":
+            ctypes.CDLL(None).mallopt(parameter, int(wanted))
 
 
 if __name__ == "__main__":

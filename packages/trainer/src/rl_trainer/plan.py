@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from rl_engine.types import EngineConfig, Head, LoraConfig, MatmulPrecision, OptimizerConfig, Precision
+from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named, loss_named
-from rl_trainer.algorithms.checks import check_algorithm
-from rl_trainer.config import DataConfig
-from rl_trainer.data.options import check_options
-from rl_trainer.data.records import HUB, is_saved_dataset
-from rl_trainer.errors import PlanError
-from rl_trainer.rewards.checks import check_reward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rl_trainer.config import Config
+    from rl_trainer.config.schema import CriticSection, TeacherSection
 
 
 _ONE_GENERATION = ("single_turn", "reasoning_gym")
@@ -50,58 +50,6 @@ class BatchPlan:
         yield "completions per engine rank", f"{self.completions_per_rank} per optimizer step"
         yield "longest sequence", f"{self.max_sequence_tokens} tokens"
         yield "completions in all", f"{self.total_completions:,}"
-
-
-def make_plan(config: Config) -> BatchPlan:
-    """Compute and check the plan.
-
-    Raises:
-        PlanError: numbers that do not divide, or settings that cannot work together.
-        ConfigError: an algorithm that is not registered.
-    """
-    batch, engine = config.batch, config.engine
-    if batch.batch_size % batch.mini_batch_size:
-        raise PlanError(
-            f"batch.batch_size={batch.batch_size} prompts cannot be cut into mini-batches of "
-            f"batch.mini_batch_size={batch.mini_batch_size}; "
-            "choose a divisor"
-        )
-    per_optimizer_step = batch.mini_batch_size * batch.group_size
-    if per_optimizer_step % engine.world_size:
-        raise PlanError(
-            f"a mini-batch of {batch.mini_batch_size} prompts x {batch.group_size} completions = "
-            f"{per_optimizer_step} rows does not divide over "
-            f"engine.world_size={engine.world_size} ranks"
-        )
-    longest, sum_ = longest_sequence(config)
-    if longest > batch.max_tokens_per_gpu:
-        raise PlanError(
-            f"a sequence may have {sum_} = {longest} tokens, more than "
-            f"batch.max_tokens_per_gpu={batch.max_tokens_per_gpu} of a micro-batch; raise it or lower the others"
-        )
-    if longest > config.rollout.max_model_len:
-        raise PlanError(
-            f"a sequence may have {sum_} = {longest} tokens, more than rollout.max_model_len="
-            f"{config.rollout.max_model_len}"
-        )
-    _check_data(config.data)
-    check_reward(config.reward)
-    if config.reward.overlong_buffer > config.rollout.max_new_tokens:
-        raise PlanError(
-            f"reward.overlong_buffer={config.reward.overlong_buffer} is longer than the longest completion, "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
-        )
-    check_algorithm(config)
-    _check_layout(config)
-    return BatchPlan(
-        prompts=batch.batch_size,
-        completions=batch.batch_size * batch.group_size,
-        optimizer_steps=batch.batch_size // batch.mini_batch_size,
-        completions_per_optimizer_step=per_optimizer_step,
-        completions_per_rank=per_optimizer_step // engine.world_size,
-        max_sequence_tokens=longest,
-        total_completions=config.steps * batch.batch_size * batch.group_size,
-    )
 
 
 def longest_sequence(config: Config) -> tuple[int, str]:
@@ -143,57 +91,125 @@ def has_process_rewards(config: Config) -> bool:
     return "process_rewards" in estimator_named(config.algorithm.advantage).needs
 
 
-def _check_layout(config: Config) -> None:
-    """Processes and who shares them."""
-    if config.rollout.colocated and config.pipeline != "sync":
-        raise PlanError(
-            f"pipeline={config.pipeline} generates and trains at the same time, which rollout.colocated=true rules "
-            "out; choose pipeline=sync, or colocated=false"
-        )
-    if config.rollout.colocated and config.rollout.num_replicas != config.engine.world_size:
-        raise PlanError(
-            f"rollout.colocated=true puts one server beside every rank of the engine, but rollout.num_replicas="
-            f"{config.rollout.num_replicas} and engine.world_size={config.engine.world_size}; make them equal"
-        )
-    layout, world_size = config.engine.parallel, config.engine.world_size
-    if world_size % (layout.tp * layout.pp * layout.cp):
-        raise PlanError(
-            f"engine.world_size={world_size} is no multiple of engine.parallel tp x pp x cp = "
-            f"{layout.tp} x {layout.pp} x {layout.cp}"
-        )
-    sizes = {"engine.world_size": world_size, "agent.num_workers": config.agent.num_workers}
-    for key, size in (sizes | {"rollout.num_replicas": config.rollout.num_replicas}).items():
-        if config.runtime == "inline" and size > 1:
-            raise PlanError(f"{key}={size} needs processes of its own: use runtime=ray")
-    if config.runtime == "inline" and config.pipeline != "sync":
-        raise PlanError(f"pipeline={config.pipeline} generates and trains at the same time, which takes runtime=ray")
+def memory_estimate(config: Config) -> str:
+    """What the weights take, and the cache of a server that is full, in words; activations and buffers come on top.
 
-
-def _check_data(data: DataConfig) -> None:
-    """Keys of `data` that would do nothing with this source."""
-    default = DataConfig()
-    is_file = data.format in {"rows", "gsm8k"}
-    is_streamed = is_file and data.options.get("stream_buffer") is not None
-    is_dataset = is_file and data.path is not None and (data.path.startswith(HUB) or is_saved_dataset(data.path))
-
-    def refuse(is_used: bool, why: str, *names: str) -> None:
-        for name in names:
-            if not is_used and getattr(data, name) != getattr(default, name):
-                raise PlanError(f"data.{name}={getattr(data, name)!r} does nothing {why}; leave it out")
-
-    with_format = f"with data.format={data.format}"
-    refuse(data.format != "reasoning_gym", with_format, "path", "eval_path")
-    refuse(is_file, with_format, "mixture")
-    refuse(not data.mixture, "beside data.mixture", "path", "eval_path")
-    if data.curriculum is not None and (is_streamed or data.mixture):
-        raise PlanError(
-            "data.curriculum chooses among all rows of one dataset, so it goes with neither data.options.stream_buffer "
-            "nor data.mixture; leave it out"
-        )
-    if data.curriculum is not None and data.curriculum.pass_rate[0] >= data.curriculum.pass_rate[1]:
-        raise PlanError(f"data.curriculum.pass_rate={list(data.curriculum.pass_rate)}: the first has to be the lower")
-    uses_datasets = is_dataset or any(
-        part.path.startswith(HUB) or is_saved_dataset(part.path) for part in data.mixture.values()
+    The engine's copy is float32 (4 bytes per parameter) with gradients (4) and AdamW's moments (8), cut over its ranks.
+    The cache is that of `rollout.max_num_seqs` sequences of the greatest length, in bfloat16; a server makes do with
+    less, and lets requests wait.
+    """
+    if config.model.path is None:
+        return "a small model, made on the spot"
+    count = num_parameters(Path(config.model.path))
+    if count is None:
+        return "unknown: the model folder has no safetensors files"
+    ranks, gb = config.engine.world_size, 1e-9 * count
+    per_rank = (16 * gb if config.engine.lora is None else 4 * gb) / ranks
+    parts = [f"engine {per_rank:.1f} GB per rank"]
+    parts += [f"reference {4 * gb / ranks:.1f} GB"] if has_reference(config) and config.engine.lora is None else []
+    if config.teacher is not None and config.teacher.url is None:
+        size = num_parameters(Path(config.teacher.path))
+        parts += ["teacher unknown" if size is None else f"teacher {4e-9 * size / ranks:.1f} GB"]
+    parts += [f"critic {16 * gb / ranks:.1f} GB"] if config.critic is not None else []
+    return (
+        f"{count / 1e6:,.1f} M parameters: {', '.join(parts)}, weights and optimizer alone; {_cache_estimate(config)}"
     )
-    refuse(not is_dataset, "with a dataset of the datasets package: set data.options.eval_split", "eval_path")
-    check_options(data, uses_datasets=uses_datasets)
+
+
+def _cache_estimate(config: Config) -> str:
+    model, longest = model_config(Path(str(config.model.path))), longest_sequence(config)[0]
+    try:
+        heads = model.get("num_key_value_heads", model["num_attention_heads"])
+        width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        size = 4 * model["num_hidden_layers"] * heads * width * longest * config.rollout.max_num_seqs
+    except KeyError as missing:
+        return f"keys and values unknown: config.json has no {missing}"
+    return f"keys and values {1e-9 * size:.1f} GB for {config.rollout.max_num_seqs} sequences of {longest} tokens"
+
+
+def num_parameters(folder: Path) -> int | None:
+    """Elements of the folder's safetensors files, by their headers; None without such files."""
+    total, files = 0, sorted(folder.glob("*.safetensors"))
+    for file in files:
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total if files else None
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """Of the language model, which a model for more than language keeps in a part of its own."""
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return values | values.get("text_config", {})
+
+
+def actor_config(config: Config, model_path: Path) -> EngineConfig:
+    """What the policy's engine is built from."""
+    algorithm, lora = config.algorithm, config.engine.lora
+    num_idle = config.critic.warmup_steps if config.critic is not None else 0
+    return replace(
+        _trained_config(config, model_path, config.engine.lr, num_idle=num_idle),
+        lora=LoraConfig(**asdict(lora)) if lora is not None else None,
+        entropy=algorithm.entropy_coef > 0,
+        sum_pi_squared="sum_pi_squared" in estimator_named(algorithm.advantage).needs,
+        router_aux_loss_coef=config.engine.router_aux_loss_coef,
+    )
+
+
+def frozen_config(config: Config, model_path: Path, num_candidates: int = 0) -> EngineConfig:
+    """What the engine of a reference or a teacher is built from."""
+    trained = _trained_config(config, model_path, config.engine.lr)
+    return replace(trained, optimizer=None, num_candidates=num_candidates)
+
+
+def critic_config(config: Config, section: CriticSection, model_path: Path) -> EngineConfig:
+    """What the value function's engine, or the process reward model's, is built from."""
+    path = Path(section.path) if section.path is not None else model_path
+    trained = _trained_config(config, path, section.lr)
+    return trained if has_process_rewards(config) else replace(trained, head=Head.VALUE)
+
+
+def candidates_of(teacher: TeacherSection) -> int:
+    """Tokens of each place whose log-probs are asked of the teacher."""
+    return 0 if teacher.divergence == "reverse" else teacher.num_candidates
+
+
+def _trained_config(config: Config, model_path: Path, lr: float, *, num_idle: int = 0) -> EngineConfig:
+    """What every trained engine of a job has in common; one that is idle at first learns in fewer steps."""
+    section = config.engine
+    num_updates = config.batch.batch_size // config.batch.mini_batch_size
+    optimizer = OptimizerConfig(
+        lr=lr,
+        betas=section.betas,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+        warmup_steps=section.lr_warmup_steps,
+        total_steps=(config.steps - num_idle) * num_updates if section.lr_schedule == "cosine" else None,
+    )
+    precision, _, matmul = section.precision.partition("_")
+    return EngineConfig(
+        model_path=str(model_path),
+        optimizer=optimizer,
+        parallel=section.parallel,
+        precision=Precision(precision),
+        matmul_precision=MatmulPrecision(matmul or "highest"),
+        max_tokens_per_gpu=config.batch.max_tokens_per_gpu,
+        temperature=config.rollout.temperature,
+        activation_checkpointing=section.activation_checkpointing,
+        async_checkpoints=section.async_checkpoints,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+    )
+
+
+def server_config(config: Config, model_path: Path) -> ServerConfig:
+    """What one rollout server is built from; it computes in the number format that the engine computes and sends in."""
+    return ServerConfig(
+        model_path=str(model_path),
+        max_model_len=config.rollout.max_model_len,
+        max_num_seqs=config.rollout.max_num_seqs,
+        dtype=config.engine.precision.partition("_")[0],  # how the engine multiplies is its own matter
+        options=config.rollout.options,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+    )

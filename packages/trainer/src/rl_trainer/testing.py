@@ -17,19 +17,16 @@ from rl_ckpt.types import SyncReport
 from rl_engine import digest_files, hold_lock, write_manifest
 from rl_tq.types import BatchMeta
 from rl_trainer import checkpoints
-from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlacementError, sentence_of
-from rl_trainer.job import follow, resumed
-from rl_trainer.metrics import HeldGroup
-from rl_trainer.pipelines.fully_async import run_fully_async
-from rl_trainer.pipelines.one_step_off import run_one_step_off
-from rl_trainer.pipelines.parts import Parts
-from rl_trainer.pipelines.rollouts import Generated, RolloutManager
-from rl_trainer.pipelines.sync import run_sync
-from rl_trainer.report import Report
+from rl_trainer.loop import run_fully_async, run_one_step_off, run_sync
+from rl_trainer.metrics import HeldGroup, Report
+from rl_trainer.rollout_source import Generated, RolloutManager
+from rl_trainer.run import follow, resumed
+from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
+from rl_trainer.setup import Parts
 from rl_trainer.workers.agent import EvalReport, GenerateReport
 from rl_trainer.workers.engine import AdvantageReport, UpdateReport
 
@@ -37,9 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rl_tq import TransferQueue
-    from rl_trainer.base import Runtime
     from rl_trainer.config import Config
     from rl_trainer.data import Row
+    from rl_trainer.runtime.base import Runtime
     from rl_trainer.workers.agent import Job
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 import rl_csrc
-from rl_trainer.algorithms.plugins import named
 from rl_trainer.errors import ConfigError
+from rl_trainer.plugins import named
 
 if TYPE_CHECKING:
     from torch import Tensor

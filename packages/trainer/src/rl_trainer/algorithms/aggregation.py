@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.types import BatchCounts
-    from rl_trainer.config._types import AggregationName
+    from rl_trainer.config.schema import AggregationName
 
 
 def row_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:

@@ -15,7 +15,6 @@ import rl_csrc
 from rl_csrc import METRIC_NAMES
 from rl_trainer.algorithms import distillation
 from rl_trainer.algorithms.aggregation import Aggregation, row_of, row_sums
-from rl_trainer.algorithms.plugins import named
 from rl_trainer.algorithms.rollout_correction import (
     REJECTED_PER_KEPT,
     configured_rejection,
@@ -23,6 +22,7 @@ from rl_trainer.algorithms.rollout_correction import (
     correction_bounds,
     mismatch_metrics,
 )
+from rl_trainer.plugins import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

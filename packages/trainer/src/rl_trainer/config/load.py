@@ -16,7 +16,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rl_engine.types import ParallelConfig
-from rl_trainer.config.run import Config
+from rl_trainer.config.schema import Config
 from rl_trainer.errors import ConfigError
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -1,7 +1,7 @@
 """Datasets: rows of prompts with what their reward needs, and the order in which they are used."""
 
 from rl_trainer.data.datasets import Datasets, load_datasets
-from rl_trainer.data.order import Order, PromptOrder
 from rl_trainer.data.rows import Row, shows_images
+from rl_trainer.data.sampler import Order, PromptOrder
 
 __all__ = ["Datasets", "Order", "PromptOrder", "Row", "load_datasets", "shows_images"]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
+import random
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl_trainer.data.options import record_options
-from rl_trainer.data.procedural import load_reasoning_gym
-from rl_trainer.data.records import sources
-from rl_trainer.data.rows import Row, checked, row_maker
-from rl_trainer.data.stream import StreamedRows
-from rl_trainer.errors import DataError
+from rl_trainer.data.reasoning_gym import load_reasoning_gym
+from rl_trainer.data.rows import Row, checked, record_options, row_maker
+from rl_trainer.data.sampler import CurriculumOrder, MixtureOrder, Order, PromptOrder, StreamOrder
+from rl_trainer.errors import DataError, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rl_trainer.config import DataConfig
 
@@ -130,3 +132,271 @@ def find_format(name: str) -> Any:
         known = ", ".join([*BUILT_IN, *sorted(found)])
         raise DataError(f"data.format={name!r} is unknown; there are {known}, and FILE.py:NAME")
     return found[name].load()
+
+
+HUB = "hf:"
+"""What a `data.path` for the `datasets` package begins with."""
+_SAVED = ("dataset_info.json", "dataset_dict.json")
+"""Files that `Dataset.save_to_disk` leaves."""
+
+
+class Record(NamedTuple):
+    """One record of a source, read no further than needed to know where the next one begins."""
+
+    where: str
+    """File and number, for messages."""
+    read: Callable[[], Mapping[str, Any]]
+    """Gives its fields; raises DataError if there are none."""
+
+
+class Source(NamedTuple):
+    """Records that can be gone through again and again."""
+
+    name: str
+    """For messages."""
+    records: Callable[[], Iterator[Record]]
+    """Begins anew."""
+
+
+def sources(config: DataConfig) -> tuple[Source, Source | None]:
+    """Where training and held-out records come from; None if nothing is set apart.
+
+    Raises:
+        DataError: a file is missing, or of no known kind, or a dataset cannot be loaded.
+    """
+    if config.path is None:
+        raise DataError(
+            f"data.format={config.format} needs data.path: a .jsonl or .parquet file, a folder with train.* and "
+            f"test.*, or {HUB}NAME of a dataset"
+        )
+    if config.path.startswith(HUB) or is_saved_dataset(config.path):
+        return _dataset_sources(config.path.removeprefix(HUB), config)
+    train, held_out = _files(Path(config.path), config.eval_path)
+    return _file_source(train), None if held_out is None else _file_source(held_out)
+
+
+def _files(path: Path, eval_path: str | None) -> tuple[Path, Path | None]:
+    found_eval = Path(eval_path) if eval_path is not None else None
+    if path.is_dir():
+        train = _one_of(path, "train")
+        if train is None:
+            raise DataError(f"{path} has no train.jsonl or train.parquet")
+        path, found_eval = train, found_eval or _one_of(path, "test")
+    for file in filter(None, (path, found_eval)):
+        if not file.is_file():
+            raise DataError(f"there is no file {file}, which data.path or data.eval_path leads to")
+    return path, found_eval
+
+
+def _one_of(folder: Path, stem: str) -> Path | None:
+    return next((p for s in (".jsonl", ".parquet") if (p := folder / f"{stem}{s}").is_file()), None)
+
+
+def _file_source(path: Path) -> Source:
+    if path.suffix == ".parquet":
+        if find_spec("pyarrow") is None:
+            raise DataError(f"reading {path} needs pyarrow: pip install 'rl-post-trainer[parquet]'")
+        return Source(str(path), lambda: _parquet(path))
+    if path.suffix != ".jsonl":
+        raise DataError(f"{path} is neither .jsonl nor .parquet")
+    return Source(str(path), lambda: _jsonl(path))
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        rows: Iterator[Any] = (row for batch in file.iter_batches() for row in batch.to_pylist())
+        yield from _numbered(str(path), rows)
+
+
+def _numbered(name: str, rows: Iterable[Any]) -> Iterator[Record]:
+    for number, row in enumerate(rows, start=1):
+        yield Record(f"{name}, row {number}", partial(_same, row))
+
+
+def _same(row: Any) -> Any:
+    return row
+
+
+def _jsonl(path: Path) -> Iterator[Record]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}, row {number}"
+            yield Record(where, lambda line=line, where=where: _parsed(line, where))
+
+
+def _parsed(line: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where} is not a JSON object")
+    return record
+
+
+def is_saved_dataset(path: str) -> bool:
+    """Whether a folder was written by `save_to_disk` of the datasets package."""
+    return any((Path(path) / name).is_file() for name in _SAVED)
+
+
+def _dataset_sources(name: str, config: DataConfig) -> tuple[Source, Source | None]:
+    options = record_options(config)
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"{HUB}{name} needs the datasets package: pip install 'rl-post-trainer[datasets]'") from error
+    try:
+        if is_saved_dataset(name):
+            loaded = datasets.load_from_disk(name, **options.load_options)  # streams as it is: it is mapped, not read
+        else:
+            loaded = datasets.load_dataset(name, streaming=options.stream_buffer is not None, **options.load_options)
+    except Exception as error:
+        raise DataError(f"dataset {name!r} cannot be loaded with {dict(options.load_options)}: {error}") from error
+    if not isinstance(loaded, dict):  # one split: nothing is set apart
+        return Source(name, lambda: _numbered(name, loaded)), None
+    # "test" need not be there, for nobody asked for it: the last rows are held out instead.
+    for split in (options.train_split, *({options.eval_split} - {"test"})):
+        if split not in loaded:
+            raise DataError(f"dataset {name!r} has no split {split!r}; it has {', '.join(loaded)}")
+    train, held_out = (
+        Source(f"{name}/{split}", partial(_numbered, f"{name}/{split}", loaded[split])) if split in loaded else None
+        for split in (options.train_split, options.eval_split)
+    )
+    assert train is not None, "it was looked for"
+    return train, held_out
+
+
+class StreamedRows:
+    """The endless sequence of a source's rows, epoch after epoch, each shuffled within a window that moves over it.
+
+    `rows[index]` reads on to that place. What lies before it is gone through without being parsed, from the beginning
+    if the place has been passed; so a run that resumes costs one pass over what it had read of the epoch, not memory.
+
+    Args:
+        source: The records.
+        make: Makes a row of a record and of where it stands.
+        seed: Of the shuffle.
+        buffer_size: Records that the window holds; 1 keeps the order of the source.
+    """
+
+    def __init__(
+        self, source: Source, make: Callable[[Mapping[str, Any], str], Row], *, seed: int, buffer_size: int
+    ) -> None:
+        self._source, self._make, self._seed, self._buffer_size = source, make, seed, buffer_size
+        self.epoch_size: int | None = None
+        """Records of the source; None until it has been read to its end."""
+        self._restart(0, 0)
+
+    def _restart(self, epoch: int, index: int) -> None:
+        self._index = index
+        self._records = self._from(epoch)
+
+    def __getitem__(self, index: int) -> Row:
+        """The row at a place.
+
+        Raises:
+            DataError: the record there is no row, or the source is empty.
+        """
+        if index < self._index:
+            epoch = index // self.epoch_size if self.epoch_size else 0
+            self._restart(epoch, epoch * (self.epoch_size or 0))
+        record = next(itertools.islice(self._records, index - self._index, None))
+        self._index = index + 1
+        return self._make(record.read(), record.where)
+
+    def _from(self, epoch: int) -> Iterator[Record]:
+        while True:
+            size = 0
+            for record in self._shuffled(epoch):
+                size += 1
+                yield record
+            if size == 0:
+                raise DataError(f"{self._source.name} has no rows")
+            self.epoch_size, epoch = size, epoch + 1
+
+    def _shuffled(self, epoch: int) -> Iterator[Record]:
+        draw = random.Random(f"{self._seed}/{epoch}")
+        records = self._source.records()
+        window = list(itertools.islice(records, self._buffer_size))
+        for record in records:
+            place = draw.randrange(len(window))
+            yield window[place]
+            window[place] = record
+        draw.shuffle(window)
+        yield from window
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rl_trainer.config import Config
+
+    Measure = Callable[[list[Any]], list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """What a run draws from."""
+
+    rows: Sequence[Row] | StreamOrder
+    """By index."""
+    order: Order
+    """Gives indices."""
+    eval_rows: list[Row]
+    """Held-out rows."""
+    num_too_long: int
+    """Rows that were left out already; a stream counts on."""
+
+
+def make_prompts(
+    config: Config, datasets: Datasets, measure: Measure, *, position: int, returned: Sequence[int]
+) -> Prompts:
+    """Filter the rows and build their order, which goes on from `position` after the rows `returned`.
+
+    Raises:
+        InputError: no training or no held-out prompt is short enough, or none of a part of the mixture.
+    """
+    data, longest = config.data, config.data.max_prompt_tokens
+    eval_rows = short_enough(datasets.eval, measure, longest)
+    num_too_long = len(datasets.eval) - len(eval_rows)
+    where: dict[str, Any] = {"position": position, "returned": returned}
+    if datasets.stream is not None:
+        order = StreamOrder(rows=datasets.stream, measure=measure, longest=longest, **where)
+        return Prompts(rows=order, order=order, eval_rows=eval_rows, num_too_long=num_too_long)
+    rows = short_enough(datasets.train, measure, longest)
+    num_too_long += len(datasets.train) - len(rows)
+    if data.mixture:
+        parts = [row[PART] for row in rows]
+        if lost := set(data.mixture) - set(parts):
+            raise InputError(
+                f"no prompt of data.mixture.{min(lost)} has at most data.max_prompt_tokens={longest} tokens; raise it, "
+                "or leave the part out"
+            )
+        weights = {name: part.weight for name, part in data.mixture.items()}
+        order = MixtureOrder(parts=parts, weights=weights, seed=config.seed, **where)
+    elif data.curriculum is not None:
+        low, high = data.curriculum.pass_rate
+        order = CurriculumOrder(
+            num_rows=len(rows), seed=config.seed, low=low, high=high, revisit=data.curriculum.revisit, **where
+        )
+    else:
+        order = PromptOrder(num_rows=len(rows), seed=config.seed, **where)
+    return Prompts(rows=rows, order=order, eval_rows=eval_rows, num_too_long=num_too_long)
+
+
+def short_enough(rows: Sequence[Row], measure: Measure, longest: int) -> list[Row]:
+    """The rows whose prompts have at most `longest` tokens.
+
+    Raises:
+        InputError: there is none.
+    """
+    lengths = measure(list(rows))
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= longest]
+    if not kept:
+        raise InputError(
+            f"none of {len(rows)} prompts has at most data.max_prompt_tokens={longest} tokens; the shortest has "
+            f"{min(lengths)}"
+        )
+    return kept

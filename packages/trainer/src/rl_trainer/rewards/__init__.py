@@ -1,6 +1,6 @@
 """Rewards: rules, functions of the user's, served models, and any weighted sum of them."""
 
-from rl_trainer.rewards.functions import check_function
+from rl_trainer.plugins import check_function
 from rl_trainer.rewards.rules import RewardFunction, answer_of, check_packages, resolve_reward
 from rl_trainer.rewards.scorer import Score, Scorer
 

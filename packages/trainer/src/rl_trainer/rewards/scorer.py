@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rl_trainer.config import RewardPart, RewardSection
 from rl_trainer.errors import RewardError
 from rl_trainer.rewards.code import CodeTests
-from rl_trainer.rewards.models import ServedReward
-from rl_trainer.rewards.pool import FunctionPool
+from rl_trainer.rewards.process_pool import FunctionPool
 from rl_trainer.rewards.rules import ISOLATED, RULES, isolated, resolve_reward
+from rl_trainer.rewards.served import ServedReward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

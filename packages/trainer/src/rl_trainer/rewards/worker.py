@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import IO, Any, cast
 
-from rl_trainer.rewards.functions import load_function
+from rl_trainer.plugins import load_function
 
 HEADER = struct.Struct("<Q")
 """Bytes of the JSON that follows."""

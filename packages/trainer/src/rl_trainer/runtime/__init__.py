@@ -7,10 +7,10 @@ import secrets
 import sys
 from typing import TYPE_CHECKING, Literal
 
-from rl_trainer.secrets import make_tokens
+from rl_trainer.runtime.network import make_tokens
 
 if TYPE_CHECKING:
-    from rl_trainer.base import Runtime
+    from rl_trainer.runtime.base import Runtime
 
 
 def create_runtime(name: Literal["ray", "inline"], *, timeout_s: float = 600.0, heartbeat_s: float = 30.0) -> Runtime:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from rl_trainer.base import Call, Fleet, ResourcePool, Runtime, WorkerContext
-from rl_trainer.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.errors import PlacementError
-from rl_trainer.profiling import span
-from rl_trainer.runtime._mesh import checked_mesh
-from rl_trainer.runtime._network import free_address
+from rl_trainer.runtime.base import Call, Fleet, ResourcePool, Runtime, WorkerContext
+from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
+from rl_trainer.runtime.network import free_address
+from rl_trainer.tracing import span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections import Counter
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 import rl_agent
+import rl_rollout
 import rl_tq
 from rl_agent.errors import RowError
 from rl_agent.types import Failure, FailureKind
-from rl_trainer.base import Dispatch, WorkerContext, register
+from rl_rollout.errors import ServerLostError
 from rl_trainer.errors import DataError
-from rl_trainer.profiling import trace_requests
 from rl_trainer.rewards import Scorer
-from rl_trainer.workers._loop_thread import LoopThread
-from rl_trainer.workers.columns import ROLLOUT, to_columns
-from rl_trainer.workers.images import ImageReader, takes_images
-from rl_trainer.workers.prompts import PromptMemory
-from rl_trainer.workers.replicas import ExpertAsking, Replicas
+from rl_trainer.runtime.base import Dispatch, WorkerContext, register
+from rl_trainer.runtime.network import server_token
+from rl_trainer.tracing import trace_requests
+from rl_trainer.workers.columns import ROLLOUT, ImageReader, takes_images, to_columns
+from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
-    from rl_agent.types import AgentLoopOutput, RolloutResult, Tokenizer
-    from rl_rollout.types import ServerAddress
+    from rl_agent.base import Generator
+    from rl_agent.types import AgentLoopOutput, Message, RolloutResult, Tokenizer
+    from rl_rollout.base import RolloutServer
+    from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
     from rl_tq.types import BatchMeta
     from rl_trainer.config import AgentSection, RewardSection
     from rl_trainer.data import Row
@@ -399,3 +403,75 @@ def scored(outputs: Sequence[AgentLoopOutput]) -> list[Sample]:
 
 
 _SCORE = "score"
+
+
+_MOST = 1024
+"""Prompts that are remembered; the oldest is forgotten first."""
+
+
+class PromptMemory:
+    """A Hugging Face tokenizer, but for the chat template: what was rendered lately is not rendered again."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the tokenizer's own."""
+        return getattr(self._tokenizer, name)
+
+    def apply_chat_template(self, conversation: Sequence[Message], **kwargs: Any) -> Any:
+        """As the tokenizer's."""
+        try:
+            key = json.dumps((conversation, kwargs))  # in the order of its keys, which a template may look at
+        except TypeError:  # it holds something that JSON has no words for
+            return self._tokenizer.apply_chat_template(conversation, **kwargs)
+        if key not in self._known:
+            if len(self._known) == _MOST:
+                del self._known[next(iter(self._known))]
+            self._known[key] = self._tokenizer.apply_chat_template(conversation, **kwargs)
+        return copy(self._known[key])
+
+
+class ExpertAsking:
+    """Has a server tell the experts that every token was routed to, whatever loop asks."""
+
+    def __init__(self, server: Generator) -> None:
+        self._server = server
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """As the server's."""
+        return await self._server.generate(replace(request, returns_routed_experts=True))
+
+
+class Replicas:
+    """Connections to replicas behind one router, by address: a port that is used again is another server's."""
+
+    def __init__(self, addresses: Sequence[ServerAddress]) -> None:
+        self._servers = {address: _connected(address) for address in addresses}
+        self.router = rl_rollout.Router([*self._servers.values()])
+
+    async def use(self, addresses: Sequence[ServerAddress]) -> None:
+        """Generate on these, and on no others; what runs on one that is left out goes on elsewhere.
+
+        One that is gone already is passed over: the next sync of weights finds it too, and names those that are left.
+        Should all be gone, the last replica that was in use stays, and its loss is what the next request is told.
+        """
+        for address in addresses:
+            if address not in self._servers:
+                server = _connected(address)
+                with suppress(ServerLostError):
+                    await self.router.add(server)
+                    self._servers[address] = server
+        for address in [address for address in self._servers if address not in addresses]:
+            server = self._servers[address]
+            if self.router.servers == (server,):
+                continue
+            del self._servers[address]
+            if server in self.router.servers:
+                with suppress(ServerLostError):  # it is left out because it is lost
+                    await self.router.remove(server)
+
+
+def _connected(address: ServerAddress) -> RolloutServer:
+    return rl_rollout.connect_server(address, api_token=server_token())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tensordict import TensorDict
 
 import rl_ckpt
@@ -31,10 +34,10 @@ from rl_trainer.algorithms.kl_controller import estimate_kl
 from rl_trainer.algorithms.policy_loss import select_tokens
 from rl_trainer.algorithms.prime import ProcessRewardLoss
 from rl_trainer.algorithms.rollout_correction import configured_weights, drop_rejected, finished_metrics
-from rl_trainer.base import Dispatch, WorkerContext, register
-from rl_trainer.errors import TrainerError
-from rl_trainer.profiling import span
-from rl_trainer.workers._loop_thread import LoopThread
+from rl_trainer.errors import InputError, TrainerError
+from rl_trainer.runtime.base import Dispatch, WorkerContext, register
+from rl_trainer.tracing import span
+from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -392,3 +395,63 @@ class EngineWorker(_EngineRank):
             self._sender = None
         self._loop.close()
         super().close()
+
+
+class ReferenceWorker(EngineWorker):
+    """One rank of a frozen engine that is given other weights now and then."""
+
+    def __init__(self, context: WorkerContext, *, backend: str, config: EngineConfig, **rest: Any) -> None:
+        super().__init__(context, backend=backend, config=config, **rest)
+        self._backend, self._config = backend, config
+
+    @register(Dispatch.RANK_ZERO)
+    def average(self, policy: str, into: str, decay: float) -> None:
+        """Write the folder `into`: see `average_folders`, of one's own weights and those in `policy`."""
+        average_folders(Path(self._config.model_path), Path(policy), Path(into), decay)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_model(self, path: str) -> None:
+        """Take the weights of a folder instead of one's own."""
+        self._engine.close()
+        self._config = replace(self._config, model_path=path)
+        self._engine = rl_engine.create_engine(self._backend, self._config)
+        self._engine.initialize()
+
+
+def average_folders(reference: Path, policy: Path, into: Path, decay: float) -> None:
+    """Write a model folder with `decay * reference + (1 - decay) * policy`, in float32.
+
+    In bfloat16 a small step would be rounded away. What is no float is the policy's, and so is the rest of the folder.
+
+    Args:
+        reference: A Hugging Face folder of safetensors files.
+        policy: Another of the same model; which tensors there are goes by it.
+        into: Made anew.
+        decay: 0 copies the policy.
+
+    Raises:
+        InputError: the reference lacks a tensor.
+    """
+    shutil.rmtree(into, ignore_errors=True)
+    shutil.copytree(policy, into, ignore=shutil.ignore_patterns("*.safetensors"))
+    places = {name: file for file in reference.glob("*.safetensors") for name in _names(file)}
+    for file in policy.glob("*.safetensors"):
+        averaged: dict[str, torch.Tensor] = {}
+        with safe_open(file, "pt") as theirs:
+            for name in theirs.keys():  # noqa: SIM118 - a file, not a mapping
+                if name not in places:
+                    raise InputError(f"the reference in {reference} has no tensor {name!r}, which the policy has")
+                with safe_open(places[name], "pt") as own:
+                    averaged[name] = _between(own.get_tensor(name), theirs.get_tensor(name), decay)
+        save_file(averaged, into / file.name, metadata={"format": "pt"})
+
+
+def _between(own: torch.Tensor, policy: torch.Tensor, decay: float) -> torch.Tensor:
+    if not policy.is_floating_point():
+        return policy
+    return torch.lerp(policy.float(), own.float(), decay)
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, "pt") as tensors:
+        return list(tensors.keys())

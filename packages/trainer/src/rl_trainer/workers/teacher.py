@@ -13,9 +13,9 @@ from tensordict import TensorDict
 import rl_rollout
 import rl_tq
 from rl_rollout.types import GenerateRequest, SamplingParams, ServerConfig
-from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.errors import ConfigError, TrainerError
-from rl_trainer.workers._loop_thread import LoopThread
+from rl_trainer.runtime.base import Dispatch, WorkerContext, register
+from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,476 @@
+"""Types that several config sections share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from rl_engine.types import ParallelConfig
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+AggregationName = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+"""How token losses become one number; seq-mean-token-sum-norm divides by rollout.max_new_tokens."""
+Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
+
+
+Correction = Literal["none", "tis", "icepop", "sequence_tis", "sequence_icepop"]
+Rejection = Literal[
+    "none",
+    "token_k1", "token_k2", "token_k3",
+    "sequence_k1", "sequence_k2", "sequence_k3",
+    "sequence_mean_k1", "sequence_mean_k2", "sequence_mean_k3",
+    "sequence_max_k1", "sequence_max_k2", "sequence_max_k3",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmaSection:
+    """How fast the reference of the KL follows the policy."""
+
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Of its weights that the reference keeps each time; the rest becomes the policy's. 0 sets it to the policy."""
+    every: Positive = 1
+    """Training steps between two times; each writes and reads the model once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmConfig:
+    """What is optimised."""
+
+    advantage: str = "grpo"
+    """Registered advantage estimator."""
+    loss: str = "ppo"
+    """Registered policy loss."""
+    loss_options: Mapping[str, float] = field(default_factory=dict)
+    """What that loss reads, such as {clip_low: 0.2, clip_high: 0.28, clip_dual: 3.0} with loss=ppo; ALGORITHMS.md lists
+    them with the values that they have otherwise."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per model token, of the estimators that look ahead."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Lambda of advantage=gae and vtrace."""
+    aggregation: AggregationName = "token-mean"
+    """How token losses become one number, the critic's too; seq-mean-token-sum-norm divides by
+    rollout.max_new_tokens."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty against the frozen start policy; 0 starts no reference."""
+    kl_in_reward: bool = False
+    """Take the penalty off the rewards, token by token, instead of adding it to the loss."""
+    kl_target: Annotated[float, Field(ge=0)] = 0.0
+    """KL per token that the coefficient is steered to (arXiv 1909.08593); only with kl_in_reward; 0 keeps the
+    coefficient."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Estimator of that KL; in the loss `+` takes the gradient of k2."""
+    ref_ema: EmaSection | None = None
+    """The reference follows the policy; None keeps the start policy."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """`recompute`: by the engine before the update, in a pass of its own unless there is one mini-batch, whose update
+    tells them; `rollout`: take the sampler's."""
+    correction: Correction = "none"
+    """Weight of a token for the sampler's differing probabilities: `tis` truncates the ratio engine / sampler at the
+    upper bound, `icepop` drops what is outside the bounds; the ratio is the token's own, or its whole completion's
+    (`sequence_tis`, `sequence_icepop`). With old_logprobs=rollout the engine's side is the policy under update, and the
+    loss one without a ratio of its own, such as reinforce."""
+    correction_bounds: Bounds | None = None
+    """Of that ratio, [low, high]; None: [0.5, 2], for tis [0, 2]."""
+    rejection: Rejection = "none"
+    """Leave out tokens, or whole completions (by the sum, mean or largest of their tokens), whose probabilities differ
+    too much between engine and sampler: LEVEL_DIVERGENCE, such as token_k1 or sequence_mean_k3. k1 bounds the ratio
+    engine / sampler on both sides, k2 and k3 are distances. They lose every term of the loss: policy, KL, entropy,
+    teacher. With old_logprobs=rollout the engine's side is the policy under update."""
+    rejection_bounds: Bounds | None = None
+    """Of the ratio or the distance, [low, high]; None: [0.5, 2], for distances [0, 2]."""
+    rejection_counts: Literal["before", "after"] = "before"
+    """Which tokens and completions the aggregation's means divide by: those of the mini-batch `before` rejection, so
+    that a token's weight does not depend on what else was rejected, or those left `after` it (with
+    old_logprobs=recompute, in a pass of its own)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessSection:
+    """How far generation may run ahead, with `pipeline=fully_async`."""
+
+    policy: str = "admission"
+    """What staleness means: `admission`, `oldest_token`, `group_age`, `batch_ratio`, `queue_length`,
+    `threshold_fraction`, or one that is installed."""
+    max_staleness: Annotated[float, Field(ge=0)] = 1
+    """In weight versions; with batch_ratio and queue_length in batches; with threshold_fraction a share of a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixturePart:
+    """One of several datasets that prompts are drawn from."""
+
+    path: str
+    """As `data.path`."""
+    format: str | None = None
+    """As `data.format`, which it is if None."""
+    options: Mapping[str, Any] | None = None
+    """As `data.options`, which they are if None."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Prompts are drawn in proportion to the weights, whatever the sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumSection:
+    """Rows of which the policy has nothing to learn are passed over, by the mean reward of their last group."""
+
+    pass_rate: tuple[float, float] = (0.0, 1.0)
+    """Mean reward up to which a row is too hard, and from which it is too easy."""
+    revisit: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Probability that such a row is taken all the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    format: str = "rows"
+    """`rows`: the dataset format; `gsm8k`: question/answer lines; `reasoning_gym`: procedural; or a plug-in, by its
+    entry point or as `FILE.py:NAME`."""
+    path: str | None = None
+    """A .jsonl or .parquet file, a folder with train.* and test.*, `hf:NAME`, or a saved Dataset's folder."""
+    eval_path: str | None = None
+    """Held-out file; None takes test.* of the folder, or else the last `eval_size` rows of the file."""
+    eval_size: Positive = 256
+    """Held-out rows."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What that format alone reads: the keys of a class in `rl_trainer.data.rows`, or those of your own format."""
+    mixture: Mapping[str, MixturePart] = field(default_factory=dict)
+    """Several datasets by name, instead of `path`."""
+    curriculum: CurriculumSection | None = None
+    """Pass over rows that taught nothing lately; None takes every row once per epoch."""
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts are left out, and counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySection:
+    """Part of every batch are groups that earlier steps have learned from (arXiv 2506.05316); not in fully_async."""
+
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of a batch's groups, rounded down; fresh ones take the place of what there is not."""
+    max_age: Positive = 4
+    """Weight versions that its oldest token may lie behind: it is learned from so many times more at most. At least 3
+    with pipeline=one_step_off, where tokens are a version older and batches are made a step ahead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """How many of what: prompts, completions, tokens."""
+
+    batch_size: Positive = 64
+    """Prompts per training step."""
+    group_size: Positive = 8
+    """Completions per prompt."""
+    mini_batch_size: Positive = 64
+    """Prompts per optimizer step."""
+    max_tokens_per_gpu: Positive = 16384
+    """Tokens per micro-batch."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by other prompts."""
+    over_sampling: Annotated[float, Field(ge=0)] = 0.0
+    """Share of groups that are begun beyond those that are needed; when enough are complete the others are stopped, and
+    their prompts come first in the next step, where they are waited for. Not with pipeline=fully_async."""
+    replay: ReplaySection | None = None
+    """Learn from groups again; None learns from each once."""
+    max_refills: NonNegative = 2
+    """Times that failed or dropped groups of a batch are replaced before the run gives up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupConfig:
+    """A small character-level model, made on the spot and taught a little by supervision before RL takes over."""
+
+    hidden_size: Positive = 224
+    """Width."""
+    num_layers: Positive = 2
+    """Transformer layers."""
+    steps: Positive = 400
+    """Supervised optimizer steps at most."""
+    batch_size: Positive = 256
+    """Rows per step."""
+    lr: float = 3e-3
+    """Peak learning rate."""
+    target_accuracy: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Stop once the model gives every token of this share of the completions more than half of the probability. (The
+    loss would not do: at the same loss one seed solves a fifth of the problems and another half of them.)"""
+    num_rows: Positive = 20000
+    """Problems in the supervised file."""
+    calculator_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of them that are answered by a call of the calculator (Hermes format); the others are answered at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The policy to train."""
+
+    path: str | None = None
+    """A Hugging Face model folder. None builds one from `warmup`."""
+    warmup: WarmupConfig | None = None
+    """How to build the small model; only with `path` unset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSection:
+    """A low-rank adapter that is trained instead of the model; servers get the model with it added in."""
+
+    rank: Positive = 16
+    """Columns of A's transpose and of B."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The adapter is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = ()
+    """Names of linear layers, such as q_proj; empty: every linear layer but the head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSection:
+    """The model engine that trains."""
+
+    backend: str = "fsdp"
+    """Name of an installed rl-engine backend."""
+    world_size: Positive = 1
+    """Processes (one GPU each where there are GPUs)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the model is laid out over them, such as {tp: 2}; the rest is data parallel. A backend refuses what it cannot
+    do: fsdp takes sp and dp_replicate, megatron the others."""
+    lora: LoraSection | None = None
+    """Train an adapter; None trains the model."""
+    lr: float = 1e-6
+    """Learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW moment decays."""
+    weight_decay: float = 0.01
+    """AdamW decoupled decay."""
+    max_grad_norm: float = 1.0
+    """Gradient norm is clipped to this."""
+    lr_warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up."""
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: `cosine` falls to nothing at the end of the run."""
+    precision: Literal["float32", "float32_high", "float32_medium", "bfloat16"] = "float32"
+    """Of parameters and activations; float32_high and float32_medium compute the matrix products inside float32 in
+    TF32 or bfloat16 where the processor is faster so (torch.set_float32_matmul_precision)."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the loss that evens out the load of a mixture's experts."""
+    router_replay: bool = False
+    """A mixture takes the experts that the server chose for each token (arXiv 2510.11370, R3)."""
+    async_checkpoints: bool = False
+    """Training goes on while a checkpoint is written; until it is whole, --resume takes the one before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSection:
+    """The rollout engine that generates."""
+
+    backend: str = "embedded"
+    """Name of an installed rl-rollout backend."""
+    num_replicas: Positive = 1
+    """Servers, each a process of its own."""
+    colocated: bool = False
+    """Servers share the GPUs of the engine, one on each: they give their memory back while it trains, and it gives its
+    back while they generate. With pipeline=sync."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; the trainer's log-probs use the same."""
+    eval_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature on held-out rows; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass."""
+    max_new_tokens: Positive = 256
+    """Longest completion, tokens."""
+    max_num_seqs: Positive = 256
+    """Requests that one server decodes at a time."""
+    max_model_len: Positive = 4096
+    """Longest prompt plus completion, tokens."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of that backend alone, such as the command and arguments of a server of others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSection:
+    """The agent loops that turn rows into trajectories."""
+
+    loop: str = "single_turn"
+    """Name of an installed rl-agent loop, for rows that name none."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of that loop."""
+    num_workers: Positive = 1
+    """Processes that run loops and score them."""
+    max_concurrent: Positive = 2048
+    """Rollouts in flight per process."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Deadline of one rollout, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSection:
+    """What learns beside the policy: the value function of gae and vtrace, or the process reward model of prime."""
+
+    path: str | None = None
+    """A Hugging Face folder to start from; None starts from the policy's, a value function with a head of zeros."""
+    lr: float = 1e-5
+    """Learning rate."""
+    clip: Annotated[float, Field(ge=0)] = 0.2
+    """A value may leave its old one by this much per step before it stops being pulled; 0 turns that off. Not of
+    prime's."""
+    warmup_steps: NonNegative = 0
+    """First training steps in which the critic learns alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSection:
+    """A larger model that the policy is pulled towards on its own completions: on-policy distillation."""
+
+    path: str
+    """A Hugging Face folder, with the same tokenizer; with `url` its tokenizer is all that is read."""
+    url: str | None = None
+    """Of a server that has the teacher already: one of rl-rollout's, or with `model` any OpenAI-compatible one that
+    tells prompt_logprobs (/v1 included). With divergence=reverse."""
+    model: str | None = None
+    """What the server at `url` calls it."""
+    divergence: Literal["reverse", "forward", "mixed"] = "reverse"
+    """`reverse`: KL(policy, teacher) from the tokens that were sampled; `forward`: KL(teacher, policy) over the
+    teacher's likeliest tokens and the rest of the vocabulary as one; `mixed`: both."""
+    coef: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the divergence beside the policy loss."""
+    forward_weight: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of the forward part; mixed only."""
+    num_candidates: Positive = 16
+    """Of the teacher's likeliest tokens that the forward part compares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPart:
+    """One part of a completion's reward."""
+
+    kind: Literal["rule", "loop", "function", "classifier", "judge"]
+    """`rule`: one of ours; `loop`: the agent loop's own; `function`: of yours; `classifier`, `judge`: a served
+    model that gives a number, or that writes one."""
+    weight: float = 1.0
+    """Of this part in the sum."""
+    rule: str | None = None
+    """exact_match, format, regex, math, gsm8k or code; None: the data source's; kind=rule."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of that rule, such as {pattern: "answer: (.*)"}."""
+    path: str | None = None
+    """FILE.py:FUNCTION, MODULE:FUNCTION or an entry point of rl_trainer.rewards; kind=function. Of a classifier, in the
+    place of url: the folder of a reward model with one label, which the run serves, colocated as the servers are."""
+    url: str | None = None
+    """Of a judge the base URL, /v1 included; of a classifier the endpoint, such as http://host:8000/classify."""
+    model: str | None = None
+    """What the server calls the model."""
+    prompt: str | None = None
+    """What is asked, with {completion} and perhaps {prompt} and {ground_truth} in it. A classifier without one is given
+    the conversation as messages."""
+    pattern: str = r"(?i)score[^\w-]*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose group is the score in what a judge writes; the last place counts."""
+    score_at: str = "data.0.probs.0"
+    """Where a classifier's JSON answer has the score."""
+    max_tokens: Positive = 512
+    """That a judge may write."""
+    max_attempts: Positive = 3
+    """Requests for one score; a server's refusal (HTTP 4xx but 429) is final."""
+    max_concurrent: Positive = 64
+    """Requests at the same time, of all agent workers together."""
+    requests_per_minute: NonNegative = 0
+    """Of all agent workers together; 0: any number."""
+    tokens_per_minute: NonNegative = 0
+    """The same of tokens, as the server counts them."""
+    api_key_env: str | None = None
+    """Environment variable that holds the server's key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSection:
+    """Where rewards come from; by default from the agent loop, or else by the rule of the row's data source."""
+
+    path: str | None = None
+    """A function of yours that gives the whole reward: FILE.py:FUNCTION, MODULE:FUNCTION or an entry point of
+    rl_trainer.rewards, called with the completion's text and the row; it may be a coroutine function, and may give
+    numbers by name, which are added."""
+    parts: Mapping[str, RewardPart] = field(default_factory=dict)
+    """Parts by name, weighted and added; instead of path."""
+    num_processes: Positive = 1
+    """Processes per function (or rule that parses) and agent worker."""
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Deadline of one call or request, seconds; a function that is stuck is killed."""
+    overlong_buffer: NonNegative = 0
+    """Last tokens of rollout.max_new_tokens over which a longer completion is punished, linearly, up to 1; 0: none."""
+
+
+def _with_options(trackers: object) -> object:
+    """Names alone, as names without options."""
+    return {name: {} for name in trackers} if isinstance(trackers, list | tuple) else trackers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingSection:
+    """Where numbers and samples are kept; `metrics.jsonl` is always written."""
+
+    trackers: Annotated[Mapping[str, Mapping[str, Any]], BeforeValidator(_with_options)] = field(
+        default_factory=lambda: {"console": {}}
+    )
+    """Installed trackers (console, tensorboard, wandb, trackio, or one of your own): names, such as [console, wandb],
+    or names with options, such as {console: {}, wandb: {project: math, mode: offline}}."""
+    profile: bool = False
+    """Write `trace.json`, the spans of every process, for Perfetto; what it is made of stays in `trace/`."""
+    keep_samples: bool = False
+    """Keep every sample of every step in `samples/`, one parquet file per step; `rl-sample OUTPUT_DIR` shows them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One training run."""
+
+    name: str = "run"
+    """Shown in reports and in the default output folder."""
+    seed: int = 0
+    """Seeds data order, sampling and initialisation."""
+    steps: Positive = 100
+    """Training steps."""
+    output_dir: str | None = None
+    """Where everything is written; None makes `outputs/<name>-<date>-<time>`."""
+    runtime: Literal["ray", "inline"] = "ray"
+    """`ray`: every role in processes of its own; `inline`: all in this one, for breakpoints."""
+    pipeline: Literal["sync", "one_step_off", "fully_async"] = "sync"
+    """`sync`: on-policy; `one_step_off`: the next batch is generated while this one trains; `fully_async`: generation
+    runs ahead as far as `staleness` lets it, and weights change under it."""
+    eval_every: NonNegative = 10
+    """Steps between evaluations on held-out rows; 0 evaluates only first and last."""
+    save_every: NonNegative = 0
+    """Steps between checkpoints; 0 saves only the last."""
+    resume_from: str | None = None
+    """A `checkpoint-N` folder of an earlier run with the same configuration; training goes on after its step."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Deadline of any single call to a worker, seconds."""
+    heartbeat_s: Annotated[float, Field(gt=0)] = 30.0
+    """How long a process may be stopped, or its interpreter stuck, before it is ended, and replaced or restarted."""
+    max_restarts: NonNegative = 3
+    """How often a run whose engine or queue died goes on by itself from its last checkpoint, or from its start."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    engine: EngineSection = field(default_factory=EngineSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    agent: AgentSection = field(default_factory=AgentSection)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticSection | None = None
+    """Train a critic, for the estimators that read what it says."""
+    teacher: TeacherSection | None = None
+    """Distill another model into the policy: beside the policy loss, or alone with `algorithm.loss=distill`."""
+    reward: RewardSection = field(default_factory=RewardSection)
+    staleness: StalenessSection = field(default_factory=StalenessSection)
+    tracking: TrackingSection = field(default_factory=TrackingSection)
+    weights_transport: str = "shm"
+    """Name of an installed rl-ckpt backend, or a whole address, such as tcp://HOST:PORT, with its options."""
+    queue_storage: str = "shm"
+    """Name of an installed rl-tq storage, or a whole address."""

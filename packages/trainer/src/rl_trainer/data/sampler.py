@@ -1,0 +1,247 @@
+"""In which order prompts are used. Every order can be stopped anywhere and goes on from its saved state exactly."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections import Counter
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rl_trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rl_trainer.data.datasets import StreamedRows
+    from rl_trainer.data.rows import Row
+
+
+class Order(ABC):
+    """An endless sequence of row indices.
+
+    Args:
+        position: Indices drawn so far: where to begin. Alone it restores every order but the curriculum, which has
+            pass rates in its `state_dict` as well.
+        returned: Indices that were drawn by an earlier run and not used: handed out first.
+    """
+
+    def __init__(self, *, position: int = 0, returned: Sequence[int] = ()) -> None:
+        self.position = position
+        self.returned = list(returned)
+        self.num_too_long = 0
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` indices."""
+        return [self.returned.pop(0) if self.returned else self._next() for _ in range(count)]
+
+    def give_back(self, indices: Sequence[int]) -> None:
+        """Hand these out first: they were drawn and not used."""
+        self.returned = [*indices, *self.returned]
+
+    @abstractmethod
+    def _next(self) -> int:
+        """The index at `position`, or the first one from there on that is wanted; moves on behind it."""
+
+    def observe(self, index: int, rewards: Sequence[float]) -> None:
+        """Take the rewards of a row's completions; most orders do not care."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; gives an order made alike the same future."""
+        return {"position": self.position, "returned": list(self.returned)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.position, self.returned = state["position"], list(state["returned"])
+
+
+class PromptOrder(Order):
+    """Every row once per epoch, each epoch in another order."""
+
+    def __init__(self, *, num_rows: int, seed: int | str, position: int = 0, returned: Sequence[int] = ()) -> None:
+        super().__init__(position=position, returned=returned)
+        self._num_rows, self._seed = num_rows, seed
+        self._epoch = -1
+        self._shuffled: list[int] = []
+
+    def _next(self) -> int:
+        index = self.at(self.position)
+        self.position += 1
+        return index
+
+    def at(self, position: int) -> int:
+        """The index at a position."""
+        epoch, offset = divmod(position, self._num_rows)
+        if epoch != self._epoch:
+            self._shuffled = list(range(self._num_rows))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._shuffled)
+            self._epoch = epoch
+        return self._shuffled[offset]
+
+
+class MixtureOrder(Order):
+    """Draws a part by weight, then that part's next row: each part has epochs of its own.
+
+    Args:
+        parts: The part of every row, by its name.
+        weights: By part; rows of a part are drawn in this proportion, however many it has.
+        seed: Of the draws and of every part's shuffle.
+        position: Indices drawn so far.
+        returned: As for every order.
+    """
+
+    def __init__(
+        self,
+        *,
+        parts: Sequence[str],
+        weights: Mapping[str, float],
+        seed: int,
+        position: int = 0,
+        returned: Sequence[int] = (),
+    ) -> None:
+        super().__init__(position=position, returned=returned)
+        self._rows: dict[str, list[int]] = {}
+        for index, part in enumerate(parts):
+            self._rows.setdefault(part, []).append(index)
+        self._names = sorted(self._rows)
+        self._weights = [weights[name] for name in self._names]
+        self._seed = seed
+        self._orders = {n: PromptOrder(num_rows=len(self._rows[n]), seed=f"{seed}/{n}") for n in self._names}
+        self._restart()
+
+    def _restart(self) -> None:
+        self._draw = random.Random(f"{self._seed}/mixture")
+        self._drawn: Counter[str] = Counter()
+
+    def _next(self) -> int:
+        if self._drawn.total() > self.position:
+            self._restart()
+        while self._drawn.total() < self.position:  # after a restart: what was drawn before
+            self._drawn[self._part()] += 1
+        part = self._part()
+        place = self._drawn[part]
+        self._drawn[part] += 1
+        self.position += 1
+        return self._rows[part][self._orders[part].at(place)]
+
+    def _part(self) -> str:
+        return self._draw.choices(self._names, self._weights)[0]
+
+
+class CurriculumOrder(Order):
+    """Passes over rows that taught nothing when they were last tried: all completions right, or all wrong.
+
+    A row that was never tried is always taken. One whose last mean reward was not between `low` and `high` (both
+    excluded) is taken again with probability `revisit` only, since the policy changes. An epoch without any row is
+    followed by one that takes all.
+
+    Args:
+        num_rows: Rows of the dataset.
+        seed: Of the order, and of the choice which row is tried again.
+        low: Mean reward of a group up to which a row is too hard.
+        high: Mean reward from which it is too easy.
+        revisit: Probability that such a row is taken all the same.
+        position: Places gone through so far, those of rows that were passed over too.
+        returned: As for every order.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        seed: int,
+        low: float,
+        high: float,
+        revisit: float,
+        position: int = 0,
+        returned: Sequence[int] = (),
+    ) -> None:
+        super().__init__(position=position, returned=returned)
+        self._order = PromptOrder(num_rows=num_rows, seed=seed)
+        self._num_rows, self._seed, self._low, self._high, self._revisit = num_rows, seed, low, high, revisit
+        self._rates: dict[int, float] = {}
+
+    def observe(self, index: int, rewards: Sequence[float]) -> None:
+        """Remember the row's pass rate."""
+        self._rates[index] = fmean(rewards)
+
+    def _next(self) -> int:
+        for _ in range(self._num_rows):
+            place = self.position
+            index = self._order.at(place)
+            self.position += 1
+            rate = self._rates.get(index)
+            is_useful = rate is None or self._low < rate < self._high
+            if is_useful or random.Random(f"{self._seed}/{place}").random() < self._revisit:
+                return index
+        self.position += 1
+        return self._order.at(self.position - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Pass rates by row beside the position."""
+        return super().state_dict() | {"pass_rates": list(self._rates.items())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        super().load_state_dict(state)
+        self._rates = dict(state["pass_rates"])
+
+
+class StreamOrder(Order):
+    """One row after the other, without those whose prompts are too long; they are measured some at a time.
+
+    Args:
+        rows: The rows, in their own order.
+        measure: Tokens of each prompt.
+        longest: Longer prompts are passed over and counted in `num_too_long`.
+        position: Rows gone through so far.
+        returned: As for every order.
+
+    Raises (when it is drawn from):
+        DataError: no row of a whole epoch is short enough.
+    """
+
+    _AHEAD = 64
+
+    def __init__(
+        self,
+        *,
+        rows: StreamedRows,
+        measure: Callable[[list[Any]], list[int]],
+        longest: int,
+        position: int = 0,
+        returned: Sequence[int] = (),
+    ) -> None:
+        super().__init__(position=position, returned=returned)
+        self._stream, self._measure, self._longest = rows, measure, longest
+        self._read: dict[int, tuple[Row, bool]] = {}
+        self._given: dict[int, Row] = {}
+
+    def _next(self) -> int:
+        num_passed = 0
+        while True:
+            index = self.position
+            if index not in self._read:
+                rows = [self._stream[i] for i in range(index, index + self._AHEAD)]
+                lengths = self._measure(rows)
+                self._read = {
+                    index + i: (row, length <= self._longest)
+                    for i, (row, length) in enumerate(zip(rows, lengths, strict=True))
+                }
+            row, is_short = self._read.pop(index)
+            self.position += 1
+            if is_short:
+                self._given[index] = row
+                return index
+            self.num_too_long += 1
+            num_passed += 1
+            if self._stream.epoch_size is not None and num_passed >= self._stream.epoch_size:
+                raise DataError(
+                    f"none of the {self._stream.epoch_size} rows of the stream has a prompt of at most "
+                    f"data.max_prompt_tokens={self._longest} tokens"
+                )
+
+    def __getitem__(self, index: int) -> Row:
+        """The row of an index that was taken: once at no cost, later by reading it again."""
+        return self._given.pop(index) if index in self._given else self._stream[index]

@@ -1,0 +1,83 @@
+"""A reference whose weights follow the policy's (`algorithm.ref_ema`), instead of the frozen start policy.
+
+After every `every`-th step its weights become `decay` times themselves plus the rest of the policy's: an exponential
+moving average, or with `decay=0` a reference that is set anew (as in ProRL, arXiv 2505.24864). The weights travel by
+model folders, which any engine backend writes and reads in any layout. They are part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_trainer.errors import InputError
+
+if TYPE_CHECKING:
+    from rl_trainer.config import Config, EmaSection
+    from rl_trainer.workers.engine import EngineWorker, ReferenceWorker
+
+FOLDER = "reference"
+"""In a checkpoint, and in `output_dir`."""
+
+
+class MovingReference:
+    """Moves the reference.
+
+    Args:
+        actor: The policy.
+        reference: What follows it.
+        section: How fast.
+        folder: For the weights; the newest stay there.
+        start: Folder that the reference has its weights from.
+        is_colocated: The reference gives its memory back when it has moved.
+    """
+
+    def __init__(
+        self,
+        actor: EngineWorker,
+        reference: ReferenceWorker,
+        section: EmaSection,
+        *,
+        folder: Path,
+        start: Path,
+        is_colocated: bool = False,
+    ) -> None:
+        self._actor, self._reference, self._section = actor, reference, section
+        self._folder, self._path, self._is_colocated = folder, start, is_colocated
+
+    def follow(self, step: int) -> None:
+        """Move, if it is time to."""
+        if step % self._section.every:
+            return
+        policy, into = self._folder / "policy", self._folder / f"step-{step}"
+        self._actor.save_model(str(policy))
+        self._reference.average(str(policy), str(into), self._section.decay)
+        self._reference.load_model(str(into))
+        if self._is_colocated:
+            self._reference.offload()
+        shutil.rmtree(policy)
+        if self._path.parent == self._folder and self._path != into:
+            shutil.rmtree(self._path)
+        self._path = into
+
+    def save(self, checkpoint: Path) -> None:
+        """Keep the weights in a checkpoint."""
+        shutil.copytree(self._path, checkpoint / FOLDER, dirs_exist_ok=True)
+
+
+def start_of(config: Config, model_path: Path) -> Path:
+    """The folder that a reference begins with: the policy's, or that of a checkpoint.
+
+    Raises:
+        InputError: the checkpoint's run had a reference that stood still.
+    """
+    if config.algorithm.ref_ema is None or config.resume_from is None:
+        return model_path
+    folder = Path(config.resume_from) / FOLDER
+    if not folder.is_dir():
+        raise InputError(
+            f"resume_from={config.resume_from} has no {FOLDER}/, so its run had no algorithm.ref_ema; leave that out, "
+            "or resume from another checkpoint"
+        )
+    return folder

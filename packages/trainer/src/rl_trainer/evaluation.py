@@ -1,0 +1,162 @@
+"""Measures a policy on held-out rows: accuracy, pass@k and maj@k with confidence intervals, from any rollout server."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+import rl_agent
+import rl_rollout
+from rl_trainer.data import load_datasets
+from rl_trainer.errors import RolloutFailedError
+from rl_trainer.plan import server_config
+from rl_trainer.rewards import Scorer, answer_of
+from rl_trainer.rollout_source import hash_seed
+from rl_trainer.workers.agent import MAX_ATTEMPTS, grading, scored
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from rl_rollout.base import RolloutServer
+    from rl_trainer.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over problems, and how sure it is."""
+
+    mean: float
+    """Over the problems."""
+    half_width: float
+    """Of the 95% confidence interval: 1.96 standard errors between problems, so that samples of one problem count as
+    what they are (Miller, "Adding Error Bars to Evals", 2411.00640). NaN with one problem."""
+
+    @staticmethod
+    def of(per_problem: Sequence[float]) -> Estimate:
+        """The mean of one number per problem."""
+        n = len(per_problem)
+        error = stdev(per_problem) / math.sqrt(n) if n > 1 else math.nan
+        return Estimate(mean=fmean(per_problem), half_width=1.96 * error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What was sampled for one held-out row."""
+
+    prompt: str
+    """The last message of the row's prompt."""
+    completions: tuple[str, ...]
+    """Text of each completion that ended well."""
+    answers: tuple[str, ...]
+    """What each of them answered."""
+    rewards: tuple[float, ...]
+    """One per completion that ended well."""
+    num_failed: int
+    """Completions that did not end well; they are in no estimate."""
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that one of k samples is right, without bias: 1 - C(n - c, k) / C(n, k), arXiv 2107.03374."""
+    if num_samples - num_correct < k:
+        return 1.0
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def maj_at_n(answers: Sequence[str], rewards: Sequence[float]) -> float:
+    """Reward of the most frequent answer, the mean over those that are tied (self-consistency, arXiv 2203.11171)."""
+    counts = Counter(answers)
+    most = max(counts.values())
+    first = dict(zip(reversed(answers), reversed(rewards), strict=True))
+    return fmean(first[answer] for answer, count in counts.items() if count == most)
+
+
+def summarise(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Estimate]:
+    """Accuracy, pass@k for each k, and maj@n; a completion is right if its reward is at least 1.
+
+    A problem of which fewer than k completions ended well does not enter pass@k.
+
+    Raises:
+        RolloutFailedError: nothing ended well.
+    """
+    scored = [p for p in problems if p.rewards]
+    if not scored:
+        raise RolloutFailedError("no completion ended well, so there is nothing to say about the policy")
+    found = {"accuracy": Estimate.of([fmean(p.rewards) for p in scored])}
+    for k in ks:
+        enough = [p for p in scored if len(p.rewards) >= k]
+        if enough:
+            right = [pass_at_k(len(p.rewards), sum(r >= 1 for r in p.rewards), k) for p in enough]
+            found[f"pass@{k}"] = Estimate.of(right)
+    most = max(len(p.rewards) for p in scored)
+    if most > 1:
+        found[f"maj@{most}"] = Estimate.of([maj_at_n(p.answers, p.rewards) for p in scored])
+    return found
+
+
+async def sample(
+    config: Config, model_path: Path, *, num_samples: int, url: str | None = None, num_rows: int | None = None
+) -> list[Problem]:
+    """Sample every held-out row `num_samples` times, at `rollout.eval_temperature` (one) or `rollout.temperature`.
+
+    Args:
+        config: Where the rows come from, and how to sample.
+        model_path: The policy's folder; its tokenizer is used even where another server answers.
+        num_samples: Completions per row.
+        url: A server that runs already; None starts one as the configuration says.
+        num_rows: Take the first so many held-out rows; None takes all.
+    """
+    rows = load_datasets(config.data, seed=config.seed).eval[:num_rows]
+    rollout = config.rollout
+    server: RolloutServer
+    if url is None:
+        server = rl_rollout.launch_server(rollout.backend, server_config(config, model_path))
+    else:
+        server = rl_rollout.connect_server(url, timeout_s=config.timeout_s)
+    router, tokenizer = rl_rollout.Router([server]), rl_agent.load_tokenizer(str(model_path))
+    scorer = Scorer(config.reward)
+    await router.start()
+    try:
+        runner = rl_agent.AgentRunner(
+            lambda name: rl_agent.create_loop(
+                name, router, tokenizer, **(config.agent.options if name == config.agent.loop else {})
+            ),
+            default_loop=config.agent.loop,
+            max_concurrent=config.agent.max_concurrent,
+            timeout_s=config.agent.timeout_s,
+            max_attempts=MAX_ATTEMPTS,
+        )
+        sampling: Mapping[str, Any] = {
+            "temperature": rollout.eval_temperature if num_samples == 1 else rollout.temperature,
+            "top_p": rollout.top_p,
+            "max_new_tokens": rollout.max_new_tokens,
+            "seed": hash_seed(f"{config.seed}/eval"),
+        }
+        samples: list[list[tuple[str, str, float]]] = [[] for _ in rows]
+        failed = [0] * len(rows)
+        groups = runner.run_groups(
+            rows, sampling, group_size=num_samples, on_failure="mask", min_group_size=1, grade=grading(rows, scorer)
+        )
+        async for group in groups:
+            failed[group.row_index] = len(group.failures)
+            for rollout in group.rollouts:
+                samples[group.row_index] += [
+                    (output.text, answer_of(output.text), score.reward) for output, score in scored(rollout)
+                ]
+        await runner.close()
+    finally:
+        await scorer.close()
+        await router.stop()
+    return [
+        Problem(
+            prompt=row["prompt"][-1]["content"],
+            completions=tuple(text for text, _, _ in found),
+            answers=tuple(answer for _, answer, _ in found),
+            rewards=tuple(reward for _, _, reward in found),
+            num_failed=num_failed,
+        )
+        for row, found, num_failed in zip(rows, samples, failed, strict=True)
+    ]

@@ -1,1 +1,0 @@
-"""The training pipelines, one readable file each."""

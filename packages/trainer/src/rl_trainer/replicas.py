@@ -1,0 +1,154 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rl_trainer.errors import WorkerDiedError
+from rl_trainer.runtime.dispatch import cut
+from rl_trainer.workers.agent import AgentWorker, EvalReport, GenerateReport, Job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rl_rollout.types import ServerAddress
+    from rl_trainer.data.rows import Row
+    from rl_trainer.runtime.base import Fleet
+    from rl_trainer.weight_sync import R
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    job: Job
+    sampling_params: dict[str, Any]
+    partition: str
+    group_size: int
+
+
+class AgentFleet:
+    """The agent workers behind the methods of one.
+
+    Jobs are dealt over those that are there. Those of one that died are dealt again, as another attempt: what it may
+    have written of them is never taken for theirs. A new member is given the servers in use before any work.
+    """
+
+    def __init__(self, fleet: Fleet[AgentWorker], servers: Sequence[ServerAddress]) -> None:
+        self.fleet = fleet
+        self._servers, self._reward_urls = tuple(servers), dict[str, str]()
+        self._connected = dict.fromkeys(fleet.members, (self._servers, self._reward_urls))
+        self._running: dict[int, dict[int, _Submission]] = {}
+
+    def use_servers(self, servers: Sequence[ServerAddress]) -> None:
+        """Have all members generate on these servers, and on no others, from now on."""
+        self._servers = tuple(servers)
+        self._members()
+
+    def use_rewards(self, urls: dict[str, str]) -> None:
+        """Have all members ask the reward models that the run serves at these places from now on."""
+        self._reward_urls = urls
+        self._members()
+
+    def prompt_lengths(self, rows: list[Row]) -> list[int]:
+        """Tokens of each prompt as the chat template renders it."""
+        return self._map(AgentWorker.prompt_lengths, rows)
+
+    def evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:
+        """Score one completion per row; nothing enters the queue."""
+        return self._map(AgentWorker.evaluate, rows, sampling_params)
+
+    def generate(
+        self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
+    ) -> list[GenerateReport]:
+        """Roll every job out `group_size` times and put the complete groups into `partition`."""
+        return self._map(AgentWorker.generate, jobs, sampling_params, partition, group_size)
+
+    def _map(self, method: Callable[..., list[R]], items: list[Any], *rest: Any) -> list[R]:
+        """What the members make of a list that is cut over them, in its order."""
+        members = self._members()
+        parts = {member: part for member, part in zip(members, cut(items, len(members)), strict=True) if part}
+        answers = self.fleet.call(method, {member: (part, *rest) for member, part in parts.items()})
+        joined: list[R] = []
+        for member, part in parts.items():
+            answer = answers[member]
+            if isinstance(answer, WorkerDiedError):
+                again = [_again(item) for item in part] if method is AgentWorker.generate else part
+                joined += self._map(method, again, *rest)
+            elif isinstance(answer, Exception):
+                raise answer
+            else:
+                joined += answer
+        return joined
+
+    def submit(
+        self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
+    ) -> list[GenerateReport]:
+        """As `generate`, in the background, beside what is running already; `poll` tells what came of it."""
+        self._deal([_Submission(job, sampling_params, partition, group_size) for job in jobs])
+        return []
+
+    def _deal(self, submissions: list[_Submission]) -> None:
+        """Give each to the member with the fewest groups in hand."""
+        members = self._members()
+        dealt: dict[tuple[int, int], list[_Submission]] = {}
+        loads = [(len(self._running.setdefault(member, {})), member) for member in members]
+        heapq.heapify(loads)
+        for submission in submissions:
+            load, member = loads[0]
+            heapq.heapreplace(loads, (load + 1, member))
+            self._running[member][submission.job.group_id] = submission
+            dealt.setdefault((member, id(submission.sampling_params)), []).append(submission)
+        for (member, _), some in dealt.items():
+            first = some[0]
+            arguments = ([each.job for each in some], first.sampling_params, first.partition, first.group_size)
+            self._raise_unless_dead(self.fleet.call(AgentWorker.submit, {member: arguments}))
+
+    def poll(self) -> list[GenerateReport]:
+        """What has become of submitted groups since the last call; those of members that died are dealt again."""
+        members = self._members()
+        lost = [self._running.pop(member) for member in [*self._running] if member not in members]
+        if again := [_once_more(each) for groups in lost for each in groups.values()]:
+            self._deal(again)
+        answers = self.fleet.call(AgentWorker.poll, dict.fromkeys(members, ()))
+        self._raise_unless_dead(answers)
+        reports: list[GenerateReport] = []
+        for member, answer in answers.items():
+            for report in answer if isinstance(answer, list) else ():
+                for group in (*report.complete_groups, *report.failed_groups):
+                    del self._running[member][group]
+                reports.append(report)
+        return reports
+
+    def stop_running(self) -> list[GenerateReport]:
+        """Stop every submitted group that is not complete; what became complete meanwhile, and was not polled yet."""
+        self._raise_unless_dead(self.fleet.call(AgentWorker.stop_running, dict.fromkeys(self._running, ())))
+        members = [member for member in self._running if member in self.fleet.members]
+        answers = self.fleet.call(AgentWorker.poll, dict.fromkeys(members, ()))
+        self._raise_unless_dead(answers)
+        self._running.clear()
+        return [report for answer in answers.values() if isinstance(answer, list) for report in answer]
+
+    def _members(self) -> tuple[int, ...]:
+        """Those that are there, each with the servers in use."""
+        members, wanted = self.fleet.wait(), (self._servers, self._reward_urls)
+        behind = [member for member in members if self._connected.get(member) != wanted]
+        if behind:
+            told = dict.fromkeys(behind, (list(self._servers), self._reward_urls))
+            self._raise_unless_dead(self.fleet.call(AgentWorker.use_servers, told))
+            self._connected |= dict.fromkeys(behind, wanted)
+        return members
+
+    def _raise_unless_dead(self, answers: dict[int, Any]) -> None:
+        """The dead are noticed by the next poll; any other error ends the run."""
+        for answer in answers.values():
+            if isinstance(answer, Exception) and not isinstance(answer, WorkerDiedError):
+                raise answer
+
+
+def _again(job: Job) -> Job:
+    return replace(job, attempt=job.attempt + 1)
+
+
+def _once_more(submission: _Submission) -> _Submission:
+    return replace(submission, job=_again(submission.job))

@@ -1,0 +1,266 @@
+"""Process pool of a reward function: many calls, each with a deadline at which its process is killed.
+
+Not under rl-rollout's supervisor (`ChildProcess`), which keeps a process alive and its last lines: a call's answer
+comes over a pipe here, and a call that does not end is the end of its process.
+
+Ours rather than pebble's (measured, 5.2.3): what a hung function has started outlives it there, an answer is unpickled,
+so that it can run code in the trainer, and coroutine functions cannot be called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rl_trainer.errors import RewardError
+from rl_trainer.rewards.worker import HEADER, MAX_ANSWER_BYTES, checked, decoded, framed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_START_TIMEOUT_S = 300.0
+"""Of a process with its imports, on a machine that is starved."""
+_GRACE_S = 5.0
+"""A coroutine function is cancelled at its deadline; one that cannot be is killed this much later."""
+_MAX_TOGETHER = 256
+"""Calls of a coroutine function in one process."""
+
+
+class _EndedError(Exception):
+    """The process ended while the call ran."""
+
+
+class FunctionPool:
+    """Calls a reward function: plain ones one at a time in each process, coroutine functions many at a time.
+
+    A call past its deadline ends with its process and everything that this started. Where several ran in it, any of
+    them may have been the one that blocked it: each is called again, alone.
+
+    Args:
+        path: See `rl_trainer.plugins.check_function`.
+        num_processes: At most; started as they are needed.
+        timeout_s: Deadline of one call, seconds.
+    """
+
+    def __init__(self, path: str, *, num_processes: int = 1, timeout_s: float = 30.0) -> None:
+        self._path, self._num_processes, self._timeout_s = path, num_processes, timeout_s
+        self._processes: list[_Process] = []
+        self._changed = asyncio.Condition()
+        self._num_alone = 0
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Start a process now.
+
+        Raises:
+            RewardError: the function cannot be loaded.
+        """
+        await self._give_back(await self._take())
+
+    async def call(self, text: str, row: Mapping[str, Any]) -> float | dict[str, float]:
+        """What the function gives for a completion.
+
+        Raises:
+            RewardError: it raised, gave something else than numbers, or its process ended.
+            TimeoutError: it did not end before its deadline.
+        """
+        process = await self._take()
+        try:
+            return await process.call(text, row, self._timeout_s)
+        except _EndedError:
+            if process.capacity == 1:
+                raise self._ended() from None
+        finally:
+            await self._give_back(process)
+        process = await self._take(is_alone=True)
+        try:
+            return await process.call(text, row, self._timeout_s)
+        except _EndedError:
+            raise self._ended() from None
+        finally:
+            await self._give_back(process)
+
+    def _ended(self) -> RewardError:
+        return RewardError(f"the process of reward {self._path!r} ended by itself")
+
+    async def close(self) -> None:
+        """Kill the processes; whoever waits for one gets a RewardError. Idempotent."""
+        self._is_closed = True
+        processes, self._processes = self._processes, []
+        for process in processes:
+            await process.kill()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _take(self, *, is_alone: bool = False) -> _Process:
+        """A process with room for a call, or with no other in it."""
+        async with self._changed:
+            self._num_alone += is_alone
+            try:
+                self._need_open()
+                while (process := self._found(is_alone=is_alone)) is None:
+                    await self._changed.wait()
+                    self._need_open()
+            finally:
+                self._num_alone -= is_alone
+            process.load += 1
+            process.is_taken = is_alone
+        if process.is_new:
+            try:
+                await process.start()
+                self._need_open()
+            except BaseException:
+                await process.kill()
+                await self._give_back(process)
+                raise
+            async with self._changed:  # it may take more than the one call that it was started for
+                self._changed.notify_all()
+        return process
+
+    def _need_open(self) -> None:
+        if self._is_closed:
+            raise RewardError(f"reward {self._path!r} was closed before this score was given")
+
+    def _found(self, *, is_alone: bool) -> _Process | None:
+        self._processes = [process for process in self._processes if process.is_alive]
+        if self._num_alone and not is_alone:
+            return None  # or the others would never leave room
+        free = [p for p in self._processes if not p.is_taken and p.load < (1 if is_alone else p.capacity)]
+        if free:
+            return min(free, key=lambda each: each.load)
+        if len(self._processes) == self._num_processes:
+            return None
+        self._processes.append(process := _Process(self._path))
+        return process
+
+    async def _give_back(self, process: _Process) -> None:
+        process.load -= 1
+        process.is_taken = False
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class _Process:
+    """One process; while it starts, it has room for the one call that it is started for."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[tuple[str, Any]]] = {}
+        self._numbers = itertools.count()
+        self.load, self.capacity = 0, 1
+        """Calls in it, and calls that it takes."""
+        self.is_alive = self.is_new = True
+        """Whether it has not ended, and has not been started."""
+        self.is_taken = False
+        """Whether one call has it for itself."""
+
+    async def start(self) -> None:
+        self.is_new = False
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "from rl_trainer.rewards.worker import main; main()", self._path),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        first = self._waiting[-1] = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.create_task(self._read())
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                kind, told = await first
+        except TimeoutError:
+            raise RewardError(
+                f"the process of reward {self._path!r} did not start within {_START_TIMEOUT_S:g} s"
+            ) from None
+        except _EndedError:
+            raise RewardError(f"the process of reward {self._path!r} ended while it started; see its output") from None
+        if kind != "ok":
+            raise RewardError(f"reward {self._path!r} cannot be loaded: {told}")
+        self._is_async = bool(told)
+        self.capacity = _MAX_TOGETHER if told else 1
+
+    async def call(self, text: str, row: Mapping[str, Any], timeout_s: float) -> float | dict[str, float]:
+        assert self._process is not None, "it was started"
+        assert self._process.stdin is not None, "it is a pipe"
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            data = framed((number, text, dict(row), timeout_s))
+        except (TypeError, ValueError) as error:
+            del self._waiting[number]
+            raise RewardError(f"the row of reward {self._path!r} cannot be sent to its process: {error}") from error
+        try:
+            async with asyncio.timeout(timeout_s + (_GRACE_S if self._is_async else 0.0)):
+                self._process.stdin.write(data)
+                await self._process.stdin.drain()
+                kind, told = await answer
+        except TimeoutError:
+            is_another_s = self.load > 1 or not self.is_alive
+            await self.kill()
+            if is_another_s:
+                raise _EndedError from None
+            raise self._late(text, timeout_s) from None
+        except ConnectionError:
+            raise _EndedError from None
+        except asyncio.CancelledError:
+            if not self._is_async:
+                await self.kill()  # the call cannot be taken back
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        if kind == "timeout":
+            raise self._late(text, timeout_s)
+        if kind == "error":
+            raise RewardError(f"reward {self._path!r} raised {told}")
+        if kind != "ok":
+            raise self._strange()
+        try:
+            return checked(told)
+        except ValueError as error:
+            raise self._strange() from error
+
+    def _strange(self) -> RewardError:
+        return RewardError(
+            f"the process of reward {self._path!r} gave an answer that is none; does its function print?"
+        )
+
+    def _late(self, text: str, timeout_s: float) -> TimeoutError:
+        return TimeoutError(
+            f"reward {self._path!r} did not score a text of {len(text)} characters within {timeout_s:g} s"
+        )
+
+    async def _read(self) -> None:
+        assert self._process is not None, "it was started"
+        assert self._process.stdout is not None, "it is a pipe"
+        stdout = self._process.stdout
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError, TypeError, RecursionError):
+            while True:
+                (length,) = HEADER.unpack(await stdout.readexactly(HEADER.size))
+                if length > MAX_ANSWER_BYTES:
+                    break  # no answer of ours
+                number, kind, told = decoded(await stdout.readexactly(length))
+                if (waiting := self._waiting.get(number)) is not None and not waiting.done():
+                    waiting.set_result((kind, told))
+        self.is_alive = False
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have said what is no answer, and live
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(_EndedError())
+
+    async def kill(self) -> None:
+        """End it and what it started."""
+        self.is_alive = False
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=_GRACE_S)
+        if self._reading is not None:
+            await asyncio.wait([self._reading], timeout=_GRACE_S)

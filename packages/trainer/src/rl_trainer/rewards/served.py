@@ -1,0 +1,275 @@
+"""Rewards by models that are served somewhere: judges that write, and classifiers that give a number.
+
+Asked by aiohttp and not by the `openai` client: a classifier's endpoint is not OpenAI's, an answer without a score has
+to be asked for again as well, and each attempt has to pass the rate limit, which the client's own retries go past. The
+limit is ours and not aiolimiter's: that lets 39 requests through in one second of a limit of 20 (measured, 1.3.0),
+refuses an amount above the limit, and takes no correction once the server has told how many tokens there were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, cast
+
+import aiohttp
+
+from rl_trainer.errors import RewardError
+from rl_trainer.runtime.network import server_token
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_trainer.config import RewardPart
+
+_CHARACTERS_PER_TOKEN = 4
+"""A guess, until the server's answer tells how many there were."""
+_OWN_SCORE_AT = "data.0.data.0"
+"""Where the answer of `rl-serve --task score` has the score."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
+_PLACE = re.compile(r"\{(prompt|completion|ground_truth)\}")
+
+
+class _NoScoreError(Exception):
+    """An answer without a score: the request may be tried again, after the pause that the server asks for."""
+
+    def __init__(self, message: str, pause_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.pause_s = pause_s
+
+
+class ServedReward:
+    """Asks a served model for the score of a completion.
+
+    `kind=judge` asks an OpenAI-compatible server in words (`POST url/chat/completions`) and reads the number that
+    `pattern` finds last in what it writes. `kind=classifier` gives the conversation, or the filled `prompt`, to
+    `POST url` as vLLM's `/classify` and `/pooling` take it, and reads the number at `score_at` of the JSON answer.
+
+    Args:
+        name: For messages.
+        part: What to ask, and how often.
+        num_sharing: Processes that share the limits; each keeps its part of them.
+        timeout_s: Deadline of one request, seconds.
+    """
+
+    def __init__(self, name: str, part: RewardPart, *, num_sharing: int = 1, timeout_s: float = 60.0) -> None:
+        self._name, self._part, self._timeout_s = name, part, timeout_s
+        is_judge, url = part.kind == "judge", part.url or ""
+        self.url = url.rstrip("/") + "/chat/completions" if is_judge else url
+        """Where it is asked; of a model that the run serves told before it is."""
+        self._score_at = part.score_at if part.path is None else _OWN_SCORE_AT
+        self._pattern = re.compile(part.pattern)
+        self._running = asyncio.Semaphore(max(part.max_concurrent // num_sharing, 1))
+        self._limit = RateLimit(
+            requests_per_minute=part.requests_per_minute / num_sharing,
+            tokens_per_minute=part.tokens_per_minute / num_sharing,
+        )
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(self, text: str, row: Mapping[str, Any]) -> float:
+        """The score.
+
+        Raises:
+            RewardError: none came in `max_attempts` attempts, or the server refuses the request.
+        """
+        if not self.url:
+            raise RewardError(
+                f"reward {self._name!r} is of a model that rl-train serves; serve it here (rl-serve {self._part.path} "
+                "--task score), and give its url"
+            )
+        body = self._body(text, row)
+        num_tokens = len(str(body)) / _CHARACTERS_PER_TOKEN + (
+            self._part.max_tokens if self._part.kind == "judge" else 0
+        )
+        async with self._running:
+            pause_s, asked_s, last = _FIRST_PAUSE_S, 0.0, ""
+            for attempt in range(self._part.max_attempts):
+                if attempt:
+                    await asyncio.sleep(max(pause_s, asked_s))
+                    pause_s, asked_s = min(2 * pause_s, _LAST_PAUSE_S), 0.0
+                await self._limit.wait(num_tokens)
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        answer = await self._post(body)
+                    self._count(answer, num_tokens)
+                    return self._read(answer)
+                except TimeoutError:
+                    last = f"no answer within {self._timeout_s:g} s"
+                except (aiohttp.ClientError, _NoScoreError) as error:
+                    last = str(error) or type(error).__name__
+                    asked_s = error.pause_s if isinstance(error, _NoScoreError) else 0.0
+        raise RewardError(
+            f"reward {self._name!r} got no score from {self.url} in {self._part.max_attempts} attempts; the last: "
+            f"{last}"
+        )
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _post(self, body: Mapping[str, Any]) -> Any:
+        if self._session is None:
+            is_own = self._part.path is not None
+            key = server_token() if is_own else os.environ.get(self._part.api_key_env or "")
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        async with self._session.post(self.url, json=body) as response:
+            said = await response.text()
+            if response.status == 429 or response.status >= 500:
+                raise _NoScoreError(f"HTTP {response.status}: {said[:300]}", _asked_pause_s(response))
+            if response.status >= 400:
+                raise RewardError(
+                    f"reward {self._name!r}: {self.url} refuses the request, HTTP {response.status}: {said[:300]}"
+                )
+            try:
+                return await response.json(content_type=None)
+            except ValueError:
+                raise _NoScoreError(f"the answer is not JSON: {said[:300]}") from None
+
+    def _body(self, text: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        part = self._part
+        model = {"model": part.model} if part.model is not None else {}
+        if part.prompt is None:
+            return {**model, "messages": [*row["prompt"], {"role": "assistant", "content": text}]}
+        filled = self._filled(part.prompt, text, row)
+        if part.kind == "classifier":
+            return {**model, "input": filled}
+        messages = [{"role": "user", "content": filled}]
+        return {**model, "messages": messages, "temperature": 0.0, "max_tokens": part.max_tokens}
+
+    def _filled(self, template: str, text: str, row: Mapping[str, Any]) -> str:
+        def fill(place: re.Match[str]) -> str:
+            if place[1] == "completion":
+                return text
+            if place[1] == "prompt":
+                return conversation(row["prompt"])
+            truth = (row.get("reward_model") or {}).get("ground_truth")
+            if truth is None:
+                raise RewardError(f"the prompt of reward {self._name!r} has {{ground_truth}}, which the row has not")
+            return str(truth)
+
+        return _PLACE.sub(fill, template)  # once: what a completion spells out is not filled in
+
+    def _count(self, answer: Any, num_guessed: float) -> None:
+        usage: Any = answer.get("usage") if isinstance(answer, dict) else None
+        total: Any = usage.get("total_tokens") if isinstance(usage, dict) else None
+        if isinstance(total, int):
+            self._limit.correct(total - num_guessed)
+
+    def _read(self, answer: Any) -> float:
+        path = "choices.0.message.content" if self._part.kind == "judge" else self._score_at
+        value = at(answer, path)
+        if value is None:
+            raise _NoScoreError(f"the answer has no {path}: {str(answer)[:300]}")
+        if self._part.kind == "judge":
+            found: list[Any] = self._pattern.findall(str(value))
+            if not found:
+                raise _NoScoreError(f"{self._part.pattern!r} finds no score in {str(value)[-300:]!r}")
+            value = found[-1]
+        try:
+            score = float(value)
+        except (TypeError, ValueError):
+            raise _NoScoreError(f"{value!r:.100} is no number") from None
+        if not math.isfinite(score):
+            raise _NoScoreError(f"the score is {score}")
+        return score
+
+
+def _asked_pause_s(response: aiohttp.ClientResponse) -> float:
+    """Seconds that the server asks to wait (`Retry-After`, RFC 9110), within the longest pause of our own."""
+    try:
+        return min(max(float(response.headers.get("Retry-After", 0)), 0.0), _LAST_PAUSE_S)
+    except ValueError:  # a date
+        return 0.0
+
+
+def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Chat messages as text: the only message alone, several with their roles; an image is `[image]`."""
+    if len(messages) == 1:
+        return _text_of(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {_text_of(message['content'])}" for message in messages)
+
+
+def _text_of(content: Any) -> str:
+    if not isinstance(content, list):
+        return str(content)
+    parts = cast("list[Mapping[str, Any]]", content)
+    return "".join(str(part["text"]) if part["type"] == "text" else "[image]" for part in parts)
+
+
+def at(value: Any, path: str) -> Any:
+    """What stands at a dotted path of a JSON value, numbers being places in lists; None if nothing does."""
+    for step in path.split("."):
+        if isinstance(value, list):
+            items = cast("list[Any]", value)
+            index = int(step) if step.removeprefix("-").isdigit() else len(items)
+            value = items[index] if -len(items) <= index < len(items) else None
+        else:
+            value = cast("dict[str, Any]", value).get(step) if isinstance(value, dict) else None
+    return value
+
+
+class Window:
+    """What was taken within the last `period_s` seconds, at most `limit` at any time; times are given, none is read.
+
+    Args:
+        limit: Units per period.
+        period_s: Seconds.
+    """
+
+    def __init__(self, limit: float, period_s: float = 60.0) -> None:
+        self._limit, self._period_s = limit, period_s
+        self._taken: deque[tuple[float, float]] = deque()
+        self._sum = 0.0
+
+    def delay_s(self, amount: float, now: float) -> float:
+        """Seconds until `amount` may be taken; what is more than the limit may once nothing else is taken."""
+        while self._taken and self._taken[0][0] <= now - self._period_s:
+            self._sum -= self._taken.popleft()[1]
+        left = self._sum - max(self._limit - amount, 0.0)
+        for at, taken in self._taken:
+            if left <= 0:
+                break
+            left -= taken
+            if left <= 0:
+                return at + self._period_s - now
+        return 0.0
+
+    def take(self, amount: float, now: float) -> None:
+        """Take it, whether or not it may be."""
+        self._taken.append((now, amount))
+        self._sum += amount
+
+
+class RateLimit:
+    """Requests wait, in their order, until one more with its tokens is within both limits.
+
+    Args:
+        requests_per_minute: 0: any number.
+        tokens_per_minute: 0: any number.
+    """
+
+    def __init__(self, *, requests_per_minute: float = 0.0, tokens_per_minute: float = 0.0) -> None:
+        self._requests = Window(requests_per_minute) if requests_per_minute else None
+        self._tokens = Window(tokens_per_minute) if tokens_per_minute else None
+        self._turn = asyncio.Lock()
+
+    async def wait(self, num_tokens: float) -> None:
+        """Wait for one request of about `num_tokens` tokens."""
+        pairs = [(w, amount) for w, amount in ((self._requests, 1.0), (self._tokens, num_tokens)) if w is not None]
+        async with self._turn:
+            for window, amount in pairs:
+                await asyncio.sleep(window.delay_s(amount, time.monotonic()))  # what waits behind us takes nothing
+            for window, amount in pairs:
+                window.take(amount, time.monotonic())
+
+    def correct(self, num_tokens: float) -> None:
+        """Take tokens that the estimate lacked, or give back what it had too much."""
+        if self._tokens is not None:
+            self._tokens.take(num_tokens, time.monotonic())

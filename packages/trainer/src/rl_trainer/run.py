@@ -1,0 +1,442 @@
+"""One training run: check everything, make the model if there is none, place the parts, drive the pipeline."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+from pydantic import PositiveInt, TypeAdapter, ValidationError
+from rich.console import Console
+
+from rl_engine import hold_lock
+from rl_engine.errors import FolderInUseError
+from rl_trainer import checkpoints, validate
+from rl_trainer.checkpoints import RunState
+from rl_trainer.config import as_tree
+from rl_trainer.data import load_datasets
+from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDiedError, sentence_of
+from rl_trainer.metrics import Report, show_plan
+from rl_trainer.plan import memory_estimate
+from rl_trainer.rewards.code import sandbox_facts
+from rl_trainer.runtime import create_runtime
+from rl_trainer.tracing import profiled
+from rl_trainer.trackers import RunInfo, TrackerGroup
+from rl_trainer.validate import check_backends
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping
+    from types import FrameType
+
+    from rl_trainer.config import Config
+    from rl_trainer.data.datasets import Datasets
+    from rl_trainer.metrics import StepRecord
+    from rl_trainer.runtime.base import Fleet, Runtime
+    from rl_trainer.setup import Parts
+
+_LOCK_FILE = "run.lock"
+
+_DEATH_WAIT_S = 2.0
+"""How long an error waits for the news of a death that may be its cause: a peer's socket tells it before Ray does."""
+
+
+def plan(config: Config, console: Console | None = None, *, is_resumed: bool = False) -> Datasets:
+    """Check everything that can be known before a process starts, show what would run, and return its data.
+
+    Args:
+        config: Of the run.
+        console: Shows the plan.
+        is_resumed: `resumed` gave the configuration: the checkpoint's files have been compared with their digests.
+
+    Raises:
+        InputError: something cannot work.
+    """
+    from rl_trainer.setup import check_gpus
+
+    counts = validate.make_plan(config)
+    check_gpus(config)
+    datasets = load_datasets(config.data, seed=config.seed)
+    validate.check(config, [*datasets.train, *datasets.eval], is_resumed=is_resumed)
+    validate.check_resume(config, len(datasets.train), is_known_whole=is_resumed)  # no rows of a stream
+    backends = check_backends(config)
+    show_plan(console or Console(), counts, [*_facts(config, datasets), *_resumed(config), *backends])
+    return datasets
+
+
+def resumed(config: Config, console: Console | None = None) -> Config:
+    """The configuration with which a run that was killed or stopped goes on, in its own `output_dir`.
+
+    From its newest whole checkpoint, or from the start if it had none: the same command may be given every time. One
+    that is damaged is told, and passed over.
+
+    Raises:
+        ConfigError: `output_dir` is not set, so there is nothing to look for.
+        InputError: it has checkpoints, and all of them are damaged.
+    """
+    if config.output_dir is None:
+        raise ConfigError("--resume goes on with the run in output_dir, which is not set; set it, or resume_from")
+    folder = Path(config.output_dir)
+    checkpoint, damaged = checkpoints.newest_whole(folder)
+    for newer, lines in damaged.items():
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        found = f"{newer.name} is damaged: {lines[0]}{more}; going on from {checkpoint and checkpoint.name}"
+        (console or Console()).print(found, highlight=False, soft_wrap=True)
+    if checkpoint is None:
+        return config
+    model = replace(config.model, path=config.model.path or str(folder / "model"))
+    return replace(config, resume_from=str(checkpoint), model=model)
+
+
+def finished(config: Config) -> str | None:
+    """A sentence if the run that `config` goes on with has taken all of its steps; None if there are some left."""
+    if config.resume_from is None:
+        return None
+    step = RunState.read(Path(config.resume_from)).step
+    if step < config.steps:
+        return None
+    return f"the run is finished: {config.resume_from} is of step {step} of steps={config.steps}; raise steps to go on"
+
+
+def run(config: Config, console: Console | None = None, *, resume: bool = False) -> dict[str, Any]:
+    """Run a job and return its summary.
+
+    Args:
+        config: Of the run.
+        console: Shows its plan and its steps.
+        resume: Go on with the run in `output_dir`, see `resumed`; one that is finished is told, and nothing started.
+
+    Raises:
+        InputError: something cannot work, or another run holds `output_dir`; nothing was started or written.
+        TrainerError: the run failed; every worker was ended.
+    """
+    console = console or Console()
+    with ExitStack() as stack:
+        if config.output_dir is not None and Path(config.output_dir).is_dir():
+            stack.enter_context(_held(Path(config.output_dir)))
+        config = resumed(config, console) if resume else config
+        if resume and (told := finished(config)) is not None:
+            console.print(f"rl-train: {told}", highlight=False, soft_wrap=True)
+            return {"interrupted": False, "checkpoint": config.resume_from, "output_dir": config.output_dir}
+        datasets = plan(config, console, is_resumed=resume)
+        output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        if not output_dir.is_dir():
+            with _writable():
+                output_dir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_held(output_dir))
+        try:
+            return _run(config, datasets, output_dir, console, resume=resume)
+        except OSError as error:
+            if error.errno == errno.ENOSPC and error.filename is None:  # a write's, which names no file
+                error.filename = str(output_dir)
+            raise
+
+
+@contextmanager
+def _writable() -> Generator[None]:
+    """What is not to be written is told before anything is started."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(sentence_of(error) or str(error)) from error
+
+
+@contextmanager
+def _held(output_dir: Path) -> Generator[None]:
+    """One run at a time.
+
+    Raises:
+        InputError: another one lives.
+    """
+    with ExitStack() as stack:
+        try:
+            with _writable():
+                stack.enter_context(hold_lock(output_dir / _LOCK_FILE, f"output_dir={output_dir}"))
+        except FolderInUseError as error:
+            raise InputError(str(error)) from error
+        yield
+
+
+def _run(config: Config, datasets: Datasets, output_dir: Path, console: Console, *, resume: bool) -> dict[str, Any]:
+    start = None if config.resume_from is None else Path(config.resume_from)
+    if resume and start is None:  # killed before its first checkpoint
+        checkpoints.forget_after(output_dir, -1)
+    if start is not None and start.resolve().parent == output_dir.resolve():
+        for folder in checkpoints.set_aside(output_dir, start):
+            console.print(f"the damaged checkpoint is {folder} now", highlight=False, soft_wrap=True)
+    values = as_tree(config)
+    (output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    about = RunInfo(
+        name=config.name,
+        output_dir=output_dir,
+        num_steps=config.steps,
+        start_step=0 if start is None else RunState.read(start).step,
+        config=values,
+        console=console,
+    )
+    traced = profiled(output_dir if config.tracking.profile else None)
+    with TrackerGroup(about, config.tracking.trackers) as trackers, traced:
+        return _train(config, datasets, output_dir, console, trackers)
+
+
+def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
+    engine, rollout = config.engine, config.rollout
+    parts = f"{engine.backend} x {engine.world_size}, {rollout.backend} x {rollout.num_replicas}"
+    return [
+        ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
+        ("parts", f"{parts}, weights by {config.weights_transport}, samples by {config.queue_storage}"),
+        ("memory", memory_estimate(config)),
+        ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
+        *sandbox_facts(config.reward, config.agent),
+    ]
+
+
+def _resumed(config: Config) -> list[tuple[str, str]]:
+    if config.resume_from is None:
+        return []
+    state = RunState.read(Path(config.resume_from))
+    return [("resumed", f"after step {state.step}"), *(("changed", change) for change in state.changes(config))]
+
+
+def _num_prompts(datasets: Datasets) -> str:
+    return "streamed" if datasets.stream is not None else f"{len(datasets.train):,}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What every attempt of a run has in common."""
+
+    output_dir: Path
+    model_path: Path
+    console: Console
+    trackers: TrackerGroup
+    progress: Report
+    stop: threading.Event
+    """Set when the run was asked to stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    checkpoint: Path | None
+    """The newest."""
+    start_s: float
+    """Until every worker was there."""
+    num_too_long: int
+    """Rows that were left out."""
+
+
+def _train(
+    config: Config, datasets: Datasets, output_dir: Path, console: Console, trackers: TrackerGroup
+) -> dict[str, Any]:
+    start = time.perf_counter()
+    model_path = _model(config, datasets, output_dir, console)
+    warmup_s = time.perf_counter() - start
+    run = _Run(
+        output_dir=output_dir,
+        model_path=model_path,
+        console=console,
+        trackers=trackers,
+        progress=Report(output_dir),
+        stop=threading.Event(),
+    )
+    num_restarts = 0
+    while True:
+        try:
+            outcome = _attempt(config, datasets, run)
+            break
+        except WorkerDiedError as error:
+            if num_restarts == config.max_restarts or run.stop.is_set() or not run.progress.has_begun:
+                raise  # what dies before anything was measured has a reason that another start does not mend
+            num_restarts += 1
+            config, datasets = _again(config, run)
+            since = "the start" if config.resume_from is None else Path(config.resume_from).name
+            told = f"restart {num_restarts} of max_restarts={config.max_restarts}, from {since}, because {error}"
+            console.print(told, highlight=False, markup=False, soft_wrap=True)
+    extra = {
+        "warmup_s": warmup_s,
+        "start_s": outcome.start_s,
+        "total_s": time.perf_counter() - start,
+        "interrupted": run.stop.is_set(),
+        "restarts": num_restarts,
+        "rows_too_long": outcome.num_too_long,
+        "checkpoint": str(outcome.checkpoint),
+        "output_dir": str(output_dir),
+    }
+    summary = run.progress.finish(extra)
+    trackers.finish(summary)
+    return summary
+
+
+def _again(config: Config, run: _Run) -> tuple[Config, Datasets]:
+    """What the next attempt begins with: the newest checkpoint of this run, else what the run itself began with."""
+    config = replace(config, model=replace(config.model, path=str(run.model_path)))
+    newest, _ = checkpoints.newest_whole(run.output_dir)
+    if newest is not None:
+        config = replace(config, resume_from=str(newest))
+        checkpoints.set_aside(run.output_dir, newest)
+    step = -1 if config.resume_from is None else RunState.read(Path(config.resume_from)).step
+    checkpoints.forget_after(run.output_dir, step)
+    run.progress.forget_after(step)
+    return config, load_datasets(config.data, seed=config.seed)
+
+
+def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
+    """Place the parts and drive the pipeline to its end; whatever happens, no worker is left.
+
+    Raises:
+        WorkerDiedError: a worker died that the run cannot do without, whatever that made others fail with.
+    """
+    from rl_trainer.loop import run_fully_async, run_one_step_off, run_sync
+    from rl_trainer.setup import place
+
+    pipelines = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
+    run_pipeline = pipelines[config.pipeline]
+    start, console, output_dir = time.perf_counter(), run.console, run.output_dir
+    state = RunState(seed=config.seed, num_rows=len(datasets.train))
+    if config.resume_from is not None:
+        state = RunState.read(Path(config.resume_from)).for_run(config)
+        checkpoints.forget_after(output_dir, state.step)
+    with ExitStack() as stack:
+        runtime = create_runtime(config.runtime, timeout_s=config.timeout_s, heartbeat_s=config.heartbeat_s)
+        stack.enter_context(runtime)
+        deaths = stack.enter_context(_blamed_on_a_death(runtime))
+        with console.status("starting the workers"):
+            parts = place(config, runtime, run.model_path, datasets, state, output_dir=output_dir)
+        stack.callback(parts.queue.close)
+        deaths.append(parts.weights.death)
+        if parts.num_too_long:
+            console.print(
+                f"left out {parts.num_too_long} rows whose prompts are longer than data.max_prompt_tokens="
+                f"{config.data.max_prompt_tokens}"
+            )
+        if config.resume_from is not None:
+            checkpoints.load(parts, Path(config.resume_from))
+        start_s = time.perf_counter() - start
+        with _stop_when_asked(console, run.stop):
+            records = run_pipeline(parts, config, parts.eval_rows, start_step=state.step)
+
+            def add(record: StepRecord) -> None:
+                run.progress.add(record)
+                run.trackers.log(record)
+                fleets = {"agent": parts.agents.fleet, "rollout": parts.weights.servers}
+                wanted = resize_as_asked(fleets, output_dir)
+                for line in (*wanted, *(news for fleet in fleets.values() for news in fleet.take_news())):
+                    console.print(line, highlight=False, soft_wrap=True)
+
+            checkpoint = follow(records, parts, config, state, output_dir, add=add, should_stop=run.stop.is_set)
+            if config.engine.async_checkpoints:
+                checkpoints.finish(parts)
+        return _Outcome(
+            checkpoint=checkpoint,
+            start_s=start_s,
+            num_too_long=parts.num_too_long + parts.rollout_manager.num_too_long,
+        )
+
+
+@contextmanager
+def _blamed_on_a_death(runtime: Runtime) -> Generator[list[Callable[[], Exception | None]]]:
+    """What fails in the body because a worker died fails with that death: its peers may be heard of before.
+
+    The body may append other ways to look for a death.
+    """
+    others: list[Callable[[], Exception | None]] = []
+    try:
+        yield others
+    except (InputError, WorkerDiedError):
+        raise
+    except Exception as error:
+        found = [runtime.death(_DEATH_WAIT_S), *(look() for look in others)]
+        death = next((death for death in found if death is not None), None)
+        if death is None:
+            raise
+        raise death from error
+
+
+def follow(
+    records: Iterator[StepRecord],
+    parts: Parts,
+    config: Config,
+    state: RunState,
+    output_dir: Path,
+    *,
+    add: Callable[[StepRecord], None],
+    should_stop: Callable[[], bool],
+) -> Path | None:
+    """Take a pipeline's steps to the last one, or until it should stop; returns the newest checkpoint.
+
+    A step counts once its checkpoint is whole: a process that goes on from that takes what came after it again.
+    """
+    checkpoint = None if config.resume_from is None else Path(config.resume_from)
+    for record in records:
+        add(record)
+        is_last = should_stop() or record.step == config.steps
+        is_due = is_last or (config.save_every > 0 and record.step % config.save_every == 0)
+        if is_due and record.step > state.step:  # the first record is of what was there before
+            checkpoint = output_dir / f"checkpoint-{record.step}"
+            checkpoints.save(parts, checkpoint, state.after(record, parts, config))
+        if is_last:
+            break
+    return checkpoint
+
+
+def resize_as_asked(fleets: Mapping[str, Fleet[Any]], output_dir: Path) -> list[str]:
+    """Start or end agent workers and rollout replicas as `fleet.json` in `output_dir` says, and take the file away.
+
+    It holds numbers of members, such as `{"rollout": 3, "agent": 2}`. What it asks for in vain does not end the run:
+    the sentences that are returned say why.
+    """
+    file = output_dir / "fleet.json"
+    if not file.is_file():
+        return []
+    try:
+        wanted = TypeAdapter(dict[Literal["agent", "rollout"], PositiveInt]).validate_json(file.read_text())
+        for name, num_members in wanted.items():
+            fleets[name].resize(num_members)
+    except (ValidationError, PlacementError) as error:
+        return [f"{file.name} cannot be followed: {error}"]
+    finally:
+        file.unlink()
+    return [f"{file.name}: {', '.join(f'{name} {count}' for name, count in wanted.items())}"]
+
+
+@contextmanager
+def _stop_when_asked(console: Console, asked: threading.Event) -> Generator[None]:
+    """Set `asked` on the first Ctrl-C or SIGTERM: the step in progress ends, so that checkpoints hold whole steps only.
+
+    A second one raises KeyboardInterrupt where it strikes, and nothing is saved.
+    """
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        console.print("stopping after this step; once more stops at once, without a checkpoint")
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _model(config: Config, datasets: Datasets, output_dir: Path, console: Console) -> Path:
+    if config.model.path is not None:
+        return Path(config.model.path)
+    from rl_trainer.warmup import make_small_model
+
+    assert config.model.warmup is not None, "validate has checked it"
+    with console.status("making the small model") as status:
+        return make_small_model(
+            output_dir,
+            config.model.warmup,
+            datasets.train,
+            seed=config.seed,
+            timeout_s=config.timeout_s,
+            on_line=lambda line: status.update(f"making the small model: {line}"),
+        )

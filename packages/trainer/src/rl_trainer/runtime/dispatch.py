@@ -1,0 +1,150 @@
+"""How a call on a group reaches its ranks, and how their answers become one. Pure planning: nothing is called here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+from rl_trainer.errors import PlacementError
+from rl_trainer.runtime.base import DISPATCH_ATTRIBUTE, Call, Dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_FIRST_ANSWERS = (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO, Dispatch.DIRECT, Dispatch.SPLIT_REDUCED)
+
+
+def calls_of(worker: type) -> Mapping[str, Call]:
+    """The registered methods of a worker class."""
+    return {
+        name: getattr(m, DISPATCH_ATTRIBUTE)
+        for name in dir(worker)
+        if hasattr(m := getattr(worker, name), DISPATCH_ATTRIBUTE)
+    }
+
+
+class Mesh:
+    """The ranks of a group as a grid with named axes; the last axis is that of neighbouring ranks.
+
+    Args:
+        num_ranks: Of the group.
+        axes: Size of each axis, outermost first; None: the group has none.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks.
+    """
+
+    def __init__(self, num_ranks: int, axes: Mapping[str, int] | None = None) -> None:
+        if axes is not None and (min(axes.values()) < 1 or math.prod(axes.values()) != num_ranks):
+            raise ValueError(
+                f"a mesh {dict(axes)} has {math.prod(axes.values())} ranks, but the group has {num_ranks}; make the "
+                "product of the axes that number"
+            )
+        self.num_ranks, self._axes = num_ranks, dict(axes or {})
+
+    def check(self, worker: type) -> None:
+        """Refuse a class whose methods name an axis that is not there.
+
+        Raises:
+            ValueError: says which.
+        """
+        for name, call in calls_of(worker).items():
+            if call.axis is not None and call.axis not in self._axes:
+                raise ValueError(
+                    f"{worker.__name__}.{name} goes along axis {call.axis!r}, but the group's mesh has "
+                    f"{list(self._axes) or 'no axes'}; give create_group a mesh with it"
+                )
+
+    def size(self, axis: str | None) -> int:
+        """Ranks along an axis; of all of them for None."""
+        return self.num_ranks if axis is None else self._axes[axis]
+
+    def coordinate(self, rank: int, axis: str | None) -> int:
+        """Where a rank stands on an axis."""
+        if axis is None:
+            return rank
+        names = list(self._axes)
+        inner = math.prod(self._axes[name] for name in names[names.index(axis) + 1 :])
+        return rank // inner % self._axes[axis]
+
+    def leads(self, rank: int, axis: str | None) -> bool:
+        """Whether it is the first of the ranks at its place on an axis."""
+        return axis is None or all(self.coordinate(rank, name) == 0 for name in self._axes if name != axis)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+def spread(call: Call, mesh: Mesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Arguments | None]:
+    """The arguments for each rank; None where a rank is not called.
+
+    `SPLIT` cuts every argument that is a list or has `reorder` (a `BatchMeta`) into contiguous parts whose lengths
+    differ by at most one row; other arguments go to every rank.
+
+    Raises:
+        TypeError: the arguments of an `all_to_all` or `direct` call are not what these take.
+    """
+    num_ranks, mode = mesh.num_ranks, call.mode
+    whole: Arguments = (args, dict(kwargs))
+    if mode is Dispatch.RANK_ZERO:
+        return [whole, *([None] * (num_ranks - 1))]
+    if mode is Dispatch.DIRECT:
+        chosen = args[0] if args else None
+        if not isinstance(chosen, int) or not 0 <= chosen < num_ranks:
+            raise TypeError(f"the first argument of a direct call is a rank, 0 to {num_ranks - 1}, not {chosen!r}")
+        return [whole if rank == chosen else None for rank in range(num_ranks)]
+    if mode is Dispatch.ALL_TO_ALL:
+        for given in (*args, *kwargs.values()):
+            if not isinstance(given, list) or len(given) != num_ranks:
+                raise TypeError(f"an all_to_all call takes lists of {num_ranks} entries, one per rank, not {given!r}")
+    elif mode not in {Dispatch.SPLIT, Dispatch.SPLIT_REDUCED}:
+        return [whole] * num_ranks
+    num_parts = mesh.size(call.axis)
+    parts = [_parts(given, num_parts) for given in args]
+    named = {name: _parts(given, num_parts) for name, given in kwargs.items()}
+    places = [mesh.coordinate(rank, call.axis) for rank in range(num_ranks)]
+    return [(tuple(p[at] for p in parts), {name: p[at] for name, p in named.items()}) for at in places]
+
+
+def _parts(argument: Any, num_parts: int) -> list[Any]:
+    is_cut = isinstance(argument, list) or hasattr(argument, "reorder")
+    return cut(argument, num_parts) if is_cut else [argument] * num_parts
+
+
+def cut(argument: Any, num_parts: int) -> list[Any]:
+    """A list, or what has `reorder`, in contiguous parts whose lengths differ by at most one."""
+    base, longer = divmod(len(argument), num_parts)
+    bounds = [rank * base + min(rank, longer) for rank in range(num_parts + 1)]
+    if isinstance(argument, list):
+        return [argument[a:b] for a, b in itertools.pairwise(bounds)]
+    return [argument.reorder(range(a, b)) for a, b in itertools.pairwise(bounds)]
+
+
+def join(call: Call, mesh: Mesh, answers: Sequence[Any]) -> Any:
+    """One answer out of those of the ranks that were called, of the same type as a single rank's."""
+    if call.axis is not None:
+        answers = [answer for rank, answer in enumerate(answers) if mesh.leads(rank, call.axis)]
+    first = answers[0]
+    if call.mode in _FIRST_ANSWERS or len(answers) == 1:
+        return first
+    if isinstance(first, list):
+        return [item for answer in answers for item in answer]
+    if hasattr(type(first), "concat"):
+        return type(first).concat([a for a in answers if len(a)])
+    raise TypeError(f"answers of type {type(first).__name__} cannot be joined; return a list or a type with concat()")
+
+
+def checked_mesh(num_ranks: int, axes: Mapping[str, int] | None, worker: Callable[..., Any]) -> Mesh:
+    """The ranks of a group of `worker`.
+
+    Raises:
+        PlacementError: the axes are not for so many ranks, or the class names one that is not there.
+    """
+    try:
+        mesh = Mesh(num_ranks, axes)
+        mesh.check(cast("type", worker))
+    except ValueError as error:
+        raise PlacementError(str(error)) from None
+    return mesh

@@ -1,0 +1,90 @@
+"""Where the sessions of weights and samples are, by `weights_transport` and `queue_storage`."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from rl_trainer.errors import ConfigError
+
+IN_ONE_PROCESS = "inproc"
+"""The transport, and the storage, whose ends have to be in one process."""
+_ON_ONE_MACHINE = {
+    "weights_transport": (IN_ONE_PROCESS, "shm", "uds", "cuda-ipc"),
+    "queue_storage": (IN_ONE_PROCESS, "shm", "file"),
+}
+LISTENING = ("tcp", "gloo", "nccl", "nixl", "zmq")
+"""Those whose addresses are HOST:PORT."""
+
+
+_FIRST, _LAST = 20_000, 65_535
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_ATTEMPTS = 200
+
+
+def scheme_of(backend: str) -> str:
+    """The installed name in `weights_transport` or `queue_storage`, which may be a whole address."""
+    return backend.partition("://")[0]
+
+
+def address_of(backend: str, name: str, place: tuple[str, int]) -> str:
+    """The address of a session: the backend's own, or else one of `name`, or at `place` where the backend listens."""
+    if "://" in backend:
+        return backend
+    host, port = place
+    return f"{backend}://{host}:{port}" if backend in LISTENING else f"{backend}://{name}"
+
+
+def check_reach(key: str, backend: str, num_machines: int) -> None:
+    """Refuse what cannot leave its machine where processes are on several.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if num_machines > 1 and scheme_of(backend) in _ON_ONE_MACHINE[key]:
+        raise ConfigError(
+            f"{key}={backend} does not leave its machine, and Ray has placed this run on {num_machines}; choose tcp"
+        )
+
+
+_SERVER = "RL_ROLLOUT_API_TOKEN"
+_VARIABLES = ("RL_CKPT_TOKEN", "RL_TQ_TOKEN", _SERVER)
+"""What rl-ckpt, rl-tq and rl-rollout read theirs from."""
+
+
+def make_tokens() -> dict[str, str]:
+    """By variable, the secrets of the environment; where it has none, new ones, which it has from then on."""
+    return {name: os.environ.setdefault(name, secrets.token_hex(32)) for name in _VARIABLES}
+
+
+def server_token() -> str | None:
+    """What the job's own servers ask for; None where no job was started."""
+    return os.environ.get(_SERVER)
+
+
+def free_address(host: str) -> tuple[str, int]:
+    """`host`, which is this machine's, and a port that nobody listens at yet.
+
+    Seconds may pass until it is used, in which the other processes of a run connect and listen: the port is one that
+    the kernel does not give to those who ask for any.
+    """
+    draw, ports = random.SystemRandom(), _ports_of_ones_own()
+    for port in draw.sample(ports, min(len(ports), _ATTEMPTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return host, port
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return host, probe.getsockname()[1]
+
+
+def _ports_of_ones_own() -> list[int]:
+    try:
+        low, high = map(int, _RANGE.read_text().split())
+    except (OSError, ValueError):
+        return []
+    return [*range(_FIRST, low), *range(max(high + 1, _FIRST), _LAST)]

@@ -1,0 +1,168 @@
+"""One process of a pool, as a Ray actor, and what it wrote when it is gone. Public Ray API only."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from rl_trainer.runtime.base import WorkerContext
+from rl_trainer.runtime.heartbeat import description_of, enable_stack_dumps, end_sessions, on_machine_of
+from rl_trainer.runtime.network import free_address
+from rl_trainer.tracing import span
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_NUM_LINES = 20
+_TAIL_BYTES = 16 * 2**10
+CALLS_AT_A_TIME = 16
+HEARTBEAT = "heartbeat"
+"""The concurrency group of `Host.beat`: a thread that no other call can take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Where a host process is, and where its output goes."""
+
+    node_id: str
+    """Ray's name of the machine."""
+    pid: int
+    """Of the process."""
+    logs: tuple[str, ...]
+    """Files of its standard output and error, on that machine."""
+    dumps: str
+    """File that it writes its stacks to, when it is asked by a signal."""
+
+
+class Host:
+    """A process of a pool.
+
+    With `is_alone` all of them are on this machine; `folder` is the driver's working folder.
+
+    Each worker lives on a thread of its own: a long call does not block another worker's, and torch keeps one team of
+    threads and one heap for it, where Ray's changing threads would each make their own.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, folder: str, is_alone: bool) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.host = "127.0.0.1" if is_alone else ray.util.get_node_ip_address()
+        if Path(folder).is_dir():  # relative paths are those of the process that the run was started in
+            os.chdir(folder)
+        self.workers: dict[str, Any] = {}
+        self.threads: dict[str, ThreadPoolExecutor] = {}
+        self.in_flight: dict[int, tuple[str, float]] = {}
+        self.numbers = itertools.count()
+        self.is_over = threading.Event()
+        self.dumps = enable_stack_dumps()
+
+    def whereabouts(self) -> Whereabouts:
+        """Where this process is."""
+        files = {Path(f"/proc/self/fd/{fd}").readlink() for fd in (1, 2)}
+        logs = tuple(sorted(str(file) for file in files if file.is_file()))
+        node_id = ray.get_runtime_context().get_node_id()
+        return Whereabouts(node_id=node_id, pid=os.getpid(), logs=logs, dumps=self.dumps)
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    def beat(self) -> str:
+        """Answer while the interpreter runs: the calls that are in flight, and for how long."""
+        now = time.monotonic()
+        return ", ".join(f"{what} for {now - since:.0f} s" for what, since in list(self.in_flight.values()))
+
+    def watch(self) -> None:
+        """Return when this process is closed; who waits for it hears of its death at once."""
+        self.is_over.wait()
+
+    def free_address(self) -> tuple[str, int]:
+        """An address that others can meet this process at."""
+        return free_address(ray.util.get_node_ip_address())
+
+    def set_rendezvous(self, address: str, port: int) -> None:
+        """Set what torch.distributed's `env://` reads."""
+        os.environ.update(
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_RANK="0",
+        )
+
+    def create(self, name: str, worker: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        """Construct a worker."""
+        thread = self.threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
+        context = WorkerContext(rank=self.rank, world_size=self.world_size, host=self.host)
+        self.workers[name] = thread.submit(worker, context, **kwargs).result()
+        gc.collect()
+        gc.freeze()  # what is there now stays: the collector need not walk all of torch again and again
+
+    def call(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a worker."""
+        number = next(self.numbers)
+        self.in_flight[number] = f"{name}.{method}", time.monotonic()
+        try:
+            return self.threads[name].submit(_traced, getattr(self.workers[name], method), args, kwargs).result()
+        finally:
+            del self.in_flight[number]
+
+    def call_beside(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a worker on a thread of Ray's, while its own is in another call."""
+        return getattr(self.workers[name], method)(*args, **kwargs)
+
+    def close(self) -> None:
+        """Close the workers, last created first."""
+        while self.workers:
+            name, worker = self.workers.popitem()
+            if hasattr(worker, "close"):
+                self.threads[name].submit(worker.close).result()
+            self.threads.pop(name).shutdown()
+        end_sessions()  # of workers that were still starting
+        self.is_over.set()
+
+
+def _traced(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with span(method.__qualname__):
+        return method(*args, **kwargs)
+
+
+def reason_of(error: RayTaskError) -> Exception:
+    """What a call raised, as its process raised it; Ray's own form of it, whose text is a traceback, is its cause."""
+    if not isinstance(error.cause, Exception):
+        return error
+    error.cause.__cause__ = error
+    return error.cause
+
+
+def last_lines(where: Whereabouts | None) -> str:
+    """What a process wrote last, also of one that is dead, on whatever machine: a sentence, then the lines."""
+    if where is None:
+        return "it had written nothing yet"
+    try:
+        text = on_machine_of(where, _tail, where.logs)
+    except RayError as error:
+        return f"its last lines cannot be read ({error}); they are in {', '.join(where.logs)} on its machine"
+    return f"the last lines of process {where.pid}:\n{text}" if text else f"process {where.pid} wrote nothing"
+
+
+def told_of(late: Sequence[Whereabouts | None]) -> str:
+    """What processes that did not answer in time are at, and what they wrote last."""
+    return "; ".join(f"{description_of(where)}\n{last_lines(where)}" for where in late)
+
+
+def _tail(paths: tuple[str, ...]) -> str:
+    lines: list[str] = []
+    for path in map(Path, paths):
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+                lines += file.read().decode(errors="replace").splitlines()
+    wanted = [line for line in lines if line.strip() and not line.startswith(":")]  # Ray's own marks begin with a colon
+    return "\n".join(wanted[-_NUM_LINES:])

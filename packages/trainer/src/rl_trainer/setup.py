@@ -1,0 +1,424 @@
+"""The parts of a job, placed: what every pipeline is composed of."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import rl_tq
+from rl_trainer import ema_reference
+from rl_trainer.algorithms import Aggregation, estimator_named
+from rl_trainer.algorithms.kl_controller import AdaptiveKl
+from rl_trainer.checkpoints import queue_snapshot
+from rl_trainer.data import shows_images
+from rl_trainer.data.datasets import make_prompts
+from rl_trainer.ema_reference import MovingReference
+from rl_trainer.errors import PlanError
+from rl_trainer.metrics import HeldGroup
+from rl_trainer.plan import (
+    actor_config,
+    candidates_of,
+    critic_config,
+    frozen_config,
+    has_old_pass,
+    has_process_rewards,
+    has_reference,
+    server_config,
+)
+from rl_trainer.replay_buffer import Replay
+from rl_trainer.replicas import AgentFleet
+from rl_trainer.rollout_source import RolloutManager
+from rl_trainer.runtime.base import ResourcePool
+from rl_trainer.runtime.network import address_of, check_reach
+from rl_trainer.samples import FOLDER
+from rl_trainer.validate import check_started
+from rl_trainer.weight_sync import WeightSync
+from rl_trainer.workers.agent import AgentWorker
+from rl_trainer.workers.columns import EXPERTS, IMAGES, takes_images
+from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker, ReferenceWorker
+from rl_trainer.workers.queue import QueueWorker, SampleWorker
+from rl_trainer.workers.reward_server import RewardServers
+from rl_trainer.workers.rollout import RolloutWorker
+from rl_trainer.workers.teacher import ServedTeacherWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rl_rollout.types import ServerAddress
+    from rl_tq.base import TransferQueue
+    from rl_trainer.checkpoints import RunState
+    from rl_trainer.config import Config
+    from rl_trainer.data import Datasets, Row
+    from rl_trainer.runtime.base import Fleet, Runtime
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything a pipeline drives."""
+
+    actor: EngineWorker
+    """The policy being trained."""
+    reference: EngineWorker | None
+    """The frozen start policy: an engine of its own, or the actor, if it trains an adapter; None without a penalty."""
+    moving_reference: MovingReference | None = None
+    """Has the reference follow the policy; None: it stands still."""
+    teacher: EngineWorker | ServedTeacherWorker | None = None
+    """A frozen model that the policy is pulled towards."""
+    critic: CriticWorker | None = None
+    """The value function; None without one."""
+    process_reward: ProcessRewardWorker | None = None
+    """The implicit process reward model; None without one."""
+    kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))
+    """Weight of the KL in the rewards."""
+    rollout_manager: RolloutManager
+    """Generation."""
+    weights: WeightSync
+    """Actor to servers."""
+    queue: TransferQueue
+    """The controller's client: references only."""
+    agents: AgentFleet
+    """What generation runs on."""
+    eval_rows: Sequence[Row]
+    """Held-out rows."""
+    samples: SampleWorker | None = None
+    """Writes what is learned from to disk; None keeps nothing."""
+    replay: Replay | None = None
+    """Groups that may be learned from again; None: every group is learned from once."""
+    held: tuple[HeldGroup, ...] = ()
+    """Groups that an earlier process finished and did not learn from; in the queue."""
+    num_too_long: int = 0
+    """Rows that were left out because their prompts are longer than `data.max_prompt_tokens`."""
+
+
+def resource_pools(config: Config) -> list[ResourcePool]:
+    """The pools of a job: for engines, agent loops, the queue, and, unless colocated, servers and reward models."""
+    num_gpus = 1.0 if _num_gpus() > 0 else 0.0
+    pools = [
+        ResourcePool(name="engine", num_workers=config.engine.world_size, num_gpus=num_gpus),
+        ResourcePool(name="agent", num_workers=config.agent.num_workers),
+        ResourcePool(name="queue", num_workers=1),
+    ]
+    if not config.rollout.colocated:
+        pools.append(ResourcePool(name="rollout", num_workers=config.rollout.num_replicas, num_gpus=num_gpus))
+        if reward_models(config):
+            pools.append(ResourcePool(name="reward", num_workers=1, num_gpus=num_gpus))
+    return pools
+
+
+def check_gpus(config: Config) -> None:
+    """Check that this machine has the GPUs that the pools will ask for; a cluster is asked when it is joined.
+
+    Raises:
+        PlanError: it has fewer.
+    """
+    if config.runtime != "ray" or "RAY_ADDRESS" in os.environ:
+        return
+    pools = [pool for pool in resource_pools(config) if pool.num_gpus]
+    wanted, there = sum(pool.num_workers for pool in pools), _num_gpus()
+    if wanted > there:
+        raise PlanError(
+            f"the run asks for {wanted} GPUs ({', '.join(f'{pool.name} {pool.num_workers}' for pool in pools)}), and "
+            f"this machine has {there}; set rollout.colocated=true, so that servers share those of the engine, "
+            "runtime=inline, smaller numbers, or RAY_ADDRESS of a cluster"
+        )
+
+
+def reward_models(config: Config) -> dict[str, str]:
+    """By part of the reward, the folders of the models that the run serves."""
+    parts = config.reward.parts.items()
+    return {name: part.path for name, part in parts if part.kind == "classifier" and part.path is not None}
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def place(
+    config: Config,
+    runtime: Runtime,
+    model_path: Path,
+    datasets: Datasets,
+    state: RunState,
+    *,
+    output_dir: Path | None = None,
+) -> Parts:
+    """Start every worker of a job that goes on from `state`. The engines' own state is not loaded yet.
+
+    Samples that are kept, and a reference that moves, have their folders in `output_dir`.
+
+    Raises:
+        InputError: no training or no held-out prompt is short enough.
+    """
+    job = f"{config.name}-{os.getpid()}"
+    runtime.start(resource_pools(config))
+    for key, backend in (("weights_transport", config.weights_transport), ("queue_storage", config.queue_storage)):
+        check_reach(key, backend, runtime.num_machines)
+    weights_address = address_of(config.weights_transport, f"{job}-weights", runtime.free_address("engine"))
+    snapshot = queue_snapshot(config, state)
+    store = runtime.create_group(
+        QueueWorker, "queue", storage=config.queue_storage, name=f"{job}-queue", snapshot=snapshot
+    )
+    queue_address = store.address()
+    threads = ThreadPoolExecutor(1, thread_name_prefix="place")
+    servers = threads.submit(create_servers, config, runtime, model_path, weights_address)
+    try:  # processes start side by side
+        if config.rollout.colocated:  # one after the other: neither counts on memory that the other will take
+            put_to_sleep(servers.result())
+        rewards = create_rewards(config, runtime)
+        actor = create_engine(config, runtime, model_path, queue_address, weights_address, is_trained=True)
+        reference, moving = create_reference(config, runtime, actor, model_path, queue_address, output_dir)
+        teacher = create_teacher(config, runtime, queue_address)
+        critic = create_critic(config, runtime, model_path, queue_address)
+        process_reward = create_process_reward(config, runtime, model_path, queue_address)
+        rollout = servers.result()
+    finally:
+        threads.shutdown(wait=False)  # where one side fails, the other's start is ended with the workers
+    if config.rollout.colocated:
+        for engine in (reference, teacher, critic, process_reward):
+            if engine is not None and engine is not actor:
+                engine.offload()
+    addresses = _answers(rollout, RolloutWorker.address)
+    has_images = any(shows_images(row) for row in (*datasets.train, *datasets.eval))
+    capabilities = _answers(rollout, RolloutWorker.capabilities)
+    for can in capabilities:
+        check_started(config, can, has_images=has_images)
+    samples = create_samples(config, runtime, model_path, queue_address, output_dir)
+    agents = AgentFleet(create_agents(config, runtime, model_path, queue_address, addresses), addresses)
+    if rewards is not None and not config.rollout.colocated:
+        agents.use_rewards(rewards.wake())
+    prompts = make_prompts(config, datasets, agents.prompt_lengths, position=state.position, returned=state.pending)
+    if state.order:
+        prompts.order.load_state_dict({**state.order, "position": state.position, "returned": state.pending})
+    held = tuple(HeldGroup.from_tuple(group) for group in state.held)
+    num_groups = max((group.group_id for group in held), default=0)
+    queue, history = rl_tq.connect(queue_address, timeout_s=config.timeout_s), None
+    if (section := config.batch.replay) is not None:
+        history = Replay(section, batch_size=config.batch.batch_size, seed=config.seed, queue=queue, copy=store.copy)
+        num_groups = max(num_groups, history.restore(state.history))
+    return Parts(
+        actor=actor,
+        reference=reference,
+        moving_reference=moving,
+        teacher=teacher,
+        critic=critic,
+        process_reward=process_reward,
+        kl=kl_of(config, state),
+        rollout_manager=RolloutManager(
+            agents,
+            prompts.rows,
+            prompts.order,
+            config,
+            num_groups=num_groups,
+            is_seeded=all(can.is_seeded for can in capabilities),
+        ),
+        replay=history,
+        held=held,
+        weights=WeightSync(actor, rollout, agents, rewards=rewards, is_colocated=config.rollout.colocated),
+        queue=queue,
+        agents=agents,
+        eval_rows=prompts.eval_rows,
+        samples=samples,
+        num_too_long=prompts.num_too_long,
+    )
+
+
+def create_servers(config: Config, runtime: Runtime, model_path: Path, weights_address: str) -> Fleet[RolloutWorker]:
+    """Place the rollout replicas."""
+    return runtime.create_fleet(
+        RolloutWorker,
+        "engine" if config.rollout.colocated else "rollout",
+        is_alone=not config.rollout.colocated,
+        backend=config.rollout.backend,
+        config=server_config(config, model_path),
+        weights_address=weights_address,
+        is_own_process=config.runtime != "inline",
+        timeout_s=config.timeout_s,
+        heartbeat_s=config.heartbeat_s,
+    )
+
+
+def create_agents(
+    config: Config, runtime: Runtime, model_path: Path, queue_address: str, servers: Sequence[ServerAddress]
+) -> Fleet[AgentWorker]:
+    """Place the agent workers, which generate on `servers`."""
+    return runtime.create_fleet(
+        AgentWorker,
+        "agent",
+        config=config.agent,
+        reward=config.reward,
+        max_new_tokens=config.rollout.max_new_tokens,
+        asks_experts=config.engine.router_replay,
+        has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).needs,
+        model_path=str(model_path),
+        servers=servers,
+        queue_address=queue_address,
+        timeout_s=config.timeout_s,
+    )
+
+
+def create_reference(
+    config: Config,
+    runtime: Runtime,
+    actor: EngineWorker,
+    model_path: Path,
+    queue_address: str,
+    output_dir: Path | None,
+) -> tuple[EngineWorker | None, MovingReference | None]:
+    """Place the reference, if there is to be one that is not the actor, and what moves it."""
+    if not has_reference(config):
+        return None, None
+    if is_own_reference(config):
+        return actor, None
+    start, ema = ema_reference.start_of(config, model_path), config.algorithm.ref_ema
+    reference = create_engine(config, runtime, start, queue_address, None, is_trained=False)
+    if ema is None:
+        return reference, None
+    assert output_dir is not None, "a run whose reference moves has a folder"
+    folder, moved = output_dir / ema_reference.FOLDER, cast("ReferenceWorker", reference)
+    is_colocated = config.rollout.colocated
+    return reference, MovingReference(actor, moved, ema, folder=folder, start=start, is_colocated=is_colocated)
+
+
+def create_samples(
+    config: Config, runtime: Runtime, model_path: Path, queue_address: str, output_dir: Path | None
+) -> SampleWorker | None:
+    """Place what keeps samples, if they are to be kept."""
+    if not config.tracking.keep_samples:
+        return None
+    assert output_dir is not None, "a run that keeps samples has a folder"
+    return runtime.create_group(
+        SampleWorker,
+        "queue",
+        folder=str(output_dir / FOLDER),
+        model_path=str(model_path),
+        queue_address=queue_address,
+        timeout_s=config.timeout_s,
+    )
+
+
+def kl_of(config: Config, state: RunState) -> AdaptiveKl:
+    """The weight of the KL in the rewards; one that follows a target goes on from where it stood."""
+    coef, target = config.algorithm.kl_coef, config.algorithm.kl_target
+    return AdaptiveKl(coef=state.kl_coef if target and state.kl_coef else coef, target=target)
+
+
+def is_own_reference(config: Config) -> bool:
+    """Whether the actor, with its adapter turned off, is the reference too."""
+    return config.engine.lora is not None
+
+
+def create_rewards(config: Config, runtime: Runtime) -> RewardServers | None:
+    """Place the reward models that the run serves, asleep where they are colocated; None if there are none."""
+    folders = reward_models(config)
+    if not folders:
+        return None
+    pool = "engine" if config.rollout.colocated else "reward"
+    heartbeat_s = None if config.runtime == "inline" else config.heartbeat_s
+    rewards = runtime.create_group(
+        RewardServers, pool, folders=folders, timeout_s=config.timeout_s, heartbeat_s=heartbeat_s
+    )
+    if config.rollout.colocated:
+        rewards.wake()  # what cannot be loaded is told now
+        rewards.sleep()
+    return rewards
+
+
+def put_to_sleep(servers: Fleet[RolloutWorker]) -> None:
+    """Have replicas give their memory back, for an engine on the same GPU."""
+    for answer in servers.call(RolloutWorker.sleep, dict.fromkeys(servers.wait(), ())).values():
+        if isinstance(answer, Exception):
+            raise answer
+
+
+def _answers(servers: Fleet[RolloutWorker], method: Callable[[RolloutWorker], R]) -> list[R]:
+    """What the replicas say."""
+    answers = servers.call(method, dict.fromkeys(servers.wait(), ()))
+    for answer in answers.values():
+        if isinstance(answer, Exception):
+            raise answer
+    return [answer for answer in answers.values() if not isinstance(answer, Exception)]
+
+
+def create_engine(
+    config: Config,
+    runtime: Runtime,
+    model_path: Path,
+    queue_address: str,
+    weights_address: str | None,
+    *,
+    is_trained: bool,
+    num_candidates: int = 0,
+) -> EngineWorker:
+    """Place the actor, the reference or the teacher on the engine pool."""
+    inputs = IMAGES if takes_images(model_path) else ()
+    if is_trained and config.engine.router_replay:  # a reference chooses its own
+        inputs += EXPERTS
+    return runtime.create_group(
+        EngineWorker if is_trained else ReferenceWorker,
+        "engine",
+        backend=config.engine.backend,
+        config=actor_config(config, model_path) if is_trained else frozen_config(config, model_path, num_candidates),
+        algorithm=config.algorithm,
+        has_old_pass=has_old_pass(config),
+        inputs=inputs,
+        teacher=config.teacher,
+        max_new_tokens=config.rollout.max_new_tokens,
+        queue_address=queue_address,
+        weights_address=weights_address,
+        timeout_s=config.timeout_s,
+    )
+
+
+def create_teacher(config: Config, runtime: Runtime, queue_address: str) -> EngineWorker | ServedTeacherWorker | None:
+    """Place the teacher on the engine pool, laid out like the policy, or what asks a server, if there is to be one."""
+    teacher = config.teacher
+    if teacher is None:
+        return None
+    if teacher.url is not None:
+        return runtime.create_group(
+            ServedTeacherWorker, "queue", teacher=teacher, queue_address=queue_address, timeout_s=config.timeout_s
+        )
+    path, num_candidates = Path(teacher.path), candidates_of(teacher)
+    return create_engine(config, runtime, path, queue_address, None, is_trained=False, num_candidates=num_candidates)
+
+
+def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_address: str) -> CriticWorker | None:
+    """Place the value function on the engine pool, laid out like the policy, if there is to be one."""
+    if config.critic is None or has_process_rewards(config):
+        return None
+    return runtime.create_group(
+        CriticWorker,
+        "engine",
+        backend=config.engine.backend,
+        config=critic_config(config, config.critic, model_path),
+        clip=config.critic.clip,
+        aggregation=Aggregation(name=config.algorithm.aggregation, norm_constant=config.rollout.max_new_tokens),
+        inputs=IMAGES if takes_images(model_path) else (),
+        queue_address=queue_address,
+        timeout_s=config.timeout_s,
+    )
+
+
+def create_process_reward(
+    config: Config, runtime: Runtime, model_path: Path, queue_address: str
+) -> ProcessRewardWorker | None:
+    """Place the process reward model on the engine pool, laid out like the policy, if there is to be one."""
+    section = config.critic
+    if section is None or not has_process_rewards(config):
+        return None
+    return runtime.create_group(
+        ProcessRewardWorker,
+        "engine",
+        backend=config.engine.backend,
+        config=critic_config(config, section, model_path),
+        inputs=IMAGES if takes_images(model_path) else (),
+        queue_address=queue_address,
+        timeout_s=config.timeout_s,
+    )

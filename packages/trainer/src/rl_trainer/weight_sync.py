@@ -1,0 +1,147 @@
+"""Agent workers and rollout replicas as fleets: what was asked of one that died is asked of another."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rl_rollout.errors import ServerLostError
+from rl_trainer.errors import StaleWeightsError, WorkerDiedError
+from rl_trainer.workers.rollout import RolloutWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_ckpt.types import SyncReport
+    from rl_rollout.types import ServerAddress
+    from rl_trainer.replicas import AgentFleet
+    from rl_trainer.runtime.base import Fleet
+    from rl_trainer.workers.engine import EngineWorker
+    from rl_trainer.workers.reward_server import RewardServers
+
+R = TypeVar("R")
+
+_SYNC_ATTEMPTS = 4
+"""Of one version, each without the replicas that died during the last."""
+_GONE_CHECK_S = 0.1
+
+
+class WeightSync:
+    """Moves the actor's weights to every replica. The controller sees only the report.
+
+    A replica that dies is left out, and a version that its death called off is sent again to the others. One that
+    joined serves its first request once it has taken part in a sync.
+
+    Colocated with the actor, they have the GPU in turn: replicas and reward models from the end of a sync to
+    `yield_memory`, the actor from there to the end of the next sync.
+    """
+
+    def __init__(
+        self,
+        actor: EngineWorker,
+        servers: Fleet[RolloutWorker],
+        agents: AgentFleet,
+        *,
+        rewards: RewardServers | None = None,
+        is_colocated: bool = False,
+    ) -> None:
+        self._actor, self.servers, self._agents, self._rewards = actor, servers, agents, rewards
+        self._is_colocated = is_colocated
+        self.in_use: dict[int, ServerAddress] = {}
+        """By member, the replicas that the agents generate on."""
+
+    def yield_memory(self) -> None:
+        """The actor's turn, where it shares a GPU with the replicas; nothing where it does not."""
+        if self._is_colocated:
+            self._on_all(RolloutWorker.sleep)
+            if self._rewards is not None:
+                self._rewards.sleep()
+            self._actor.onload()
+
+    def sync(self, version: int) -> SyncReport:
+        """Send and install `version`; returns when every replica serves it.
+
+        Raises:
+            Exception: what either side failed with, where nobody died; both are told.
+        """
+        if not self._is_colocated:
+            return self._sync(version)
+        self._on_all(RolloutWorker.wake, ("weights",))
+        report = self._sync(version)
+        self._actor.offload()
+        self._on_all(RolloutWorker.wake, ("kv_cache",))
+        if self._rewards is not None:
+            self._agents.use_rewards(self._rewards.wake())
+        return report
+
+    def death(self) -> WorkerDiedError | None:
+        """What ends generation: none of the replicas that the agents generate on is there any more."""
+        if not self.in_use or set(self.in_use) & set(self.servers.members):
+            return None
+        return WorkerDiedError(f"no replica is left that has the weights; {' '.join(self.servers.take_news())}")
+
+    def _on_all(self, method: Callable[..., None], *arguments: Any) -> None:
+        for answer in self.servers.call(method, dict.fromkeys(self.servers.wait(), arguments)).values():
+            if isinstance(answer, Exception):
+                raise answer
+
+    def _sync(self, version: int) -> SyncReport:
+        for attempt in range(_SYNC_ATTEMPTS):
+            self._find_lost(self.servers.call(RolloutWorker.check_health, dict.fromkeys(self.servers.wait(), ())))
+            members = self.servers.wait()
+            report, error, installed = self._send(version, members)
+            lost = self._find_lost(installed)
+            if report is not None and len(lost) < len(members):
+                if report.lost and not lost:
+                    raise StaleWeightsError(
+                        f"weights version {version} was committed, but {', '.join(report.lost)} did not confirm it"
+                    )
+                self._serve([member for member in members if member not in lost])
+                return report
+            if not lost or attempt + 1 == _SYNC_ATTEMPTS:
+                raise self._reason(error, installed)
+        raise AssertionError("the last attempt returned or raised")
+
+    def _send(
+        self, version: int, members: tuple[int, ...]
+    ) -> tuple[SyncReport | None, BaseException | None, dict[int, Any]]:
+        """One attempt: what the sender reports or fails with, and what each replica answered."""
+        with ThreadPoolExecutor(2, thread_name_prefix="weight-sync") as threads:
+            sent = threads.submit(self._actor.send_weights, version, len(members))
+            update = threads.submit(self.servers.call, RolloutWorker.update_weights, dict.fromkeys(members, (version,)))
+            while not sent.done():
+                wait([sent], timeout=_GONE_CHECK_S)
+                if not sent.done() and set(members) - set(self.servers.members):
+                    self._actor.call_off()  # a replica that is gone never joins, and the others wait for the sender
+            error = sent.exception()
+            installed = update.result()
+        failed = [answer for answer in installed.values() if isinstance(answer, Exception)]
+        if error is None and all(isinstance(answer, (WorkerDiedError, ServerLostError)) for answer in failed):
+            return sent.result(), None, installed
+        return None, error, installed
+
+    def _find_lost(self, answers: dict[int, Any]) -> list[int]:
+        """The replicas that are gone; one whose server is gone goes with it."""
+        lost = [m for m, answer in answers.items() if isinstance(answer, (WorkerDiedError, ServerLostError))]
+        for member in lost:
+            if isinstance(answers[member], ServerLostError):
+                self.servers.lose(member, answers[member])
+        return lost
+
+    def _reason(self, error: BaseException | None, installed: dict[int, Any]) -> BaseException:
+        failed = [answer for answer in installed.values() if isinstance(answer, Exception)]
+        reason = error or failed[0]
+        for answer in failed:
+            if answer is not reason:
+                reason.add_note(f"the receiving side: {answer}")
+        return reason
+
+    def _serve(self, members: list[int]) -> None:
+        """Have the agents use exactly these replicas."""
+        if members == [*self.in_use]:
+            return
+        unknown = dict.fromkeys([member for member in members if member not in self.in_use], ())
+        known = self.in_use | self.servers.call(RolloutWorker.address, unknown)
+        found = {member: known[member] for member in members}
+        self.in_use = {member: each for member, each in found.items() if not isinstance(each, Exception)}
+        self._agents.use_servers([*self.in_use.values()])

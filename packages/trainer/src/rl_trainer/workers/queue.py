@@ -1,0 +1,72 @@
+"""Keeps what was learned from: every sample of a step in one parquet file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rl_agent
+import rl_tq
+from rl_trainer.runtime.base import Dispatch, WorkerContext, register
+from rl_trainer.runtime.network import address_of
+from rl_trainer.samples import file_of, write_samples
+from rl_trainer.workers.columns import EXPERTS, IMAGES
+
+if TYPE_CHECKING:
+    from rl_tq.types import BatchMeta
+
+
+class SampleWorker:
+    """Reads a step's columns from the queue and writes them, so that the controller's process holds no tensor."""
+
+    def __init__(
+        self, context: WorkerContext, *, folder: str, model_path: str, queue_address: str, timeout_s: float
+    ) -> None:
+        del context
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._tokenizer = rl_agent.load_tokenizer(model_path)
+        self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
+
+    @register(Dispatch.RANK_ZERO)
+    def write(self, batch: BatchMeta, step: int) -> int:
+        """Write a batch's columns, its texts and its finish reasons; returns the bytes on disk.
+
+        Images and routed experts are left out: they are larger than all else.
+        """
+        names = [name for name in batch.columns if name not in (*EXPERTS, *IMAGES)]
+        data = self._queue.get(batch, names)
+        columns: dict[str, Any] = {name: data[name] for name in names}
+        for owner in ("prompt", "completion"):
+            rows = columns[f"{owner}_token_ids"].unbind()
+            columns[owner] = [self._tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows]
+        for tag in ("reward", "finish_reason"):
+            columns[tag] = [tags[tag] for tags in batch.tags]
+        return write_samples(file_of(self._folder, step), columns)
+
+    def close(self) -> None:
+        """Leave the queue."""
+        self._queue.close()
+
+
+class QueueWorker:
+    """Hosts the sample queue, so that the controller's process holds no tensor."""
+
+    def __init__(self, context: WorkerContext, *, storage: str, name: str, snapshot: str | None = None) -> None:
+        import rl_tq
+
+        self._queue = rl_tq.serve(address_of(storage, name, (context.host, 0)), snapshot=snapshot)
+
+    @register(Dispatch.RANK_ZERO)
+    def address(self) -> str:
+        """URL that clients connect to."""
+        return self._queue.address
+
+    @register(Dispatch.RANK_ZERO)
+    def copy(self, rows: BatchMeta, partition: str) -> BatchMeta:
+        """New rows of `partition` with the columns and tags of `rows`."""
+        return self._queue.put(self._queue.get(rows), partition=partition, tags=rows.tags)
+
+    def close(self) -> None:
+        """Free every row."""
+        self._queue.close()

@@ -1,0 +1,117 @@
+"""The small workers around the engine: the queue's host, and the keeper of one rollout server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import rl_ckpt
+import rl_rollout
+from rl_rollout.errors import ServerLostError
+from rl_trainer.runtime.heartbeat import DUMP_SIGNAL, DUMP_WAIT_S, describe, is_stopped
+from rl_trainer.runtime.network import server_token
+from rl_trainer.workers.loop_thread import LoopThread
+
+if TYPE_CHECKING:
+    from rl_rollout.types import Capabilities, ServerAddress, ServerConfig
+    from rl_trainer.runtime.base import WorkerContext
+
+
+_HEALTH_CHECK_S = 1.0
+
+
+class RolloutWorker:
+    """Keeps one replica of a rollout server: starts it, hands it new weights, ends it.
+
+    With the server in a process of its own, the end of that is this worker's too, at once: whoever watches it hears.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        backend: str,
+        config: ServerConfig,
+        weights_address: str,
+        is_own_process: bool,
+        timeout_s: float,
+        heartbeat_s: float = 30.0,
+    ) -> None:
+        make = rl_rollout.launch_server if is_own_process else rl_rollout.create_server
+        self._timeout_s, self._heartbeat_s = timeout_s, heartbeat_s
+        self._loop = LoopThread("rollout")
+        self._server = make(backend, replace(config, host=context.host, api_token=server_token()))
+        self._address = self._loop.run(self._server.start(), timeout_s)
+        self._receiver = rl_ckpt.connect(weights_address, role="receive", timeout_s=timeout_s)
+        self._watch = self._loop.start(self._end_with_the_server()) if is_own_process else None
+
+    async def _end_with_the_server(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_CHECK_S)
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._server.check_health()
+            except (ServerLostError, TimeoutError) as error:
+                told = str(error) if isinstance(error, ServerLostError) else await self._end_hung_server()
+                print(f"the rollout server is gone: {told}", file=sys.stderr, flush=True)  # noqa: T201 - its last lines
+                os._exit(1)
+
+    async def _end_hung_server(self) -> str:
+        """End a server that is stopped or stuck, with all that it started: it does not notice that this process ends.
+
+        Returns:
+            How it was found.
+        """
+        pid = self._address.pid
+        told = (
+            f"{self._address.url} gave no sign of life for heartbeat_s={self._heartbeat_s:g} s; {describe(pid, None)}"
+        )
+        with suppress(ProcessLookupError):
+            if not is_stopped(pid):
+                os.kill(pid, DUMP_SIGNAL)  # it writes its stack, or ends here
+                await asyncio.sleep(DUMP_WAIT_S)
+            if (group := os.getpgid(pid)) != os.getpgid(0):
+                os.killpg(group, signal.SIGKILL)
+        if lines := getattr(self._server, "last_lines", ()):
+            told = "\n".join([f"{told}; its last lines:", *lines])
+        return told
+
+    def address(self) -> ServerAddress:
+        """Where the replica answers."""
+        return self._address
+
+    def capabilities(self) -> Capabilities:
+        """What the replica can do."""
+        return self._server.capabilities
+
+    def check_health(self) -> None:
+        """Raise `ServerLostError` if the server is gone."""
+        self._loop.run(self._server.check_health(), self._timeout_s)
+
+    def update_weights(self, version: int) -> int:
+        """Install a version that is being sent."""
+        self._loop.run(self._server.update_weights(self._receiver, version), self._timeout_s)
+        return version
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cached keys back; the next weights have to be installed after `wake`."""
+        self._loop.run(self._server.sleep(2), self._timeout_s)
+
+    def wake(self, tags: tuple[str, ...]) -> None:
+        """Take the memory of `weights` or of the `kv_cache` again."""
+        self._loop.run(self._server.wake(tags), self._timeout_s)
+
+    def close(self) -> None:
+        """End the server's process, and leave the session that its weights came by."""
+        if self._watch is not None:
+            self._watch.cancel()
+        try:
+            self._loop.run(self._server.stop(), 30.0)
+            self._loop.run(self._receiver.close(), 30.0)
+        finally:
+            self._loop.close()
