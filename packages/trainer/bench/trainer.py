@@ -114,8 +114,8 @@ class SimulatedJob(FakeJob):
         self.manager = RolloutManager(server, [{}] * 10_000, order, config)
         self.manager.evaluate = lambda rows: 0.0
 
-    def parts(self):
-        return replace(super().parts(), agents=self.server, rollout_manager=self.manager)
+    def components(self):
+        return replace(super().components(), agents=self.server, rollout_manager=self.manager)
 
     def update_actor(self, batch):
         time.sleep(WORK_S)
@@ -137,7 +137,7 @@ def _controller(run: Run) -> None:
         config = settings(batch_size=batch_size, group_size=8, steps=num_steps)
 
         def some_steps(config=config):
-            for _ in run_sync(FakeJob(config).parts(), config, []):
+            for _ in run_sync(FakeJob(config).components(), config, []):
                 pass
 
         run.compare(
@@ -164,7 +164,7 @@ def _long_tail(run: Run) -> None:
             config = settings(*overrides, steps=steps)
             server = SimulatedServer(sigma, num_slots)
             start = time.perf_counter()
-            records = list(pipeline(SimulatedJob(config, server).parts(), config, []))
+            records = list(pipeline(SimulatedJob(config, server).components(), config, []))
             seconds = time.perf_counter() - start
             speeds[name] = steps * BATCH * GROUP / seconds
             idle[name] = 1.0 - server.busy_s / num_slots / seconds

@@ -14,7 +14,7 @@ from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.loop import run_fully_async
-from rl_trainer.replicas import AgentFleet
+from rl_trainer.replicas import AgentReplicas
 from rl_trainer.rollout_source import RolloutManager
 from rl_trainer.testing import FakeJob
 from rl_trainer.workers.agent import GenerateReport
@@ -23,7 +23,7 @@ GROUPS_PER_WORKER, GROUP = 2, 8
 SIZES = (8, 64, 512)
 
 
-class AnsweringFleet:
+class AnsweringReplicas:
     """Agent workers whose groups are finished when they are asked for."""
 
     def __init__(self, num_members):
@@ -63,18 +63,18 @@ class AnsweringFleet:
 class ScaledJob(FakeJob):
     def __init__(self, config, num_workers):
         super().__init__(config)
-        self.fleet = AnsweringFleet(num_workers)
-        self.agents = AgentFleet(self.fleet, [])
+        self.replica_set = AnsweringReplicas(num_workers)
+        self.agents = AgentReplicas(self.replica_set, [])
         order = PromptOrder(num_rows=100_000, seed=0)
         order.at(0)  # shuffles the epoch
         self.manager = RolloutManager(self.agents, [{}] * 100_000, order, config)
         self.manager.evaluate = lambda rows: 0.0
 
-    def parts(self):
-        return replace(super().parts(), agents=self.agents, rollout_manager=self.manager)
+    def components(self):
+        return replace(super().components(), agents=self.agents, rollout_manager=self.manager)
 
     def sync(self, version):
-        self.fleet.version = version
+        self.replica_set.version = version
         return super().sync(version)
 
 
@@ -91,9 +91,9 @@ def main(run: Run) -> None:
         for _ in range(3 if run.quick else 7):
             job = ScaledJob(config, num_workers)
             start = time.perf_counter()
-            for _ in run_fully_async(job.parts(), config, []):
+            for _ in run_fully_async(job.components(), config, []):
                 pass
-            times.append((time.perf_counter() - start - job.fleet.busy_s) / steps * 1e3)
+            times.append((time.perf_counter() - start - job.replica_set.busy_s) / steps * 1e3)
         per_sample = statistics.median(times) / (batch * GROUP) * 1e3
         smallest = smallest or per_sample
         run.record(

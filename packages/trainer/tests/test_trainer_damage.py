@@ -12,8 +12,7 @@ from rich.console import Console
 
 import rl_tq
 from rl_engine import digest_files, hold_lock, read_manifest, write_manifest
-from rl_trainer import checkpoints
-from rl_trainer import cli
+from rl_trainer import checkpoints, cli
 from rl_trainer.config import load_config
 from rl_trainer.errors import InputError
 from rl_trainer.run import resumed, run

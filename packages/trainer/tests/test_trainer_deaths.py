@@ -32,7 +32,7 @@ class Job:
         datasets = load_datasets(self.config.data, seed=0)
         state = RunState(seed=0, num_rows=len(datasets.train))
         try:
-            self.parts = place(self.config, self.runtime, model, datasets, state)
+            self.components = place(self.config, self.runtime, model, datasets, state)
         except BaseException:
             self.runtime.stop()
             raise
@@ -41,11 +41,11 @@ class Job:
         return self.runtime._hosts[pool][0].where.pid
 
     def stop(self):
-        self.parts.queue.close()
+        self.components.queue.close()
         self.runtime.stop()
 
     def generate(self, partition="train"):
-        return self.parts.rollout_manager.generate_sequences(partition, 1)
+        return self.components.rollout_manager.generate_sequences(partition, 1)
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def killed_while(waiting, pid, *, before_s=1.5):
 
 
 def test_the_engine_dies_in_a_weight_sync(job):
-    job.parts.weights.sync(1)
-    error, took_s = killed_while(lambda: job.parts.weights.sync(2), job.pid("engine"))
+    job.components.weights.sync(1)
+    error, took_s = killed_while(lambda: job.components.weights.sync(2), job.pid("engine"))
     assert isinstance(error, WorkerDiedError)
     assert str(error).startswith("a worker of pool 'engine', rank 0, died during ")
     assert f"process {job.pid('engine')}" in str(error)
@@ -87,7 +87,7 @@ def test_the_engine_dies_in_a_weight_sync(job):
 
 
 def test_the_queue_dies_under_the_puts_of_agents(job):
-    job.parts.weights.sync(1)
+    job.components.weights.sync(1)
     error, took_s = killed_while(job.generate, job.pid("queue"))
     assert isinstance(error, WorkerDiedError)
     assert str(error).startswith("a worker of pool 'queue', rank 0, died during generate; ")
@@ -95,7 +95,7 @@ def test_the_queue_dies_under_the_puts_of_agents(job):
 
 
 def test_replicas_die_and_hang_in_a_weight_sync_and_while_they_generate(job):
-    weights, servers = job.parts.weights, job.parts.weights.servers
+    weights, servers = job.components.weights, job.components.weights.servers
     weights.sync(1)
     # A keeper is gone before it has joined the sync, and the sender waits for it.
     killer = threading.Timer(1.0, os.kill, (servers.hosts[0].where.pid, signal.SIGKILL))
@@ -129,8 +129,8 @@ def test_replicas_die_and_hang_in_a_weight_sync_and_while_they_generate(job):
 
 
 def test_agent_workers_die_and_hang_while_they_generate(job):
-    agents = job.parts.agents.fleet
-    job.parts.weights.sync(1)
+    agents = job.components.agents.replica_set
+    job.components.weights.sync(1)
     dead, stopped = (host.where.pid for host in agents.hosts)
     os.kill(stopped, signal.SIGSTOP)
     threading.Timer(1.0, os.kill, (dead, signal.SIGKILL)).start()
@@ -146,10 +146,10 @@ def test_agent_workers_die_and_hang_while_they_generate(job):
 
 
 def test_a_stopped_engine_ends_the_wait_of_whoever_needs_it(job):
-    job.parts.weights.sync(1)
+    job.components.weights.sync(1)
     pid = job.pid("engine")
     os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(WorkerHungError, match=f"(?s)pool 'engine', rank 0, hung during .*process {pid} is stopped"):
-        job.parts.weights.sync(2)
+        job.components.weights.sync(2)
     assert time.monotonic() - start < HEARTBEAT_S + SOON_S

@@ -37,14 +37,14 @@ def test_a_run_goes_on_without_the_dead_and_with_the_new(model):
     )  # fmt: skip
     datasets = load_datasets(config.data, seed=config.seed)
     with create_runtime("ray", timeout_s=config.timeout_s) as runtime:
-        parts = place(config, runtime, model, datasets, RunState(seed=0, num_rows=len(datasets.train)))
-        agents, servers = parts.agents.fleet, parts.weights.servers
+        components = place(config, runtime, model, datasets, RunState(seed=0, num_rows=len(datasets.train)))
+        agents, servers = components.agents.replica_set, components.weights.servers
         rows, failures, versions = [], 0, []
-        for record in run_fully_async(parts, config, parts.eval_rows):
+        for record in run_fully_async(components, config, components.eval_rows):
             rows += record.rows
             failures += sum(record.failures.values())
             if record.step == 1:  # the server's own process, which takes its keeper along
-                os.kill(parts.weights.in_use[servers.members[0]].pid, signal.SIGKILL)
+                os.kill(components.weights.in_use[servers.members[0]].pid, signal.SIGKILL)
             if record.step == 2:
                 os.kill(agents.hosts[0].where.pid, signal.SIGKILL)
             if record.step == 4:
@@ -54,11 +54,11 @@ def test_a_run_goes_on_without_the_dead_and_with_the_new(model):
                 agents.resize(3)
                 until(lambda: len(servers.members) == 3 and len(agents.members) == 3, "both have grown")
             if record.step == 6:
-                assert sorted(parts.weights.in_use) == sorted(servers.members)
+                assert sorted(components.weights.in_use) == sorted(servers.members)
                 os.kill(servers.hosts[0].where.pid, signal.SIGKILL)  # now the keeper, and its server with it
                 agents.resize(1)
             versions.append(record.step)
-        parts.queue.close()
+        components.queue.close()
         news = "\n".join([*servers.take_news(), *agents.take_news()])
     assert versions == list(range(num_steps + 1))
     assert sorted(rows) == list(range(num_steps * batch_size)), "a prompt was lost, or used twice"

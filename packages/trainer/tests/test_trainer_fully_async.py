@@ -28,8 +28,8 @@ class Job(FakeJob):
         self.manager = RolloutManager(agents, [{"row": i} for i in range(1000)], order, config)
         self.cleared = []
 
-    def parts(self):
-        return replace(super().parts(), agents=self.agents, rollout_manager=self.manager)
+    def components(self):
+        return replace(super().components(), agents=self.agents, rollout_manager=self.manager)
 
     def sync(self, version):
         self.agents.version = version
@@ -41,7 +41,7 @@ class Job(FakeJob):
 
 def run(settings, *, start_step=0, position=0, returned=(), **agents):
     job = Job(settings, FakeAgents(settings, **agents), position=position, returned=returned)
-    return job, list(run_fully_async(job.parts(), settings, [{}] * 3, start_step=start_step))
+    return job, list(run_fully_async(job.components(), settings, [{}] * 3, start_step=start_step))
 
 
 def test_without_staleness_nothing_is_released_before_its_weights_and_seeds_are_those_of_sync():
@@ -118,7 +118,7 @@ def test_a_sample_that_is_too_old_stops_the_run():
             return []
 
     with pytest.raises(StaleWeightsError, match="weights of version 1 may learn from 1 to 1"):
-        list(run_fully_async(Job(settings, Lagging(settings)).parts(), settings, [{}]))
+        list(run_fully_async(Job(settings, Lagging(settings)).components(), settings, [{}]))
 
 
 def test_ages_by_hand():

@@ -30,9 +30,9 @@ KL = ["algorithm.kl_coef=0.3", "algorithm.kl_in_reward=true"]
 def saved(config, kl):
     """The state after a step, as it is read again."""
     manager = SimpleNamespace(order=PromptOrder(num_rows=9, seed=0))
-    parts = replace(FakeJob(config).parts(), kl=kl, rollout_manager=manager)
+    components = replace(FakeJob(config).components(), kl=kl, rollout_manager=manager)
     record = StepRecord.of_evaluation(1, 0.5, {}, position=0)
-    return RunState(**json.loads(json.dumps(STATE.after(record, parts, config))))
+    return RunState(**json.loads(json.dumps(STATE.after(record, components, config))))
 
 
 def test_a_weight_of_the_kl_that_follows_a_target_goes_on_and_any_other_is_the_configuration_s():
@@ -81,24 +81,24 @@ class Engine:
 
 def test_every_engine_and_the_rows_that_wait_are_written_and_read(tmp_path):
     told, config = [], load_config("quickstart", [])
-    names = ("actor", "critic", "process_reward", "queue", "moving_reference")
+    names = ("actor", "critic", "process_reward", "queue", "ema_reference")
     beside = {name: Engine(name, told) for name in names}
-    parts = replace(FakeJob(config).parts(), **beside)
+    components = replace(FakeJob(config).components(), **beside)
     state = {"step": 3, "held": [], "history": {}}
-    checkpoints.save(parts, tmp_path, state)
+    checkpoints.save(components, tmp_path, state)
     engines = {"actor": "engine", "critic": "critic", "process_reward": "process_reward"}
     written = [("save_checkpoint", name, str(tmp_path / folder), 3) for name, folder in engines.items()]
     assert set(told) == {
-        *written, ("save_model", "actor", str(tmp_path / "model")), ("save", "moving_reference", tmp_path),
+        *written, ("save_model", "actor", str(tmp_path / "model")), ("save", "ema_reference", tmp_path),
     }  # fmt: skip
     assert read_manifest(tmp_path / checkpoints.STATE_FILE) == state | {"files": {}}
     for rows in ({"held": [[1, 0, 0, 1, 0]]}, {"history": {"groups": [[1, 0, 0, 1, 0]]}}):
-        checkpoints.save(parts, tmp_path, state | rows)
+        checkpoints.save(components, tmp_path, state | rows)
         assert ("snapshot", "queue", tmp_path / "queue") in told[-6:]
     told.clear()
-    checkpoints.load(parts, tmp_path)
+    checkpoints.load(components, tmp_path)
     assert told == [("load_checkpoint", name, str(tmp_path / folder)) for name, folder in engines.items()]
-    checkpoints.finish(parts)
+    checkpoints.finish(components)
     assert told[3:] == [("finish", name) for name in ("critic", "process_reward", "actor")]
 
 

@@ -58,7 +58,7 @@ def runtime():
         made.start(
             [
                 *(ResourcePool(name=name, num_workers=1, num_cpus=0.1) for name in names),
-                ResourcePool(name="fleet", num_workers=2, num_cpus=0.1),
+                ResourcePool(name="replica_set", num_workers=2, num_cpus=0.1),
             ]
         )
         yield made
@@ -86,35 +86,35 @@ def test_a_call_past_its_deadline_tells_where_it_stands(runtime, monkeypatch):
         group.wait_for_a_lock_that_nobody_gives_back()
 
 
-def test_members_of_a_fleet_that_wait_for_a_dead_group_are_not_blamed(runtime):
+def test_members_of_a_replica_set_that_wait_for_a_dead_group_are_not_blamed(runtime):
     other = runtime.create_group(Sleeper, "other")
-    fleet = runtime.create_fleet(Sleeper, "fleet")
-    members = fleet.members
+    replica_set = runtime.create_replicas(Sleeper, "replica_set")
+    members = replica_set.members
     threading.Timer(1.0, os.kill, (other.process(), signal.SIGKILL)).start()
     start = time.monotonic()
     with pytest.raises(WorkerDiedError, match="a worker of pool 'other', rank 0, died during keep_the_interpreter"):
-        fleet.call(Sleeper.keep_the_interpreter, {members[0]: (3,)})
+        replica_set.call(Sleeper.keep_the_interpreter, {members[0]: (3,)})
     assert time.monotonic() - start < 30
     assert "pool 'other'" in str(runtime.death(0.0))
     del runtime._hosts["other"]  # for the tests that follow
     assert runtime.death(0.0) is None
     # A member that is stopped is replaced, and told of.
-    until_answers(fleet, members)
-    stopped = fleet.call(Sleeper.process, {members[1]: ()})[members[1]]
+    until_answers(replica_set, members)
+    stopped = replica_set.call(Sleeper.process, {members[1]: ()})[members[1]]
     os.kill(stopped, signal.SIGSTOP)
-    answers = fleet.call(Sleeper.add, dict.fromkeys(members, (1,)))
+    answers = replica_set.call(Sleeper.add, dict.fromkeys(members, (1,)))
     assert answers[members[0]] == 2
     assert isinstance(answers[members[1]], WorkerHungError)
     assert f"process {stopped} is stopped (state T" in str(answers[members[1]])
     deadline = time.monotonic() + 120
-    while len(fleet.members) < 2:
+    while len(replica_set.members) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert members[1] not in fleet.members
+    assert members[1] not in replica_set.members
 
 
-def until_answers(fleet, members):
-    assert set(fleet.call(Sleeper.add, dict.fromkeys(members, (1,))).values()) == {2}
+def until_answers(replica_set, members):
+    assert set(replica_set.call(Sleeper.add, dict.fromkeys(members, (1,))).values()) == {2}
 
 
 def test_a_stopped_process_is_named_and_ended(runtime):

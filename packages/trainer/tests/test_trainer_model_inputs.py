@@ -62,25 +62,25 @@ def placed():
 
 def test_the_engine_takes_the_experts_that_the_server_chose(tmp_path, placed):
     model = write_tiny_model(tmp_path / "moe", family="qwen3_moe", **MOE)
-    parts = placed(config_of(model, tmp_path, questions(4), "engine.router_replay=true", "algorithm.kl_coef=0.1"))
-    batch = parts.rollout_manager.generate_sequences("train", 1).batch
+    components = placed(config_of(model, tmp_path, questions(4), "engine.router_replay=true", "algorithm.kl_coef=0.1"))
+    batch = components.rollout_manager.generate_sequences("train", 1).batch
     names = ["routed_experts", "prompt_token_ids", "completion_token_ids", "loss_mask"]
-    data = parts.queue.get(batch, names)
+    data = components.queue.get(batch, names)
     experts = data["routed_experts"].unbind()
     lengths = [len(data[name].unbind()[0]) for name in ("prompt_token_ids", "completion_token_ids")]
     assert experts[0].shape == (sum(lengths) - 1, 2, 2)
 
-    def logprobs(meta, engine=parts.actor, column="old_logprobs"):
+    def logprobs(meta, engine=components.actor, column="old_logprobs"):
         scored = engine.compute_log_prob(meta, column=column)
-        return parts.queue.get(scored, [column])[column].values()
+        return components.queue.get(scored, [column])[column].values()
 
-    own = parts.queue.get(batch, ["rollout_logprobs"])["rollout_logprobs"].values()
+    own = components.queue.get(batch, ["rollout_logprobs"])["rollout_logprobs"].values()
     torch.testing.assert_close(logprobs(batch), own, rtol=1e-3, atol=1e-3)
     other = (data["routed_experts"].values() + 1) % 4
     data["routed_experts"] = torch.nested.nested_tensor_from_jagged(other, data["routed_experts"].offsets())
-    batch = parts.queue.put(data, partition="train")
+    batch = components.queue.put(data, partition="train")
     assert (logprobs(batch) - own).abs().max() > 0.01, "other experts, other scores"
-    reference = logprobs(batch, parts.reference, "ref_logprobs")
+    reference = logprobs(batch, components.reference, "ref_logprobs")
     torch.testing.assert_close(reference, own, rtol=1e-3, atol=1e-3)
 
 
@@ -139,12 +139,12 @@ def test_the_engine_sees_the_images_of_prompts_and_of_tools(tmp_path, placed, mo
         {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"{i}"}]}], "images": [x]}
         for i, x in enumerate((photo(8, 8, 0), str(tmp_path / "b.png"), photo(8, 32, 2)))
     ]
-    parts = placed(config_of(model, tmp_path, rows, "algorithm.kl_coef=0.1"))
-    batch = parts.rollout_manager.generate_sequences("train", 1).batch
-    scored = batch.union(parts.actor.compute_log_prob(batch))
-    scored = scored.union(parts.reference.compute_log_prob(scored, column="ref_logprobs"))
+    components = placed(config_of(model, tmp_path, rows, "algorithm.kl_coef=0.1"))
+    batch = components.rollout_manager.generate_sequences("train", 1).batch
+    scored = batch.union(components.actor.compute_log_prob(batch))
+    scored = scored.union(components.reference.compute_log_prob(scored, column="ref_logprobs"))
     names = [*IMAGES, "prompt_token_ids", "completion_token_ids", "loss_mask", "rollout_logprobs", "old_logprobs"]
-    data = parts.queue.get(scored, [*names, "ref_logprobs"])
+    data = components.queue.get(scored, [*names, "ref_logprobs"])
     grids = data["image_grid_thw"].unbind()
     assert [len(grid) for grid in grids] == [2 if loop == "tool" else 1] * 4
     for prompt, completion, mask, grid, pixels in zip(
@@ -167,8 +167,8 @@ def test_the_engine_sees_the_images_of_prompts_and_of_tools(tmp_path, placed, mo
     other["pixel_values"] = torch.nested.nested_tensor_from_jagged(
         -2 * data["pixel_values"].values(), data["pixel_values"].offsets()
     )
-    blind = parts.actor.compute_log_prob(parts.queue.put(other, partition="train"))
-    assert lead(parts.queue.get(blind, ["old_logprobs"])["old_logprobs"]).max() > 0.01, "they are looked at"
+    blind = components.actor.compute_log_prob(components.queue.put(other, partition="train"))
+    assert lead(components.queue.get(blind, ["old_logprobs"])["old_logprobs"]).max() > 0.01, "they are looked at"
 
 
 def test_images_of_groups_are_kept_once_and_lengths_count_them(tmp_path):

@@ -16,7 +16,7 @@ def config(*overrides):
 
 def test_the_next_batch_is_generated_while_this_one_trains_and_before_the_servers_change():
     job = FakeJob(config())
-    records = list(run_one_step_off(job.parts(), config(), [{}] * 5))
+    records = list(run_one_step_off(job.components(), config(), [{}] * 5))
     assert [c for c in job.calls if c.startswith(("sync", "generate", "clear", "evaluate"))] == [
         *("sync 1", "evaluate 5", "generate 1"),
         *("generate 2", "sync 2", "clear train-1"),
@@ -45,14 +45,14 @@ def test_training_does_not_wait_for_generation():
                 meet.wait(10)
             return super().compute_advantage(batch, *args)
 
-    list(run_one_step_off(Overlapping(config()).parts(), config(), []))
+    list(run_one_step_off(Overlapping(config()).components(), config(), []))
     assert not meet.broken
 
 
 def test_tokens_two_versions_old_stop_the_run():
     job = FakeJob(config(), lag=1)
     with pytest.raises(StaleWeightsError, match="weight versions 0 to 0; weights of version 1 may learn from 1 to 1"):
-        list(run_one_step_off(job.parts(), config(), []))
+        list(run_one_step_off(job.components(), config(), []))
     assert not any(call.startswith("update") for call in job.calls)
 
 
@@ -64,7 +64,7 @@ def test_an_error_while_generating_ends_the_run():
             return super().generate_sequences(partition, step)
 
     with pytest.raises(RuntimeError, match="no server answers"):
-        list(run_one_step_off(Failing(config()).parts(), config(), []))
+        list(run_one_step_off(Failing(config()).components(), config(), []))
 
 
 @pytest.mark.parametrize(

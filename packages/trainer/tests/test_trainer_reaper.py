@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from rl_trainer.runtime.processes import has_ended
+
 from rl_trainer.runtime.reaper import DEATH_GRACE_S
 
 PLAIN = """
@@ -28,7 +28,7 @@ time.sleep(600)
 """
 RUN = """
 import sys
-from rl_trainer.base import ResourcePool
+from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime import create_runtime
 with create_runtime("ray") as runtime:
     runtime.start([ResourcePool(name="one", num_workers=2, num_cpus=0.1)])

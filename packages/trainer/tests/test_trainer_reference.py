@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from rl_trainer import setup as parts
+from rl_trainer import setup
 from rl_trainer.config import load_config
 from rl_trainer.run import run
 
@@ -27,11 +27,11 @@ def metrics_of(output_dir, model, *overrides):
 
 def test_an_actor_without_its_adapter_is_the_reference_that_another_engine_would_be(model, tmp_path, monkeypatch):
     created = []
-    create = parts.create_engine
-    monkeypatch.setattr(parts, "create_engine", lambda *args, **kwargs: created.append(1) or create(*args, **kwargs))
+    create = setup.create_engine
+    monkeypatch.setattr(setup, "create_engine", lambda *args, **kwargs: created.append(1) or create(*args, **kwargs))
     own = metrics_of(tmp_path / "own", model)
     assert len(created) == 1
-    monkeypatch.setattr(parts, "is_own_reference", lambda config: False)
+    monkeypatch.setattr(setup, "is_own_reference", lambda config: False)
     monkeypatch.setattr("rl_trainer.workers.engine.EngineWorker._is_reference", lambda self, column: False)
     other = metrics_of(tmp_path / "other", model)
     assert len(created) == 3
@@ -43,8 +43,8 @@ def test_an_actor_without_its_adapter_is_the_reference_that_another_engine_would
 def test_a_batch_that_is_learned_from_once_tells_its_old_log_probs_itself(model, tmp_path, monkeypatch):
     recompute = ("algorithm.old_logprobs=recompute", "algorithm.correction=tis")
     once = metrics_of(tmp_path / "once", model, *recompute)
-    for place in ("step", "engines"):
-        monkeypatch.setattr(f"rl_trainer.pipelines.{place}.has_old_pass", lambda config: True)
+    for place in ("loop", "setup"):
+        monkeypatch.setattr(f"rl_trainer.{place}.has_old_pass", lambda config: True)
     scored = metrics_of(tmp_path / "scored", model, *recompute)
     assert once == [pytest.approx(step, abs=1e-6) for step in scored]
     assert [phases(tmp_path / name) for name in ("once", "scored")] == [False, True]

@@ -134,7 +134,7 @@ def test_a_step_generates_what_it_does_not_replay(queue):
     settings = config()
     replay, client = replay_of(queue)
     job = Job(settings, client)
-    records = list(run_sync(replace(job.parts(), replay=replay), settings, [{}]))
+    records = list(run_sync(replace(job.components(), replay=replay), settings, [{}]))
     assert [r.metrics["replayed_groups"] for r in records[1:]] == [0, 2, 2, 2]
     assert [len(r.rows) for r in records[1:]] == [4, 2, 2, 2], "a prompt counts for the step that generated it"
     assert sorted(row for r in records for row in r.rows) == [10 * g for g in range(1, 11)]
@@ -148,7 +148,7 @@ def test_one_step_off_draws_what_is_young_enough_when_its_turn_comes(queue):
     settings = config(*overrides)
     replay, client = replay_of(queue, max_age=3)
     job = Job(settings, client)
-    records = list(run_one_step_off(replace(job.parts(), replay=replay), settings, [{}]))[1:]
+    records = list(run_one_step_off(replace(job.components(), replay=replay), settings, [{}]))[1:]
     # The batch of step s + 2 is drawn when that of s is in the history: of step 1's for 3 and 4, of step 2's for 4 ...
     assert [r.metrics["replayed_groups"] for r in records] == [0, 0, 2, 2, 2, 2]
     assert [len(r.rows) for r in records] == [4, 4, 2, 2, 2, 2]
@@ -174,7 +174,7 @@ def test_what_would_be_silently_wrong_is_refused(overrides, words):
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["sync", "one_step_off"])
 def test_a_run_that_replays_resumes_with_the_same_losses(model, tmp_path, pipeline):
-    """Real parts; every prompt is generated once, and the history is there after the resume."""
+    """Real components; every prompt is generated once, and the history is there after the resume."""
     sizes = ["data.options.num_rows=200", "data.eval_size=4", "rollout.max_new_tokens=5"]
     learning = ["algorithm.entropy_coef=0.1", "engine.lr=1e-2", "engine.lr_warmup_steps=0", "timeout_s=120"]
     reward = tmp_path / "rewards.py"

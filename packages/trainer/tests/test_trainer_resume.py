@@ -68,7 +68,7 @@ def one_process(settings, tmp_path, kill_at=None, seed=0):
         checkpoints.forget_after(tmp_path, state.step)
     with rl_tq.serve("inproc://", snapshot=checkpoints.queue_snapshot(settings, state)) as queue:
         job = Job(settings, queue, state, kill_at, seed)
-        records = PIPELINES[settings.pipeline](job.parts(), settings, [{}], start_step=state.step)
+        records = PIPELINES[settings.pipeline](job.components(), settings, [{}], start_step=state.step)
 
         def add(record):
             if record.rows:
@@ -76,7 +76,7 @@ def one_process(settings, tmp_path, kill_at=None, seed=0):
                     file.write(json.dumps({"step": record.step, "rows": record.rows}) + "\n")
 
         try:
-            follow(records, job.parts(), settings, state, tmp_path, add=add, should_stop=lambda: False)
+            follow(records, job.components(), settings, state, tmp_path, add=add, should_stop=lambda: False)
         except Killed:
             return state.step
     return settings.steps

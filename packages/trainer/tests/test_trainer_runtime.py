@@ -14,8 +14,381 @@ import pytest
 import torch
 
 from rl_tq.types import BatchMeta
-from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
-from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.base import Call, Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.runtime.dispatch import Mesh, join, spread
+from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
+from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.network import free_address
+from rl_trainer.runtime.inline import InlineRuntime
+from rl_trainer.runtime.ray import _init_patiently
+from rl_trainer.testing import RuntimeConformance
+
+
+def test_a_port_that_is_found_is_given_to_nobody_else_meanwhile():
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    with ExitStack() as stack:
+        for _ in range(20):
+            host, port = free_address("127.0.0.1")
+            assert not low <= port <= high, "the kernel may give it to whoever asks for any port"
+            stack.enter_context(socket.create_server((host, port)))
+
+
+class Counter:
+    def __init__(self, context: WorkerContext, *, start: int) -> None:
+        self.context, self.value, self.is_closed = context, start, False
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+    @register(Dispatch.SPLIT)
+    def squares(self, numbers: list[int], offset: int) -> list[int]:
+        return [n * n + offset + 100 * self.context.rank for n in numbers]
+
+    @register(Dispatch.GATHER)
+    def processes(self) -> list[int]:
+        return [os.getpid()]
+
+    @register(Dispatch.ALL_TO_ALL)
+    def times_rank(self, numbers: list[int], *, plus: list[int]) -> list[int]:
+        assert len(numbers) == len(plus) == 1
+        return [numbers[0] * self.context.rank + plus[0]]
+
+    @register(Dispatch.DIRECT)
+    def whoami(self, rank: int) -> tuple[int, int]:
+        return rank, self.context.rank
+
+    @register(Dispatch.RANK_ZERO)
+    def thread(self) -> int:
+        return threading.get_ident()
+
+    @register(Dispatch.RANK_ZERO)
+    def fail(self, kind: str) -> None:
+        if kind == "error":
+            raise ValueError("seven is not allowed")
+        if kind == "die":
+            sys.stderr.write("farewell\n")
+            sys.stderr.flush()
+            os._exit(3)
+        time.sleep(30)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def meta(count):
+    return BatchMeta(partition="p", sample_ids=tuple(f"s{i}" for i in range(count)), columns=("c",))
+
+
+def call(mode, axis=None):
+    return Call(mode=mode, axis=axis)
+
+
+def test_spread_cuts_what_can_be_cut():
+    seven, two, three = [1, 2, 3, 4, 5, 6, 7], Mesh(2), Mesh(3)
+    cuts = [([1, 2, 3], "x"), ([4, 5], "x"), ([6, 7], "x")]
+    assert spread(call(Dispatch.SPLIT), three, (seven, "x"), {}) == [(args, {}) for args in cuts]
+    by_name = [((), {"a": a, "b": b}) for a, b in cuts]
+    assert spread(call(Dispatch.SPLIT), three, (), {"a": seven, "b": "x"}) == by_name
+    parts = [own[0][0] for own in spread(call(Dispatch.SPLIT), two, (meta(5),), {})]
+    assert [len(p) for p in parts] == [3, 2]
+    assert join(call(Dispatch.SPLIT), two, parts).sample_ids == meta(5).sample_ids
+    assert spread(call(Dispatch.RANK_ZERO), two, (1,), {}) == [((1,), {}), None]
+    assert spread(call(Dispatch.ONE_TO_ALL), two, (1,), {"b": [2]}) == [((1,), {"b": [2]})] * 2
+    assert spread(call(Dispatch.ALL_TO_ALL), two, ([1, 2],), {}) == [(([1],), {}), (([2],), {})]
+    assert spread(call(Dispatch.DIRECT), three, (1, "x"), {}) == [None, ((1, "x"), {}), None]
+    with pytest.raises(TypeError, match="answers of type int cannot be joined"):
+        join(call(Dispatch.SPLIT), two, [1, 2])
+    with pytest.raises(TypeError, match=r"takes lists of 2 entries, one per rank, not \[1\]"):
+        spread(call(Dispatch.ALL_TO_ALL), two, ([1],), {})
+    with pytest.raises(TypeError, match="a direct call is a rank, 0 to 1, not 2"):
+        spread(call(Dispatch.DIRECT), two, (2,), {})
+    with pytest.raises(TypeError, match="axis='dp' goes with split, split_reduced, gather, not with rank_zero"):
+        register(Dispatch.RANK_ZERO, axis="dp")
+
+
+@pytest.mark.parametrize(
+    ("axes", "parts", "leaders"),
+    [
+        ({"dp": 2, "tp": 2}, [[1, 2], [1, 2], [3], [3]], [0, 2]),
+        ({"tp": 2, "dp": 2}, [[1, 2], [3], [1, 2], [3]], [0, 1]),
+        ({"pp": 2, "dp": 2, "tp": 2}, [[1, 2], [1, 2], [3], [3]] * 2, [0, 2]),
+        ({"dp": 4}, [[1], [2], [3], []], [0, 1, 2, 3]),
+    ],
+)
+def test_an_axis_of_a_mesh_by_hand(axes, parts, leaders):
+    mesh = Mesh(len(parts), axes)
+    along = call(Dispatch.SPLIT, "dp")
+    assert [own[0][0] for own in spread(along, mesh, ([1, 2, 3],), {})] == parts
+    assert join(along, mesh, [[rank] for rank in range(len(parts))]) == leaders
+    assert join(call(Dispatch.GATHER, "dp"), mesh, [[rank] for rank in range(len(parts))]) == leaders
+    assert join(call(Dispatch.SPLIT_REDUCED, "dp"), mesh, [*range(len(parts))]) == 0
+
+
+class TestInline(RuntimeConformance):
+    def make_runtime(self):
+        return create_runtime("inline")
+
+
+def test_inline_refuses_several_ranks():
+    with create_runtime("inline") as runtime, pytest.raises(PlacementError, match="pool 'pool' asks for 2"):
+        runtime.start([ResourcePool(name="pool", num_workers=2)])
+
+
+class TestRay(RuntimeConformance):
+    num_workers = 2
+
+    def make_runtime(self):
+        return create_runtime("ray", timeout_s=240.0)
+
+
+@pytest.fixture(scope="module")
+def ray_runtime():
+    with create_runtime("ray", timeout_s=240.0) as runtime:
+        runtime.start(
+            [
+                ResourcePool(name="two", num_workers=2, num_cpus=0.5),
+                *(ResourcePool(name=name, num_workers=1, num_cpus=0.1) for name in ("one", "slow", "idle")),
+                ResourcePool(name="replica_set", num_workers=2, num_cpus=0.1),
+            ]
+        )
+        yield runtime
+
+
+def test_a_second_run_of_a_process_has_another_token(monkeypatch):
+    """Ray keeps the first one in its own memory."""
+    for _ in range(2):
+        monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+        with create_runtime("ray", timeout_s=240.0) as runtime:
+            runtime.start([ResourcePool(name="one", num_workers=1, num_cpus=0.1)])
+            assert runtime.create_group(Counter, "one", start=1).add(1) == 2
+
+
+def test_ray_groups_share_the_processes_of_their_pool(ray_runtime):
+    first = ray_runtime.create_group(Counter, "two", start=1)
+    second = ray_runtime.create_group(Counter, "two", start=100)
+    assert first.processes() == second.processes()
+    assert len(set(first.processes())) == 2
+    assert os.getpid() not in first.processes()
+    assert first.add(1) == 2
+    assert second.add(1) == 101
+
+
+def test_ray_keeps_a_worker_on_one_thread_of_its_own(ray_runtime):
+    first, second = (ray_runtime.create_group(Counter, "two", start=0) for _ in range(2))
+    threads = {first.thread() for _ in range(20)}
+    assert len(threads) == 1
+    assert second.thread() not in threads
+
+
+def test_ray_splits_and_joins_in_rank_order(ray_runtime):
+    group = ray_runtime.create_group(Counter, "two", start=0)
+    assert group.squares([1, 2, 3], 0) == [1, 4, 109]
+
+
+def test_ray_gives_each_rank_its_entry_or_calls_one_alone(ray_runtime):
+    group = ray_runtime.create_group(Counter, "two", start=0)
+    assert group.times_rank([10, 20], plus=[1, 2]) == [1, 22]
+    assert [group.whoami(rank) for rank in (0, 1)] == [(0, 0), (1, 1)]
+    assert group.squares(numbers=[1, 2, 3], offset=0) == [1, 4, 109]
+    with pytest.raises(TypeError, match="takes lists of 2 entries"):
+        group.times_rank([1, 2, 3], plus=[1, 2])
+
+
+class Meshed:
+    def __init__(self, context: WorkerContext) -> None:
+        self.rank = context.rank
+
+    @register(Dispatch.SPLIT, axis="dp")
+    def seen(self, numbers: list[int]) -> list[tuple[int, list[int]]]:
+        return [(self.rank, numbers)]
+
+    @register(Dispatch.GATHER, axis="tp")
+    def shards(self) -> list[int]:
+        return [self.rank]
+
+
+def test_ray_splits_and_collects_over_a_named_axis_of_the_mesh(ray_runtime):
+    over_dp = ray_runtime.create_group(Meshed, "two", mesh={"dp": 2, "tp": 1})
+    assert over_dp.seen([1, 2, 3]) == [(0, [1, 2]), (1, [3])]
+    assert over_dp.shards() == [0]
+    over_tp = ray_runtime.create_group(Meshed, "two", mesh={"dp": 1, "tp": 2})
+    assert over_tp.seen([1, 2, 3]) == [(0, [1, 2, 3])]
+    assert over_tp.shards() == [0, 1]
+    with pytest.raises(PlacementError, match="has 4 ranks, but the group has 2"):
+        ray_runtime.create_group(Meshed, "two", mesh={"dp": 2, "tp": 2})
+    with pytest.raises(PlacementError, match=r"Meshed.shards goes along axis 'tp', but .* has \['dp'\]"):
+        ray_runtime.create_group(Meshed, "two", mesh={"dp": 2})
+
+
+def test_inline_keeps_the_threads_of_whoever_trains_when_a_server_beside_it_sets_its_own():
+    def in_a_new_thread(call):
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(call).result()
+
+    def start_and_count():
+        with InlineRuntime() as runtime:
+            runtime.start([ResourcePool(name="pool", num_workers=1)])
+            in_a_new_thread(lambda: torch.set_num_threads(1))
+            return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    try:
+        in_a_new_thread(lambda: torch.set_num_threads(3))
+        assert in_a_new_thread(start_and_count) == 3
+    finally:
+        in_a_new_thread(lambda: torch.set_num_threads(before))
+
+
+def test_inline_has_the_same_modes():
+    with create_runtime("inline") as runtime:
+        runtime.start([ResourcePool(name="pool", num_workers=1)])
+        group = runtime.create_group(Counter, "pool", start=0)
+        assert group.times_rank([10], plus=[3]) == [3]
+        assert group.whoami(0) == (0, 0)
+        assert runtime.create_group(Meshed, "pool", mesh={"dp": 1, "tp": 1}).seen([1, 2]) == [(0, [1, 2])]
+        with pytest.raises(PlacementError, match="the group's mesh has no axes; give create_group a mesh"):
+            runtime.create_group(Meshed, "pool")
+
+
+def test_ray_gives_the_worker_s_own_error_type(ray_runtime):
+    group = ray_runtime.create_group(Counter, "two", start=0)
+    with pytest.raises(ValueError, match="seven is not allowed"):
+        group.fail("error")
+
+
+def test_ray_ends_a_wait_at_its_deadline_and_names_the_rank(ray_runtime, monkeypatch):
+    group = ray_runtime.create_group(Counter, "two", start=0)
+    monkeypatch.setattr(ray_runtime, "timeout_s", 1.0)
+    with pytest.raises(
+        WorkerTimeoutError, match=r"rank \[0\] of pool 'two' did not finish Counter-\d+.fail within 1 s"
+    ):
+        group.fail("hang")
+
+
+def test_ray_tells_of_a_dead_worker_at_once(ray_runtime):
+    group = ray_runtime.create_group(Counter, "one", start=0)
+    start = time.monotonic()
+    with pytest.raises(
+        WorkerDiedError, match="a worker of pool 'one', rank 0, died during Counter-\\d+.fail(?s:.*)farewell"
+    ):
+        group.fail("die")
+    assert time.monotonic() - start < 30
+    del ray_runtime._hosts["one"]  # for the tests that follow
+
+
+class Slow:
+    def __init__(self, context: WorkerContext) -> None:
+        sys.stderr.write("still looking for the model\n")
+        sys.stderr.flush()
+        time.sleep(30)
+
+
+def test_ray_shows_what_a_worker_wrote_that_does_not_get_ready(ray_runtime, monkeypatch):
+    ray_runtime.create_group(Counter, "slow", start=0)  # so that what it imports is there
+    monkeypatch.setattr(ray_runtime, "timeout_s", 4.0)
+    with pytest.raises(
+        WorkerTimeoutError, match=r"did not finish create Slow-\d+ within 4 s(?s:.*)still looking for the"
+    ):
+        ray_runtime.create_group(Slow, "slow")
+
+
+def test_ray_tells_of_a_death_whoever_is_being_called(ray_runtime):
+    """An idle worker's death ends the wait for another pool."""
+    idle = ray_runtime.create_group(Counter, "idle", start=0)
+    busy = ray_runtime.create_group(Counter, "two", start=0)
+    threading.Timer(1.0, os.kill, (idle.processes()[0], signal.SIGKILL)).start()
+    with pytest.raises(WorkerDiedError, match="a worker of pool 'idle', rank 0, died during Counter-\\d+.fail"):
+        busy.fail("hang")
+    del ray_runtime._hosts["idle"]  # for the tests that follow
+
+
+class Member:
+    """A member of a replica_set."""
+
+    def __init__(self, context: WorkerContext, *, start: int) -> None:
+        self.start = start
+
+    def where(self) -> int:
+        return os.getpid()
+
+    def add(self, amount: int) -> int:
+        if amount < 0:
+            raise ValueError("only upwards")
+        return self.start + amount
+
+    def die(self) -> None:
+        sys.stderr.write("out of luck\n")
+        sys.stderr.flush()
+        os._exit(9)
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_ray_fleet_members_die_are_replaced_join_and_leave(ray_runtime):
+    replica_set = ray_runtime.create_replicas(Member, "replica_set", start=10)
+    assert replica_set.members == (0, 1)
+    assert replica_set.call(Member.add, {0: (1,), 1: (2,)}) == {0: 11, 1: 12}
+    answers = replica_set.call(Member.add, {0: (-1,), 1: (5,)})
+    assert isinstance(answers[0], ValueError)
+    assert answers[1] == 15
+    answers = replica_set.call(Member.die, {1: ()})
+    assert isinstance(answers[1], WorkerDiedError)
+    assert "out of luck" in str(answers[1])
+    assert isinstance(replica_set.call(Member.add, {1: (1,)})[1], WorkerDiedError)
+    until(lambda: replica_set.members == (0, 2))
+    assert replica_set.call(Member.add, {2: (1,)}) == {2: 11}
+    os.kill(replica_set.call(Member.where, {0: ()})[0], signal.SIGKILL)  # nobody calls it
+    until(lambda: replica_set.members == (2, 3))
+    replica_set.lose(3, replica_set.call(Member.add, {3: (-1,)})[3])
+    until(lambda: replica_set.members == (2, 4))
+    replica_set.resize(3)
+    until(lambda: replica_set.members == (2, 4, 5))
+    replica_set.resize(1)
+    assert replica_set.members == (2,)
+    assert replica_set.wait() == (2,)
+    news = "\n".join(replica_set.take_news())
+    for told in (
+        "member 1 of Member",
+        "out of luck",
+        "member 2 of",
+        " is given up: only upwards\n",
+        "member 5 of",
+        "has left",
+    ):
+        assert told in news
+    assert replica_set.take_news() == []
+
+
+def test_a_ray_that_does_not_start_is_tried_again_and_then_told(monkeypatch):
+    import ray
+
+    tries = []
+
+    def init(**options):
+        tries.append(options)
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with pytest.raises(PlacementError, match="Ray did not start, 3 times: Exception: The current node timed out"):
+        _init_patiently({"address": "local"})
+    assert tries == [{"address": "local"}] * 3
+
+
+def test_ray_says_at_once_what_the_cluster_could_never_hold(ray_runtime):
+    with pytest.raises(PlacementError, match=r"ask for \{'CPU': 20000.*\} in all \(huge 2 x .*but the cluster has"):
+        ray_runtime.start([ResourcePool(name="huge", num_workers=2, num_cpus=10_000)])
+
+
+def test_ray_says_what_does_not_fit(ray_runtime, monkeypatch):
+    monkeypatch.setattr("rl_trainer.runtime.ray._PLACEMENT_TIMEOUT_S", 1.0)
+    with pytest.raises(PlacementError, match=r"pool 'huge' asks for 1 x \{'CPU': 10000"):
+        ray_runtime._reserve(ResourcePool(name="huge", num_workers=1, num_cpus=10_000))

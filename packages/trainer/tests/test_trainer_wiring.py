@@ -1,4 +1,4 @@
-"""What the parts of a job are made with, and where pipelines find them; nothing real starts but the queue."""
+"""What the components of a job are made with, and where pipelines find them; nothing real starts but the queue."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ class Group(SimpleNamespace):
 
 
 class Members:
-    """Stands for a fleet."""
+    """Stands for a replica set."""
 
     members = (0, 1)
 
@@ -57,19 +57,19 @@ class Placed(InlineRuntime):
         self.made[worker] = Group(worker=worker, pool=pool, **kwargs)
         return self.made[worker]
 
-    def create_fleet(self, worker, pool, *, is_alone=True, **kwargs):
+    def create_replicas(self, worker, pool, *, owns_pool=True, **kwargs):
         answers = {
             "address": lambda member: ServerAddress(url=f"http://{member}", model="m", pid=member),
             "capabilities": lambda member: Capabilities(is_seeded=member < self.num_seeded),
             "prompt_lengths": lambda member, rows: [1] * len(rows),
         }
-        self.made[worker] = SimpleNamespace(pool=pool, is_alone=is_alone, **kwargs)
+        self.made[worker] = SimpleNamespace(pool=pool, owns_pool=owns_pool, **kwargs)
         return Members(answers)
 
 
 @pytest.fixture
 def placed(tmp_path):
-    """Places a job of `overrides`; returns its parts and what was made."""
+    """Places a job of `overrides`; returns its components and what was made."""
     runtimes = []
 
     def start(*overrides, state=None, **options):
@@ -87,10 +87,10 @@ def placed(tmp_path):
 
 
 def test_a_plain_job_has_its_policy_and_servers_and_nothing_beside(placed):
-    parts, made = placed()
+    components, made = placed()
     assert set(made) == {EngineWorker, RolloutWorker, AgentWorker}
     actor = made[EngineWorker]
-    assert parts.actor is actor
+    assert components.actor is actor
     assert actor.config.model_path == "policy"
     assert actor.config.optimizer is not None
     assert actor.weights_address == made[RolloutWorker].weights_address
@@ -98,60 +98,64 @@ def test_a_plain_job_has_its_policy_and_servers_and_nothing_beside(placed):
     assert [address.url for address in agents.servers] == ["http://0", "http://1"]
     assert not agents.has_baseline
     assert {each.timeout_s for each in made.values()} == {77}
-    assert {each.queue_address for each in (actor, agents)} == {parts.queue.address}
-    nothing = ("reference", "moving_reference", "teacher", "critic", "process_reward", "samples", "replay")
-    assert {getattr(parts, name) for name in nothing} == {None}
-    assert "seed" in parts.rollout_manager.sampling("1/0")
+    assert {each.queue_address for each in (actor, agents)} == {components.queue.address}
+    nothing = ("reference", "ema_reference", "teacher", "critic", "process_reward", "samples", "replay")
+    assert {getattr(components, name) for name in nothing} == {None}
+    assert "seed" in components.rollout_manager.sampling("1/0")
 
 
 def test_each_part_that_is_asked_for_is_where_pipelines_look_for_it(placed, tmp_path):
     keys = ["algorithm.kl_coef=0.1", "algorithm.ref_ema.decay=0.5", "algorithm.advantage=gae", "critic.clip=0.3"]
-    parts, made = placed(*keys, "tracking.keep_samples=true", "batch.replay.share=0.5", num_seeded=1)
-    assert parts.reference is made[ReferenceWorker]
-    assert parts.reference.config.optimizer is None
-    assert parts.reference.weights_address is None
-    assert parts.moving_reference is not None
-    assert parts.critic is made[CriticWorker]
-    assert parts.critic.clip == 0.3
-    assert parts.samples is made[SampleWorker]
-    assert Path(parts.samples.folder).parent == tmp_path
-    assert parts.replay is not None
-    assert "seed" not in parts.rollout_manager.sampling("1/0"), "one of the servers cannot be seeded"
-    parts, made = placed("algorithm.advantage=prime", "critic.lr=1e-2")
-    assert parts.process_reward is made[ProcessRewardWorker]
-    assert parts.reference is made[ReferenceWorker], "prime compares with the start policy"
+    components, made = placed(*keys, "tracking.keep_samples=true", "batch.replay.share=0.5", num_seeded=1)
+    assert components.reference is made[ReferenceWorker]
+    assert components.reference.config.optimizer is None
+    assert components.reference.weights_address is None
+    assert components.ema_reference is not None
+    assert components.critic is made[CriticWorker]
+    assert components.critic.clip == 0.3
+    assert components.samples is made[SampleWorker]
+    assert Path(components.samples.folder).parent == tmp_path
+    assert components.replay is not None
+    assert "seed" not in components.rollout_manager.sampling("1/0"), "one of the servers cannot be seeded"
+    components, made = placed("algorithm.advantage=prime", "critic.lr=1e-2")
+    assert components.process_reward is made[ProcessRewardWorker]
+    assert components.reference is made[ReferenceWorker], "prime compares with the start policy"
     assert placed("algorithm.advantage=remax")[1][AgentWorker].has_baseline
     adapted, _ = placed("algorithm.kl_coef=0.1", "engine.lora.rank=4")
     assert adapted.reference is adapted.actor
 
 
 def test_a_teacher_is_an_engine_or_a_client_of_a_server(placed):
-    parts, made = placed("teacher.path=large", "teacher.divergence=mixed", "teacher.num_candidates=5")
-    assert parts.teacher is made[ReferenceWorker]
-    assert (parts.teacher.config.model_path, parts.teacher.config.num_candidates) == ("large", 5)
-    assert made[EngineWorker].teacher == parts.teacher.teacher
-    parts, made = placed("teacher.path=large", "teacher.url=http://there")
-    assert parts.teacher is made[ServedTeacherWorker]
+    components, made = placed("teacher.path=large", "teacher.divergence=mixed", "teacher.num_candidates=5")
+    assert components.teacher is made[ReferenceWorker]
+    assert (components.teacher.config.model_path, components.teacher.config.num_candidates) == ("large", 5)
+    assert made[EngineWorker].teacher == components.teacher.teacher
+    components, made = placed("teacher.path=large", "teacher.url=http://there")
+    assert components.teacher is made[ServedTeacherWorker]
     assert ReferenceWorker not in made
 
 
 def test_colocated_parts_leave_the_memory_to_the_servers(placed):
     keys = ["rollout.colocated=true", "algorithm.kl_coef=0.1", "algorithm.advantage=gae", "critic.lr=1e-3"]
-    parts, made = placed(*keys)
-    assert parts.weights.servers.calls[0] == "sleep"
-    assert (made[RolloutWorker].pool, made[RolloutWorker].is_alone) == ("engine", False)
-    assert [each.is_offloaded for each in (parts.actor, parts.reference, parts.critic)] == [False, True, True]
+    components, made = placed(*keys)
+    assert components.weights.servers.calls[0] == "sleep"
+    assert (made[RolloutWorker].pool, made[RolloutWorker].owns_pool) == ("engine", False)
+    assert [each.is_offloaded for each in (components.actor, components.reference, components.critic)] == [
+        False,
+        True,
+        True,
+    ]
     apart, made = placed(*keys[1:])
     assert "sleep" not in apart.weights.servers.calls
-    assert (made[RolloutWorker].pool, made[RolloutWorker].is_alone) == ("rollout", True)
+    assert (made[RolloutWorker].pool, made[RolloutWorker].owns_pool) == ("rollout", True)
     assert not apart.critic.is_offloaded
 
 
 def test_a_job_that_goes_on_has_the_prompts_and_group_numbers_behind_the_last_ones(placed):
     held = HeldGroup(group_id=41, row_index=3, place=0, released=2)
     state = RunState(seed=0, num_rows=16, position=9, pending=(7, 5), held=(held.as_tuple(),))
-    parts, _ = placed(state=state)
-    assert parts.held == (held,)
-    jobs = parts.rollout_manager.draw(2)
+    components, _ = placed(state=state)
+    assert components.held == (held,)
+    jobs = components.rollout_manager.draw(2)
     assert [(job.row_index, job.group_id) for job in jobs] == [(7, 42), (5, 43)]
-    assert parts.rollout_manager.position == 9
+    assert components.rollout_manager.position == 9

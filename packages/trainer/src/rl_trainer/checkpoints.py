@@ -26,9 +26,9 @@ from rl_trainer.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rl_trainer.components import Components
     from rl_trainer.config import Config
     from rl_trainer.metrics import StepRecord
-    from rl_trainer.setup import Parts
     from rl_trainer.workers.engine import CriticWorker, ProcessRewardWorker
 
 STATE_FILE = "trainer_state.json"
@@ -111,19 +111,19 @@ class RunState:
             keys = [key for key in keys if key != "model.path"]
         return [f"{key}={after.get(key)} (was {before.get(key)})" for key in keys if after.get(key) != before.get(key)]
 
-    def after(self, record: StepRecord, parts: Parts, config: Config) -> dict[str, Any]:
+    def after(self, record: StepRecord, components: Components, config: Config) -> dict[str, Any]:
         """The state's JSON once a step has ended."""
-        order = parts.rollout_manager.order.state_dict()
+        order = components.rollout_manager.order.state_dict()
         return asdict(self) | {
             "step": record.step,
             "position": record.position,
             "pending": [*record.pending, *order.pop("returned")],
             "held": [group.as_tuple() for group in record.held],
-            "history": {} if parts.replay is None else parts.replay.state(),
-            "kl_coef": parts.kl.coef if parts.kl.target else None,
+            "history": {} if components.replay is None else components.replay.state(),
+            "kl_coef": components.kl.coef if components.kl.target else None,
             "order": order,
             "pipeline": config.pipeline,
-            "engines": ["engine", *(name for name, _ in _beside(parts))],
+            "engines": ["engine", *(name for name, _ in _beside(components))],
             "config": as_tree(config),
         }
 
@@ -222,43 +222,46 @@ def _step_of_folder(folder: Path) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def save(parts: Parts, folder: Path, state: Mapping[str, Any]) -> None:
+def save(components: Components, folder: Path, state: Mapping[str, Any]) -> None:
     """Write everything that resuming needs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier attempt at the same step
     if state["held"] or state["history"].get("groups"):
-        parts.queue.snapshot(folder / "queue")
-    parts.actor.save_checkpoint(str(folder / "engine"), state["step"])
-    parts.actor.save_model(str(folder / "model"))
-    for name, engine in _beside(parts):
+        components.queue.snapshot(folder / "queue")
+    components.actor.save_checkpoint(str(folder / "engine"), state["step"])
+    components.actor.save_model(str(folder / "model"))
+    for name, engine in _beside(components):
         engine.save_checkpoint(str(folder / name), state["step"])
-    if parts.moving_reference is not None:
-        parts.moving_reference.save(folder)
+    if components.ema_reference is not None:
+        components.ema_reference.save(folder)
     files = (path for name in _FOLDERS for path in (folder / name).rglob("*") if path.is_file())
     names = sorted(path.relative_to(folder).as_posix() for path in files)
     write_manifest(folder / STATE_FILE, state, digest_files(folder, names))
 
 
-def finish(parts: Parts) -> None:
+def finish(components: Components) -> None:
     """Wait for what is written while training goes on; nothing learns any more afterwards.
 
     Raises:
         Exception: what the writing of the last checkpoint failed with.
     """
-    for engine in (*(engine for _, engine in _beside(parts)), parts.actor):  # the actor's process group is theirs too
+    for engine in (
+        *(engine for _, engine in _beside(components)),
+        components.actor,
+    ):  # the actor's process group is theirs too
         engine.finish()
 
 
-def load(parts: Parts, folder: Path) -> None:
+def load(components: Components, folder: Path) -> None:
     """Give the engines their state back. The queue's was given to whoever serves it."""
-    parts.actor.load_checkpoint(str(folder / "engine"))
-    for name, engine in _beside(parts):
+    components.actor.load_checkpoint(str(folder / "engine"))
+    for name, engine in _beside(components):
         engine.load_checkpoint(str(folder / name))
 
 
-def _beside(parts: Parts) -> list[tuple[str, CriticWorker | ProcessRewardWorker]]:
+def _beside(components: Components) -> list[tuple[str, CriticWorker | ProcessRewardWorker]]:
     """What learns beside the policy, by the folder that its state has in a checkpoint."""
-    engines = (("critic", parts.critic), ("process_reward", parts.process_reward))
+    engines = (("critic", components.critic), ("process_reward", components.process_reward))
     return [(name, engine) for name, engine in engines if engine is not None]
 
 

@@ -21,7 +21,7 @@ FOLDER = "reference"
 """In a checkpoint, and in `output_dir`."""
 
 
-class MovingReference:
+class EmaReference:
     """Moves the reference.
 
     Args:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +17,11 @@ from rl_trainer.errors import RolloutFailedError
 from rl_trainer.plan import server_config
 from rl_trainer.rewards import Scorer, answer_of
 from rl_trainer.rollout_source import hash_seed
+from rl_trainer.samples import Order, Shown
 from rl_trainer.workers.agent import MAX_ATTEMPTS, grading, scored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from rl_rollout.base import RolloutServer
     from rl_trainer.config import Config
@@ -160,3 +162,17 @@ async def sample(
         )
         for row, found, num_failed in zip(rows, samples, failed, strict=True)
     ]
+
+
+def fresh(config: Config, *, url: str | None, order: Order, count: int, num_samples: int) -> list[Shown]:
+    """Completions of the first `count` held-out rows by the policy in `model.path`."""
+    from rl_trainer.evaluation import sample
+
+    assert config.model.path is not None, "the command has checked it"
+    problems = asyncio.run(sample(config, Path(config.model.path), num_samples=num_samples, url=url, num_rows=count))
+    found = [
+        Shown(title=f"row {number}, sample {index}", prompt=problem.prompt, completion=text, reward=reward)
+        for number, problem in enumerate(problems, 1)
+        for index, (text, reward) in enumerate(zip(problem.completions, problem.rewards, strict=True), 1)
+    ]
+    return found if order == "first" else sorted(found, key=lambda shown: shown.reward, reverse=order == "best")

@@ -13,11 +13,10 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rl_trainer import replay_buffer
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import PhaseTimer, StepRecord
 from rl_trainer.plan import has_old_pass
-from rl_trainer.replay_buffer import generate
+from rl_trainer.replay_buffer import joined
 from rl_trainer.rollout_source import COLUMNS, Generated, RolloutStream, claim_held, hash_seed
 from rl_trainer.staleness import create_policy
 
@@ -25,40 +24,42 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from rl_tq.types import BatchMeta
+    from rl_trainer.components import Components
     from rl_trainer.config import Config, ReplaySection
     from rl_trainer.data import Row
-    from rl_trainer.setup import Parts
     from rl_trainer.workers.engine import UpdateReport
 
 _PARTITION = "train"
 
 
-def run_sync(parts: Parts, config: Config, eval_rows: Sequence[Row], *, start_step: int = 0) -> Iterator[StepRecord]:
+def run_sync(
+    components: Components, config: Config, eval_rows: Sequence[Row], *, start_step: int = 0
+) -> Iterator[StepRecord]:
     """Train, yielding a record after every step. Step 0's record is the evaluation of the start policy.
 
     The servers hold weight version `step + 1` when step `step` has been yielded.
     """
     timer = PhaseTimer()
-    yield begin(parts, eval_rows, start_step, timer)
+    yield begin(components, eval_rows, start_step, timer)
 
     for step in range(start_step + 1, config.steps + 1):
         with timer.phase("generate"):
-            generated = generate(parts, config, _PARTITION, step)
+            generated = generate_with_replay(components, config, _PARTITION, step)
         ages = ages_of(generated, version=step, bound=0, replay=config.batch.replay)
         with timer.phase("yield_memory"):
-            parts.weights.yield_memory()
-        updates = learn(parts, config, generated.batch, step, timer)
+            components.weights.yield_memory()
+        updates = learn(components, config, generated.batch, step, timer)
         with timer.phase("weight_sync"):
-            parts.weights.sync(step + 1)
-        if parts.replay is not None:
-            parts.replay.keep(generated, step + 1)
-        parts.queue.clear(_PARTITION)
-        accuracy = evaluate(parts, eval_rows, timer) if is_eval_due(config, step) else None
+            components.weights.sync(step + 1)
+        if components.replay is not None:
+            components.replay.keep(generated, step + 1)
+        components.queue.clear(_PARTITION)
+        accuracy = evaluate(components, eval_rows, timer) if is_eval_due(config, step) else None
         yield record_of(step, generated, ages, updates, accuracy, timer.take())
 
 
 def run_one_step_off(
-    parts: Parts, config: Config, eval_rows: Sequence[Row], *, start_step: int = 0
+    components: Components, config: Config, eval_rows: Sequence[Row], *, start_step: int = 0
 ) -> Iterator[StepRecord]:
     """Train, yielding a record after every step. Step 0's record is the evaluation of the start policy.
 
@@ -67,12 +68,12 @@ def run_one_step_off(
     """
     timer = PhaseTimer()
     first = start_step + 1
-    yield begin(parts, eval_rows, start_step, timer)
+    yield begin(components, eval_rows, start_step, timer)
 
     def generate(step: int) -> Generated:
-        if step == first and parts.held:
-            return _taken_over(parts, _partition(step))
-        return replay_buffer.generate(parts, config, _partition(step), step)
+        if step == first and components.held:
+            return _taken_over(components, _partition(step))
+        return generate_with_replay(components, config, _partition(step), step)
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
     try:
@@ -80,19 +81,19 @@ def run_one_step_off(
         with timer.phase("wait_generate"):
             generated = following.result()
         for step in range(first, config.steps + 1):
-            behind = int(step > first or bool(parts.held))
+            behind = int(step > first or bool(components.held))
             ages = ages_of(generated, version=step, bound=behind, least=behind, replay=config.batch.replay)
             if step < config.steps:
                 following = thread.submit(generate, step + 1)
-            updates = learn(parts, config, generated.batch, step, timer)
+            updates = learn(components, config, generated.batch, step, timer)
             with timer.phase("wait_generate"):
                 upcoming = following.result()
             with timer.phase("weight_sync"):
-                parts.weights.sync(step + 1)
-            if parts.replay is not None:  # what the next step replays has been drawn by now
-                parts.replay.keep(generated, step + 1)
-            parts.queue.clear(_partition(step))
-            accuracy = evaluate(parts, eval_rows, timer) if is_eval_due(config, step) else None
+                components.weights.sync(step + 1)
+            if components.replay is not None:  # what the next step replays has been drawn by now
+                components.replay.keep(generated, step + 1)
+            components.queue.clear(_partition(step))
+            accuracy = evaluate(components, eval_rows, timer) if is_eval_due(config, step) else None
             record = record_of(step, generated, ages, updates, accuracy, timer.take())
             held = upcoming.groups if step < config.steps else ()
             yield replace(record, position=upcoming.position, held=held)
@@ -101,23 +102,23 @@ def run_one_step_off(
         thread.shutdown(wait=False)  # what still generates is ended with the workers
 
 
-def _taken_over(parts: Parts, partition: str) -> Generated:
+def _taken_over(components: Components, partition: str) -> Generated:
     """The batch that an earlier process had generated for its next step."""
-    columns = COLUMNS if parts.replay is None else parts.replay.columns
-    metas = claim_held(parts.queue, partition, parts.held, columns)
-    batch = next(iter(metas.values())).concat([metas[group.group_id] for group in parts.held])
+    columns = COLUMNS if components.replay is None else components.replay.columns
+    metas = claim_held(components.queue, partition, components.held, columns)
+    batch = next(iter(metas.values())).concat([metas[group.group_id] for group in components.held])
     generated = Generated(
         batch=batch,
-        groups=parts.held,
+        groups=components.held,
         reward=fmean(tags["reward"] for tags in batch.tags),
         failures={},
         dropped_groups=0,
-        position=parts.rollout_manager.position,
+        position=components.rollout_manager.position,
     )
     return (
         generated
-        if parts.replay is None
-        else replay_buffer.joined(generated, parts.replay, parts.replay.drawn, partition)
+        if components.replay is None
+        else joined(generated, components.replay, components.replay.drawn, partition)
     )
 
 
@@ -127,7 +128,7 @@ def _partition(step: int) -> str:
 
 
 def run_fully_async(
-    parts: Parts, config: Config, eval_rows: Sequence[Row], *, start_step: int = 0
+    components: Components, config: Config, eval_rows: Sequence[Row], *, start_step: int = 0
 ) -> Iterator[StepRecord]:
     """Train, yielding a record after every step. Step 0's record is the evaluation of the start policy.
 
@@ -137,40 +138,42 @@ def run_fully_async(
     timer = PhaseTimer()
     first = start_step + 1
     policy = create_policy(config)
-    yield begin(parts, eval_rows, start_step, timer)
+    yield begin(components, eval_rows, start_step, timer)
 
-    stream = RolloutStream(parts.agents, parts.rollout_manager, parts.queue, config, policy, first)
-    stream.take_over(parts.held)
+    stream = RolloutStream(components.agents, components.rollout_manager, components.queue, config, policy, first)
+    stream.take_over(components.held)
     stream.release(first)
     for step in range(first, config.steps + 1):
         with timer.phase("wait_generate"):
             generated = stream.take(step)
         ages = ages_of(generated, version=step, bound=policy.bound)
-        updates = learn(parts, config, generated.batch, step, timer)
+        updates = learn(components, config, generated.batch, step, timer)
         with timer.phase("weight_sync"):
-            parts.weights.sync(step + 1)
-        parts.queue.clear(generated.batch)
+            components.weights.sync(step + 1)
+        components.queue.clear(generated.batch)
         stream.release(step + 1)
-        accuracy = evaluate(parts, eval_rows, timer) if is_eval_due(config, step) else None
+        accuracy = evaluate(components, eval_rows, timer) if is_eval_due(config, step) else None
         record = record_of(step, generated, ages, updates, accuracy, timer.take())
-        yield replace(record, position=parts.rollout_manager.position, pending=stream.pending, held=stream.held)
+        yield replace(record, position=components.rollout_manager.position, pending=stream.pending, held=stream.held)
 
 
-def begin(parts: Parts, eval_rows: Sequence[Row], start_step: int, timer: PhaseTimer) -> StepRecord:
+def begin(components: Components, eval_rows: Sequence[Row], start_step: int, timer: PhaseTimer) -> StepRecord:
     """Give the servers the first weights, of version `start_step + 1`, and measure the policy before it learns."""
     with timer.phase("weight_sync"):
-        parts.weights.sync(start_step + 1)
-    accuracy = evaluate(parts, eval_rows, timer)
-    return StepRecord.of_evaluation(start_step, accuracy, timer.take(), position=parts.rollout_manager.position)
+        components.weights.sync(start_step + 1)
+    accuracy = evaluate(components, eval_rows, timer)
+    return StepRecord.of_evaluation(start_step, accuracy, timer.take(), position=components.rollout_manager.position)
 
 
-def evaluate(parts: Parts, eval_rows: Sequence[Row], timer: PhaseTimer) -> float:
+def evaluate(components: Components, eval_rows: Sequence[Row], timer: PhaseTimer) -> float:
     """Mean reward on held-out rows."""
     with timer.phase("eval"):
-        return parts.rollout_manager.evaluate(eval_rows)
+        return components.rollout_manager.evaluate(eval_rows)
 
 
-def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: PhaseTimer) -> list[dict[str, float]]:
+def learn(
+    components: Components, config: Config, batch: BatchMeta, step: int, timer: PhaseTimer
+) -> list[dict[str, float]]:
     """Score a batch, compute its advantages, and take the optimizer steps of one training step on it.
 
     Returns:
@@ -178,47 +181,47 @@ def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: Phas
     """
     if has_old_pass(config):
         with timer.phase("old_logprobs"):
-            batch = batch.union(parts.actor.compute_log_prob(batch))
-    if parts.reference is not None:
+            batch = batch.union(components.actor.compute_log_prob(batch))
+    if components.reference is not None:
         with timer.phase("ref_logprobs"):
-            batch = batch.union(parts.reference.compute_log_prob(batch, column="ref_logprobs"))
-    if parts.teacher is not None:
+            batch = batch.union(components.reference.compute_log_prob(batch, column="ref_logprobs"))
+    if components.teacher is not None:
         with timer.phase("teach"):
-            batch = batch.union(parts.teacher.teach(batch))
-    if parts.critic is not None:
+            batch = batch.union(components.teacher.teach(batch))
+    if components.critic is not None:
         with timer.phase("values"):
-            batch = batch.union(parts.critic.compute_values(batch))
-    if parts.process_reward is not None:
+            batch = batch.union(components.critic.compute_values(batch))
+    if components.process_reward is not None:
         with timer.phase("process_rewards"):
-            batch = batch.union(parts.process_reward.compute_process_rewards(batch))
-    kl_coef = parts.kl.coef
+            batch = batch.union(components.process_reward.compute_process_rewards(batch))
+    kl_coef = components.kl.coef
     with timer.phase("advantage"):
-        report = parts.actor.compute_advantage(batch, kl_coef, hash_seed(f"{config.seed}/{step}"))
+        report = components.actor.compute_advantage(batch, kl_coef, hash_seed(f"{config.seed}/{step}"))
         batch = batch.union(report.batch)
-    if parts.samples is not None:
+    if components.samples is not None:
         with timer.phase("keep_samples"):
-            parts.samples.write(batch, step)
+            components.samples.write(batch, step)
     if report.reward_kl is not None:
-        parts.kl.update(report.reward_kl)
+        components.kl.update(report.reward_kl)
     updates: list[dict[str, float]] = []
     for mini_batch in mini_batches(batch, config, step):
         metrics: dict[str, float] = {}
-        if parts.critic is not None:
+        if components.critic is not None:
             with timer.phase("update_critic"):
-                critic = parts.critic.update_critic(mini_batch)
+                critic = components.critic.update_critic(mini_batch)
             metrics |= _beside(critic) | {"critic_grad_norm": critic.grad_norm}
-        if parts.process_reward is not None:
+        if components.process_reward is not None:
             with timer.phase("update_process_reward"):
-                process = parts.process_reward.update_process_reward(mini_batch)
+                process = components.process_reward.update_process_reward(mini_batch)
             metrics |= _beside(process) | {"process_grad_norm": process.grad_norm}
         if config.critic is None or step > config.critic.warmup_steps:
             with timer.phase("update"):
-                actor = parts.actor.update_actor(mini_batch)
+                actor = components.actor.update_actor(mini_batch)
             metrics |= actor.metrics | {"grad_norm": actor.grad_norm, "lr": actor.lr}
         updates.append(metrics)
-    if parts.moving_reference is not None:
-        with timer.phase("move_reference"):
-            parts.moving_reference.follow(step)
+    if components.ema_reference is not None:
+        with timer.phase("update_reference"):
+            components.ema_reference.follow(step)
     if report.reward_kl is not None:
         updates[-1].update(reward_kl=report.reward_kl, kl_coef=kl_coef)
     return updates
@@ -308,9 +311,20 @@ def record_of(
 
 
 def part_means(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`reward/NAME`: the mean of each part of the rewards, not weighted, where rewards have parts."""
+    """`reward/NAME`: the mean of each part of the rewards, not weighted, where rewards have components."""
     sums: dict[str, float] = {}
     for tag in tags:
         for name, value in tag.get("parts", {}).items():
             sums[name] = sums.get(name, 0.0) + value
     return {f"reward/{name}": total / len(tags) for name, total in sums.items()}
+
+
+def generate_with_replay(components: Components, config: Config, partition: str, step: int) -> Generated:
+    """A batch for one step: fresh groups alone, or with others of `Components.replay` behind them."""
+    if components.replay is None:
+        return components.rollout_manager.generate_sequences(partition, step)
+    used = components.replay.draw(step)
+    fresh = components.rollout_manager.generate_sequences(
+        partition, step, num_groups=config.batch.batch_size - len(used)
+    )
+    return joined(fresh, components.replay, used, partition)

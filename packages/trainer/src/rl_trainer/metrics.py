@@ -8,17 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from rl_trainer.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping
+    from collections.abc import Generator, Mapping
     from pathlib import Path
-
-    from rich.console import Console
-
-    from rl_trainer.plan import BatchPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,11 +202,3 @@ class Report:
         path = self._dir / "learning_curve.png"
         figure.savefig(path, dpi=120)
         return path
-
-
-def show_plan(console: Console, plan: BatchPlan, facts: Iterable[tuple[str, str]]) -> None:
-    """Print what will run, before it does."""
-    table = Table(title="batch plan", show_header=False)
-    for name, value in (*facts, *plan.lines()):
-        table.add_row(name, value)
-    console.print(table)

@@ -8,12 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from rl_engine.types import EngineConfig, Head, LoraConfig, MatmulPrecision, OptimizerConfig, Precision
 from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named, loss_named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from rich.console import Console
 
     from rl_trainer.config import Config
     from rl_trainer.config.schema import CriticSection, TeacherSection
@@ -213,3 +217,11 @@ def server_config(config: Config, model_path: Path) -> ServerConfig:
         seed=config.seed,
         timeout_s=config.timeout_s,
     )
+
+
+def show_plan(console: Console, plan: BatchPlan, facts: Iterable[tuple[str, str]]) -> None:
+    """Print what will run, before it does."""
+    table = Table(title="batch plan", show_header=False)
+    for name, value in (*facts, *plan.lines()):
+        table.add_row(name, value)
+    console.print(table)

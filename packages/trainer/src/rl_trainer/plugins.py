@@ -1,4 +1,4 @@
-"""Algorithms by name: those that ship, and those that other distributions install as entry points."""
+"""Plug-ins: algorithms and reward functions by name, entry point, file or module."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import importlib.util
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from rl_trainer.rewards.rules import RewardFunction
+    from collections.abc import Callable, Mapping
 
 T = TypeVar("T")
 
@@ -65,7 +63,7 @@ def check_function(path: str) -> None:
         raise ConfigError(f"the reward function {path!r} is not there: no module {place!r} is installed")
 
 
-def load_function(path: str) -> RewardFunction:
+def load_function(path: str) -> Callable[..., Any]:
     """The function; see `check_function`.
 
     Raises:

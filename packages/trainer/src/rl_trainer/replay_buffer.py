@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
     from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
-    from rl_trainer.config import Config, ReplaySection
+    from rl_trainer.config import ReplaySection
     from rl_trainer.rollout_source import Generated
-    from rl_trainer.setup import Parts
 
 PARTITION = "history"
 
@@ -114,15 +113,6 @@ class Replay:
             self._used[group.group_id] = Used(group=group, meta=metas[group.group_id])
         self._drawn = [group for group in state.get("drawn", ()) if group in self._used]
         return max(self._used, default=0)
-
-
-def generate(parts: Parts, config: Config, partition: str, step: int) -> Generated:
-    """A batch for one step: fresh groups alone, or with others of `Parts.replay` behind them."""
-    if parts.replay is None:
-        return parts.rollout_manager.generate_sequences(partition, step)
-    used = parts.replay.draw(step)
-    fresh = parts.rollout_manager.generate_sequences(partition, step, num_groups=config.batch.batch_size - len(used))
-    return joined(fresh, parts.replay, used, partition)
 
 
 def joined(fresh: Generated, replay: Replay, used: Sequence[Used], partition: str) -> Generated:

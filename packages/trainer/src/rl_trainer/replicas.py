@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_trainer.errors import WorkerDiedError
 from rl_trainer.runtime.dispatch import cut
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
     from rl_rollout.types import ServerAddress
     from rl_trainer.data.rows import Row
-    from rl_trainer.runtime.base import Fleet
-    from rl_trainer.weight_sync import R
+    from rl_trainer.runtime.base import ReplicaSet
+
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +29,17 @@ class _Submission:
     group_size: int
 
 
-class AgentFleet:
+class AgentReplicas:
     """The agent workers behind the methods of one.
 
     Jobs are dealt over those that are there. Those of one that died are dealt again, as another attempt: what it may
     have written of them is never taken for theirs. A new member is given the servers in use before any work.
     """
 
-    def __init__(self, fleet: Fleet[AgentWorker], servers: Sequence[ServerAddress]) -> None:
-        self.fleet = fleet
+    def __init__(self, replica_set: ReplicaSet[AgentWorker], servers: Sequence[ServerAddress]) -> None:
+        self.replica_set = replica_set
         self._servers, self._reward_urls = tuple(servers), dict[str, str]()
-        self._connected = dict.fromkeys(fleet.members, (self._servers, self._reward_urls))
+        self._connected = dict.fromkeys(replica_set.members, (self._servers, self._reward_urls))
         self._running: dict[int, dict[int, _Submission]] = {}
 
     def use_servers(self, servers: Sequence[ServerAddress]) -> None:
@@ -68,7 +70,7 @@ class AgentFleet:
         """What the members make of a list that is cut over them, in its order."""
         members = self._members()
         parts = {member: part for member, part in zip(members, cut(items, len(members)), strict=True) if part}
-        answers = self.fleet.call(method, {member: (part, *rest) for member, part in parts.items()})
+        answers = self.replica_set.call(method, {member: (part, *rest) for member, part in parts.items()})
         joined: list[R] = []
         for member, part in parts.items():
             answer = answers[member]
@@ -102,7 +104,7 @@ class AgentFleet:
         for (member, _), some in dealt.items():
             first = some[0]
             arguments = ([each.job for each in some], first.sampling_params, first.partition, first.group_size)
-            self._raise_unless_dead(self.fleet.call(AgentWorker.submit, {member: arguments}))
+            self._raise_unless_dead(self.replica_set.call(AgentWorker.submit, {member: arguments}))
 
     def poll(self) -> list[GenerateReport]:
         """What has become of submitted groups since the last call; those of members that died are dealt again."""
@@ -110,7 +112,7 @@ class AgentFleet:
         lost = [self._running.pop(member) for member in [*self._running] if member not in members]
         if again := [_once_more(each) for groups in lost for each in groups.values()]:
             self._deal(again)
-        answers = self.fleet.call(AgentWorker.poll, dict.fromkeys(members, ()))
+        answers = self.replica_set.call(AgentWorker.poll, dict.fromkeys(members, ()))
         self._raise_unless_dead(answers)
         reports: list[GenerateReport] = []
         for member, answer in answers.items():
@@ -122,20 +124,20 @@ class AgentFleet:
 
     def stop_running(self) -> list[GenerateReport]:
         """Stop every submitted group that is not complete; what became complete meanwhile, and was not polled yet."""
-        self._raise_unless_dead(self.fleet.call(AgentWorker.stop_running, dict.fromkeys(self._running, ())))
-        members = [member for member in self._running if member in self.fleet.members]
-        answers = self.fleet.call(AgentWorker.poll, dict.fromkeys(members, ()))
+        self._raise_unless_dead(self.replica_set.call(AgentWorker.stop_running, dict.fromkeys(self._running, ())))
+        members = [member for member in self._running if member in self.replica_set.members]
+        answers = self.replica_set.call(AgentWorker.poll, dict.fromkeys(members, ()))
         self._raise_unless_dead(answers)
         self._running.clear()
         return [report for answer in answers.values() if isinstance(answer, list) for report in answer]
 
     def _members(self) -> tuple[int, ...]:
         """Those that are there, each with the servers in use."""
-        members, wanted = self.fleet.wait(), (self._servers, self._reward_urls)
+        members, wanted = self.replica_set.wait(), (self._servers, self._reward_urls)
         behind = [member for member in members if self._connected.get(member) != wanted]
         if behind:
             told = dict.fromkeys(behind, (list(self._servers), self._reward_urls))
-            self._raise_unless_dead(self.fleet.call(AgentWorker.use_servers, told))
+            self._raise_unless_dead(self.replica_set.call(AgentWorker.use_servers, told))
             self._connected |= dict.fromkeys(behind, wanted)
         return members
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
     from rl_trainer.data import Order, Row
     from rl_trainer.data.sampler import StreamOrder
-    from rl_trainer.replicas import AgentFleet
+    from rl_trainer.replicas import AgentReplicas
     from rl_trainer.staleness import StalenessPolicy
     from rl_trainer.workers.agent import GenerateReport
 
@@ -57,7 +57,7 @@ class RolloutManager:
 
     def __init__(
         self,
-        agents: AgentFleet,
+        agents: AgentReplicas,
         rows: Sequence[Row] | StreamOrder,
         order: Order,
         config: Config,
@@ -262,7 +262,7 @@ class RolloutStream:
 
     def __init__(
         self,
-        agents: AgentFleet,
+        agents: AgentReplicas,
         manager: RolloutManager,
         queue: TransferQueue,
         config: Config,
@@ -461,7 +461,7 @@ def num_begun(num_needed: int, over_sampling: float) -> int:
 
 
 def first_finished(
-    agents: AgentFleet,
+    agents: AgentReplicas,
     jobs: list[Job],
     sampling_params: dict[str, Any],
     partition: str,
@@ -477,8 +477,8 @@ def first_finished(
     Args:
         agents: Roll out.
         jobs: The groups to begin.
-        sampling_params: As of `AgentFleet.submit`.
-        partition: As of `AgentFleet.submit`.
+        sampling_params: As of `AgentReplicas.submit`.
+        partition: As of `AgentReplicas.submit`.
         group_size: Rollouts per group.
         num_needed: Useful groups that are enough.
         awaited: Ids of the groups that are not stopped.

@@ -1,4 +1,4 @@
-"""One training run: check everything, make the model if there is none, place the parts, drive the pipeline."""
+"""One training run: check everything, make the model if there is none, place the components, drive the pipeline."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDiedError, sentence_of
-from rl_trainer.metrics import Report, show_plan
-from rl_trainer.plan import memory_estimate
+from rl_trainer.metrics import Report
+from rl_trainer.plan import memory_estimate, show_plan
 from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.runtime import create_runtime
 from rl_trainer.tracing import profiled
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
     from types import FrameType
 
+    from rl_trainer.components import Components
     from rl_trainer.config import Config
     from rl_trainer.data.datasets import Datasets
     from rl_trainer.metrics import StepRecord
-    from rl_trainer.runtime.base import Fleet, Runtime
-    from rl_trainer.setup import Parts
+    from rl_trainer.runtime.base import ReplicaSet, Runtime
 
 _LOCK_FILE = "run.lock"
 
@@ -186,10 +186,10 @@ def _run(config: Config, datasets: Datasets, output_dir: Path, console: Console,
 
 def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
     engine, rollout = config.engine, config.rollout
-    parts = f"{engine.backend} x {engine.world_size}, {rollout.backend} x {rollout.num_replicas}"
+    components = f"{engine.backend} x {engine.world_size}, {rollout.backend} x {rollout.num_replicas}"
     return [
         ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
-        ("parts", f"{parts}, weights by {config.weights_transport}, samples by {config.queue_storage}"),
+        ("components", f"{components}, weights by {config.weights_transport}, samples by {config.queue_storage}"),
         ("memory", memory_estimate(config)),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
         *sandbox_facts(config.reward, config.agent),
@@ -286,7 +286,7 @@ def _again(config: Config, run: _Run) -> tuple[Config, Datasets]:
 
 
 def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
-    """Place the parts and drive the pipeline to its end; whatever happens, no worker is left.
+    """Place the components and drive the pipeline to its end; whatever happens, no worker is left.
 
     Raises:
         WorkerDiedError: a worker died that the run cannot do without, whatever that made others fail with.
@@ -306,35 +306,38 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
         stack.enter_context(runtime)
         deaths = stack.enter_context(_blamed_on_a_death(runtime))
         with console.status("starting the workers"):
-            parts = place(config, runtime, run.model_path, datasets, state, output_dir=output_dir)
-        stack.callback(parts.queue.close)
-        deaths.append(parts.weights.death)
-        if parts.num_too_long:
+            components = place(config, runtime, run.model_path, datasets, state, output_dir=output_dir)
+        stack.callback(components.queue.close)
+        deaths.append(components.weights.death)
+        if components.num_too_long:
             console.print(
-                f"left out {parts.num_too_long} rows whose prompts are longer than data.max_prompt_tokens="
+                f"left out {components.num_too_long} rows whose prompts are longer than data.max_prompt_tokens="
                 f"{config.data.max_prompt_tokens}"
             )
         if config.resume_from is not None:
-            checkpoints.load(parts, Path(config.resume_from))
+            checkpoints.load(components, Path(config.resume_from))
         start_s = time.perf_counter() - start
         with _stop_when_asked(console, run.stop):
-            records = run_pipeline(parts, config, parts.eval_rows, start_step=state.step)
+            records = run_pipeline(components, config, components.eval_rows, start_step=state.step)
 
             def add(record: StepRecord) -> None:
                 run.progress.add(record)
                 run.trackers.log(record)
-                fleets = {"agent": parts.agents.fleet, "rollout": parts.weights.servers}
-                wanted = resize_as_asked(fleets, output_dir)
-                for line in (*wanted, *(news for fleet in fleets.values() for news in fleet.take_news())):
+                replica_sets = {"agent": components.agents.replica_set, "rollout": components.weights.servers}
+                wanted = resize_as_asked(replica_sets, output_dir)
+                for line in (
+                    *wanted,
+                    *(news for replica_set in replica_sets.values() for news in replica_set.take_news()),
+                ):
                     console.print(line, highlight=False, soft_wrap=True)
 
-            checkpoint = follow(records, parts, config, state, output_dir, add=add, should_stop=run.stop.is_set)
+            checkpoint = follow(records, components, config, state, output_dir, add=add, should_stop=run.stop.is_set)
             if config.engine.async_checkpoints:
-                checkpoints.finish(parts)
+                checkpoints.finish(components)
         return _Outcome(
             checkpoint=checkpoint,
             start_s=start_s,
-            num_too_long=parts.num_too_long + parts.rollout_manager.num_too_long,
+            num_too_long=components.num_too_long + components.rollout_manager.num_too_long,
         )
 
 
@@ -359,7 +362,7 @@ def _blamed_on_a_death(runtime: Runtime) -> Generator[list[Callable[[], Exceptio
 
 def follow(
     records: Iterator[StepRecord],
-    parts: Parts,
+    components: Components,
     config: Config,
     state: RunState,
     output_dir: Path,
@@ -378,25 +381,25 @@ def follow(
         is_due = is_last or (config.save_every > 0 and record.step % config.save_every == 0)
         if is_due and record.step > state.step:  # the first record is of what was there before
             checkpoint = output_dir / f"checkpoint-{record.step}"
-            checkpoints.save(parts, checkpoint, state.after(record, parts, config))
+            checkpoints.save(components, checkpoint, state.after(record, components, config))
         if is_last:
             break
     return checkpoint
 
 
-def resize_as_asked(fleets: Mapping[str, Fleet[Any]], output_dir: Path) -> list[str]:
-    """Start or end agent workers and rollout replicas as `fleet.json` in `output_dir` says, and take the file away.
+def resize_as_asked(replica_sets: Mapping[str, ReplicaSet[Any]], output_dir: Path) -> list[str]:
+    """Start or end agent workers and rollout replicas as `replicas.json` in `output_dir` says, and take the file away.
 
     It holds numbers of members, such as `{"rollout": 3, "agent": 2}`. What it asks for in vain does not end the run:
     the sentences that are returned say why.
     """
-    file = output_dir / "fleet.json"
+    file = output_dir / "replicas.json"
     if not file.is_file():
         return []
     try:
         wanted = TypeAdapter(dict[Literal["agent", "rollout"], PositiveInt]).validate_json(file.read_text())
         for name, num_members in wanted.items():
-            fleets[name].resize(num_members)
+            replica_sets[name].resize(num_members)
     except (ValidationError, PlacementError) as error:
         return [f"{file.name} cannot be followed: {error}"]
     finally:

@@ -6,7 +6,6 @@ queue's own, such as `completion_token_ids`, `loss_mask`, `rollout_logprobs`, `a
 
 from __future__ import annotations
 
-import asyncio
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from rl_trainer.config import Config
 
 FOLDER = "samples"
 """In `output_dir`."""
@@ -147,20 +145,6 @@ def kept(run: str | Path, *, step: int | None, order: Order, count: int) -> list
         )
         for row in rows[:count]
     ]
-
-
-def fresh(config: Config, *, url: str | None, order: Order, count: int, num_samples: int) -> list[Shown]:
-    """Completions of the first `count` held-out rows by the policy in `model.path`."""
-    from rl_trainer.evaluation import sample
-
-    assert config.model.path is not None, "the command has checked it"
-    problems = asyncio.run(sample(config, Path(config.model.path), num_samples=num_samples, url=url, num_rows=count))
-    found = [
-        Shown(title=f"row {number}, sample {index}", prompt=problem.prompt, completion=text, reward=reward)
-        for number, problem in enumerate(problems, 1)
-        for index, (text, reward) in enumerate(zip(problem.completions, problem.rewards, strict=True), 1)
-    ]
-    return found if order == "first" else sorted(found, key=lambda shown: shown.reward, reverse=order == "best")
 
 
 def show(console: Console, samples: list[Shown]) -> None:

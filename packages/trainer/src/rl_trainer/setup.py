@@ -1,10 +1,9 @@
-"""The parts of a job, placed: what every pipeline is composed of."""
+"""The components of a job, placed: what every pipeline is composed of."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -13,9 +12,10 @@ from rl_trainer import ema_reference
 from rl_trainer.algorithms import Aggregation, estimator_named
 from rl_trainer.algorithms.kl_controller import AdaptiveKl
 from rl_trainer.checkpoints import queue_snapshot
+from rl_trainer.components import Components
 from rl_trainer.data import shows_images
 from rl_trainer.data.datasets import make_prompts
-from rl_trainer.ema_reference import MovingReference
+from rl_trainer.ema_reference import EmaReference
 from rl_trainer.errors import PlanError
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.plan import (
@@ -29,7 +29,7 @@ from rl_trainer.plan import (
     server_config,
 )
 from rl_trainer.replay_buffer import Replay
-from rl_trainer.replicas import AgentFleet
+from rl_trainer.replicas import AgentReplicas
 from rl_trainer.rollout_source import RolloutManager
 from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime.network import address_of, check_reach
@@ -48,51 +48,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rl_rollout.types import ServerAddress
-    from rl_tq.base import TransferQueue
     from rl_trainer.checkpoints import RunState
     from rl_trainer.config import Config
-    from rl_trainer.data import Datasets, Row
-    from rl_trainer.runtime.base import Fleet, Runtime
+    from rl_trainer.data import Datasets
+    from rl_trainer.runtime.base import ReplicaSet, Runtime
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Everything a pipeline drives."""
-
-    actor: EngineWorker
-    """The policy being trained."""
-    reference: EngineWorker | None
-    """The frozen start policy: an engine of its own, or the actor, if it trains an adapter; None without a penalty."""
-    moving_reference: MovingReference | None = None
-    """Has the reference follow the policy; None: it stands still."""
-    teacher: EngineWorker | ServedTeacherWorker | None = None
-    """A frozen model that the policy is pulled towards."""
-    critic: CriticWorker | None = None
-    """The value function; None without one."""
-    process_reward: ProcessRewardWorker | None = None
-    """The implicit process reward model; None without one."""
-    kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))
-    """Weight of the KL in the rewards."""
-    rollout_manager: RolloutManager
-    """Generation."""
-    weights: WeightSync
-    """Actor to servers."""
-    queue: TransferQueue
-    """The controller's client: references only."""
-    agents: AgentFleet
-    """What generation runs on."""
-    eval_rows: Sequence[Row]
-    """Held-out rows."""
-    samples: SampleWorker | None = None
-    """Writes what is learned from to disk; None keeps nothing."""
-    replay: Replay | None = None
-    """Groups that may be learned from again; None: every group is learned from once."""
-    held: tuple[HeldGroup, ...] = ()
-    """Groups that an earlier process finished and did not learn from; in the queue."""
-    num_too_long: int = 0
-    """Rows that were left out because their prompts are longer than `data.max_prompt_tokens`."""
 
 
 def resource_pools(config: Config) -> list[ResourcePool]:
@@ -130,8 +91,8 @@ def check_gpus(config: Config) -> None:
 
 def reward_models(config: Config) -> dict[str, str]:
     """By part of the reward, the folders of the models that the run serves."""
-    parts = config.reward.parts.items()
-    return {name: part.path for name, part in parts if part.kind == "classifier" and part.path is not None}
+    terms = config.reward.parts.items()
+    return {name: term.path for name, term in terms if term.kind == "classifier" and term.path is not None}
 
 
 def _num_gpus() -> int:
@@ -148,7 +109,7 @@ def place(
     state: RunState,
     *,
     output_dir: Path | None = None,
-) -> Parts:
+) -> Components:
     """Start every worker of a job that goes on from `state`. The engines' own state is not loaded yet.
 
     Samples that are kept, and a reference that moves, have their folders in `output_dir`.
@@ -190,7 +151,7 @@ def place(
     for can in capabilities:
         check_started(config, can, has_images=has_images)
     samples = create_samples(config, runtime, model_path, queue_address, output_dir)
-    agents = AgentFleet(create_agents(config, runtime, model_path, queue_address, addresses), addresses)
+    agents = AgentReplicas(create_agents(config, runtime, model_path, queue_address, addresses), addresses)
     if rewards is not None and not config.rollout.colocated:
         agents.use_rewards(rewards.wake())
     prompts = make_prompts(config, datasets, agents.prompt_lengths, position=state.position, returned=state.pending)
@@ -202,10 +163,10 @@ def place(
     if (section := config.batch.replay) is not None:
         history = Replay(section, batch_size=config.batch.batch_size, seed=config.seed, queue=queue, copy=store.copy)
         num_groups = max(num_groups, history.restore(state.history))
-    return Parts(
+    return Components(
         actor=actor,
         reference=reference,
-        moving_reference=moving,
+        ema_reference=moving,
         teacher=teacher,
         critic=critic,
         process_reward=process_reward,
@@ -229,12 +190,14 @@ def place(
     )
 
 
-def create_servers(config: Config, runtime: Runtime, model_path: Path, weights_address: str) -> Fleet[RolloutWorker]:
+def create_servers(
+    config: Config, runtime: Runtime, model_path: Path, weights_address: str
+) -> ReplicaSet[RolloutWorker]:
     """Place the rollout replicas."""
-    return runtime.create_fleet(
+    return runtime.create_replicas(
         RolloutWorker,
         "engine" if config.rollout.colocated else "rollout",
-        is_alone=not config.rollout.colocated,
+        owns_pool=not config.rollout.colocated,
         backend=config.rollout.backend,
         config=server_config(config, model_path),
         weights_address=weights_address,
@@ -246,9 +209,9 @@ def create_servers(config: Config, runtime: Runtime, model_path: Path, weights_a
 
 def create_agents(
     config: Config, runtime: Runtime, model_path: Path, queue_address: str, servers: Sequence[ServerAddress]
-) -> Fleet[AgentWorker]:
+) -> ReplicaSet[AgentWorker]:
     """Place the agent workers, which generate on `servers`."""
-    return runtime.create_fleet(
+    return runtime.create_replicas(
         AgentWorker,
         "agent",
         config=config.agent,
@@ -270,7 +233,7 @@ def create_reference(
     model_path: Path,
     queue_address: str,
     output_dir: Path | None,
-) -> tuple[EngineWorker | None, MovingReference | None]:
+) -> tuple[EngineWorker | None, EmaReference | None]:
     """Place the reference, if there is to be one that is not the actor, and what moves it."""
     if not has_reference(config):
         return None, None
@@ -283,7 +246,7 @@ def create_reference(
     assert output_dir is not None, "a run whose reference moves has a folder"
     folder, moved = output_dir / ema_reference.FOLDER, cast("ReferenceWorker", reference)
     is_colocated = config.rollout.colocated
-    return reference, MovingReference(actor, moved, ema, folder=folder, start=start, is_colocated=is_colocated)
+    return reference, EmaReference(actor, moved, ema, folder=folder, start=start, is_colocated=is_colocated)
 
 
 def create_samples(
@@ -330,14 +293,14 @@ def create_rewards(config: Config, runtime: Runtime) -> RewardServers | None:
     return rewards
 
 
-def put_to_sleep(servers: Fleet[RolloutWorker]) -> None:
+def put_to_sleep(servers: ReplicaSet[RolloutWorker]) -> None:
     """Have replicas give their memory back, for an engine on the same GPU."""
     for answer in servers.call(RolloutWorker.sleep, dict.fromkeys(servers.wait(), ())).values():
         if isinstance(answer, Exception):
             raise answer
 
 
-def _answers(servers: Fleet[RolloutWorker], method: Callable[[RolloutWorker], R]) -> list[R]:
+def _answers(servers: ReplicaSet[RolloutWorker], method: Callable[[RolloutWorker], R]) -> list[R]:
     """What the replicas say."""
     answers = servers.call(method, dict.fromkeys(servers.wait(), ()))
     for answer in answers.values():

@@ -18,6 +18,7 @@ from rl_engine import digest_files, hold_lock, write_manifest
 from rl_tq.types import BatchMeta
 from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
+from rl_trainer.components import Components
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlacementError, sentence_of
@@ -26,7 +27,6 @@ from rl_trainer.metrics import HeldGroup, Report
 from rl_trainer.rollout_source import Generated, RolloutManager
 from rl_trainer.run import follow, resumed
 from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
-from rl_trainer.setup import Parts
 from rl_trainer.workers.agent import EvalReport, GenerateReport
 from rl_trainer.workers.engine import AdvantageReport, UpdateReport
 
@@ -55,11 +55,11 @@ class FakeJob:
         self.position = 0
         self.calls: list[str] = []
 
-    def parts(self) -> Parts:
-        """The fake as a pipeline's parts."""
+    def components(self) -> Components:
+        """The fake as a pipeline's components."""
         fake = cast("Any", self)
         reference = fake if self._config.algorithm.kl_coef > 0 else None
-        return Parts(
+        return Components(
             actor=fake, reference=reference, rollout_manager=fake, weights=fake, queue=fake, agents=fake, eval_rows=[]
         )
 
@@ -255,10 +255,10 @@ class QueueJob(FakeJob):
         rows: list[Any] = [{"row": row} for row in range(num_rows)]
         self.manager = RolloutManager(cast("Any", self.agents), rows, order, config, num_groups=num_groups)
 
-    def parts(self) -> Parts:
-        """As a pipeline's parts."""
+    def components(self) -> Components:
+        """As a pipeline's components."""
         real: dict[str, Any] = {"agents": self.agents, "rollout_manager": self.manager, "queue": self.queue}
-        return replace(super().parts(), held=self.held, **real)
+        return replace(super().components(), held=self.held, **real)
 
     def sync(self, version: int) -> SyncReport:
         """A sync of nothing, of which the agents hear."""
@@ -301,9 +301,11 @@ def run_standins(overrides: Sequence[str], *, seed: int) -> int:
             checkpoints.forget_after(output_dir, state.step or -1)
             with rl_tq.serve("inproc://", snapshot=checkpoints.queue_snapshot(config, state)) as queue:
                 job = QueueJob(config, queue, state, num_rows=num_rows, seed=seed)
-                records = pipelines[config.pipeline](job.parts(), config, cast("Any", [{}]), start_step=state.step)
+                records = pipelines[config.pipeline](job.components(), config, cast("Any", [{}]), start_step=state.step)
                 progress = Report(output_dir)
-                follow(records, job.parts(), config, state, output_dir, add=progress.add, should_stop=lambda: False)
+                follow(
+                    records, job.components(), config, state, output_dir, add=progress.add, should_stop=lambda: False
+                )
     except Exception as error:
         if (told := sentence_of(error)) is None:
             raise
@@ -360,7 +362,7 @@ class _Probe:
 
 
 class _Member:
-    """The worker of which `RuntimeConformance` places a fleet."""
+    """The worker of which `RuntimeConformance` places a replica set."""
 
     def __init__(self, context: WorkerContext, *, offset: int) -> None:
         del context
@@ -420,23 +422,23 @@ class RuntimeConformance(ABC):
         assert closed.exists(), "no worker was closed"
         runtime.stop()  # once more does nothing
 
-    def test_members_of_a_fleet_answer_for_themselves_and_end_with_a_run_that_fails(self, tmp_path: Path) -> None:
+    def test_members_of_a_replica_set_answer_for_themselves_and_end_with_a_run_that_fails(self, tmp_path: Path) -> None:
         """Each member has arguments of its own; what one raises is its answer; an exception ends the workers too."""
         closed = tmp_path / "closed"
 
         def fail_in_between() -> None:
             with self._started() as runtime:
                 runtime.create_group(_Probe, "pool", offset=0, closed=str(closed))
-                fleet = runtime.create_fleet(_Member, "pool", is_alone=False, offset=10)
-                assert fleet.wait() == fleet.members
-                assert len(fleet.members) == self.num_workers
-                answers = fleet.call(_Member.shift, {member: (member + 1,) for member in fleet.members})
-                assert answers == {member: member + 11 for member in fleet.members}
-                *_, last = fleet.members
-                refused = fleet.call(_Member.shift, {last: (0,)})
+                replica_set = runtime.create_replicas(_Member, "pool", owns_pool=False, offset=10)
+                assert replica_set.wait() == replica_set.members
+                assert len(replica_set.members) == self.num_workers
+                answers = replica_set.call(_Member.shift, {member: (member + 1,) for member in replica_set.members})
+                assert answers == {member: member + 11 for member in replica_set.members}
+                *_, last = replica_set.members
+                refused = replica_set.call(_Member.shift, {last: (0,)})
                 assert list(refused) == [last], "nobody else was asked"
                 assert isinstance(refused[last], LookupError), "what a member raises is its answer"
-                assert all(isinstance(line, str) for line in fleet.take_news())
+                assert all(isinstance(line, str) for line in replica_set.take_news())
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):

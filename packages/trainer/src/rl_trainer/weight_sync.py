@@ -1,4 +1,4 @@
-"""Agent workers and rollout replicas as fleets: what was asked of one that died is asked of another."""
+"""Agent workers and rollout replicas as replica sets: what was asked of one that died is asked of another."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from rl_ckpt.types import SyncReport
     from rl_rollout.types import ServerAddress
-    from rl_trainer.replicas import AgentFleet
-    from rl_trainer.runtime.base import Fleet
+    from rl_trainer.replicas import AgentReplicas
+    from rl_trainer.runtime.base import ReplicaSet
     from rl_trainer.workers.engine import EngineWorker
     from rl_trainer.workers.reward_server import RewardServers
 
@@ -39,8 +39,8 @@ class WeightSync:
     def __init__(
         self,
         actor: EngineWorker,
-        servers: Fleet[RolloutWorker],
-        agents: AgentFleet,
+        servers: ReplicaSet[RolloutWorker],
+        agents: AgentReplicas,
         *,
         rewards: RewardServers | None = None,
         is_colocated: bool = False,

@@ -110,7 +110,7 @@ class WorkerContext:
     """Address at which the job's other processes reach this one's machine."""
 
 
-class Fleet(ABC, Generic[W]):
+class ReplicaSet(ABC, Generic[W]):
     """Workers of one class that know nothing of one another: any may die, be replaced, join or leave while others work.
 
     A member has a number that is never given again. One that died is replaced in the background, a bounded number of
@@ -201,15 +201,21 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def create_fleet(self, worker: Callable[..., W], pool: str, *, is_alone: bool = True, **kwargs: Any) -> Fleet[W]:
-        """Place one worker of a class per process of a pool, each on its own: see `Fleet`.
+    def create_replicas(
+        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, **kwargs: Any
+    ) -> ReplicaSet[W]:
+        """Place one worker of a class per process of a pool, each on its own: see `ReplicaSet`.
 
-        `is_alone` says that the pool is the fleet's. In one that it shares with groups, nobody is replaced and nobody
-        joins: a process that dies takes all of its workers along, and the run ends.
+        Args:
+            worker: A class.
+            pool: Name of a pool that was started.
+            owns_pool: No group shares the pool. In a shared one nobody is replaced and nobody joins: a process that
+                dies takes all of its workers along, and the run ends.
+            kwargs: For the constructor.
         """
 
     def death(self, within_s: float) -> Exception | None:
-        """The death of a worker that no fleet replaces, if there is one within the time: it may be why others fail.
+        """The death of a worker that nothing replaces, if there is one within the time: it may be why others fail.
 
         None where workers are not processes.
         """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from rl_trainer.errors import PlacementError
-from rl_trainer.runtime.base import Call, Fleet, ResourcePool, Runtime, WorkerContext
+from rl_trainer.runtime.base import Call, ReplicaSet, ResourcePool, Runtime, WorkerContext
 from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
 from rl_trainer.runtime.network import free_address
 from rl_trainer.tracing import span
@@ -70,11 +70,13 @@ class InlineRuntime(Runtime):
             self.stop()
         return cast("W", _InlineGroup(instance, grid))
 
-    def create_fleet(self, worker: Callable[..., W], pool: str, *, is_alone: bool = True, **kwargs: Any) -> Fleet[W]:
-        """A fleet of one, which can neither die nor grow."""
-        del is_alone
+    def create_replicas(
+        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, **kwargs: Any
+    ) -> ReplicaSet[W]:
+        """A replica set of one, which can neither die nor grow."""
+        del owns_pool
         self.create_group(worker, pool, **kwargs)
-        return _InlineFleet(self._workers[-1])
+        return _InlineReplicas(self._workers[-1])
 
     def stop(self) -> None:
         """Close every worker, last created first."""
@@ -85,7 +87,7 @@ class InlineRuntime(Runtime):
                 close()
 
 
-class _InlineFleet(Fleet[W]):
+class _InlineReplicas(ReplicaSet[W]):
     def __init__(self, worker: Any) -> None:
         self._worker = worker
 

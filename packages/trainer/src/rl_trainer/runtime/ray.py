@@ -1,3 +1,422 @@
 """Workers as Ray actors: one host process per pool slot, in which any number of colocated workers live."""
 
 from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rl_trainer.runtime.base import Call, ReplicaSet, ResourcePool, Runtime
+from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
+from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerHungError, WorkerTimeoutError
+from rl_trainer.tracing import environment
+from rl_trainer.runtime.ray_replicas import RayReplicas
+from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, Whereabouts, last_lines, reason_of, told_of
+from rl_trainer.runtime.heartbeat import Heartbeat
+from rl_trainer.runtime.reaper import Reaper
+from rl_trainer.runtime.network import make_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+W = TypeVar("W")
+
+_PLACEMENT_TIMEOUT_S = 20.0
+_INIT_ATTEMPTS = 3
+_START_TIMEOUT_S = 120.0
+"""Of a host process, which has nothing to load yet."""
+_CLOSE_TIMEOUT_S = 20.0
+_LOOK_S = 1.0
+"""How often a wait looks whether the run has been ended."""
+_SPARE_CPUS = 16
+"""That a local Ray is told of beyond what the pools ask for: room for replica_sets to grow."""
+_OBJECT_STORE_BYTES = 256 * 2**20
+"""Ray carries references and numbers here, never tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedHost:
+    """A host process and its place in the cluster."""
+
+    pool: ResourcePool
+    """What it belongs to."""
+    rank: int
+    """Position in the pool."""
+    group: PlacementGroup
+    """What its resources are reserved by."""
+    bundle: int
+    """Which part of that."""
+    actor: Any
+    """Ray's handle of it."""
+    watch: Any
+    """A reference that is there when it closes, and an error when it dies."""
+    where: Whereabouts | None = None
+    """None until it has answered."""
+
+
+class RayRuntime(Runtime):
+    """Starts a local Ray, or joins the cluster that `RAY_ADDRESS` names.
+
+    Every host process is watched: whichever call is under way when one of a group dies ends at once, and says so.
+    """
+
+    def __init__(self, *, timeout_s: float, heartbeat_s: float = 30.0) -> None:
+        self.timeout_s = timeout_s
+        self._heartbeat = Heartbeat(heartbeat_s)
+        self._pools: dict[str, ResourcePool] = {}
+        self._placements: list[PlacementGroup] = []
+        self._hosts: dict[str, list[PlacedHost]] = {}
+        self._actors: list[Any] = []
+        self._waiting = threading.Condition()
+        self._num_waiting = 0
+        self.is_over = False
+        """Whether every process is being ended: nobody waits any more."""
+        self._replica_sets: dict[str, RayReplicas[Any]] = {}
+        self._numbers = itertools.count(1)
+        self._has_started_ray = False
+        self._reaper: Reaper | None = None
+
+    def start(self, pools: Sequence[ResourcePool]) -> None:
+        """Reserve a placement group per pool and start its host processes."""
+        if not ray.is_initialized():
+            self._init_ray(pools)
+        _require_room(pools)
+        groups = {pool.name: self._reserve(pool) for pool in pools}
+        for pool in pools:
+            self._pools[pool.name] = pool
+            self._hosts[pool.name] = [
+                self._launch(pool, rank, groups[pool.name], rank) for rank in range(pool.num_workers)
+            ]
+        for name, hosts in self._hosts.items():
+            hosts[:] = [self._located(host) for host in hosts]
+            where = self.get([hosts[0].actor.free_address.remote()], hosts[:1], "start", _START_TIMEOUT_S)[0]
+            meet = [host.actor.set_rendezvous.remote(*where) for host in hosts]
+            self.get(meet, hosts, f"start pool {name}", _START_TIMEOUT_S)
+
+    def _init_ray(self, pools: Sequence[ResourcePool]) -> None:
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; silences its warning
+        options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+        tokens, variables = make_tokens(), environment()
+        if "RAY_ADDRESS" in os.environ:
+            variables |= tokens  # what is started here has them from this process
+        else:
+            # Roles wait for one another more than they compute, so a laptop may hold more of them than it has cores.
+            wanted = sum(p.num_workers * p.num_cpus for p in pools)
+            options |= {
+                "address": "local",
+                "num_cpus": max(int(wanted) + _SPARE_CPUS, os.cpu_count() or 1),
+                "object_store_memory": _OBJECT_STORE_BYTES,
+            }
+            self._has_started_ray = True
+            _forget_token()
+            # For the same reason each may compute on all cores; Ray would give torch one thread per reserved CPU.
+            os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+        if variables:
+            options["runtime_env"] = {"env_vars": variables}
+        if not self._has_started_ray:
+            _init_patiently(options)
+            return
+        self._reaper = Reaper()
+        with self._reaper.marking():
+            _init_patiently(options)
+        self._heartbeat.watch_ray()
+
+    @property
+    def num_machines(self) -> int:
+        """As Ray has placed them."""
+        return len({host.where.node_id for hosts in self._hosts.values() for host in hosts if host.where is not None})
+
+    def free_address(self, pool: str) -> tuple[str, int]:
+        """Of the machine that rank 0 is on."""
+        host = self._hosts_of(pool)[0]
+        return self.get([host.actor.free_address.remote()], [host], "find a port")[0]
+
+    def _reserve(self, pool: ResourcePool) -> PlacementGroup:
+        bundle = _bundle(pool)
+        name = f"{pool.name}-{os.getpid()}-{next(self._numbers)}"
+        group = placement_group([bundle] * pool.num_workers, strategy="PACK", name=name)
+        if not group.wait(_PLACEMENT_TIMEOUT_S):
+            there = {k: v for k, v in ray.available_resources().items() if k in {"CPU", "GPU"}}
+            remove_placement_group(group)
+            raise PlacementError(
+                f"pool {pool.name!r} asks for {pool.num_workers} x {bundle}, but after {_PLACEMENT_TIMEOUT_S:.0f} s "
+                f"only {there} is free"
+            )
+        self._placements.append(group)
+        return group
+
+    def _launch(self, pool: ResourcePool, rank: int, group: PlacementGroup, bundle: int) -> PlacedHost:
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        options = {
+            "name": f"{pool.name}-{rank}-{os.getpid()}-{next(self._numbers)}",
+            "num_cpus": pool.num_cpus,
+            "num_gpus": pool.num_gpus,
+            "max_concurrency": CALLS_AT_A_TIME + 1,
+            "scheduling_strategy": strategy,
+        }
+        as_actor: Any = ray.remote
+        kind = type(pool.name, (Host,), {})  # by whose name `ps` shows it: ray::engine
+        make = as_actor(concurrency_groups={HEARTBEAT: 1})(kind)
+        ends = {"folder": str(Path.cwd()), "is_one_machine": self._has_started_ray}
+        actor = make.options(**options).remote(rank, pool.num_workers, **ends)
+        self._actors.append(actor)
+        return PlacedHost(pool=pool, rank=rank, group=group, bundle=bundle, actor=actor, watch=actor.watch.remote())
+
+    def _located(self, host: PlacedHost) -> PlacedHost:
+        (where,) = self.get([host.actor.whereabouts.remote()], [host], "start", _START_TIMEOUT_S)
+        located = replace(host, where=where)
+        self._heartbeat.watch(located)
+        return located
+
+    def create_group(
+        self, worker: Callable[..., W], pool: str, *, mesh: Mapping[str, int] | None = None, **kwargs: Any
+    ) -> W:
+        """Construct one worker in every host of the pool."""
+        name, hosts = self._name_of(worker), self._hosts_of(pool)
+        grid = checked_mesh(len(hosts), mesh, worker)
+        create = [host.actor.create.remote(name, worker, kwargs) for host in hosts]
+        self.get(create, hosts, f"create {name}")
+        return cast("W", _RayGroup(self, name, hosts, grid, cast("type", worker)))
+
+    def create_replicas(self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, **kwargs: Any) -> ReplicaSet[W]:
+        """Construct one worker in every host of the pool."""
+        name, hosts = self._name_of(worker), self._hosts_of(pool)
+        if owns_pool:
+            del self._hosts[pool]  # members come and go: who waits for others does not hear of them
+        replica_set: RayReplicas[W] = RayReplicas(self, pool, name, worker, kwargs, owns_pool=owns_pool)
+        self._replica_sets[pool] = replica_set
+        replica_set.begin(hosts)
+        return replica_set
+
+    def _name_of(self, worker: Any) -> str:
+        return f"{getattr(worker, '__name__', 'worker')}-{next(self._numbers)}"
+
+    def _hosts_of(self, pool: str) -> list[PlacedHost]:
+        if pool not in self._hosts:
+            raise PlacementError(f"there is no pool {pool!r}; there are {sorted(self._hosts)}")
+        return self._hosts[pool]
+
+    # ---- what a replica_set asks for
+
+    def restart_host(self, host: PlacedHost) -> PlacedHost:
+        """A new process in the place of one that died."""
+        return self._located(self._launch(host.pool, host.rank, host.group, host.bundle))
+
+    def reserve_host(self, pool: str) -> Callable[[], PlacedHost]:
+        """Reserve room for one more process of a pool; returns what starts it."""
+        alone = replace(self._pools[pool], num_workers=1)
+        group = self._reserve(alone)
+        return lambda: self._located(self._launch(alone, 0, group, 0))
+
+    def end_host(self, host: PlacedHost) -> None:
+        """Close a process's workers, then end it."""
+        self._heartbeat.forget(host)
+        ray.wait([host.actor.close.remote()], timeout=_CLOSE_TIMEOUT_S)
+        ray.kill(host.actor)
+
+    # ---- waiting
+
+    def get(
+        self, references: list[Any], hosts: Sequence[PlacedHost], what: str, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Wait for one answer of each of `hosts`; the first failure of any, or the death of any group's, ends it.
+
+        Raises:
+            WorkerTimeoutError, WorkerDiedError: with the last lines of the process.
+        """
+        limit = timeout_s or self.timeout_s
+        deadline = time.monotonic() + limit
+        watched = self.watched()
+        pending = list(references)
+        with self.waiting():
+            while pending:
+                done = self.first_of([*pending, *watched], deadline, what)
+                if done is None:
+                    late = [host for r, host in zip(references, hosts, strict=True) if r in set(pending)]
+                    raise WorkerTimeoutError(
+                        f"rank {[host.rank for host in late]} of pool {late[0].pool.name!r} did not finish {what} "
+                        f"within {limit:.0f} s; {told_of([host.where for host in late])}"
+                    )
+                if done in watched:
+                    raise self.death_of(watched[done], what)
+                pending.remove(done)
+                try:
+                    ray.get(done)
+                except RayTaskError as error:
+                    raise reason_of(error) from error
+                except RayActorError as error:
+                    raise self.death_of(hosts[references.index(done)], what) from error
+            return ray.get(references)
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """While a thread is in calls of Ray's, which must not be shut down then: that ends the process by a signal."""
+        with self._waiting:
+            self._num_waiting += 1
+        try:
+            yield
+        finally:
+            with self._waiting:
+                self._num_waiting -= 1
+                self._waiting.notify_all()
+
+    def first_of(self, references: list[Any], deadline: float, what: str) -> Any | None:
+        """The first of these that is there; None if the deadline passes.
+
+        Raises:
+            WorkerDiedError: the runtime was stopped meanwhile.
+        """
+        while not self.is_over:
+            left_s = deadline - time.monotonic()
+            done, _ = ray.wait(references, num_returns=1, timeout=min(max(left_s, 0), _LOOK_S))
+            if done or left_s <= 0:
+                return done[0] if done else None
+        raise WorkerDiedError(f"the run was ended during {what}")
+
+    def watched(self) -> dict[Any, PlacedHost]:
+        """By what is there when they end, the processes of groups: without any one of them the job cannot go on."""
+        return {host.watch: host for hosts in self._hosts.values() for host in hosts}
+
+    def death_of(self, host: PlacedHost, what: str) -> WorkerDiedError:
+        """The error of whoever waited for `what` while a group's process died."""
+        return self.death_named(host, f"a worker of pool {host.pool.name!r}, rank {host.rank},", f"during {what}")
+
+    def death_named(self, host: PlacedHost, name: str, when: str) -> WorkerDiedError:
+        """The death of a process, in a sentence with what it wrote last; of one that hung, with how it was found."""
+        finding, wrote = self._heartbeat.finding(host), last_lines(host.where)
+        if finding is not None:
+            return WorkerHungError(f"{name} hung {when}: it {finding}; {wrote}")
+        return WorkerDiedError(f"{name} died {when}; {wrote}")
+
+    def death(self, within_s: float) -> Exception | None:
+        """See `Runtime.death`."""
+        watched = self.watched()
+        over, _ = ray.wait([*watched], num_returns=1, timeout=within_s) if watched else ([], [])
+        return self.death_of(watched[over[0]], "the run") if over else None
+
+    def stop(self) -> None:
+        """Close every worker, end the hosts, and shut down the Ray that was started here."""
+        self._heartbeat.stop()
+        self.is_over = True
+        for replica_set in self._replica_sets.values():
+            replica_set.close()
+        everyone = {pool: replica_set.hosts for pool, replica_set in self._replica_sets.items()} | self._hosts
+        for name, hosts in everyone.items():
+            references = [host.actor.close.remote() for host in hosts]
+            done, late = (
+                ray.wait(references, num_returns=len(references), timeout=_CLOSE_TIMEOUT_S) if hosts else ((), ())
+            )
+            for reference in done:
+                try:
+                    ray.get(reference)
+                except (RayActorError, RayTaskError) as error:
+                    reason = reason_of(error) if isinstance(error, RayTaskError) else error
+                    told = f"pool {name!r} did not close cleanly: {str(reason).partition(chr(10))[0]}"
+                    print(told)  # noqa: T201 - the last word before the processes end
+            for host in hosts if late else []:
+                ray.kill(host.actor)
+        for actor in self._actors:  # those too that were still starting: who waits for them hears of it
+            ray.kill(actor)
+        self._actors.clear()
+        with self._waiting:
+            self._waiting.wait_for(lambda: not self._num_waiting, _CLOSE_TIMEOUT_S)
+        for group in self._placements:
+            remove_placement_group(group)
+        self._hosts, self._replica_sets, self._placements, self._pools = {}, {}, [], {}
+        if self._has_started_ray:
+            ray.shutdown()
+            self._has_started_ray = False
+        if self._reaper is not None:
+            self._reaper.end()
+            self._reaper = None
+
+
+def _forget_token() -> None:
+    """Have Ray read its token again: it keeps the first that this process had, and the environment's may be another.
+
+    There is no public call for it. A Ray without this one asks for the first token only, which is the usual case.
+    """
+    with suppress(ImportError, AttributeError):
+        raylet: Any = importlib.import_module("ray._raylet")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _init_patiently(options: dict[str, Any]) -> None:
+    """Start or join Ray. It gives its own processes 30 s to answer, which a busy machine may not keep: try again."""
+    reasons: list[str] = []
+    while True:
+        try:
+            ray.init(**options)
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error}")
+            ray.shutdown()
+            if len(reasons) == _INIT_ATTEMPTS:
+                raise PlacementError(
+                    f"Ray did not start, {_INIT_ATTEMPTS} times: {reasons[-1]} Look at the load of the machine and, if "
+                    "RAY_ADDRESS is set, at whether it is right and whether the cluster asks for a token (then set "
+                    "RAY_AUTH_MODE=token, and have its ~/.ray/auth_token here)"
+                ) from error
+        else:
+            return
+
+
+def _bundle(pool: ResourcePool) -> dict[str, float]:
+    return {"CPU": pool.num_cpus} | ({"GPU": pool.num_gpus} if pool.num_gpus else {})
+
+
+def _require_room(pools: Sequence[ResourcePool]) -> None:
+    """Refuse at once what the whole cluster could not hold if it were empty."""
+    wanted: Counter[str] = Counter()
+    for pool in pools:
+        wanted.update({kind: count * pool.num_workers for kind, count in _bundle(pool).items()})  # pyright: ignore[reportArgumentType] - a Counter of floats
+    has = ray.cluster_resources()
+    if any(count > has.get(kind, 0.0) for kind, count in wanted.items()):
+        asked = ", ".join(f"{pool.name} {pool.num_workers} x {_bundle(pool)}" for pool in pools)
+        there = {kind: has.get(kind, 0.0) for kind in wanted}
+        raise PlacementError(
+            f"the pools ask for {dict(wanted)} in all ({asked}), but the cluster has {there}; make the pools "
+            "smaller, or the cluster larger"
+        )
+
+
+class _RayGroup:
+    """The group's side of a worker class: every registered method, with the class's own signature."""
+
+    def __init__(self, runtime: RayRuntime, name: str, hosts: list[PlacedHost], mesh: Mesh, worker: type) -> None:
+        self._lock = threading.Lock()
+        for method, call in calls_of(worker).items():
+            setattr(self, method, partial(self._call, runtime, name, hosts, mesh, method, call))
+
+    def _call(
+        self,
+        runtime: RayRuntime,
+        name: str,
+        hosts: list[PlacedHost],
+        mesh: Mesh,
+        method: str,
+        call: Call,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        called: list[PlacedHost] = []
+        references: list[Any] = []
+        with self._lock:  # ranks must see the calls of one group in one order
+            for host, own in zip(hosts, spread(call, mesh, args, kwargs), strict=True):
+                if own is not None:
+                    called.append(host)
+                    actor_call = host.actor.call_beside if call.is_urgent else host.actor.call
+                    references.append(actor_call.remote(name, method, *own))
+        return join(call, mesh, runtime.get(references, called, f"{name}.{method}"))

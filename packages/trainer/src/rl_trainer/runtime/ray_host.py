@@ -47,15 +47,15 @@ class Whereabouts:
 class Host:
     """A process of a pool.
 
-    With `is_alone` all of them are on this machine; `folder` is the driver's working folder.
+    With `is_one_machine` all of them are on this machine; `folder` is the driver's working folder.
 
     Each worker lives on a thread of its own: a long call does not block another worker's, and torch keeps one team of
     threads and one heap for it, where Ray's changing threads would each make their own.
     """
 
-    def __init__(self, rank: int, world_size: int, *, folder: str, is_alone: bool) -> None:
+    def __init__(self, rank: int, world_size: int, *, folder: str, is_one_machine: bool) -> None:
         self.rank, self.world_size = rank, world_size
-        self.host = "127.0.0.1" if is_alone else ray.util.get_node_ip_address()
+        self.host = "127.0.0.1" if is_one_machine else ray.util.get_node_ip_address()
         if Path(folder).is_dir():  # relative paths are those of the process that the run was started in
             os.chdir(folder)
         self.workers: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A fleet of Ray actors: who is there, who died, and who takes the place of whom."""
+"""A replica set of Ray actors: who is there, who died, and who takes the place of whom."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rl_trainer.errors import PlacementError, TrainerError, WorkerDiedError, WorkerTimeoutError
-from rl_trainer.runtime.base import Fleet
+from rl_trainer.runtime.base import ReplicaSet
 from rl_trainer.runtime.ray_host import reason_of, told_of
 
 if TYPE_CHECKING:
@@ -23,17 +23,17 @@ R = TypeVar("R")
 W = TypeVar("W")
 
 _MAX_REPLACEMENTS = 16
-"""Of a fleet, in all: what dies again and again has a reason that a new process does not mend."""
+"""Of a replica set, in all: what dies again and again has a reason that a new process does not mend."""
 _POLL_S = 0.05
 
 
-class RayFleet(Fleet[W]):
-    """Members are host processes of one worker each; made by `RayRuntime.create_fleet`."""
+class RayReplicas(ReplicaSet[W]):
+    """Members are host processes of one worker each; made by `RayRuntime.create_replicas`."""
 
     def __init__(
-        self, runtime: RayRuntime, pool: str, name: str, worker: Callable[..., W], kwargs: Any, *, is_alone: bool
+        self, runtime: RayRuntime, pool: str, name: str, worker: Callable[..., W], kwargs: Any, *, owns_pool: bool
     ) -> None:
-        self._is_alone = is_alone
+        self._owns_pool = owns_pool
         self._runtime, self._pool, self._name = runtime, pool, name
         self._worker, self._kwargs = worker, kwargs
         self._numbers = itertools.count()
@@ -65,7 +65,7 @@ class RayFleet(Fleet[W]):
             return tuple(self._hosts)
 
     def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:
-        """See `Fleet.call`."""
+        """See `ReplicaSet.call`."""
         name = method.__name__
         if self._runtime.is_over:
             raise WorkerDiedError(f"the run was ended before {name}")
@@ -116,7 +116,7 @@ class RayFleet(Fleet[W]):
     def _replace(self, host: PlacedHost, error: Exception) -> None:
         self._last_death = error
         self._news.append(str(error))
-        if self._is_closed or not self._is_alone:
+        if self._is_closed or not self._owns_pool:
             return
         if self._num_replacements == _MAX_REPLACEMENTS:
             self._news.append(f"{self._name}: {_MAX_REPLACEMENTS} members were replaced already; this one is not")
@@ -148,7 +148,7 @@ class RayFleet(Fleet[W]):
             self._starting.discard(threading.current_thread())
 
     def wait(self) -> tuple[int, ...]:
-        """See `Fleet.wait`."""
+        """See `ReplicaSet.wait`."""
         deadline = time.monotonic() + self._runtime.timeout_s
         while not (members := self.members):
             if not self._starting or self._runtime.is_over or time.monotonic() > deadline:
@@ -157,7 +157,7 @@ class RayFleet(Fleet[W]):
         return members
 
     def lose(self, member: int, error: Exception) -> None:
-        """See `Fleet.lose`."""
+        """See `ReplicaSet.lose`."""
         with self._lock:
             host = self._hosts.pop(member, None)
             if host is not None:
@@ -165,9 +165,9 @@ class RayFleet(Fleet[W]):
                 self._replace(host, WorkerDiedError(f"member {member} of {self._name} is given up: {error}"))
 
     def resize(self, num_members: int) -> None:
-        """See `Fleet.resize`."""
+        """See `ReplicaSet.resize`."""
         with self._lock:
-            if not self._is_alone and num_members != len(self._hosts):
+            if not self._owns_pool and num_members != len(self._hosts):
                 raise PlacementError(
                     f"{self._name} shares the {len(self._hosts)} processes of pool {self._pool!r} with others, so it "
                     f"cannot have {num_members} members"
@@ -181,7 +181,7 @@ class RayFleet(Fleet[W]):
                 self._news.append(f"member {member} of {self._name} has left")
 
     def take_news(self) -> list[str]:
-        """See `Fleet.take_news`."""
+        """See `ReplicaSet.take_news`."""
         _ = self.members
         with self._lock:
             news, self._news = self._news, []

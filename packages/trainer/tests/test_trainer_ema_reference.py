@@ -10,7 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from rl_trainer.config import EmaSection, load_config
-from rl_trainer.ema_reference import MovingReference, start_of
+from rl_trainer.ema_reference import EmaReference, start_of
 from rl_trainer.errors import InputError, PlanError
 from rl_trainer.run import run
 from rl_trainer.validate import make_plan
@@ -61,7 +61,7 @@ def test_it_moves_every_so_often_keeps_one_folder_and_is_part_of_a_checkpoint(tm
         offload=lambda: calls.append("offload"),
     )
     (tmp_path / "out").mkdir()
-    moving = MovingReference(
+    moving = EmaReference(
         SimpleNamespace(save_model=save_model), engine, EmaSection(decay=0.5, every=2), folder=tmp_path / "out",
         start=start, is_colocated=True,
     )  # fmt: skip

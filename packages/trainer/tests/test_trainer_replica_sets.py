@@ -1,4 +1,4 @@
-"""Agent workers and replicas as fleets, with workers that answer at once."""
+"""Agent workers and replicas as replica_sets, with workers that answer at once."""
 
 import threading
 
@@ -8,14 +8,14 @@ from rl_ckpt.types import SyncReport
 from rl_rollout.errors import ServerLostError, WeightUpdateError
 from rl_rollout.types import ServerAddress
 from rl_trainer.errors import PlacementError, StaleWeightsError, WorkerDiedError
-from rl_trainer.replicas import AgentFleet
+from rl_trainer.replicas import AgentReplicas
 from rl_trainer.run import resize_as_asked
-from rl_trainer.runtime.base import Fleet
+from rl_trainer.runtime.base import ReplicaSet
 from rl_trainer.weight_sync import WeightSync
 from rl_trainer.workers.agent import EvalReport, GenerateReport, Job
 
 
-class LocalFleet(Fleet):
+class LocalReplicas(ReplicaSet):
     """Members are objects here; one whose number is in `dying` dies at its next call."""
 
     def __init__(self, make, count, *, replaces=True):
@@ -100,68 +100,68 @@ def jobs(*groups):
 
 
 def agents(count, **options):
-    fleet = LocalFleet(Agent, count, **options)
-    return fleet, AgentFleet(fleet, [address(0)])
+    replica_set = LocalReplicas(Agent, count, **options)
+    return replica_set, AgentReplicas(replica_set, [address(0)])
 
 
 def test_a_list_is_cut_over_the_members_and_joined_in_order_also_if_one_dies():
-    fleet, workers = agents(3)
+    replica_set, workers = agents(3)
     assert workers.prompt_lengths([[0] * n for n in range(7)]) == list(range(7))
-    fleet.dying = {1}
+    replica_set.dying = {1}
     assert workers.prompt_lengths([[0] * n for n in range(7)]) == list(range(7))
-    assert fleet.members == (0, 2, 3)
-    fleet.dying = {0}
+    assert replica_set.members == (0, 2, 3)
+    replica_set.dying = {0}
     rewards = [r for each in workers.evaluate([{"reward": n} for n in range(5)], {}) for r in each.rewards]
     assert rewards == [0, 1, 2, 3, 4]
 
 
 def test_what_a_dead_worker_was_generating_is_generated_by_others_as_another_attempt():
-    fleet, workers = agents(2)
-    fleet.dying = {0}
+    replica_set, workers = agents(2)
+    replica_set.dying = {0}
     made = []
     recorder = type("Recorder", (Agent,), {"generate": lambda self, jobs, *rest: made.extend(jobs) or [report(jobs)]})
-    fleet.make, fleet.workers[1] = recorder, recorder(1)
+    replica_set.make, replica_set.workers[1] = recorder, recorder(1)
     reports = workers.generate(jobs(1, 2, 3, 4), {"seed": 7}, "train", 2)
     assert sorted(group for each in reports for group in each.complete_groups) == [1, 2, 3, 4]
     assert {job.group_id: job.attempt for job in made} == {1: 1, 2: 1, 3: 0, 4: 0}
 
 
 def test_submitted_groups_outlive_their_worker_and_keep_their_seeds():
-    fleet, workers = agents(2)
+    replica_set, workers = agents(2)
     workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
     workers.submit(jobs(3, 4, 5), {"seed": 8}, "train", 2)
-    assert [len(worker.jobs) for worker in fleet.workers.values()] == [3, 2]  # the least busy gets the next
+    assert [len(worker.jobs) for worker in replica_set.workers.values()] == [3, 2]  # the least busy gets the next
     finished = [group for each in workers.poll() for group in each.complete_groups]
-    fleet.dying = {0}
+    replica_set.dying = {0}
     for _ in range(6):
         finished += [group for each in workers.poll() for group in each.complete_groups]
     assert sorted(finished) == [1, 2, 3, 4, 5]
 
 
 def test_every_new_worker_knows_the_servers_before_it_works():
-    fleet, workers = agents(1)
+    replica_set, workers = agents(1)
     workers.use_servers([address(1), address(2)])
-    assert fleet.workers[0].servers == ["http://1", "http://2"]
+    assert replica_set.workers[0].servers == ["http://1", "http://2"]
     workers.use_rewards({"liked": "http://3"})
-    fleet.resize(2)
+    replica_set.resize(2)
     workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
-    assert fleet.workers[1].servers == ["http://1", "http://2"]
-    assert fleet.workers[0].rewards == fleet.workers[1].rewards == {"liked": "http://3"}
-    assert len(fleet.workers[1].jobs) == 1
+    assert replica_set.workers[1].servers == ["http://1", "http://2"]
+    assert replica_set.workers[0].rewards == replica_set.workers[1].rewards == {"liked": "http://3"}
+    assert len(replica_set.workers[1].jobs) == 1
 
 
 def test_a_mistake_in_a_worker_ends_the_run():
-    fleet, workers = agents(2)
-    fleet.workers[1].poll = lambda: 1 / 0
+    replica_set, workers = agents(2)
+    replica_set.workers[1].poll = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         workers.poll()
 
 
 def test_what_stopped_workers_failed_with_ends_the_run():
-    fleet, workers = agents(1)
-    fleet.workers[0].stop_running = lambda: None
+    replica_set, workers = agents(1)
+    replica_set.workers[0].stop_running = lambda: None
     workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
-    fleet.workers[0].poll = lambda: 1 / 0
+    replica_set.workers[0].poll = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         workers.stop_running()
 
@@ -198,31 +198,31 @@ class Actor:
 
 
 def sync_of(actor, count=3, **options):
-    fleet, workers = agents(1)
-    replicas = LocalFleet(Replica, count, **options)
-    return replicas, fleet, WeightSync(actor, replicas, workers)
+    replica_set, workers = agents(1)
+    replicas = LocalReplicas(Replica, count, **options)
+    return replicas, replica_set, WeightSync(actor, replicas, workers)
 
 
 def test_the_dead_are_left_out_and_the_version_is_sent_again_to_the_others():
     actor = Actor(failures=[RuntimeError("a receiver went away")])
-    replicas, fleet, weights = sync_of(actor, replaces=False)
+    replicas, replica_set, weights = sync_of(actor, replaces=False)
     replicas.workers[0].error = WeightUpdateError("called off; the old version serves")
     replicas.workers[1].error = ServerLostError("connection lost")
     weights.sync(5)
     assert actor.sent == [(5, 3), (5, 2)]
     assert {n: replica.version for n, replica in replicas.workers.items()} == {0: 5, 2: 5}
-    assert fleet.workers[0].servers == ["http://0", "http://2"]
+    assert replica_set.workers[0].servers == ["http://0", "http://2"]
 
 
 def test_weights_that_no_replica_was_left_to_take_are_sent_again_to_those_that_join():
     actor = Actor()
-    replicas, fleet, weights = sync_of(actor, count=2)
+    replicas, replica_set, weights = sync_of(actor, count=2)
     for replica in replicas.workers.values():
         replica.error = ServerLostError("connection lost")
     weights.sync(5)
     assert actor.sent == [(5, 2), (5, 2)]
     assert {number: replica.version for number, replica in replicas.workers.items()} == {2: 5, 3: 5}
-    assert fleet.workers[0].servers == ["http://2", "http://3"]
+    assert replica_set.workers[0].servers == ["http://2", "http://3"]
 
 
 def test_a_replica_whose_server_is_gone_is_found_before_the_sender_waits_for_it():
@@ -235,12 +235,12 @@ def test_a_replica_whose_server_is_gone_is_found_before_the_sender_waits_for_it(
 
 
 def test_a_new_replica_is_used_once_it_has_the_weights():
-    replicas, fleet, weights = sync_of(Actor(), count=1)
+    replicas, replica_set, weights = sync_of(Actor(), count=1)
     weights.sync(1)
     replicas.resize(2)
-    assert fleet.workers[0].servers is None  # still those that it began with
+    assert replica_set.workers[0].servers is None  # still those that it began with
     weights.sync(2)
-    assert fleet.workers[0].servers == ["http://0", "http://1"]
+    assert replica_set.workers[0].servers == ["http://0", "http://1"]
 
 
 def test_a_sync_that_fails_though_nobody_died_ends_the_run_and_both_sides_are_told():
@@ -289,28 +289,28 @@ def test_colocated_replicas_and_actor_have_the_memory_in_turn():
         def sleep(self):
             told.append("rewards sleep")
 
-    fleet, workers = agents(1)
-    weights = WeightSync(Mover(), LocalFleet(Sleeper, 1), workers, rewards=Rewards(), is_colocated=True)
+    replica_set, workers = agents(1)
+    weights = WeightSync(Mover(), LocalReplicas(Sleeper, 1), workers, rewards=Rewards(), is_colocated=True)
     weights.sync(1)
     weights.yield_memory()
     weights.sync(2)
     turn = ["servers wake weights", "send {}", "actor offload", "servers wake kv_cache", "rewards wake"]
     sent = [[line.format(version) for line in turn] for version in (1, 2)]
     assert told == [*sent[0], "servers sleep", "rewards sleep", "actor onload", *sent[1]]
-    assert fleet.workers[0].rewards == {"liked": f"http://{len(told)}"}, "it answers elsewhere every time"
+    assert replica_set.workers[0].rewards == {"liked": f"http://{len(told)}"}, "it answers elsewhere every time"
 
 
-def test_fleet_json_resizes_and_what_cannot_be_followed_is_told(tmp_path):
-    fleets = {"agent": LocalFleet(Agent, 1), "rollout": LocalFleet(Replica, 1)}
-    assert resize_as_asked(fleets, tmp_path) == []
-    file = tmp_path / "fleet.json"
+def test_replicas_json_resizes_and_what_cannot_be_followed_is_told(tmp_path):
+    replica_sets = {"agent": LocalReplicas(Agent, 1), "rollout": LocalReplicas(Replica, 1)}
+    assert resize_as_asked(replica_sets, tmp_path) == []
+    file = tmp_path / "replicas.json"
     file.write_text('{"agent": 3, "rollout": 2}')
-    assert resize_as_asked(fleets, tmp_path) == ["fleet.json: agent 3, rollout 2"]
-    assert [len(fleet.members) for fleet in fleets.values()] == [3, 2]
+    assert resize_as_asked(replica_sets, tmp_path) == ["replicas.json: agent 3, rollout 2"]
+    assert [len(replica_set.members) for replica_set in replica_sets.values()] == [3, 2]
     assert not file.exists()
     for text, words in (('{"agents": 3}', "agent"), ('{"agent": 10}', "no room for ten"), ("3 agents", "JSON")):
         file.write_text(text)
-        (told,) = resize_as_asked(fleets, tmp_path)
+        (told,) = resize_as_asked(replica_sets, tmp_path)
         assert words in told
 
 
