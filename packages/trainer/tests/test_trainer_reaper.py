@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from rl_trainer.runtime.processes import has_ended
 
+from rl_trainer.runtime.heartbeat import has_ended
 from rl_trainer.runtime.reaper import DEATH_GRACE_S
 
 PLAIN = """
