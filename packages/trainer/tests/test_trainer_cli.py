@@ -281,7 +281,7 @@ raise SystemExit(getattr(cli, sys.argv[3])(sys.argv[4:]))
     [
         ("main", "rl-train", "rl_trainer.errors"),
         ("main", "rl-train", "rl_trainer.config"),
-        ("main", "rl-train", "rl_trainer.job"),
+        ("main", "rl-train", "rl_trainer.run"),
         ("main_eval", "rl-eval", "rl_trainer.config"),
         ("main_sample", "rl-sample", "rl_trainer.config"),
     ],

@@ -152,7 +152,7 @@ def test_a_server_that_asks_for_a_pause_gets_it(monkeypatch):
         slept.append(delay_s)
         await sleep(0, *given)
 
-    monkeypatch.setattr("rl_trainer.rewards.models.asyncio.sleep", note)
+    monkeypatch.setattr("rl_trainer.rewards.served.asyncio.sleep", note)
     busy = [web.Response(status=429, headers={"Retry-After": after}) for after in ("7", "9999", "Fri, 31 Dec 1999")]
     assert ask(Server(*busy, judged("Score: 0.5")), "a", max_attempts=4) == [0.5]
     assert [each for each in slept if each >= 0.001] == [7.0, 30.0, 0.004]

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from rl_tq.types import BatchMeta
-from rl_trainer.runtime.base import Call, Dispatch, ResourcePool, WorkerContext, register
-from rl_trainer.runtime.dispatch import Mesh, join, spread
 from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
 from rl_trainer.runtime import create_runtime
-from rl_trainer.runtime.network import free_address
+from rl_trainer.runtime.base import Call, Dispatch, ResourcePool, WorkerContext, register
+from rl_trainer.runtime.dispatch import Mesh, join, spread
 from rl_trainer.runtime.inline import InlineRuntime
+from rl_trainer.runtime.network import free_address
 from rl_trainer.runtime.ray import _init_patiently
 from rl_trainer.testing import RuntimeConformance
 

@@ -19,15 +19,15 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerHungError, WorkerTimeoutError
 from rl_trainer.runtime.base import Call, ReplicaSet, ResourcePool, Runtime
 from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
-from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerHungError, WorkerTimeoutError
-from rl_trainer.tracing import environment
-from rl_trainer.runtime.ray_replicas import RayReplicas
-from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, Whereabouts, last_lines, reason_of, told_of
 from rl_trainer.runtime.heartbeat import Heartbeat
-from rl_trainer.runtime.reaper import Reaper
 from rl_trainer.runtime.network import make_tokens
+from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, Whereabouts, last_lines, reason_of, told_of
+from rl_trainer.runtime.ray_replicas import RayReplicas
+from rl_trainer.runtime.reaper import Reaper
+from rl_trainer.tracing import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -191,7 +191,9 @@ class RayRuntime(Runtime):
         self.get(create, hosts, f"create {name}")
         return cast("W", _RayGroup(self, name, hosts, grid, cast("type", worker)))
 
-    def create_replicas(self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, **kwargs: Any) -> ReplicaSet[W]:
+    def create_replicas(
+        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, **kwargs: Any
+    ) -> ReplicaSet[W]:
         """Construct one worker in every host of the pool."""
         name, hosts = self._name_of(worker), self._hosts_of(pool)
         if owns_pool:
