@@ -266,3 +266,8 @@ def test_the_rebuilt_packages_keep_their_structure():
         measured = structure.measure_package(SOURCES[package])
         wanted = dict.fromkeys(("import circles", "private root modules", "names with private words"), 0)
         assert {measure: measured[measure] for measure in wanted} == wanted, package
+
+
+def test_types_are_checked_in_every_package():
+    included = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["include"])
+    assert included == {str(source.parent.relative_to(ROOT)) for source in SOURCES.values()} | {"bench/src"}

@@ -135,7 +135,7 @@ def frame_urls(video: Any, num_frames: int = NUM_FRAMES) -> tuple[str, ...]:
     Raises:
         RowError: it is no video, has no frames, or cannot be decoded here.
     """
-    if not isinstance(num_frames, int) or isinstance(num_frames, bool) or num_frames < 1:
+    if type(num_frames) is not int or num_frames < 1:
         raise RowError(f"nframes of a video is {num_frames!r}; a positive number of frames is needed")
     if isinstance(video, bytes):
         return _decoded(video, num_frames)
@@ -165,19 +165,20 @@ def _chosen(length: int, count: int) -> list[int]:
 def _decoded(encoded: bytes, num_frames: int) -> tuple[str, ...]:
     try:
         import av
+        from av.error import FFmpegError
     except ImportError as error:
         raise RowError(
             "a row has a video file, which nothing here decodes: pip install 'rl-agent[videos]', or give its frames"
         ) from error
     try:
-        with av.open(io.BytesIO(encoded)) as container:
+        with av.open(io.BytesIO(encoded), "r") as container:
             length = sum(1 for _ in container.decode(video=0))  # what the file says of itself may be missing, or wrong
         if not length:
             raise RowError("a video has no frames")
         wanted = set(_chosen(length, num_frames))
-        with av.open(io.BytesIO(encoded)) as container:
+        with av.open(io.BytesIO(encoded), "r") as container:
             frames = [_png(frame) for at, frame in enumerate(container.decode(video=0)) if at in wanted]
-    except (av.FFmpegError, IndexError) as error:  # the latter where there are only other streams
+    except (FFmpegError, IndexError) as error:  # the latter where there are only other streams
         raise RowError(f"a video of {len(encoded)} bytes cannot be decoded: {error}") from error
     return tuple(map(data_url, frames))
 

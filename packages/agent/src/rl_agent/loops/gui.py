@@ -1,5 +1,8 @@
 """A browser agent: the model clicks and types on a local page, and the page's own state decides the reward."""
 
+# Playwright is there where its tests run, and not where types are checked.
+# pyright: reportMissingImports=false, reportUnknownParameterType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import asyncio

@@ -84,5 +84,5 @@ def _extent_of(tensor: Tensor) -> tuple[int, int]:
     """From where to where its elements lie, bytes."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), tensor.data_ptr()
-    num_elements = end_of(tensor) - tensor.storage_offset()
+    num_elements = end_of(tensor) - int(tensor.storage_offset())
     return tensor.data_ptr(), tensor.data_ptr() + num_elements * tensor.itemsize

@@ -10,7 +10,7 @@ from operator import index
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rl_ckpt.errors import TensorError, UsageError, VersionError
@@ -184,11 +184,7 @@ class Source:
 
 
 def _is_dense(tensor: object) -> bool:
-    return (
-        isinstance(tensor, torch.Tensor)
-        and not isinstance(tensor, UninitializedTensorMixin)
-        and tensor.layout == torch.strided
-    )
+    return isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tensor.layout == torch.strided
 
 
 def _num_changes(tensor: Tensor) -> int | None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from rl_ckpt.errors import TensorError
 from rl_csrc.buffers.frames import DTYPES
@@ -48,7 +48,7 @@ def spec_of(name: object, tensor: object) -> TensorSpec:
         raise TensorError(f"the source yielded ({name!r}, {type(tensor).__name__}); it must yield (str, torch.Tensor)")
     if hasattr(tensor, "full_tensor"):
         raise TensorError(f"{name!r} is a DTensor, of which this rank holds a shard; yield tensor.full_tensor()")
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         raise TensorError(f"{name!r} is not initialized; call its lazy module once before")
     if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
         raise TensorError(
@@ -87,7 +87,7 @@ def end_of(tensor: torch.Tensor) -> int:
         return 0
     if not tensor.is_contiguous():
         num_elements = 1 + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() + num_elements
+    return int(tensor.storage_offset()) + num_elements
 
 
 @lru_cache(maxsize=1 << 16)

@@ -238,7 +238,8 @@ class BetweenProcesses(ABC):
 
         async def main() -> None:
             async with AsyncExitStack() as stack:
-                await work(Bench(self.new_address(), self.token, stack, type(self).set_up, type(self).hold))
+                set_up = type(self).set_up  # pyright: ignore[reportAttributeAccessIssue]  # seen as a method; it is none
+                await work(Bench(self.new_address(), self.token, stack, set_up, type(self).hold))
 
         with _nothing_left():
             asyncio.run(main())

@@ -97,8 +97,7 @@ def _laid_over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in tree.items():
         below = merged.get(key)
-        is_section = isinstance(value, dict) and isinstance(below, dict)
-        merged[key] = _laid_over(below, value) if is_section else value
+        merged[key] = _laid_over(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
     return merged
 
 

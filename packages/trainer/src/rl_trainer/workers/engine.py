@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.base import WeightSender
     from rl_ckpt.types import SyncReport
     from rl_engine.base import LossFunction
     from rl_engine.types import EngineConfig
@@ -370,7 +370,7 @@ class EngineWorker(_EngineRank):
         return None
 
     async def _send(
-        self, sender: CheckpointEngine, named_tensors: Iterable[tuple[str, Tensor]], version: int, num_receivers: int
+        self, sender: WeightSender, named_tensors: Iterable[tuple[str, Tensor]], version: int, num_receivers: int
     ) -> SyncReport:
         def begun() -> Iterator[tuple[str, Tensor]]:
             self._waiting = None
