@@ -1,4 +1,4 @@
-"""TODO."""
+"""Agent workers as a replica set: jobs are dealt over those that are there, and dealt again when one dies."""
 
 from __future__ import annotations
 
