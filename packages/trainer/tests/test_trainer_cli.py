@@ -262,6 +262,7 @@ def test_errors_of_the_disk_and_of_the_packages_are_sentences_and_mistakes_are_n
 
 AT_AN_IMPORT = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 class Strike:
     def find_spec(self, name, path=None, target=None):
         if name == sys.argv[1]:

@@ -266,7 +266,7 @@ def test_answers_that_nobody_reads_are_bounded(serve):
         meta = client.put({"a": torch.ones(2, MIB), "b": torch.ones(2)}, partition="q")
     rows = {"partition": "q", "generation": meta.generation, "rows": [meta.rows[1], meta.rows[0]], "sample_ids": ()}
     text = encode({"id": 1, "op": "fetch", **rows, "columns": ["a"]})
-    with dial(server.address) as connection, server.grows_at_most(160 * MIB):
+    with dial(server.address) as connection, server.grows_at_most(256 * MIB):
         connection.sendall((header(len(text)) + text) * 200)
         time.sleep(1.0)
         assert is_well(server)
