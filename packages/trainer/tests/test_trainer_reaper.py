@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_trainer.runtime.heartbeat import has_ended
-from rl_trainer.runtime.reaper import DEATH_GRACE_S
+from rl_trainer.runtime.reaper import DEATH_GRACE_S, VARIABLE, find_processes, start_time
 
 PLAIN = """
 import subprocess, sys, time
@@ -24,6 +24,20 @@ print(bystander.pid, *[process.pid for process in started], flush=True)
 if sys.argv[1] == "stop":
     reaper.end()
     print("ended", flush=True)
+time.sleep(600)
+"""
+SHY = """
+import subprocess, sys, time
+from rl_trainer.runtime.reaper import LOOK_EVERY_S, Reaper
+reaper = Reaper(death_grace_s=0.5)
+child = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+parent = f"import subprocess, time; print(subprocess.Popen({child}, env={{}}, start_new_session=True).pid, flush=True)"
+with reaper.marking():
+    parent = [sys.executable, "-I", "-S", "-c", f"{parent}; time.sleep({4 * LOOK_EVERY_S})"]
+    started = subprocess.Popen(parent, stdout=subprocess.PIPE, text=True)
+print(started.stdout.readline().strip(), started.wait(), flush=True)
+if sys.argv[1] == "stop":
+    reaper.end()
 time.sleep(600)
 """
 RUN = """
@@ -80,6 +94,77 @@ def test_what_is_marked_ends_and_nothing_else(how):
         os.kill(bystander, signal.SIGKILL)
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_an_orphan_without_the_mark_ends_if_a_marked_process_has_started_it(how):
+    process = controller(SHY, how)
+    orphan, status = map(int, process.stdout.readline().split())
+    assert status == 0
+    try:
+        if how == "kill":
+            assert not has_ended(orphan)
+            process.kill()
+        deadline = time.monotonic() + 30
+        while not has_ended(orphan):
+            assert time.monotonic() < deadline, "an orphan of the run is there still"
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def sleeper():
+    processes = []
+
+    def start(**options):
+        processes.append(subprocess.Popen(["sleep", "600"], **options))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_processes_are_found_by_mark_by_descent_and_by_memory(sleeper):
+    child = "subprocess.Popen(['sleep', '600'], env={}, stdout=subprocess.DEVNULL)"
+    script = f"import subprocess; child = {child}; print(child.pid, flush=True); input()"
+    parent = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", script],
+        env={VARIABLE: "one"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child = int(parent.stdout.readline())
+    other = sleeper(env={VARIABLE: "another"})
+    try:
+        run = find_processes(f"{VARIABLE}=one", {})
+        assert set(run) == {parent.pid, child}
+        assert set(find_processes("", {parent.pid: start_time(parent.pid)})) == {parent.pid, child}
+        parent.communicate("\n")
+        assert find_processes(f"{VARIABLE}=one", {}) == {}
+        assert set(find_processes(f"{VARIABLE}=one", run)) == {child}
+        another_time = {pid: start + 1 for pid, start in run.items()}  # the kernel has given the numbers away again
+        assert find_processes(f"{VARIABLE}=one", another_time) == {}
+        assert set(find_processes(f"{VARIABLE}=another", run)) == {child, other.pid}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.kill()
+        parent.communicate()
+
+
+def test_a_zombie_and_a_reused_number_are_not_of_the_run(sleeper):
+    process = sleeper(env={VARIABLE: "one"})
+    run = find_processes(f"{VARIABLE}=one", {})
+    process.kill()
+    while not has_ended(process.pid):
+        time.sleep(0.01)
+    assert find_processes(f"{VARIABLE}=one", run) == {}, "it has not been waited for yet"
+    with pytest.raises(ProcessLookupError, match=str(process.pid)):
+        start_time(process.pid)
 
 
 @pytest.mark.timeout(300)

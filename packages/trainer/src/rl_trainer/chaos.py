@@ -47,6 +47,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_trainer.runtime.reaper import LOOK_EVERY_S, find_processes, start_time
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
@@ -198,7 +200,7 @@ class _Faults:
         elif fault == "stop":
             os.kill(target, signal.SIGSTOP)
         elif fault == "dead node":
-            for pid in [target, *_children(target)]:
+            for pid in find_processes("", {target: start_time(target)}):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         elif fault == "full disk":
@@ -237,7 +239,8 @@ def _arm(faults: _Faults) -> None:
 def _process_of(role: str) -> int | None:
     """A process of this trial with that role."""
     wanted = _ROLES[role]
-    for pid in _marked(os.environ[_MARK]):
+    me = os.getpid()
+    for pid in find_processes(f"{_MARK}={os.environ[_MARK]}", {me: start_time(me)}):
         with suppress(OSError):
             line = _command_of(pid)
             if line.startswith(wanted) or (role == "node" and wanted in line.partition(" ")[0]):
@@ -400,7 +403,10 @@ class Chaos:
             self._child(job, trials, output_dir, log, notes, mark)
         status: int | None = None
         stopped: float | None = None
+        family, next_look = {pid: start_time(pid)}, start
         while status is None:
+            if time.monotonic() > next_look:
+                family, next_look = find_processes(f"{_MARK}={mark}", family), time.monotonic() + LOOK_EVERY_S
             found, now = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
             if found and os.WIFSTOPPED(now):
                 stopped = time.monotonic()
@@ -415,7 +421,7 @@ class Chaos:
                 status = -1 if late and stopped is None else status
             time.sleep(0.01)
         seconds = time.monotonic() - start
-        left = _wait_for_end(pid, mark, 60.0)
+        left = _wait_for_end(mark, family, 60.0)
         if left:
             with log.open("a") as file:
                 file.writelines(f"\nchaos: left behind: {one} {_command_of(one)}" for one in left)
@@ -592,32 +598,12 @@ def _settings(job: _Job, output_dir: Path, model: Path) -> list[str]:
 # Processes, memory, disks
 
 
-def _marked(mark: str) -> list[int]:
-    """Processes that were started under a trial's mark."""
-    wanted, found = f"{_MARK}={mark}".encode(), list[int]()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
-
-
-def _children(pid: int) -> list[int]:
-    """All processes below one."""
-    found: list[int] = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                found += [int(entry.name), *_children(int(entry.name))]
-    return found
-
-
-def _wait_for_end(pid: int, mark: str, timeout_s: float) -> list[int]:
-    """Those of a trial's processes that are there after `timeout_s`."""
+def _wait_for_end(mark: str, family: Mapping[int, int], timeout_s: float) -> list[int]:
+    """Those of a trial's processes that are there after `timeout_s`; `family` are those that were seen before."""
     deadline = time.monotonic() + timeout_s
-    while left := [one for one in _marked(mark) if one != pid and not _is_zombie(one)]:
+    while family := find_processes(f"{_MARK}={mark}", family):
         if time.monotonic() > deadline:
-            return left
+            return list(family)
         time.sleep(0.1)
     return []
 
@@ -627,13 +613,6 @@ def _command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:150]
     except OSError:
         return "(gone)"
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def _shared_memory() -> set[str]:
