@@ -9,17 +9,13 @@ training, step by step; of fully_async the server at full use.
 
 import heapq
 import random
+import threading
 import time
-from dataclasses import replace
 
 from rl_bench import Role, Run
-from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
-from rl_trainer.data import PromptOrder
-from rl_trainer.loop import run_fully_async, run_one_step_off, run_sync
-from rl_trainer.rollout_source import RolloutManager
-from rl_trainer.testing import FakeJob
-from rl_trainer.workers.agent import GenerateReport
+from rl_trainer.loop import run_loop
+from rl_trainer.testing import FakeAgents, FakeJob, QueueJob
 
 STEPS, BATCH, GROUP = 12, 8, 4
 WORK_S = 0.05  # that a batch takes the server at full use, and that training takes
@@ -53,14 +49,17 @@ def most(sigma, num_slots, steps):
     return {"sync": 1.0, "one_step_off": sync / one_off, "fully_async": sync / full}
 
 
-class SimulatedServer:
-    """Agent workers whose completions take a drawn time each on one of the slots of a server."""
+class SimulatedServer(FakeAgents):
+    """Agent workers whose completions take a drawn time each on one of the slots of a server; a thread puts groups."""
 
-    def __init__(self, sigma, num_slots):
+    def __init__(self, config, sigma, num_slots):
+        super().__init__(config)
         self._seconds = lengths(sigma, num_slots)
         self._free = [0.0] * num_slots
-        self._running = {}
-        self._version, self.busy_s = 0, 0.0
+        self._ends, self._changed, self._is_closed = [], threading.Condition(), False
+        self.busy_s = 0.0
+        self._thread = threading.Thread(target=self._put_as_they_end)
+        self._thread.start()
 
     def submit(self, jobs, sampling_params, partition, group_size):
         now = time.perf_counter()
@@ -71,59 +70,45 @@ class SimulatedServer:
                 self.busy_s += seconds
                 ends.append(max(now, heapq.heappop(self._free)) + seconds)
                 heapq.heappush(self._free, ends[-1])
-            self._running[job.group_id] = (max(ends), self._version)
-        return []
+            with self._changed:
+                heapq.heappush(self._ends, (max(ends), job.group_id, self.version))
+                self._changed.notify()
 
     def poll(self):
-        now = time.perf_counter()
-        done = {group: version for group, (end, version) in self._running.items() if end <= now}
-        for group in done:
-            del self._running[group]
-        return [self._report(done)]
-
-    def generate(self, jobs, sampling_params, partition, group_size):
-        self.submit(jobs, sampling_params, partition, group_size)
-        mine = {job.group_id: self._running.pop(job.group_id) for job in jobs}
-        time.sleep(max(0.0, max(end for end, _ in mine.values()) - time.perf_counter()))
-        return [self._report({group: version for group, (_, version) in mine.items()})]
-
-    def evaluate(self, rows, sampling_params):
         return []
 
-    def sync(self, version):
-        self._version = version
+    def close(self):
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+        self.queue.close()
 
-    def _report(self, groups):
-        tags = tuple(
-            {
-                "group_id": group, "attempt": 0, "reward": 0.0, "num_tokens": 1, "finish_reason": "stop",
-                "weight_version_min": version, "weight_version_max": version,
-            }
-            for group, version in groups.items() for _ in range(GROUP)
-        )  # fmt: skip
-        ids = tuple(map(str, range(len(tags))))
-        batch = BatchMeta(partition="train", sample_ids=ids, columns=(), tags=tags) if tags else None
-        return GenerateReport(batch=batch, complete_groups=tuple(groups))
+    def _put_as_they_end(self):
+        while True:
+            with self._changed:
+                if self._is_closed:
+                    return
+                now, done = time.perf_counter(), {}
+                while self._ends and self._ends[0][0] <= now:
+                    _, group, version = heapq.heappop(self._ends)
+                    done[group] = version
+                if not done:
+                    self._changed.wait(self._ends[0][0] - now if self._ends else None)
+            self.put(done)
 
 
-class SimulatedJob(FakeJob):
-    def __init__(self, config, server):
-        super().__init__(config)
-        self.server = server
-        order = PromptOrder(num_rows=10_000, seed=0)
-        self.manager = RolloutManager(server, [{}] * 10_000, order, config)
-        self.manager.evaluate = lambda rows: 0.0
+class SimulatedJob(QueueJob):
+    def evaluate(self, rows):
+        return 0.0
 
     def components(self):
-        return replace(super().components(), agents=self.server, rollout_manager=self.manager)
+        self.source.evaluate = lambda rows: 0.0
+        return super().components()
 
     def update_actor(self, batch):
         time.sleep(WORK_S)
         return super().update_actor(batch)
-
-    def sync(self, version):
-        self.server.sync(version)
-        return super().sync(version)
 
 
 def main(run: Run) -> None:
@@ -137,7 +122,7 @@ def _controller(run: Run) -> None:
         config = settings(batch_size=batch_size, group_size=8, steps=num_steps)
 
         def some_steps(config=config):
-            for _ in run_sync(FakeJob(config).components(), config, []):
+            for _ in run_loop(FakeJob(config).components(), config, []):
                 pass
 
         run.compare(
@@ -149,23 +134,22 @@ def _long_tail(run: Run) -> None:
     steps = 20 if run.quick else 40
     ahead = ["pipeline=fully_async", "algorithm.old_logprobs=rollout"]
     pipelines = {
-        "sync": (run_sync, []),
-        "one_step_off": (run_one_step_off, ["pipeline=one_step_off"]),
-        **{
-            f"fully_async, max_staleness={n}": (run_fully_async, [*ahead, f"staleness.max_staleness={n}"])
-            for n in (1, 2, 4)
-        },
+        "sync": [],
+        "one_step_off": ["pipeline=one_step_off"],
+        **{f"fully_async, max_staleness={n}": [*ahead, f"staleness.max_staleness={n}"] for n in (1, 2, 4)},
     }
     run.parameters(steps=steps, batch_size=BATCH, group_size=GROUP, work_s=WORK_S)
     for sigma, num_slots in ((0.5, 32), (1.0, 32), (1.5, 32), (1.0, 8)):
         speeds, idle, ages = {}, {}, {}
         bounds = most(sigma, num_slots, steps)
-        for name, (pipeline, overrides) in pipelines.items():
+        for name, overrides in pipelines.items():
             config = settings(*overrides, steps=steps)
-            server = SimulatedServer(sigma, num_slots)
+            server = SimulatedServer(config, sigma, num_slots)
+            job = SimulatedJob(config, server, poll_s=0.25)
             start = time.perf_counter()
-            records = list(pipeline(SimulatedJob(config, server).components(), config, []))
+            records = list(run_loop(job.components(), config, []))
             seconds = time.perf_counter() - start
+            server.close()
             speeds[name] = steps * BATCH * GROUP / seconds
             idle[name] = 1.0 - server.busy_s / num_slots / seconds
             ages[name] = sum(r.metrics.get("staleness_mean", 0.0) for r in records[1:]) / steps

@@ -14,7 +14,7 @@ from pathlib import Path
 from rl_bench import Run
 
 PROMPTS, GROUP, TIMEOUT_S = 64, 8, 300
-WORK = ("AgentWorker.generate", "forward_backward", "forward", "optimizer_step", "weight_sync")
+WORK = ("forward_backward", "forward", "optimizer_step", "weight_sync")
 SIZES = [
     f"batch.batch_size={PROMPTS}", f"batch.mini_batch_size={PROMPTS}", f"batch.group_size={GROUP}", "runtime=inline",
     "tracking.profile=true", "eval_every=0", "data.eval_size=16", "data.options.num_rows=4000",
@@ -37,6 +37,8 @@ def main(run: Run) -> None:
     for begin in begins:
         end = next(end for end in ends if end > begin)
         work = sum(length for name, start, length in spans if name in WORK and begin <= start < end)
+        generated = min(start + length for name, start, length in spans if name == "generate" and start >= begin)
+        work += max(start + length for name, start, length in spans if name == "put" and start < generated) - begin
         shares.append((end - begin - work) / (end - begin))
         left_ms.append((end - begin - work) / 1e3)
     run.record("controller's share of a step", "ours", shares, unit="share", goal="<= 0.05 share")

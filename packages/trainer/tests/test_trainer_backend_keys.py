@@ -17,7 +17,7 @@ from rl_trainer.config import EngineSection, RolloutSection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError
 from rl_trainer.plan import server_config
-from rl_trainer.rollout_source import RolloutManager
+from rl_trainer.rollout_source import RolloutSource
 from rl_trainer.runtime.network import address_of
 from rl_trainer.setup import create_engine, resource_pools
 from rl_trainer.testing import FakeAgents
@@ -90,7 +90,8 @@ def built(*overrides):
             told.update(sampling_params)
             return super().evaluate(rows, sampling_params)
 
-    manager = RolloutManager(Agents(config), [{}], PromptOrder(num_rows=1, seed=0), config)
+    agents = Agents(config)
+    manager = RolloutSource(agents, [{}], PromptOrder(num_rows=1, seed=0), agents.queue, config, None)
     manager.evaluate([{}])
     return {
         "engine": {
@@ -179,7 +180,7 @@ def test_a_server_that_cannot_be_seeded_is_told_of_and_gets_no_seeds(folder):
     assert "requests without seeds" in how
     order = PromptOrder(num_rows=1, seed=0)
     fields = {
-        seeded: RolloutManager(None, [{}], order, settings, is_seeded=seeded).sampling("1/0").keys()
+        seeded: RolloutSource(None, [{}], order, None, settings, None, is_seeded=seeded).sampling("1/0").keys()
         for seeded in (True, False)
     }
     assert fields[True] - fields[False] == {"seed"}

@@ -44,8 +44,9 @@ class Job:
         self.components.queue.close()
         self.runtime.stop()
 
-    def generate(self, partition="train"):
-        return self.components.rollout_manager.generate_sequences(partition, 1)
+    def generate(self):
+        self.components.source.release(1)
+        return self.components.source.take(1)
 
 
 @pytest.fixture

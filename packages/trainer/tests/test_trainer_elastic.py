@@ -10,7 +10,7 @@ import pytest
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
-from rl_trainer.loop import run_fully_async
+from rl_trainer.loop import run_loop
 from rl_trainer.runtime import create_runtime
 from rl_trainer.setup import place
 
@@ -40,7 +40,7 @@ def test_a_run_goes_on_without_the_dead_and_with_the_new(model):
         components = place(config, runtime, model, datasets, RunState(seed=0, num_rows=len(datasets.train)))
         agents, servers = components.agents.replica_set, components.weights.servers
         rows, failures, versions = [], 0, []
-        for record in run_fully_async(components, config, components.eval_rows):
+        for record in run_loop(components, config, components.eval_rows):
             rows += record.rows
             failures += sum(record.failures.values())
             if record.step == 1:  # the server's own process, which takes its keeper along

@@ -2,13 +2,14 @@ from dataclasses import replace
 
 import pytest
 
+from rl_tq.types import BatchMeta
+from rl_trainer.checkpoints import RunState
 from rl_trainer.config import ReplaySection, load_config
-from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, RolloutFailedError, StaleWeightsError
-from rl_trainer.loop import ages_of, run_fully_async
+from rl_trainer.loop import ages_of, run_loop
 from rl_trainer.metrics import HeldGroup
-from rl_trainer.rollout_source import Generated, RolloutManager
-from rl_trainer.testing import FakeAgents, FakeJob
+from rl_trainer.rollout_source import Generated
+from rl_trainer.testing import FakeAgents, QueueJob
 from rl_trainer.validate import make_plan
 
 
@@ -18,30 +19,25 @@ def config(*overrides, staleness=1):
     return load_config("quickstart", [*how, *sizes, *overrides])
 
 
-class Job(FakeJob):
-    """A fake job whose generation is a real stream over fake workers; servers get a version when it is synced."""
+class Job(QueueJob):
+    """Notes the groups whose rows were learned from."""
 
-    def __init__(self, config, agents, *, position=0, returned=()):
-        super().__init__(config)
-        self.agents = agents
-        order = PromptOrder(num_rows=1000, seed=0, position=position, returned=list(returned))
-        self.manager = RolloutManager(agents, [{"row": i} for i in range(1000)], order, config)
-        self.cleared = []
+    def __init__(self, config, agents, *, position=0, returned=(), step=0):
+        super().__init__(
+            config, agents, RunState(seed=0, num_rows=1000, step=step, position=position, pending=returned)
+        )
+        self.cleared, finish = [], self.source.finish
 
-    def components(self):
-        return replace(super().components(), agents=self.agents, rollout_manager=self.manager)
+        def noting(generated, step):
+            self.cleared += [tags["group_id"] for tags in generated.batch.tags]
+            finish(generated, step)
 
-    def sync(self, version):
-        self.agents.version = version
-        return super().sync(version)
-
-    def clear(self, meta):
-        self.cleared += [tags["group_id"] for tags in meta.tags]
+        self.source.finish = noting
 
 
 def run(settings, *, start_step=0, position=0, returned=(), **agents):
-    job = Job(settings, FakeAgents(settings, **agents), position=position, returned=returned)
-    return job, list(run_fully_async(job.components(), settings, [{}] * 3, start_step=start_step))
+    job = Job(settings, FakeAgents(settings, **agents), position=position, returned=returned, step=start_step)
+    return job, list(run_loop(job.components(), settings, [{}] * 3, start_step=start_step))
 
 
 def test_without_staleness_nothing_is_released_before_its_weights_and_seeds_are_those_of_sync():
@@ -50,10 +46,9 @@ def test_without_staleness_nothing_is_released_before_its_weights_and_seeds_are_
     assert [r.step for r in records] == list(range(7))
     assert all(r.metrics["staleness_0"] == 1.0 for r in records[1:])
     assert [r.position for r in records] == [0, 8, 12, 16, 20, 24, 24]
-    manager = RolloutManager(job.agents, [{}] * 1000, PromptOrder(num_rows=1000, seed=0), settings)
-    want = [
-        (j.row_index, j.place, manager.sampling(f"{step}/0")["seed"]) for step in range(1, 7) for j in manager.draw(4)
-    ]
+    source = QueueJob(settings, FakeAgents(settings)).source
+    seeds = [source.sampling(f"{step}/0")["seed"] for step in range(1, 7)]
+    want = [(job.row_index, job.place, seed) for seed in seeds for job in source.draw(4)]
     assert [(j.row_index, j.place, seed) for j, seed in job.agents.submitted] == want
 
 
@@ -77,7 +72,7 @@ def test_a_failed_group_is_replaced_and_counted():
 
 
 def test_what_comes_too_late_is_thrown_away_counted_and_replaced():
-    job, records = run(config("staleness.policy=group_age"), per_poll=2, slow=[1])
+    job, records = run(config("staleness.policy=group_age"), per_poll=1, slow=[1])
     num_late = sum(r.metrics["late_groups"] for r in records[1:])
     assert num_late >= 1
     assert len(job.agents.submitted) == 24 + num_late
@@ -115,35 +110,33 @@ def test_a_sample_that_is_too_old_stops_the_run():
             self.version -= 1
             super().submit(*arguments)
             self.version += 1
-            return []
 
     with pytest.raises(StaleWeightsError, match="weights of version 1 may learn from 1 to 1"):
-        list(run_fully_async(Job(settings, Lagging(settings)).components(), settings, [{}]))
+        list(run_loop(Job(settings, Lagging(settings)).components(), settings, [{}]))
+
+
+def rows_of(num_groups, oldest, newest):
+    """A reference to rows of so many groups, of tokens from one weight version to another."""
+    ages = {"weight_version_min": oldest, "weight_version_max": newest}
+    tags = tuple({"group_id": group, **ages} for group in range(num_groups) for _ in range(2))
+    return BatchMeta(partition="train", sample_ids=tuple(map(str, range(len(tags)))), columns=(), tags=tags)
 
 
 def test_ages_by_hand():
     _, records = run(config())
     assert set(records[1].metrics) >= {"staleness_0", "staleness_mean", "staleness_max"}
-    job = Job(config(), FakeAgents(config(), per_poll=2))
-    job.agents.version = 3
-    job.agents.submit(job.manager.draw(2), {"seed": 0}, "train", 2)
-    job.agents.version = 4
-    batch = job.agents.poll()[0].batch
-    made = Generated(batch=batch, reward=0.5, failures={}, dropped_groups=0, position=2)
+    made = Generated(batch=rows_of(2, 3, 4), reward=0.5, failures={}, dropped_groups=0)
     assert ages_of(made, version=4, bound=2) == {
         "staleness_0": 0.0, "staleness_1": 1.0, "staleness_mean": 1.0, "staleness_max": 1.0
     }  # fmt: skip
 
 
 def test_only_what_is_replayed_may_be_as_old_as_replay_allows():
-    agents = FakeAgents(config(), per_poll=2)
-    agents.version = 3
-    agents.submit(Job(config(), agents).manager.draw(2), {"seed": 0}, "train", 2)
-    batch = agents.poll()[0].batch
+    batch = rows_of(2, 3, 3)
     groups = [
         HeldGroup(group_id=g, row_index=g, place=g, released=3) for g in sorted({t["group_id"] for t in batch.tags})
     ]
-    made = Generated(batch=batch, reward=0.5, failures={}, dropped_groups=0, position=2, reused=tuple(groups))
+    made = Generated(batch=batch, reward=0.5, failures={}, dropped_groups=0, reused=tuple(groups))
     assert ages_of(made, version=5, bound=0, replay=ReplaySection(max_age=2))["staleness_2"] == 1.0
     with pytest.raises(StaleWeightsError, match="weights of version 6 may learn from 4 to 6"):
         ages_of(made, version=6, bound=0, replay=ReplaySection(max_age=2))

@@ -17,9 +17,10 @@ from rl_trainer.config import as_tree, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import InputError
 from rl_trainer.metrics import StepRecord
-from rl_trainer.rollout_source import RolloutManager
+from rl_trainer.rollout_source import RolloutSource
 from rl_trainer.run import run
 from rl_trainer.setup import kl_of
+from rl_trainer.staleness import create_schedule
 from rl_trainer.testing import FakeAgents, FakeJob
 from rl_trainer.validate import check_output_dir
 
@@ -30,7 +31,7 @@ KL = ["algorithm.kl_coef=0.3", "algorithm.kl_in_reward=true"]
 def saved(config, kl):
     """The state after a step, as it is read again."""
     manager = SimpleNamespace(order=PromptOrder(num_rows=9, seed=0))
-    components = replace(FakeJob(config).components(), kl=kl, rollout_manager=manager)
+    components = replace(FakeJob(config).components(), kl=kl, source=manager)
     record = StepRecord.of_evaluation(1, 0.5, {}, position=0)
     return RunState(**json.loads(json.dumps(STATE.after(record, components, config))))
 
@@ -139,7 +140,10 @@ def test_prompts_that_were_given_back_are_waited_for_by_the_next_process_too():
     config = load_config("quickstart", sizes)
     order = PromptOrder(num_rows=100, seed=0, position=3, returned=[77])
     agents = FakeAgents(config, slow=[1])
-    generated = RolloutManager(agents, [{}] * 100, order, config).generate_sequences("train", 1)
+    policy = create_schedule(config).policy
+    source = RolloutSource(agents, [{}] * 100, order, agents.queue, config, policy, poll_s=0.0)
+    source.release(1)
+    generated = source.take(1)
     assert agents.submitted[0][0].row_index == 77
     assert 77 in [group.row_index for group in generated.groups]
 

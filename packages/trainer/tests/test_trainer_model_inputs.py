@@ -20,7 +20,7 @@ from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import InputError, TrainerError
 from rl_trainer.rewards import Score
-from rl_trainer.rollout_source import RolloutManager
+from rl_trainer.rollout_source import RolloutSource
 from rl_trainer.runtime import create_runtime
 from rl_trainer.setup import place
 from rl_trainer.validate import check, check_model
@@ -63,7 +63,8 @@ def placed():
 def test_the_engine_takes_the_experts_that_the_server_chose(tmp_path, placed):
     model = write_tiny_model(tmp_path / "moe", family="qwen3_moe", **MOE)
     components = placed(config_of(model, tmp_path, questions(4), "engine.router_replay=true", "algorithm.kl_coef=0.1"))
-    batch = components.rollout_manager.generate_sequences("train", 1).batch
+    components.source.release(1)
+    batch = components.source.take(1).batch
     names = ["routed_experts", "prompt_token_ids", "completion_token_ids", "loss_mask"]
     data = components.queue.get(batch, names)
     experts = data["routed_experts"].unbind()
@@ -131,16 +132,17 @@ def test_the_engine_sees_the_images_of_prompts_and_of_tools(tmp_path, placed, mo
     options = {"tools": [Camera()], "parser": look, "max_turns": 2} if loop == "tool" else {}
     create_loop = rl_agent.create_loop
     monkeypatch.setattr(rl_agent, "create_loop", lambda _, *parts, **__: create_loop(loop, *parts, **options))
-    sampling = RolloutManager.sampling
+    sampling = RolloutSource.sampling
     stops = {"stop_token_ids": tuple(range(2, 50, 3))}  # a random model stops soon
-    monkeypatch.setattr(RolloutManager, "sampling", lambda *args, **kwargs: sampling(*args, **kwargs) | stops)
+    monkeypatch.setattr(RolloutSource, "sampling", lambda *args, **kwargs: sampling(*args, **kwargs) | stops)
     (tmp_path / "b.png").write_bytes(base64.b64decode(photo(24, 8, 1).partition(",")[2]))
     rows = [
         {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"{i}"}]}], "images": [x]}
         for i, x in enumerate((photo(8, 8, 0), str(tmp_path / "b.png"), photo(8, 32, 2)))
     ]
     components = placed(config_of(model, tmp_path, rows, "algorithm.kl_coef=0.1"))
-    batch = components.rollout_manager.generate_sequences("train", 1).batch
+    components.source.release(1)
+    batch = components.source.take(1).batch
     scored = batch.union(components.actor.compute_log_prob(batch))
     scored = scored.union(components.reference.compute_log_prob(scored, column="ref_logprobs"))
     names = [*IMAGES, "prompt_token_ids", "completion_token_ids", "loss_mask", "rollout_logprobs", "old_logprobs"]

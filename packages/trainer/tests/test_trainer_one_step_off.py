@@ -1,11 +1,12 @@
-import threading
+from itertools import pairwise
 
 import pytest
 
 from rl_trainer.config import load_config
+from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, StaleWeightsError
-from rl_trainer.loop import run_one_step_off
-from rl_trainer.testing import FakeJob
+from rl_trainer.loop import run_loop
+from rl_trainer.testing import FakeAgents, QueueJob
 from rl_trainer.validate import make_plan
 
 
@@ -14,57 +15,72 @@ def config(*overrides):
     return load_config("quickstart", ["pipeline=one_step_off", *sizes, *overrides])
 
 
+class Job(QueueJob):
+    """Writes down when prompts are given to the agents as well."""
+
+    def __init__(self, config, **agents):
+        super().__init__(config, FakeAgents(config, per_poll=3, **agents))
+        submit = self.agents.submit
+
+        def noting(jobs, *rest):
+            self.calls.append(f"submit {len(jobs)}")
+            submit(jobs, *rest)
+
+        self.agents.submit = noting
+
+
 def test_the_next_batch_is_generated_while_this_one_trains_and_before_the_servers_change():
-    job = FakeJob(config())
-    records = list(run_one_step_off(job.components(), config(), [{}] * 5))
-    assert [c for c in job.calls if c.startswith(("sync", "generate", "clear", "evaluate"))] == [
-        *("sync 1", "evaluate 5", "generate 1"),
-        *("generate 2", "sync 2", "clear train-1"),
-        *("generate 3", "sync 3", "clear train-0"),
-        *("sync 4", "clear train-1", "evaluate 5"),
+    job = Job(config())
+    records = list(run_loop(job.components(), config(), [{}] * 5))
+    assert [c for c in job.calls if c.startswith(("sync", "submit", "update"))] == [
+        *("sync 1", "submit 4"),
+        *("submit 4", "update 6", "update 6", "sync 2"),
+        *("submit 4", "update 6", "update 6", "sync 3"),
+        *("update 6", "update 6", "sync 4"),
     ]
     assert [r.step for r in records] == [0, 1, 2, 3]
     # A batch that was generated ahead is held in the queue, for whoever resumes.
     assert [r.position for r in records] == [0, 8, 12, 12]
-    assert [[group.row_index for group in r.held] for r in records] == [[], [4, 5, 6, 7], [8, 9, 10, 11], []]
-    assert [list(r.rows) for r in records] == [[], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [len(r.held) for r in records] == [0, 4, 4, 0]
+    assert [r.pending for r in records] == [()] * 4, "nothing is generated while the servers change"
+    assert all(set(r.rows) == {g.row_index for g in before.held} for before, r in pairwise(records[1:]))
+    assert sorted(row for r in records for row in r.rows) == sorted(PromptOrder(num_rows=1000, seed=0).take(12))
+    assert [r.metrics["staleness_max"] for r in records[1:]] == [0, 1, 1]
 
 
-def test_training_does_not_wait_for_generation():
-    """Each waits for the other: ends at the barrier's deadline unless both are under way."""
-    meet = threading.Barrier(2)
-
-    class Overlapping(FakeJob):
-        def generate_sequences(self, partition, step):
-            if step == 2:
-                meet.wait(10)
-            return super().generate_sequences(partition, step)
-
-        def compute_advantage(self, batch, *args):
-            if "advantage" not in self.calls:
-                meet.wait(10)
-            return super().compute_advantage(batch, *args)
-
-    list(run_one_step_off(Overlapping(config()).components(), config(), []))
-    assert not meet.broken
+def test_what_is_finished_is_taken_in_while_the_engine_learns():
+    """With dynamic sampling a group without signal is replaced at once, not when the next batch is asked for."""
+    settings = config("batch.dynamic_sampling=true", "batch.mini_batch_size=1")
+    job = Job(settings)
+    rewards, seen = job.agents.rewards_of, []
+    job.agents.rewards_of = lambda group: [1.0] * 3 if group == 5 else rewards(group)
+    update = job.update_actor
+    job.update_actor = lambda batch: seen.append(len(job.agents.submitted)) or update(batch)
+    list(run_loop(job.components(), settings, [{}]))
+    assert (seen[0], seen[3]) == (8, 9)
 
 
 def test_tokens_two_versions_old_stop_the_run():
-    job = FakeJob(config(), lag=1)
+    job = Job(config())
+    sync = job.sync
+    job.sync = lambda version: sync(version - 1)  # what the servers hold
     with pytest.raises(StaleWeightsError, match="weight versions 0 to 0; weights of version 1 may learn from 1 to 1"):
-        list(run_one_step_off(job.components(), config(), []))
+        list(run_loop(job.components(), config(), [{}]))
     assert not any(call.startswith("update") for call in job.calls)
 
 
 def test_an_error_while_generating_ends_the_run():
-    class Failing(FakeJob):
-        def generate_sequences(self, partition, step):
-            if step == 2:
-                raise RuntimeError("no server answers")
-            return super().generate_sequences(partition, step)
+    job = Job(config())
+    poll = job.agents.poll
 
+    def failing():
+        if len(job.agents.submitted) > 4:
+            raise RuntimeError("no server answers")
+        return poll()
+
+    job.agents.poll = failing
     with pytest.raises(RuntimeError, match="no server answers"):
-        list(run_one_step_off(Failing(config()).components(), config(), []))
+        list(run_loop(job.components(), config(), [{}]))
 
 
 @pytest.mark.parametrize(

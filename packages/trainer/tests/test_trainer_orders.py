@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rl_tq.types import BatchMeta
 from rl_trainer.config import DataConfig, load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.data.datasets import Record, Source, StreamedRows, make_prompts, short_enough
 from rl_trainer.data.sampler import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder
 from rl_trainer.errors import DataError, InputError
-from rl_trainer.rollout_source import RolloutManager
+from rl_trainer.rollout_source import RolloutSource
 from rl_trainer.run import run
 from rl_trainer.samples import read_samples
+from rl_trainer.staleness import create_schedule
 from rl_trainer.testing import FakeAgents
 from rl_trainer.validate import make_plan
 
@@ -296,13 +296,13 @@ def test_a_resumed_curriculum_draws_what_it_would_have_drawn():
 
     def manager():
         order = CurriculumOrder(num_rows=6, seed=0, low=0.0, high=1.0, revisit=0.2)
-        return RolloutManager(FakeAgents(config), rows, order, config)
+        agents = FakeAgents(config)
+        return RolloutSource(agents, rows, order, agents.queue, config, create_schedule(config).policy)
 
     def step(manager):
         jobs = manager.draw(3)
-        tags = tuple({"group_id": job.group_id, "reward": float(job.row_index % 2)} for job in jobs for _ in range(2))
-        ids = tuple(map(str, range(6)))
-        manager.observe(BatchMeta(partition="train", sample_ids=ids, columns=(), tags=tags))
+        for job in jobs:
+            manager.order.observe(job.row_index, [float(job.row_index % 2)] * 2)
         return [job.row_index for job in jobs]
 
     first = manager()

@@ -11,25 +11,33 @@ from rich.console import Console
 import rl_agent
 import rl_agent.errors
 from rl_agent.types import AgentLoopOutput
-from rl_tq.types import BatchMeta
 from rl_trainer.config import RewardSection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, RolloutFailedError, WorkerTimeoutError
 from rl_trainer.rewards import Score
-from rl_trainer.rollout_source import RolloutManager
+from rl_trainer.rollout_source import RolloutSource
 from rl_trainer.run import run
+from rl_trainer.staleness import create_schedule
 from rl_trainer.testing import FakeAgents
 from rl_trainer.validate import make_plan
-from rl_trainer.workers.agent import AgentWorker, Job, _Ledger
+from rl_trainer.workers.agent import AgentWorker, FailureReport, Job, _Failures
 from rl_trainer.workers.loop_thread import LoopThread
 
 SIZES = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "batch.over_sampling=0.5"]
 
 
-def manager(*overrides, **agents):
+def source(*overrides, **agents):
     config = load_config("quickstart", [*SIZES, *overrides])
     fake = FakeAgents(config, **agents)
-    return fake, RolloutManager(fake, [{}] * 100, PromptOrder(num_rows=100, seed=0), config)
+    order, policy = PromptOrder(num_rows=100, seed=0), create_schedule(config).policy
+    return fake, RolloutSource(fake, [{}] * 100, order, fake.queue, config, policy, poll_s=0.0)
+
+
+def step(made, number):
+    made.release(number)
+    generated = made.take(number)
+    made.finish(generated, number)
+    return generated
 
 
 def rows_of(generated):
@@ -37,23 +45,23 @@ def rows_of(generated):
 
 
 def test_the_slowest_are_stopped_and_come_first_in_the_next_step_where_they_are_waited_for():
-    agents, made = manager(slow=[2, 8])
+    agents, made = source(slow=[2, 8])
     drawn = PromptOrder(num_rows=100, seed=0).take(12)
-    first = made.generate_sequences("train", 1)
+    first = step(made, 1)
     assert (len(first.batch), first.stopped_groups) == (8, 2)
     assert drawn[1] not in rows_of(first)
     assert made.order.state_dict()["returned"] == [row for row in drawn[:6] if row not in rows_of(first)]
-    second = made.generate_sequences("train", 2)
+    second = step(made, 2)
     again = [job.row_index for job, _ in agents.submitted[6:8]]
     assert drawn[1] in again
     assert set(again) <= set(rows_of(second)), "the eighth group is slow, and was waited for all the same"
     assert not set(rows_of(first)) & set(rows_of(second))
-    assert second.position == 10  # six, and four more beside the two that came back
+    assert made.position == 10  # six, and four more beside the two that came back
 
 
 def test_groups_without_signal_and_failed_ones_are_not_enough_and_are_not_given_back():
-    agents, made = manager(fails=[1], per_poll=6)
-    first = made.generate_sequences("train", 1)
+    agents, made = source(fails=[1], per_poll=6)
+    first = step(made, 1)
     assert len(first.batch) == 8
     assert first.failures == {"tool": 1}
     assert first.stopped_groups == 1  # six were begun, all ended at the same time: one failed, four were taken
@@ -62,9 +70,12 @@ def test_groups_without_signal_and_failed_ones_are_not_enough_and_are_not_given_
 
 
 def test_a_deadline_says_how_far_it_came():
-    _, made = manager("timeout_s=0.05", "batch.max_refills=0", per_poll=0)
-    with pytest.raises(RolloutFailedError, match="0 of 4 groups are complete, and 6 are not done within"):
-        made.generate_sequences("train", 1)
+    _, made = source("timeout_s=0.05", "batch.max_refills=0", per_poll=0)
+    with pytest.raises(
+        RolloutFailedError,
+        match="0 of 6 groups that were released are complete, 4 are needed; .*deadline timeout_s=0.05",
+    ):
+        step(made, 1)
 
 
 def test_it_is_refused_where_it_would_do_nothing():
@@ -98,7 +109,7 @@ def worker_of(put, loop, *, has_baseline=False):
     worker = AgentWorker.__new__(AgentWorker)
     worker._timeout_s, worker._has_baseline, worker._max_new_tokens = 60.0, has_baseline, 5
     worker._loop, worker._streams, worker._running = LoopThread("test"), [], set()
-    worker._streamed, worker._attempts, worker._scorer, worker._reward = _Ledger(), {}, Scorer(), RewardSection()
+    worker._failures, worker._attempts, worker._scorer, worker._reward = _Failures(), {}, Scorer(), RewardSection()
     worker._runner = rl_agent.AgentRunner(lambda _: loop(None, None))
     worker._put = put
     return worker
@@ -111,7 +122,6 @@ def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
         entered.set()
         assert gate.wait(60)
         written.extend(group for group, *_ in groups)
-        return BatchMeta(partition=partition, sample_ids=tuple(str(group) for group, *_ in groups), columns=())
 
     worker = worker_of(put, Loop)
     jobs = [
@@ -124,9 +134,7 @@ def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
     worker.stop_running()
     assert written == [0]
     assert Loop.cancelled == 4
-    (report,) = worker.poll()
-    assert (report.complete_groups, report.failed_groups) == ((0,), ())
-    assert worker.poll()[0].complete_groups == ()
+    assert worker.poll() == [FailureReport(groups=())]
     worker._loop.close()
 
 
@@ -174,15 +182,16 @@ def test_a_group_has_its_greedy_completion_s_reward_and_fails_with_it():
 
     def put(groups, partition):
         written.update({group: ([score.reward for _, score in samples], base) for group, samples, base in groups})
-        return BatchMeta(partition=partition, sample_ids=tuple(str(group) for group, *_ in groups), columns=())
 
     worker = worker_of(put, Greedy, has_baseline=True)
     worker._scorer = Own()
     rows = [{"worth": 1.0, "greedy": 0.25}, {"worth": 1.0, "greedy": None}, {"worth": None, "greedy": 0.5}]
     jobs = [Job(row={**r, "data_source": "x"}, row_index=n, group_id=7 + n, place=n) for n, r in enumerate(rows)]
-    (report,) = worker.generate(jobs, {"temperature": 1.0}, "train", 2)
+    worker.submit(jobs, {"temperature": 1.0}, "train", 2)
+    worker._streams[0].result(60)
+    (report,) = worker.poll()
     assert written == {7: ([1.0, 1.0], 0.25)}
-    assert (report.complete_groups, sorted(report.failed_groups)) == ((7,), [8, 9])
+    assert sorted(report.groups) == [8, 9]
     assert "nothing is known of it" in report.last_failure
     worker._loop.close()
 

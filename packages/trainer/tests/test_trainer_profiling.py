@@ -55,7 +55,7 @@ def check(trace):
         ("optimizer_step", "EngineWorker.update_actor"),
         ("forward", "EngineWorker.compute_log_prob"),
         ("EngineWorker.compute_log_prob", "old_logprobs"),
-        ("AgentWorker.generate", "generate"),
+        ("AgentWorker.submit", "generate"),
         ("RolloutWorker.update_weights", "weight_sync"),
     ):
         assert within(trace, inner, outer), (inner, outer)
@@ -88,7 +88,7 @@ def test_a_run_in_many_processes(model, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     trace = json.loads((tmp_path / "out" / "trace.json").read_text())
     check(trace)
-    homes = {name: {e["pid"] for e in spans(trace) if e["name"] == name} for name in ("update", "forward_backward", "AgentWorker.generate", "RolloutWorker.update_weights")}  # fmt: skip  # noqa: E501
+    homes = {name: {e["pid"] for e in spans(trace) if e["name"] == name} for name in ("update", "forward_backward", "AgentWorker.submit", "RolloutWorker.update_weights")}  # fmt: skip  # noqa: E501
     assert len(set.union(*homes.values())) == 4  # controller, engine, agent, rollout
 
 

@@ -9,14 +9,14 @@ from rich.console import Console
 
 import rl_tq
 from rl_trainer.config import ReplaySection, load_config
+from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError
-from rl_trainer.loop import run_one_step_off, run_sync
+from rl_trainer.loop import run_loop
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.replay_buffer import PARTITION, Replay
-from rl_trainer.rollout_source import Generated
 from rl_trainer.run import run
 from rl_trainer.runtime.base import WorkerContext
-from rl_trainer.testing import FakeJob
+from rl_trainer.testing import FakeAgents, QueueJob
 from rl_trainer.validate import make_plan
 from rl_trainer.workers.queue import QueueWorker
 
@@ -42,8 +42,8 @@ def replay_of(queue, **section):
     return Replay(section, batch_size=4, seed=0, queue=client, copy=queue.copy), client
 
 
-def generated(client, rewards, *, version, newest=None, reused=(), partition="train"):
-    """Groups of two rows with these rewards, by id; in the queue, as generation writes them.
+def put(client, rewards, *, version, newest=None):
+    """Groups of two rows with these rewards, by id, in the queue: their rows, and what is known of them.
 
     Tokens of the first row are of `version`, of the second of `newest`.
     """
@@ -56,26 +56,23 @@ def generated(client, rewards, *, version, newest=None, reused=(), partition="tr
     rewards_column = [torch.tensor([tag["reward"]]) for tag in tags]
     columns = {"rewards": rewards_column, "group_id": torch.tensor([tag["group_id"] for tag in tags])}
     groups = tuple(HeldGroup(group_id=g, row_index=10 * g, place=g, released=version) for g in rewards)
-    batch = client.put(columns, partition=partition, tags=tags)
-    numbers = {"reward": 0.5, "failures": {}, "dropped_groups": 0, "position": 0}
-    return Generated(batch=batch, groups=groups, reused=tuple(reused), **numbers)
+    return client.put(columns, partition="train", tags=tags), groups
 
 
 def test_what_is_kept_is_what_has_signal_until_it_is_too_old(queue):
     replay, client = replay_of(queue)
     assert replay.restore({}) == 0
     assert replay.draw(1) == []
-    replay.keep(generated(client, {1: (0.0, 1.0), 2: (1.0, 1.0), 3: (1.0, 0.0)}, version=1), version=2)
+    replay.keep(*put(client, {1: (0.0, 1.0), 2: (1.0, 1.0), 3: (1.0, 0.0)}, version=1), version=2)
     client.clear("train")  # as the pipeline does
     assert [used.group.group_id for used in replay.draw(2)] == [1, 3]  # the second has nothing to teach
     rows = replay.rows_of(replay.draw(2), "train")
     assert [tag["reward"] for tag in rows[0].tags] == [0.0, 1.0]
     again = client.put({"advantages": torch.tensor([1.0, 2.0])}, partition="train", sample_ids=rows[0])
     assert client.get(rows[0].union(again))["rewards"].values().tolist() == [0.0, 1.0]
-    reused = [used.group for used in replay.draw(2)]
-    replay.keep(generated(client, {4: (0.0, 1.0)}, version=2, reused=reused), version=3)
+    replay.keep(*put(client, {4: (0.0, 1.0)}, version=2), version=3)
     assert replay.state()["groups"] == [(1, 10, 1, 1, 0), (3, 30, 3, 1, 0), (4, 40, 4, 2, 0)]
-    replay.keep(generated(client, {5: (0.0, 1.0)}, version=3, reused=reused[:1]), version=4)
+    replay.keep(*put(client, {5: (0.0, 1.0)}, version=3), version=4)
     # To weights 4 the tokens of 1 and 3 are three versions old, those of 4 are two.
     assert [group[0] for group in replay.state()["groups"]] == [4, 5]
     assert client.stats()["partitions"][PARTITION]["rows"] == 4
@@ -83,15 +80,15 @@ def test_what_is_kept_is_what_has_signal_until_it_is_too_old(queue):
 
 def test_a_group_is_as_old_as_its_oldest_token(queue):
     replay, client = replay_of(queue)
-    replay.keep(generated(client, {1: (0.0, 1.0)}, version=1, newest=3), version=3)
+    replay.keep(*put(client, {1: (0.0, 1.0)}, version=1, newest=3), version=3)
     assert [used.oldest for used in replay.draw(3)] == [1]
-    replay.keep(generated(client, {2: (0.0, 1.0)}, version=4), version=4)
+    replay.keep(*put(client, {2: (0.0, 1.0)}, version=4), version=4)
     assert [group[0] for group in replay.state()["groups"]] == [2]
 
 
 def test_a_history_outlives_its_process_and_draws_are_the_same(queue, tmp_path):
     replay, client = replay_of(queue, max_age=20)
-    replay.keep(generated(client, dict.fromkeys(range(1, 9), (0.0, 1.0)), version=1), version=2)
+    replay.keep(*put(client, dict.fromkeys(range(1, 9), (0.0, 1.0)), version=1), version=2)
     client.snapshot(tmp_path / "queue")
     drawn = [used.group for used in replay.draw(2)]
     assert len(drawn) == 2
@@ -107,48 +104,40 @@ def test_a_history_outlives_its_process_and_draws_are_the_same(queue, tmp_path):
     other.close()
 
 
-class Job(FakeJob):
-    """Its batches are in the queue, and the pipeline writes to them."""
+class Job(QueueJob):
+    """Its rows that are learned from again are copies in the queue, and every step writes to its rows."""
 
-    def __init__(self, settings, client):
-        super().__init__(settings)
-        self._client = client
+    def __init__(self, settings, queue):
+        section = settings.batch.replay
+        client = rl_tq.connect(queue.address(), timeout_s=10)
+        self.replay = Replay(section, batch_size=4, seed=0, queue=client, copy=queue.copy)
+        super().__init__(settings, FakeAgents(settings, client, per_poll=4), replay=self.replay)
 
-    def generate_sequences(self, partition, step, *, num_groups=None):
-        made = super().generate_sequences(partition, step, num_groups=num_groups)
-        first = self.position - len(made.groups)
-        rewards = {first + i + 1: (0.0, 1.0) for i in range(len(made.groups))}
-        return generated(self._client, rewards, version=made.batch.tags[0]["weight_version_min"], partition=partition)
-
-    def clear(self, rows):
-        super().clear(rows)
-        self._client.clear(rows)
+    def components(self):
+        return replace(super().components(), replay=self.replay)
 
     def compute_advantage(self, batch, *args):
         report = super().compute_advantage(batch, *args)
-        self._client.put({"advantages": torch.zeros(len(batch))}, partition=batch.partition, sample_ids=batch)
+        self.agents.queue.put({"advantages": torch.zeros(len(batch))}, partition="train", sample_ids=batch)
         return replace(report, batch=batch)
 
 
 def test_a_step_generates_what_it_does_not_replay(queue):
     settings = config()
-    replay, client = replay_of(queue)
-    job = Job(settings, client)
-    records = list(run_sync(replace(job.components(), replay=replay), settings, [{}]))
+    job = Job(settings, queue)
+    records = list(run_loop(job.components(), settings, [{}]))
     assert [r.metrics["replayed_groups"] for r in records[1:]] == [0, 2, 2, 2]
     assert [len(r.rows) for r in records[1:]] == [4, 2, 2, 2], "a prompt counts for the step that generated it"
-    assert sorted(row for r in records for row in r.rows) == [10 * g for g in range(1, 11)]
+    assert sorted(row for r in records for row in r.rows) == sorted(PromptOrder(num_rows=1000, seed=0).take(10))
     assert records[2].metrics["staleness_1"] == 0.5
-    assert [r.num_tokens for r in records[1:]] == [8, 4, 4, 4], "and so do its tokens, of which a row has one here"
+    assert [r.num_tokens for r in records[1:]] == [32, 16, 16, 16], "and so do its tokens, of which a row has four here"
     assert [c for c in job.calls if c.startswith("update")] == ["update 4"] * 8
+    assert job.agents.queue.stats()["partitions"]["train"]["rows"] == 0
 
 
 def test_one_step_off_draws_what_is_young_enough_when_its_turn_comes(queue):
-    overrides = ["pipeline=one_step_off", "batch.replay.max_age=3", "steps=6"]
-    settings = config(*overrides)
-    replay, client = replay_of(queue, max_age=3)
-    job = Job(settings, client)
-    records = list(run_one_step_off(replace(job.components(), replay=replay), settings, [{}]))[1:]
+    settings = config("pipeline=one_step_off", "batch.replay.max_age=3", "steps=6")
+    records = list(run_loop(Job(settings, queue).components(), settings, [{}]))[1:]
     # The batch of step s + 2 is drawn when that of s is in the history: of step 1's for 3 and 4, of step 2's for 4 ...
     assert [r.metrics["replayed_groups"] for r in records] == [0, 0, 2, 2, 2, 2]
     assert [len(r.rows) for r in records] == [4, 4, 2, 2, 2, 2]

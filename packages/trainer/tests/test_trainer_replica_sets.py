@@ -12,7 +12,7 @@ from rl_trainer.replicas import AgentReplicas
 from rl_trainer.run import resize_as_asked
 from rl_trainer.runtime.base import ReplicaSet
 from rl_trainer.weight_sync import WeightSync
-from rl_trainer.workers.agent import EvalReport, GenerateReport, Job
+from rl_trainer.workers.agent import EvalReport, FailureReport, Job
 
 
 class LocalReplicas(ReplicaSet):
@@ -75,9 +75,6 @@ class Agent:
     def evaluate(self, rows, sampling_params):
         return [EvalReport(rewards=tuple(row["reward"] for row in rows), num_failed=0)]
 
-    def generate(self, jobs, sampling_params, partition, group_size):
-        return [report(jobs)]
-
     def submit(self, jobs, sampling_params, partition, group_size):
         self.jobs += [(job, sampling_params["seed"]) for job in jobs]
         return []
@@ -88,7 +85,7 @@ class Agent:
 
 
 def report(jobs):
-    return GenerateReport(batch=None, complete_groups=tuple(job.group_id for job in jobs))
+    return FailureReport(groups=tuple(job.group_id for job in jobs))
 
 
 def address(number):
@@ -115,27 +112,21 @@ def test_a_list_is_cut_over_the_members_and_joined_in_order_also_if_one_dies():
     assert rewards == [0, 1, 2, 3, 4]
 
 
-def test_what_a_dead_worker_was_generating_is_generated_by_others_as_another_attempt():
-    replica_set, workers = agents(2)
-    replica_set.dying = {0}
-    made = []
-    recorder = type("Recorder", (Agent,), {"generate": lambda self, jobs, *rest: made.extend(jobs) or [report(jobs)]})
-    replica_set.make, replica_set.workers[1] = recorder, recorder(1)
-    reports = workers.generate(jobs(1, 2, 3, 4), {"seed": 7}, "train", 2)
-    assert sorted(group for each in reports for group in each.complete_groups) == [1, 2, 3, 4]
-    assert {job.group_id: job.attempt for job in made} == {1: 1, 2: 1, 3: 0, 4: 0}
-
-
-def test_submitted_groups_outlive_their_worker_and_keep_their_seeds():
+def test_submitted_groups_outlive_their_worker_and_keep_their_seeds(monkeypatch):
     replica_set, workers = agents(2)
     workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
     workers.submit(jobs(3, 4, 5), {"seed": 8}, "train", 2)
     assert [len(worker.jobs) for worker in replica_set.workers.values()] == [3, 2]  # the least busy gets the next
-    finished = [group for each in workers.poll() for group in each.complete_groups]
+    failed = [group for each in workers.poll() for group in each.groups]
+    assert sorted(failed) == [1, 2], "each worker told of its first"
+    workers.finish(4)
+    lost = {job.group_id for job, _ in replica_set.workers[0].jobs} - {4}
+    monkeypatch.setattr(Agent, "poll", lambda self: [])
     replica_set.dying = {0}
-    for _ in range(6):
-        finished += [group for each in workers.poll() for group in each.complete_groups]
-    assert sorted(finished) == [1, 2, 3, 4, 5]
+    workers.poll()  # it is noticed
+    workers.poll()
+    again = {(job.group_id, seed) for w in replica_set.workers.values() for job, seed in w.jobs if job.attempt == 1}
+    assert again == {(group, 8) for group in lost}, "what is finished is not dealt again"
 
 
 def test_every_new_worker_knows_the_servers_before_it_works():

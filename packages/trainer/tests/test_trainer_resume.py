@@ -17,13 +17,11 @@ from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree, load_config
 from rl_trainer.errors import InputError
-from rl_trainer.loop import run_fully_async, run_one_step_off, run_sync
+from rl_trainer.loop import run_loop
 from rl_trainer.metrics import HeldGroup
-from rl_trainer.rollout_source import claim_held
 from rl_trainer.run import follow, resumed
-from rl_trainer.testing import QueueJob
+from rl_trainer.testing import FakeAgents, QueueJob
 
-PIPELINES = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
 BATCH, STEPS = 4, 6
 
 
@@ -35,7 +33,7 @@ class Job(QueueJob):
     """Fake engine, real queue, real checkpoints; ends at a named point."""
 
     def __init__(self, config, queue, state, kill_at, seed):
-        super().__init__(config, queue, state, num_rows=BATCH * STEPS, seed=seed)
+        super().__init__(config, FakeAgents(config, queue, seed=seed, per_poll=2), state, num_rows=BATCH * STEPS)
         self.kill_at = kill_at
 
     def at(self, point):
@@ -68,7 +66,7 @@ def one_process(settings, tmp_path, kill_at=None, seed=0):
         checkpoints.forget_after(tmp_path, state.step)
     with rl_tq.serve("inproc://", snapshot=checkpoints.queue_snapshot(settings, state)) as queue:
         job = Job(settings, queue, state, kill_at, seed)
-        records = PIPELINES[settings.pipeline](job.components(), settings, [{}], start_step=state.step)
+        records = run_loop(job.components(), settings, [{}], start_step=state.step)
 
         def add(record):
             if record.rows:
@@ -88,7 +86,7 @@ def used(output_dir):
     return [row for line in lines for row in line["rows"]]
 
 
-@pytest.mark.parametrize("pipeline", sorted(PIPELINES))
+@pytest.mark.parametrize("pipeline", ["fully_async", "one_step_off", "sync"])
 @pytest.mark.parametrize(
     "kills",
     [
@@ -112,19 +110,32 @@ def test_killed_at_a_named_point_every_prompt_is_used_once(tmp_path, pipeline, k
 
 
 def test_rows_that_were_written_after_the_step_are_cleared_and_missing_ones_are_told():
+    settings = load_config("quickstart", ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2"])
+    held = HeldGroup(group_id=2, row_index=0, place=0, released=1, attempt=1)
+
+    def resume(queue, groups):
+        state = RunState(seed=0, num_rows=9, held=tuple(group.as_tuple() for group in groups))
+        job = QueueJob(settings, FakeAgents(settings, queue), state)
+        job.source.resume(job.held)
+        return job.source
+
     with rl_tq.serve("inproc://") as queue:
-        columns = {name: [[1]] for name in ("prompt_token_ids", "completion_token_ids", "loss_mask", "rewards")}
-        columns |= {"rollout_logprobs": [[0]]}
-        for group, tags in ((1, {"attempt": 0}), (2, {"attempt": 0}), (2, {"attempt": 1})):
-            queue.put(
-                columns | {"group_id": [group]}, partition="train", tags=[{"group_id": group, "reward": 0.0} | tags]
-            )
-        held = HeldGroup(group_id=2, row_index=0, place=0, released=1, attempt=1)
-        found = claim_held(queue, "train", [held])
-        assert list(found) == [2]
+        for group, attempt in ((1, 0), (2, 0), (2, 1)):
+            about = {
+                "reward": 0.0,
+                "is_copy": False,
+                "weight_version_min": 1,
+                "weight_version_max": 1,
+                "columns": ["group_id"],
+            }
+            tags = [{"group_id": group, "attempt": attempt, **about}]
+            queue.put({"group_id": [group]}, partition="train", tags=tags)
+        assert resume(queue, [held]).held == (held,)
         assert queue.stats()["partitions"]["train"]["rows"] == 1
-        with pytest.raises(InputError, match=r"no rows of the groups \[7\]"):
-            claim_held(queue, "elsewhere", [replace(held, group_id=7)])
+    with rl_tq.serve("inproc://") as queue:
+        queue.put({"group_id": [1]}, partition="train", tags=tags)
+        with pytest.raises(InputError, match="no rows of group 7; resume from another"):
+            resume(queue, [replace(held, group_id=7)])
 
 
 def test_what_another_pipeline_left_in_the_queue_is_generated_again():

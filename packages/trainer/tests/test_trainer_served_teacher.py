@@ -41,7 +41,7 @@ def taught(queue, section):
         rows = {"prompt_token_ids": PROMPTS, "completion_token_ids": COMPLETIONS, "loss_mask": MASKS}
         columns = {name: jagged(values) for name, values in rows.items()}
         batch = queue.put(columns, partition="train")
-        return queue.get(worker.teach(batch))["teacher_logprobs"]
+        return queue.get(worker.compute_teacher_log_prob(batch))["teacher_logprobs"]
     finally:
         worker.close()
 

@@ -10,7 +10,7 @@ from rl_tq.types import BatchMeta
 from rl_trainer.algorithms.kl_controller import AdaptiveKl
 from rl_trainer.config import load_config
 from rl_trainer.errors import StaleWeightsError
-from rl_trainer.loop import mini_batches, run_sync
+from rl_trainer.loop import mini_batches, run_loop
 from rl_trainer.plan import actor_config, critic_config
 from rl_trainer.testing import FakeJob
 from rl_trainer.workers.engine import AdvantageReport, EngineWorker, UpdateReport
@@ -24,12 +24,12 @@ def config(*overrides):
 
 def test_the_order_of_a_step():
     job = FakeJob(config())
-    records = list(run_sync(job.components(), config(), [{}] * 5))
+    records = list(run_loop(job.components(), config(), [{}] * 5))
     step = ["old_logprobs", "ref_logprobs", "advantage", "update 6", "update 6"]
     assert job.calls == [
         *("sync 1", "evaluate 5"),
-        *("generate 1", *step, "sync 2", "clear train"),
-        *("generate 2", *step, "sync 3", "clear train", "evaluate 5"),
+        *("generate 1", *step, "sync 2", "clear 12"),
+        *("generate 2", *step, "sync 3", "clear 12", "evaluate 5"),
     ]
     assert [r.step for r in records] == [0, 1, 2]
     assert [r.accuracy for r in records] == [0.5, None, 0.5]
@@ -40,7 +40,7 @@ def test_the_order_of_a_step():
 def test_what_is_not_needed_is_not_computed():
     wanted = config("algorithm.kl_coef=0", "algorithm.old_logprobs=rollout")
     job = FakeJob(wanted)
-    list(run_sync(job.components(), wanted, []))
+    list(run_loop(job.components(), wanted, []))
     assert not {"old_logprobs", "ref_logprobs"} & set(job.calls)
 
 
@@ -58,7 +58,7 @@ def test_what_is_not_needed_is_not_computed():
 def test_with_one_mini_batch_old_log_probs_take_no_pass_of_their_own_unless_something_reads_them(overrides, has_pass):
     wanted = config("batch.mini_batch_size=4", *overrides)
     job = FakeJob(wanted)
-    list(run_sync(job.components(), wanted, []))
+    list(run_loop(job.components(), wanted, []))
     assert ("old_logprobs" in job.calls) is has_pass
 
 
@@ -75,7 +75,7 @@ class Critic:
 def test_what_the_critic_did_is_not_told_as_the_policy_s():
     wanted = config("algorithm.advantage=gae", "critic.warmup_steps=1")
     components = replace(FakeJob(wanted).components(), critic=Critic())
-    _, alone, both = [record.metrics for record in run_sync(components, wanted, [])]
+    _, alone, both = [record.metrics for record in run_loop(components, wanted, [])]
     assert (alone["value_loss"], alone["critic_grad_norm"]) == (both["value_loss"], both["critic_grad_norm"]) == (9, 7)
     assert not {"loss", "grad_norm", "lr"} & alone.keys()
     assert (both["grad_norm"], both["lr"]) == (1.0, 1e-3)
@@ -103,9 +103,10 @@ def test_everything_beside_the_policy_has_its_turn():
     compute_advantage, job.compute_advantage = job.compute_advantage, lambda *a: told.append("adv") or compute_advantage(*a)  # fmt: skip  # noqa: E501
     update_actor, job.update_actor = job.update_actor, lambda *a: told.append("actor") or update_actor(*a)
     everything = {"teacher": beside, "process_reward": beside, "samples": beside, "ema_reference": beside}
-    *_, record = run_sync(replace(job.components(), **everything), wanted, [])
+    *_, record = run_loop(replace(job.components(), **everything), wanted, [])
     assert told == [
-        ("teach",), ("compute_process_rewards",), "adv", ("write", 1), ("update_process_reward",), "actor", ("follow",),
+        ("compute_teacher_log_prob",), ("compute_process_rewards",), "adv", ("write", 1), ("update_process_reward",),
+        "actor", ("follow",),
     ]  # fmt: skip
     assert (record.metrics["process_loss"], record.metrics["process_grad_norm"]) == (8, 7)
     assert "loss" not in record.metrics
@@ -123,7 +124,7 @@ def test_the_weight_of_the_kl_is_told_as_it_was_used(monkeypatch):
 
     monkeypatch.setattr(job, "compute_advantage", compute_advantage)
     components = replace(job.components(), kl=AdaptiveKl(coef=0.5, target=0.1))
-    told = [record.metrics.get("kl_coef") for record in run_sync(components, wanted, [])][1:]
+    told = [record.metrics.get("kl_coef") for record in run_loop(components, wanted, [])][1:]
     assert told == used == pytest.approx([0.5, 0.51])
 
 
@@ -149,12 +150,12 @@ def test_stale_tokens_stop_the_run_before_anything_is_learned_from_them():
         StaleWeightsError,
         match="sample 1-0 has tokens of weight versions 0 to 0; weights of version 1 may learn from 1 to 1",
     ):
-        list(run_sync(job.components(), config(), []))
+        list(run_loop(job.components(), config(), []))
     assert not any(call.startswith("update") for call in job.calls)
 
 
 def test_mini_batches_hold_whole_groups_in_a_seeded_order():
-    batch = FakeJob(config()).generate_sequences("train", 1).batch
+    batch = FakeJob(config()).take(1).batch
     components = mini_batches(batch, config(), step=1)
     groups = [[t["group_id"] for t in p.tags] for p in components]
     assert all(len(set(g)) == 2 and len(g) == 6 for g in groups)
@@ -166,6 +167,6 @@ def test_mini_batches_hold_whole_groups_in_a_seeded_order():
 
 def test_resuming_goes_on_after_the_step():
     job = FakeJob(config("steps=5"))
-    records = list(run_sync(job.components(), config("steps=5"), [], start_step=3))
+    records = list(run_loop(job.components(), config("steps=5"), [], start_step=3))
     assert [r.step for r in records] == [3, 4, 5]
     assert job.calls[0] == "sync 4"

@@ -101,7 +101,7 @@ def test_a_plain_job_has_its_policy_and_servers_and_nothing_beside(placed):
     assert {each.queue_address for each in (actor, agents)} == {components.queue.address}
     nothing = ("reference", "ema_reference", "teacher", "critic", "process_reward", "samples", "replay")
     assert {getattr(components, name) for name in nothing} == {None}
-    assert "seed" in components.rollout_manager.sampling("1/0")
+    assert "seed" in components.source.sampling("1/0")
 
 
 def test_each_part_that_is_asked_for_is_where_pipelines_look_for_it(placed, tmp_path):
@@ -116,7 +116,7 @@ def test_each_part_that_is_asked_for_is_where_pipelines_look_for_it(placed, tmp_
     assert components.samples is made[SampleWorker]
     assert Path(components.samples.folder).parent == tmp_path
     assert components.replay is not None
-    assert "seed" not in components.rollout_manager.sampling("1/0"), "one of the servers cannot be seeded"
+    assert "seed" not in components.source.sampling("1/0"), "one of the servers cannot be seeded"
     components, made = placed("algorithm.advantage=prime", "critic.lr=1e-2")
     assert components.process_reward is made[ProcessRewardWorker]
     assert components.reference is made[ReferenceWorker], "prime compares with the start policy"
@@ -156,6 +156,6 @@ def test_a_job_that_goes_on_has_the_prompts_and_group_numbers_behind_the_last_on
     state = RunState(seed=0, num_rows=16, position=9, pending=(7, 5), held=(held.as_tuple(),))
     components, _ = placed(state=state)
     assert components.held == (held,)
-    jobs = components.rollout_manager.draw(2)
+    jobs = components.source.draw(2)
     assert [(job.row_index, job.group_id) for job in jobs] == [(7, 42), (5, 43)]
-    assert components.rollout_manager.position == 9
+    assert components.source.position == 9

@@ -113,7 +113,7 @@ class RunState:
 
     def after(self, record: StepRecord, components: Components, config: Config) -> dict[str, Any]:
         """The state's JSON once a step has ended."""
-        order = components.rollout_manager.order.state_dict()
+        order = components.source.order.state_dict()
         return asdict(self) | {
             "step": record.step,
             "position": record.position,

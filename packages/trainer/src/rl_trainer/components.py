@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rl_trainer.metrics import HeldGroup
     from rl_trainer.replay_buffer import Replay
     from rl_trainer.replicas import AgentReplicas
-    from rl_trainer.rollout_source import RolloutManager
+    from rl_trainer.rollout_source import RolloutSource
     from rl_trainer.weight_sync import WeightSync
     from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker
     from rl_trainer.workers.queue import SampleWorker
@@ -41,7 +41,7 @@ class Components:
     """The implicit process reward model; None without one."""
     kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))
     """Weight of the KL in the rewards."""
-    rollout_manager: RolloutManager
+    source: RolloutSource
     """Generation."""
     weights: WeightSync
     """Actor to servers."""

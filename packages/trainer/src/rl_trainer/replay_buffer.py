@@ -12,8 +12,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rl_trainer.errors import InputError
 from rl_trainer.metrics import HeldGroup
-from rl_trainer.rollout_source import claim_held, rows_with_signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
     from rl_trainer.config import ReplaySection
-    from rl_trainer.rollout_source import Generated
 
 PARTITION = "history"
+"""Of the queue: rows that may be learned from again."""
+_CLAIM_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +85,15 @@ class Replay:
         """Rows of these groups for a step to write to."""
         return [self._copy(each.meta, partition) for each in used]
 
-    def keep(self, generated: Generated, version: int) -> None:
-        """Take over what a step has learned from, for steps whose weights are of `version` or newer."""
-        self.columns = generated.batch.columns
+    def keep(self, batch: BatchMeta, groups: Sequence[HeldGroup], version: int) -> None:
+        """Take over the fresh groups of a batch that was learned from, for weights of `version` or newer."""
+        self.columns = batch.columns
         rows: dict[int, list[int]] = {}
-        for row in rows_with_signal(generated.batch):
-            rows.setdefault(generated.batch.tags[row]["group_id"], []).append(row)
-        for group in generated.groups:
+        for row in rows_with_signal(batch):
+            rows.setdefault(batch.tags[row]["group_id"], []).append(row)
+        for group in groups:
             if group.group_id in rows:
-                meta = self._copy(generated.batch.reorder(rows[group.group_id]), PARTITION)
+                meta = self._copy(batch.reorder(rows[group.group_id]), PARTITION)
                 self._used[group.group_id] = Used(group=group, meta=meta)
         for number, used in [*self._used.items()]:
             if version - used.oldest > self.section.max_age:
@@ -115,7 +116,40 @@ class Replay:
         return max(self._used, default=0)
 
 
-def joined(fresh: Generated, replay: Replay, used: Sequence[Used], partition: str) -> Generated:
-    """Fresh groups with others of the history behind them."""
-    batch = type(fresh.batch).concat([fresh.batch, *replay.rows_of(used, partition)])
-    return replace(fresh, batch=batch, reused=tuple(each.group for each in used))
+def claim_held(
+    queue: TransferQueue, partition: str, groups: Sequence[HeldGroup], columns: Sequence[str]
+) -> dict[int, BatchMeta]:
+    """The rows of each of `groups` in a queue that began with a checkpoint's snapshot; all other rows are cleared.
+
+    What else is there was written after the step that the checkpoint is of, and will be generated again. The references
+    are to `columns`.
+
+    Raises:
+        InputError: a group is not there, so the snapshot is not this checkpoint's.
+    """
+    if not groups:
+        return {}
+    num_rows = queue.stats()["partitions"].get(partition, {}).get("rows", 0)
+    found: dict[int, BatchMeta] = {}
+    if num_rows:
+        rows = queue.get_meta(
+            partition=partition, columns=columns, batch_size=num_rows, task="resume", timeout_s=_CLAIM_WAIT_S
+        )
+        rows = replace(rows, task="", leases=())
+        wanted = {(group.group_id, group.attempt) for group in groups}
+        left = rows.filter(lambda tags: (tags["group_id"], tags["attempt"]) not in wanted)
+        kept = rows.filter(lambda tags: (tags["group_id"], tags["attempt"]) in wanted)
+        found = {int(str(group)): meta for group, meta in kept.groupby("group_id").items()} if len(kept) else {}
+        if len(left):
+            queue.clear(left)
+    if lost := [group.group_id for group in groups if group.group_id not in found]:
+        raise InputError(f"the checkpoint's queue has no rows of the groups {lost}; resume from another checkpoint")
+    return found
+
+
+def rows_with_signal(batch: BatchMeta) -> list[int]:
+    """Rows of the groups whose rewards differ: of the others every group-relative advantage is 0 (arXiv 2503.14476)."""
+    rewards: dict[int, set[float]] = {}
+    for tags in batch.tags:
+        rewards.setdefault(tags["group_id"], set()).add(tags["reward"])
+    return [index for index, tags in enumerate(batch.tags) if len(rewards[tags["group_id"]]) > 1]

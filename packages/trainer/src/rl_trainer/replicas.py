@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_trainer.errors import WorkerDiedError
 from rl_trainer.runtime.dispatch import cut
-from rl_trainer.workers.agent import AgentWorker, EvalReport, GenerateReport, Job
+from rl_trainer.workers.agent import AgentWorker, EvalReport, FailureReport, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,12 +60,6 @@ class AgentReplicas:
         """Score one completion per row; nothing enters the queue."""
         return self._map(AgentWorker.evaluate, rows, sampling_params)
 
-    def generate(
-        self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
-    ) -> list[GenerateReport]:
-        """Roll every job out `group_size` times and put the complete groups into `partition`."""
-        return self._map(AgentWorker.generate, jobs, sampling_params, partition, group_size)
-
     def _map(self, method: Callable[..., list[R]], items: list[Any], *rest: Any) -> list[R]:
         """What the members make of a list that is cut over them, in its order."""
         members = self._members()
@@ -75,20 +69,21 @@ class AgentReplicas:
         for member, part in parts.items():
             answer = answers[member]
             if isinstance(answer, WorkerDiedError):
-                again = [_again(item) for item in part] if method is AgentWorker.generate else part
-                joined += self._map(method, again, *rest)
+                joined += self._map(method, part, *rest)
             elif isinstance(answer, Exception):
                 raise answer
             else:
                 joined += answer
         return joined
 
-    def submit(
-        self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
-    ) -> list[GenerateReport]:
-        """As `generate`, in the background, beside what is running already; `poll` tells what came of it."""
+    def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> None:
+        """Roll every job out `group_size` times, in the background, and put the complete groups into `partition`."""
         self._deal([_Submission(job, sampling_params, partition, group_size) for job in jobs])
-        return []
+
+    def finish(self, group: int) -> None:
+        """A submitted group is complete: it is not dealt again."""
+        for groups in self._running.values():
+            groups.pop(group, None)
 
     def _deal(self, submissions: list[_Submission]) -> None:
         """Give each to the member with the fewest groups in hand."""
@@ -106,30 +101,28 @@ class AgentReplicas:
             arguments = ([each.job for each in some], first.sampling_params, first.partition, first.group_size)
             self._raise_unless_dead(self.replica_set.call(AgentWorker.submit, {member: arguments}))
 
-    def poll(self) -> list[GenerateReport]:
-        """What has become of submitted groups since the last call; those of members that died are dealt again."""
+    def poll(self) -> list[FailureReport]:
+        """Submitted groups that failed since the last call; those of members that died are dealt again."""
         members = self._members()
         lost = [self._running.pop(member) for member in [*self._running] if member not in members]
         if again := [_once_more(each) for groups in lost for each in groups.values()]:
             self._deal(again)
-        answers = self.replica_set.call(AgentWorker.poll, dict.fromkeys(members, ()))
-        self._raise_unless_dead(answers)
-        reports: list[GenerateReport] = []
-        for member, answer in answers.items():
-            for report in answer if isinstance(answer, list) else ():
-                for group in (*report.complete_groups, *report.failed_groups):
-                    del self._running[member][group]
-                reports.append(report)
+        return self._failures_of(members)
+
+    def stop_running(self) -> list[FailureReport]:
+        """Stop every submitted group that is not complete, and put those that are; what failed before."""
+        self._raise_unless_dead(self.replica_set.call(AgentWorker.stop_running, dict.fromkeys(self._running, ())))
+        reports = self._failures_of([member for member in self._running if member in self.replica_set.members])
+        self._running.clear()
         return reports
 
-    def stop_running(self) -> list[GenerateReport]:
-        """Stop every submitted group that is not complete; what became complete meanwhile, and was not polled yet."""
-        self._raise_unless_dead(self.replica_set.call(AgentWorker.stop_running, dict.fromkeys(self._running, ())))
-        members = [member for member in self._running if member in self.replica_set.members]
+    def _failures_of(self, members: Sequence[int]) -> list[FailureReport]:
         answers = self.replica_set.call(AgentWorker.poll, dict.fromkeys(members, ()))
         self._raise_unless_dead(answers)
-        self._running.clear()
-        return [report for answer in answers.values() if isinstance(answer, list) for report in answer]
+        reports = [report for answer in answers.values() if isinstance(answer, list) for report in answer]
+        for group in (group for report in reports for group in report.groups):
+            self.finish(group)
+        return reports
 
     def _members(self) -> tuple[int, ...]:
         """Those that are there, each with the servers in use."""
@@ -148,9 +141,5 @@ class AgentReplicas:
                 raise answer
 
 
-def _again(job: Job) -> Job:
-    return replace(job, attempt=job.attempt + 1)
-
-
 def _once_more(submission: _Submission) -> _Submission:
-    return replace(submission, job=_again(submission.job))
+    return replace(submission, job=replace(submission.job, attempt=submission.job.attempt + 1))

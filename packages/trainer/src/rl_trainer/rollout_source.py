@@ -1,4 +1,10 @@
-"""Prompts become batches: drawn, rolled out by the agent workers, and replaced where groups fail or teach nothing."""
+"""Source of rollout batches: draws prompts, has agent workers roll them out, and claims the groups from the queue.
+
+One source serves every schedule. Agent workers put a group into the queue when its last rollout is scored; the source
+claims what is there, and the rows are acknowledged once they were learned from. A group that fails, has no signal or
+comes too late is replaced by another prompt at once; what was released and not learned from yet is known at any moment,
+so that a run can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +14,35 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from rl_tq import policies
+from rl_tq.errors import WaitTimeoutError
 from rl_trainer.errors import InputError, RolloutFailedError
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.staleness import Span
 from rl_trainer.workers.agent import Job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
     from rl_trainer.config import Config
     from rl_trainer.data import Order, Row
     from rl_trainer.data.sampler import StreamOrder
+    from rl_trainer.replay_buffer import Replay
     from rl_trainer.replicas import AgentReplicas
     from rl_trainer.staleness import StalenessPolicy
-    from rl_trainer.workers.agent import GenerateReport
+    from rl_trainer.workers.agent import FailureReport
+
+T = TypeVar("T")
+
+PARTITION = "train"
+"""Of the queue: where agent workers put rollouts."""
+_TASK = "train"
+_FRESH = policies.Where(tag="is_copy", op="==", value=False, then=policies.AllReady())
+_RESUME_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +50,11 @@ class Generated:
     """A full batch of rollouts and what it cost."""
 
     batch: BatchMeta
-    """batch_size x group_size rows."""
+    """Rows of batch_size groups."""
+    claimed: BatchMeta | None = None
+    """Those of them that were claimed from the queue, with their leases; None where the queue is a fake."""
     reward: float
-    """Mean over all completions that were scored, those of dropped groups too."""
+    """Mean over all completions that were scored since the batch before, those of dropped groups too."""
     failures: dict[str, int]
     """Failed rollouts per kind; their prompts were replaced by others."""
     dropped_groups: int
@@ -44,31 +63,71 @@ class Generated:
     """Groups that were not waited for (`batch.over_sampling`); their prompts come next."""
     late_groups: int = 0
     """Groups thrown away because their weights had become too old (`staleness.policy`)."""
-    position: int
-    """Prompts taken from the data up to and including these."""
     groups: tuple[HeldGroup, ...] = ()
     """The groups in `batch` that were generated for it."""
     reused: tuple[HeldGroup, ...] = ()
     """The groups in `batch` that an earlier step has learned from (`batch.replay`)."""
 
 
-class RolloutManager:
-    """Turns prompts into a batch: splits them over the agent workers, and replaces groups that failed."""
+@dataclass(slots=True)
+class _Outcome:
+    """What happened since the last batch was taken."""
+
+    failures: Counter[str] = field(default_factory=Counter[str])
+    num_failed_groups: int = 0
+    num_without_signal: int = 0
+    num_late: int = 0
+    num_stopped: int = 0
+    rewards: list[float] = field(default_factory=list[float])
+    last_failure: str = ""
+
+
+class RolloutSource:
+    """Keeps the agent workers busy, up to what the staleness policy admits, and hands out whole batches of groups.
+
+    Args:
+        agents: Roll prompts out, and put complete groups into `PARTITION`.
+        rows: Prompts by number.
+        order: Of the prompts.
+        queue: Has the rollouts.
+        config: Of the run.
+        policy: How many groups may be outstanding, and which to learn from next.
+        replay: Groups that may be learned from again; a step draws so many fewer prompts.
+        first_step: The step that the first batch is for.
+        num_groups: Highest group id that was given before.
+        is_seeded: Whether the servers take a seed per request.
+        poll_s: Seconds between two questions to the agent workers about failures; groups that are complete come
+            without one.
+    """
 
     def __init__(
         self,
         agents: AgentReplicas,
         rows: Sequence[Row] | StreamOrder,
         order: Order,
+        queue: TransferQueue,
         config: Config,
+        policy: StalenessPolicy,
         *,
+        replay: Replay | None = None,
+        first_step: int = 1,
         num_groups: int = 0,
         is_seeded: bool = True,
+        poll_s: float = 0.25,
     ) -> None:
-        self._agents, self._rows, self.order, self._config = agents, rows, order, config
-        self._num_groups, self._is_seeded = num_groups, is_seeded
-        self._row_of: dict[int, int] = {}
-        self._given_back = set(order.returned)
+        self._agents, self._rows, self.order, self._queue = agents, rows, order, queue
+        self._config, self._policy, self._replay = config, policy, replay
+        self._num_groups, self._is_seeded, self._poll_s = num_groups, is_seeded, poll_s
+        self._version = first_step
+        self._step, self._position, self._size = first_step - 1, 0, 0
+        """The slot that is released next: for which step, where in its batch, and how many that step releases."""
+        self._outstanding: dict[int, Span] = {}
+        self._jobs: dict[int, Job] = {}
+        self._ready: dict[int, BatchMeta] = {}
+        self._polled_at = -math.inf
+        self._awaited = set(order.returned) if config.batch.over_sampling else set[int]()
+        """Prompts whose groups are not stopped again."""
+        self._outcome = _Outcome()
 
     @property
     def position(self) -> int:
@@ -80,97 +139,119 @@ class RolloutManager:
         """Rows of a stream that were passed over so far because their prompts are too long."""
         return self.order.num_too_long
 
-    def generate_sequences(self, partition: str, step: int, *, num_groups: int | None = None) -> Generated:
-        """Roll out `num_groups` (None: `batch_size`) fresh prompts; groups that fail or have no signal are replaced.
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Row numbers of the groups that are being generated, in order of release."""
+        return tuple(self._jobs[group].row_index for group in sorted(self._outstanding) if group not in self._ready)
+
+    @property
+    def held(self) -> tuple[HeldGroup, ...]:
+        """The groups that are finished and wait to be learned from, in order of release."""
+        return tuple(self._record_of(group) for group in sorted(self._ready))
+
+    def resume(self, groups: Sequence[HeldGroup]) -> None:
+        """Take over finished groups of an earlier process, which are in the queue; other rows there are cleared.
+
+        What else is there was put after the step that the checkpoint is of, and is generated again.
 
         Raises:
-            RolloutFailedError: groups are still missing after `batch.max_refills`; carries the counts.
+            InputError: a group is not in the queue, so that its snapshot is not this checkpoint's.
         """
-        sizes = self._config.batch
-        batches: list[BatchMeta] = []
-        failures: dict[str, int] = {}
-        rewards: list[float] = []
-        drawn: dict[int, Job] = {}
-        wanted = sizes.batch_size if num_groups is None else num_groups
-        missing, dropped, stopped, reason = wanted, 0, 0, ""
-        for attempt in range(1 + sizes.max_refills):
-            jobs, sampling = self.draw(num_begun(missing, sizes.over_sampling)), self.sampling(f"{step}/{attempt}")
-            drawn.update((job.group_id, job) for job in jobs)
-            unused = {job.group_id for job in jobs}
-            awaited = {job.group_id for job in jobs if job.row_index in self._given_back}
-            reports = self._roll_out(jobs, sampling, partition, missing, awaited)
-            useful = [{} if report.batch is None else self._useful_groups(report.batch) for report in reports]
-            chosen = sorted((group for groups in useful for group in groups), key=lambda group: group not in awaited)
-            kept = set(chosen[:missing])
-            missing -= len(kept)
-            for report, groups in zip(reports, useful, strict=True):
-                reason = report.last_failure or reason
-                for kind, count in report.failures.items():
-                    failures[kind] = failures.get(kind, 0) + count
-                unused -= {*report.failed_groups}
-                if report.batch is None:
-                    continue
-                self.observe(report.batch)
-                rewards += [tags["reward"] for tags in report.batch.tags]
-                dropped += len(report.complete_groups) - len(groups)
-                unused -= kept | (set(report.complete_groups) - set(groups))
-                if rows := [row for group, some in groups.items() if group in kept for row in some]:
-                    batches.append(report.batch.reorder(rows))
-            if sizes.over_sampling:
-                stopped += self._give_back([job for job in jobs if job.group_id in unused])
-            if missing == 0:
-                batch = type(batches[0]).concat(batches)
-                attempts = {tags["group_id"]: tags["attempt"] for tags in batch.tags}
-                return Generated(
-                    batch=batch,
-                    groups=tuple(held_group(drawn[group], released=step, attempt=n) for group, n in attempts.items()),
-                    reward=fmean(rewards),
-                    failures=failures,
-                    dropped_groups=dropped,
-                    stopped_groups=stopped,
-                    position=self.position,
+        if not groups:
+            return
+        self._queue.restore(PARTITION, self._step, task=_TASK)
+        found = self._claim(_RESUME_WAIT_S)
+        for group in groups:
+            meta = found.pop((group.group_id, group.attempt), None)
+            if meta is None:
+                raise InputError(
+                    f"the checkpoint's queue has no rows of group {group.group_id}; resume from another checkpoint"
                 )
-        raise RolloutFailedError(
-            f"step {step}: {missing} of {wanted} groups are missing after batch.max_refills="
-            f"{sizes.max_refills}: failed rollouts {failures}, groups dropped because all their rewards are equal "
-            f"{dropped}; the last failure: {reason or 'none'}"
+            index, place = group.row_index, group.place  # it is not generated again: nothing reads its row
+            self._jobs[group.group_id] = Job(row={}, row_index=index, group_id=group.group_id, place=place)
+            self._outstanding[group.group_id] = Span(released=group.released)
+            self._keep(group.group_id, meta)
+        for meta in found.values():
+            self._queue.clear(meta)
+        self._size = self._config.batch.batch_size if self._replay is None else len(groups)
+        steps, last = divmod(len(groups) - 1, self._size)
+        self._step, self._position = self._step + steps + 1, last + 1
+
+    def release(self, version: int) -> None:
+        """The servers hold `version`: submit what the policy admits."""
+        self._version = version
+        if self._replay is not None and self._outstanding:
+            return  # with replay a release is one step's
+        room = self._policy.admit(len(self._outstanding))
+        while room > 0:
+            if self._position == self._size:
+                if self._step == self._config.steps:
+                    return
+                self._step, self._position = self._step + 1, 0
+                self._size = self._num_fresh(self._step)
+            count = min(room, self._size - self._position)
+            extra = math.ceil(count * self._config.batch.over_sampling)
+            self._submit(self.draw(count + extra, self._position), salt=f"{self._step}/0")
+            self._position += count
+            room = 0 if self._replay is not None else room - count
+
+    def take(self, version: int) -> Generated:
+        """Wait for a batch that may be learned from by weights of `version`; what is replayed comes behind it.
+
+        Raises:
+            RolloutFailedError: more than `batch.max_refills` batches of groups had to be replaced, or nothing came
+                within `timeout_s`.
+        """
+        groups = self._wait(lambda: self._choose(version))
+        claimed = type(self._ready[groups[0]]).concat([self._ready[group] for group in groups])
+        batch = replace(claimed, task="", leases=())
+        learned = tuple(self._record_of(group) for group in groups)
+        outcome, self._outcome = self._outcome, _Outcome()
+        generated = Generated(
+            batch=batch,
+            claimed=claimed,
+            groups=learned,
+            reward=fmean([*outcome.rewards, *(tags["reward"] for tags in batch.tags)]),
+            failures=dict(outcome.failures),
+            dropped_groups=outcome.num_without_signal,
+            stopped_groups=outcome.num_stopped,
+            late_groups=outcome.num_late,
         )
+        for group in groups:
+            self._forget(group)
+        if self._replay is None:
+            return generated
+        again = self._replay.drawn
+        batch = type(batch).concat([batch, *self._replay.rows_of(again, PARTITION)])
+        return replace(generated, batch=batch, reused=tuple(used.group for used in again))
 
-    def _roll_out(
-        self, jobs: list[Job], sampling: dict[str, Any], partition: str, num_needed: int, awaited: set[int]
-    ) -> list[GenerateReport]:
-        sizes = self._config.batch
-        if not sizes.over_sampling:
-            return self._agents.generate(jobs, sampling, partition, sizes.group_size)
-        self._given_back -= {job.row_index for job in jobs}
-        return first_finished(
-            self._agents,
-            jobs,
-            sampling,
-            partition,
-            sizes.group_size,
-            num_needed=num_needed,
-            awaited=awaited,
-            count_useful=lambda report: 0 if report.batch is None else len(self._useful_groups(report.batch)),
-            timeout_s=self._config.timeout_s,
-        )
+    def finish(self, generated: Generated, step: int) -> None:
+        """Acknowledge the rows that step `step` has learned from, and free them."""
+        if generated.claimed is not None:
+            self._queue.ack(generated.claimed, step=step)
+        self._queue.clear(generated.batch)
 
-    def _useful_groups(self, batch: BatchMeta) -> dict[int, list[int]]:
-        """Rows of each complete group that may be learned from."""
-        rows = rows_with_signal(batch) if self._config.batch.dynamic_sampling else range(len(batch))
-        groups: dict[int, list[int]] = {}
-        for row in rows:
-            groups.setdefault(batch.tags[row]["group_id"], []).append(row)
-        return groups
+    def settle(self) -> None:
+        """Wait until the next batch is complete and nothing is being generated: weights may change then.
 
-    def _give_back(self, jobs: Sequence[Job]) -> int:
-        """Have the prompts of groups that were not used drawn first, and waited for."""
-        rows = [job.row_index for job in jobs]
-        self.order.give_back(rows)
-        self._given_back |= set(rows)
-        for job in jobs:
-            self._row_of.pop(job.group_id, None)  # nobody will observe it; a complete one has been
-        return len(rows)
+        Raises:
+            RolloutFailedError: as `take`.
+        """
+        if self._outstanding:
+            self._wait(lambda: True if self._stop_stragglers() and not self.pending else None)
+
+    def collect(self, wait_s: float = 0.0) -> None:
+        """Take in what has finished; groups that failed or have no signal are replaced.
+
+        Args:
+            wait_s: How long to wait for a group where none is there.
+        """
+        for (group, _), meta in self._claim(wait_s).items():
+            self._take_in(group, meta)
+        if time.monotonic() - self._polled_at >= self._poll_s:
+            for report in self._agents.poll():
+                self._replace_failed(report)
+            self._polled_at = time.monotonic()
 
     def evaluate(self, rows: Sequence[Row]) -> float:
         """Mean reward of one completion per held-out row, at `rollout.eval_temperature`.
@@ -192,17 +273,8 @@ class RolloutManager:
         jobs: list[Job] = []
         for place, index in enumerate(self.order.take(count), start=first_place):
             self._num_groups += 1
-            self._row_of[self._num_groups] = index
             jobs.append(Job(row=self._rows[index], row_index=index, group_id=self._num_groups, place=place))
         return jobs
-
-    def observe(self, batch: BatchMeta) -> None:
-        """Tell the order what the groups of a batch were worth: a curriculum goes by it."""
-        rewards: dict[int, list[float]] = {}
-        for tags in batch.tags:
-            rewards.setdefault(tags["group_id"], []).append(tags["reward"])
-        for group, given in rewards.items():
-            self.order.observe(self._row_of.pop(group), given)
 
     def sampling(self, salt: str, *, temperature: float | None = None) -> dict[str, Any]:
         """Sampling parameters at `rollout.temperature` unless told otherwise.
@@ -217,179 +289,110 @@ class RolloutManager:
         }
         return params | ({"seed": hash_seed(f"{self._config.seed}/{salt}")} if self._is_seeded else {})
 
+    def _num_fresh(self, step: int) -> int:
+        """Prompts that a step draws: what it replays needs none."""
+        size = self._config.batch.batch_size
+        return size if self._replay is None else size - len(self._replay.draw(step))
 
-def held_group(job: Job, *, released: int, attempt: int) -> HeldGroup:
-    """A job's group, for the record."""
-    return HeldGroup(
-        group_id=job.group_id, row_index=job.row_index, place=job.place, released=released, attempt=attempt
-    )
-
-
-def rows_with_signal(batch: BatchMeta) -> list[int]:
-    """Rows of the groups whose rewards differ: of the others every group-relative advantage is 0 (arXiv 2503.14476)."""
-    rewards: dict[int, set[float]] = {}
-    for tags in batch.tags:
-        rewards.setdefault(tags["group_id"], set()).add(tags["reward"])
-    return [index for index, tags in enumerate(batch.tags) if len(rewards[tags["group_id"]]) > 1]
-
-
-def hash_seed(text: str) -> int:
-    """A 31-bit seed that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
-
-
-PARTITION = "train"
-_POLL_S = 0.02
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What happened since the last batch was taken."""
-
-    failures: Counter[str] = field(default_factory=Counter[str])
-    num_failed_groups: int = 0
-    num_without_signal: int = 0
-    num_late: int = 0
-    rewards: list[float] = field(default_factory=list[float])
-    last_failure: str = ""
-
-
-class RolloutStream:
-    """Keeps the agent workers busy, up to what the staleness policy admits, and hands out whole batches of groups.
-
-    A group that fails, has no signal, or comes too late is replaced by another prompt, released at once.
-    """
-
-    def __init__(
-        self,
-        agents: AgentReplicas,
-        manager: RolloutManager,
-        queue: TransferQueue,
-        config: Config,
-        policy: StalenessPolicy,
-        first_step: int,
-    ) -> None:
-        self._agents, self._manager, self._queue = agents, manager, queue
-        self._config, self._policy = config, policy
-        self._version = first_step
-        self._num_released = (first_step - 1) * config.batch.batch_size
-        self._num_wanted = config.steps * config.batch.batch_size
-        self._outstanding: dict[int, Span] = {}
-        self._jobs: dict[int, Job] = {}
-        self._ready: dict[int, BatchMeta] = {}
-        self._late: set[int] = set()
-        self._outcome = _Outcome()
-
-    @property
-    def pending(self) -> tuple[int, ...]:
-        """Row numbers of the groups that are being generated, in order of release."""
-        return tuple(self._jobs[group].row_index for group in sorted(self._outstanding) if group not in self._ready)
-
-    @property
-    def held(self) -> tuple[HeldGroup, ...]:
-        """The groups that are finished and wait to be learned from, in order of release."""
-        return tuple(self._held(group) for group in sorted(self._ready))
-
-    def _held(self, group: int) -> HeldGroup:
-        attempt = self._ready[group].tags[0]["attempt"]
-        return held_group(self._jobs[group], released=self._outstanding[group].released, attempt=attempt)
-
-    def take_over(self, groups: Sequence[HeldGroup]) -> None:
-        """Count groups of an earlier process, which are in the queue, as released by this one."""
-        metas = claim_held(self._queue, PARTITION, groups)
-        for group in groups:
-            index, place = group.row_index, group.place  # it is not generated again: nothing reads its row
-            self._jobs[group.group_id] = Job(row={}, row_index=index, group_id=group.group_id, place=place)
-            self._outstanding[group.group_id] = Span(released=group.released)
-            self._keep(group.group_id, metas[group.group_id])
-        self._num_released += len(groups)
-
-    def release(self, version: int) -> None:
-        """The servers hold `version`: submit what may be submitted."""
-        self._version = version
-        sizes = self._config.batch
-        room = min(self._policy.admit(len(self._outstanding)), self._num_wanted - self._num_released)
-        while room > 0:
-            step, place = divmod(self._num_released, sizes.batch_size)
-            count = min(room, sizes.batch_size - place)
-            self._submit(self._manager.draw(count, place), salt=f"{step + 1}/0")
-            self._num_released += count
-            room -= count
-
-    def take(self, version: int) -> Generated:
-        """Wait for a batch that may be learned from by weights of `version`.
-
-        Raises:
-            RolloutFailedError: more than `batch.max_refills` batches of groups had to be replaced, or nothing came
-                within `timeout_s`.
-        """
-        sizes = self._config.batch
-        deadline = time.monotonic() + self._config.timeout_s
+    def _wait(self, found: Callable[[], T | None]) -> T:
+        sizes, deadline = self._config.batch, time.monotonic() + self._config.timeout_s
+        self.collect()
         while True:
-            self._collect()
-            self._give_up_late(version)
-            chosen = self._policy.select(self._ready, self._outstanding, version)
-            if chosen is not None:
-                return self._taken(chosen)
+            if (value := found()) is not None:
+                return value
             outcome = self._outcome
             num_replaced = outcome.num_failed_groups + outcome.num_without_signal
             if num_replaced > sizes.max_refills * sizes.batch_size or time.monotonic() > deadline:
                 raise RolloutFailedError(
-                    f"step {version}: {len(self._ready)} of {len(self._outstanding)} groups that were released are "
-                    f"there, {sizes.batch_size} are needed; failed rollouts {dict(outcome.failures)}, groups dropped "
-                    f"because all their rewards are equal {outcome.num_without_signal}, groups replaced {num_replaced} "
-                    f"(at most batch.max_refills x batch.batch_size = {sizes.max_refills * sizes.batch_size}); the "
-                    f"last failure: {outcome.last_failure or 'none'}; deadline timeout_s={self._config.timeout_s:g}"
+                    f"weights version {self._version}: {len(self._ready)} of {len(self._outstanding)} groups that were "
+                    f"released are complete, {self._size} are needed; failed rollouts {dict(outcome.failures)}, groups "
+                    f"dropped because all their rewards are equal {outcome.num_without_signal}, groups replaced "
+                    f"{num_replaced} (at most batch.max_refills x batch.batch_size = "
+                    f"{sizes.max_refills * sizes.batch_size}); the last failure: {outcome.last_failure or 'none'}; "
+                    f"deadline timeout_s={self._config.timeout_s:g}"
                 )
-            time.sleep(_POLL_S)
+            self.collect(self._poll_s)
 
-    def _taken(self, groups: list[int]) -> Generated:
-        learned = tuple(self._held(group) for group in groups)
-        batch = type(self._ready[groups[0]]).concat([self._ready.pop(group) for group in groups])
-        for group in groups:
-            del self._outstanding[group], self._jobs[group]
-        outcome, self._outcome = self._outcome, _Outcome()
-        return Generated(
-            batch=batch,
-            groups=learned,
-            reward=fmean([*outcome.rewards, *(tags["reward"] for tags in batch.tags)]),
-            failures=dict(outcome.failures),
-            dropped_groups=outcome.num_without_signal,
-            late_groups=outcome.num_late,
-            position=self._manager.position,
-        )
+    def _choose(self, version: int) -> list[int] | None:
+        self._give_up_late(version)
+        if not self._stop_stragglers():
+            return None
+        policy = self._policy if self._replay is None else replace(self._policy, batch_size=self._size)
+        return policy.select(self._ready, self._outstanding, version)
 
-    def _collect(self) -> None:
-        for report in self._agents.poll():
-            self._outcome.failures.update(report.failures)
-            self._outcome.last_failure = report.last_failure or self._outcome.last_failure
-            for group in report.failed_groups:
-                if group in self._late:
-                    self._late.remove(group)
-                else:
-                    self._outcome.num_failed_groups += 1
-                    self._replace(group)
-            if report.batch is not None:
-                self._manager.observe(report.batch)
-                self._sort(report.batch, report)
+    def _stop_stragglers(self) -> bool:
+        """With `batch.over_sampling`: whether a batch is complete; the groups beyond it have been stopped then.
 
-    def _sort(self, batch: BatchMeta, report: GenerateReport) -> None:
-        rows: dict[int, list[int]] = {}
-        for row, tags in enumerate(batch.tags):
-            rows.setdefault(tags["group_id"], []).append(row)
-        wanted = set(rows_with_signal(batch)) if self._config.batch.dynamic_sampling else set(range(len(batch)))
-        for group in report.complete_groups:
-            meta = batch.reorder(rows[group])
-            if group in self._late:
-                self._late.remove(group)
-                self._queue.clear(meta)
-            elif rows[group][0] not in wanted:
-                self._outcome.num_without_signal += 1
-                self._outcome.rewards += [tags["reward"] for tags in meta.tags]
-                self._queue.clear(meta)
-                self._replace(group)
-            else:
-                self._keep(group, meta)
+        Their prompts come next, and are waited for, so that none is left out because its completions are long.
+        """
+        if not self._config.batch.over_sampling:
+            return True
+        is_awaited = any(self._jobs[g].row_index in self._awaited for g in self._outstanding if g not in self._ready)
+        if len(self._ready) < self._size or is_awaited:
+            return False
+        if len(self._outstanding) > self._size:
+            if len(self._outstanding) > len(self._ready):
+                for report in self._agents.stop_running():
+                    self._replace_failed(report, replaces=False)
+                for (group, _), meta in self._claim(0.0).items():
+                    self._take_in(group, meta, replaces=False)
+            best = sorted(self._ready, key=lambda g: (self._jobs[g].row_index not in self._awaited, g))
+            rest = [group for group in self._outstanding if group not in best[: self._size]]
+            rows = [self._jobs[group].row_index for group in rest]
+            self.order.give_back(rows)
+            self._awaited = {*rows}
+            for group in rest:
+                if group in self._ready:
+                    self._queue.clear(self._ready[group])
+                self._forget(group)
+            self._outcome.num_stopped += len(rest)
+        return True
+
+    def _claim(self, wait_s: float) -> dict[tuple[int, int], BatchMeta]:
+        """References to all that was put of the groups that have come, by group and attempt; waits for the first."""
+        try:
+            rows = self._queue.get_meta(
+                partition=PARTITION,
+                columns=("group_id",),
+                batch_size=1,
+                task=_TASK,
+                sampler=_FRESH,
+                timeout_s=wait_s,
+            )
+        except WaitTimeoutError:
+            return {}
+        found: dict[tuple[int, int], list[int]] = {}
+        for row, tags in enumerate(rows.tags):
+            found.setdefault((tags["group_id"], tags["attempt"]), []).append(row)
+        return {
+            key: replace(rows.reorder(index), columns=tuple(rows.tags[index[0]]["columns"]))
+            for key, index in found.items()
+        }
+
+    def _take_in(self, group: int, meta: BatchMeta, *, replaces: bool = True) -> None:
+        """A group that is complete. One that was given up, or came from a worker that then died, is cleared."""
+        self._agents.finish(group)
+        if group not in self._outstanding or group in self._ready:
+            self._queue.clear(meta)
+            return
+        rewards = [tags["reward"] for tags in meta.tags]
+        self.order.observe(self._jobs[group].row_index, rewards)
+        if self._config.batch.dynamic_sampling and len(set(rewards)) == 1:
+            self._outcome.num_without_signal += 1
+            self._outcome.rewards += rewards
+            self._queue.clear(meta)
+            self._give_up(group, replaces=replaces)
+        else:
+            self._keep(group, meta)
+
+    def _replace_failed(self, report: FailureReport, *, replaces: bool = True) -> None:
+        outcome = self._outcome
+        outcome.failures.update(report.failures)
+        outcome.last_failure = report.last_failure or outcome.last_failure
+        for group in report.groups:
+            if group in self._outstanding and group not in self._ready:
+                outcome.num_failed_groups += 1
+                self._give_up(group, replaces=replaces)
 
     def _keep(self, group: int, meta: BatchMeta) -> None:
         self._ready[group] = meta
@@ -401,106 +404,32 @@ class RolloutStream:
         for group in self._policy.expire(self._outstanding, version):
             self._outcome.num_late += 1
             if group in self._ready:
-                self._queue.clear(self._ready.pop(group))
-            else:
-                self._late.add(group)
-            self._replace(group)
+                self._queue.clear(self._ready[group])
+            self._give_up(group)
 
-    def _replace(self, group: int) -> None:
-        """Another prompt in the place of this group's."""
+    def _give_up(self, group: int, *, replaces: bool = True) -> None:
+        """Another prompt in the place of this group's, unless enough others are under way."""
         place = self._jobs[group].place
+        self._forget(group)
+        if replaces and (not self._config.batch.over_sampling or len(self._outstanding) < self._size):
+            self._submit(self.draw(1, place), salt=f"instead of {group}")
+
+    def _forget(self, group: int) -> None:
         del self._outstanding[group], self._jobs[group]
-        self._submit(self._manager.draw(1, place), salt=f"instead of {group}")
+        self._ready.pop(group, None)
 
     def _submit(self, jobs: list[Job], salt: str) -> None:
         for job in jobs:
             self._outstanding[job.group_id] = Span(released=self._version)
             self._jobs[job.group_id] = job
-        self._agents.submit(jobs, self._manager.sampling(salt), PARTITION, self._config.batch.group_size)
+        self._agents.submit(jobs, self.sampling(salt), PARTITION, self._config.batch.group_size)
+
+    def _record_of(self, group: int) -> HeldGroup:
+        job, attempt = self._jobs[group], self._ready[group].tags[0]["attempt"]
+        released = self._outstanding[group].released
+        return HeldGroup(group_id=group, row_index=job.row_index, place=job.place, released=released, attempt=attempt)
 
 
-COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "rollout_logprobs", "rewards", "group_id")
-"""What every pipeline reads of a group."""
-_WAIT_S = 10.0
-
-
-def claim_held(
-    queue: TransferQueue, partition: str, groups: Sequence[HeldGroup], columns: Sequence[str] = COLUMNS
-) -> dict[int, BatchMeta]:
-    """The rows of each of `groups` in a queue that began with a checkpoint's snapshot; all other rows are cleared.
-
-    What else is there was written after the step that the checkpoint is of, and will be generated again. The references
-    are to `columns`.
-
-    Raises:
-        InputError: a group is not there, so the snapshot is not this checkpoint's.
-    """
-    if not groups:
-        return {}
-    num_rows = queue.stats()["partitions"].get(partition, {}).get("rows", 0)
-    found: dict[int, BatchMeta] = {}
-    if num_rows:
-        rows = queue.get_meta(
-            partition=partition, columns=columns, batch_size=num_rows, task="resume", timeout_s=_WAIT_S
-        )
-        rows = replace(rows, task="", leases=())
-        wanted = {(group.group_id, group.attempt) for group in groups}
-        left = rows.filter(lambda tags: (tags["group_id"], tags["attempt"]) not in wanted)
-        kept = rows.filter(lambda tags: (tags["group_id"], tags["attempt"]) in wanted)
-        found = {int(str(group)): meta for group, meta in kept.groupby("group_id").items()} if len(kept) else {}
-        if len(left):
-            queue.clear(left)
-    if lost := [group.group_id for group in groups if group.group_id not in found]:
-        raise InputError(f"the checkpoint's queue has no rows of the groups {lost}; resume from another checkpoint")
-    return found
-
-
-def num_begun(num_needed: int, over_sampling: float) -> int:
-    """Groups to begin for so many."""
-    return num_needed + math.ceil(num_needed * over_sampling)
-
-
-def first_finished(
-    agents: AgentReplicas,
-    jobs: list[Job],
-    sampling_params: dict[str, Any],
-    partition: str,
-    group_size: int,
-    *,
-    num_needed: int,
-    awaited: Collection[int],
-    count_useful: Callable[[GenerateReport], int],
-    timeout_s: float,
-) -> list[GenerateReport]:
-    """Roll jobs out until enough groups are complete, and stop the others; none of them is in the queue afterwards.
-
-    Args:
-        agents: Roll out.
-        jobs: The groups to begin.
-        sampling_params: As of `AgentReplicas.submit`.
-        partition: As of `AgentReplicas.submit`.
-        group_size: Rollouts per group.
-        num_needed: Useful groups that are enough.
-        awaited: Ids of the groups that are not stopped.
-        count_useful: The useful groups of a report.
-        timeout_s: Deadline, seconds.
-
-    Raises:
-        RolloutFailedError: the deadline passed.
-    """
-    agents.submit(jobs, sampling_params, partition, group_size)
-    reports: list[GenerateReport] = []
-    running = {job.group_id for job in jobs}
-    num_useful, deadline = 0, time.monotonic() + timeout_s
-    while running and (num_useful < num_needed or running & set(awaited)):
-        for report in agents.poll():
-            reports.append(report)
-            running -= {*report.complete_groups, *report.failed_groups}
-            num_useful += count_useful(report)
-        if time.monotonic() > deadline:
-            raise RolloutFailedError(
-                f"{num_useful} of {num_needed} groups are complete, and {len(running)} are not done within "
-                f"timeout_s={timeout_s:g}"
-            )
-        time.sleep(_POLL_S)
-    return reports + (agents.stop_running() if running else [])
+def hash_seed(text: str) -> int:
+    """A 31-bit seed that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

@@ -291,11 +291,9 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
     Raises:
         WorkerDiedError: a worker died that the run cannot do without, whatever that made others fail with.
     """
-    from rl_trainer.loop import run_fully_async, run_one_step_off, run_sync
+    from rl_trainer.loop import run_loop
     from rl_trainer.setup import place
 
-    pipelines = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
-    run_pipeline = pipelines[config.pipeline]
     start, console, output_dir = time.perf_counter(), run.console, run.output_dir
     state = RunState(seed=config.seed, num_rows=len(datasets.train))
     if config.resume_from is not None:
@@ -318,7 +316,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
             checkpoints.load(components, Path(config.resume_from))
         start_s = time.perf_counter() - start
         with _stop_when_asked(console, run.stop):
-            records = run_pipeline(components, config, components.eval_rows, start_step=state.step)
+            records = run_loop(components, config, components.eval_rows, start_step=state.step)
 
             def add(record: StepRecord) -> None:
                 run.progress.add(record)
@@ -337,7 +335,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
         return _Outcome(
             checkpoint=checkpoint,
             start_s=start_s,
-            num_too_long=components.num_too_long + components.rollout_manager.num_too_long,
+            num_too_long=components.num_too_long + components.source.num_too_long,
         )
 
 

@@ -30,10 +30,11 @@ from rl_trainer.plan import (
 )
 from rl_trainer.replay_buffer import Replay
 from rl_trainer.replicas import AgentReplicas
-from rl_trainer.rollout_source import RolloutManager
+from rl_trainer.rollout_source import RolloutSource
 from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime.network import address_of, check_reach
 from rl_trainer.samples import FOLDER
+from rl_trainer.staleness import create_schedule
 from rl_trainer.validate import check_started
 from rl_trainer.weight_sync import WeightSync
 from rl_trainer.workers.agent import AgentWorker
@@ -171,11 +172,15 @@ def place(
         critic=critic,
         process_reward=process_reward,
         kl=kl_of(config, state),
-        rollout_manager=RolloutManager(
+        source=RolloutSource(
             agents,
             prompts.rows,
             prompts.order,
+            queue,
             config,
+            create_schedule(config).policy,
+            replay=history,
+            first_step=state.step + 1,
             num_groups=num_groups,
             is_seeded=all(can.is_seeded for can in capabilities),
         ),

@@ -1,4 +1,6 @@
-"""How far the tokens that are learned from may lie behind the weights that learn. Pure: knows counts and versions.
+"""Schedules and staleness policies: what may overlap, and how far tokens may lie behind the weights that learn.
+
+Pure: knows counts and versions.
 
 A policy is asked three things: how many more groups may be released, which finished ones to learn from now, and which
 to give up. What the field calls staleness has six meanings; each is a policy of about 20 lines, chosen by name
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar
@@ -203,6 +205,73 @@ def create_policy(config: Config) -> StalenessPolicy:
     else:
         raise ConfigError(f"staleness.policy={name!r} is not known; there are {', '.join([*POLICIES, *installed])}")
     return kind(max_staleness=config.staleness.max_staleness, batch_size=config.batch.batch_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What a training step overlaps with, and how old the tokens may be that it learns from.
+
+    One's own is a function of the configuration that returns one, installed under its name in the entry point group
+    `rl_trainer.schedules`; `pipeline` names it.
+    """
+
+    policy: StalenessPolicy
+    """How many groups may be outstanding, and which are learned from next."""
+    releases_before_update: bool = False
+    """The next batch is generated while this one is learned from."""
+    releases_after_sync: bool = False
+    """The next prompts are released with new weights at once, before an evaluation or a checkpoint."""
+    settles_before_sync: bool = True
+    """Weights change when nothing is being generated; otherwise under running generations."""
+    lag: int = 0
+    """Weight versions that every batch but a first one is behind the weights that learn from it."""
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether generation and learning take turns, so that both may use the same GPUs."""
+        return not (self.releases_before_update or self.releases_after_sync)
+
+    def bound(self, lag: int) -> int | None:
+        """Highest age of a token of a batch with this lag, weight versions; None: the policy bounds something else."""
+        return None if self.policy.bound is None else self.policy.bound + lag
+
+
+def sync(config: Config) -> Schedule:
+    """On-policy: generation and learning take turns."""
+    return Schedule(policy=StalenessPolicy(max_staleness=0, batch_size=config.batch.batch_size))
+
+
+def one_step_off(config: Config) -> Schedule:
+    """The next batch is generated while this one is learned from; weights change between two batches."""
+    policy = StalenessPolicy(max_staleness=0, batch_size=config.batch.batch_size)
+    return Schedule(policy=policy, releases_before_update=True, lag=1)
+
+
+def fully_async(config: Config) -> Schedule:
+    """Generation runs ahead as far as `staleness` admits, and weights change under it."""
+    return Schedule(policy=create_policy(config), releases_after_sync=True, settles_before_sync=False)
+
+
+SCHEDULES: Mapping[str, Callable[[Config], Schedule]] = {
+    "sync": sync,
+    "one_step_off": one_step_off,
+    "fully_async": fully_async,
+}
+SCHEDULE_GROUP = "rl_trainer.schedules"
+
+
+def create_schedule(config: Config) -> Schedule:
+    """The schedule that `pipeline` names, shipped or installed.
+
+    Raises:
+        ConfigError: no such schedule (lists them), or `staleness` has what it cannot take.
+    """
+    installed = {point.name: point for point in entry_points(group=SCHEDULE_GROUP)}
+    if config.pipeline in SCHEDULES:
+        return SCHEDULES[config.pipeline](config)
+    if config.pipeline in installed:
+        return installed[config.pipeline].load()(config)
+    raise ConfigError(f"pipeline={config.pipeline!r} is not known; there are {', '.join([*SCHEDULES, *installed])}")
 
 
 def _first(ready: Collection[int], outstanding: Outstanding, count: int) -> list[int] | None:

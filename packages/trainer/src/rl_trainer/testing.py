@@ -22,20 +22,22 @@ from rl_trainer.components import Components
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlacementError, sentence_of
-from rl_trainer.loop import run_fully_async, run_one_step_off, run_sync
+from rl_trainer.loop import run_loop
 from rl_trainer.metrics import HeldGroup, Report
-from rl_trainer.rollout_source import Generated, RolloutManager
+from rl_trainer.rollout_source import Generated, RolloutSource
 from rl_trainer.run import follow, resumed
 from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
-from rl_trainer.workers.agent import EvalReport, GenerateReport
+from rl_trainer.staleness import create_schedule
+from rl_trainer.workers.agent import EvalReport, FailureReport
 from rl_trainer.workers.engine import AdvantageReport, UpdateReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping, Sequence
 
     from rl_tq import TransferQueue
     from rl_trainer.config import Config
     from rl_trainer.data import Row
+    from rl_trainer.replay_buffer import Replay
     from rl_trainer.runtime.base import Runtime
     from rl_trainer.workers.agent import Job
 
@@ -52,7 +54,9 @@ class FakeJob:
     def __init__(self, config: Config, *, accuracy: float = 0.5, lag: int = 0) -> None:
         self._config, self._accuracy, self._lag = config, accuracy, lag
         self._version = 0
-        self.position = 0
+        self.position, self.num_too_long = 0, 0
+        self.pending: tuple[int, ...] = ()
+        self.held: tuple[HeldGroup, ...] = ()
         self.calls: list[str] = []
 
     def components(self) -> Components:
@@ -60,14 +64,32 @@ class FakeJob:
         fake = cast("Any", self)
         reference = fake if self._config.algorithm.kl_coef > 0 else None
         return Components(
-            actor=fake, reference=reference, rollout_manager=fake, weights=fake, queue=fake, agents=fake, eval_rows=[]
+            actor=fake, reference=reference, source=fake, weights=fake, queue=fake, agents=fake, eval_rows=[]
         )
 
-    def generate_sequences(self, partition: str, step: int, *, num_groups: int | None = None) -> Generated:
-        """A batch of references, full or of `num_groups`."""
+    def resume(self, groups: Sequence[HeldGroup]) -> None:
+        """Nothing is held."""
+        assert not groups, "a fake holds none"
+
+    def release(self, version: int) -> None:
+        """Nothing is made before it is asked for."""
+
+    def collect(self) -> None:
+        """Nothing comes by itself."""
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def finish(self, generated: Generated, step: int) -> None:
+        """Forget nothing."""
+        del step
+        self.calls.append(f"clear {len(generated.batch)}")
+
+    def take(self, step: int) -> Generated:
+        """A batch of references."""
         self.calls.append(f"generate {step}")
         version = self._version - self._lag
-        num_groups, group_size = num_groups or self._config.batch.batch_size, self._config.batch.group_size
+        num_groups, group_size = self._config.batch.batch_size, self._config.batch.group_size
         common = {
             "weight_version_min": version,
             "weight_version_max": version,
@@ -75,7 +97,7 @@ class FakeJob:
             "num_tokens": 4,
         }
         batch = BatchMeta(
-            partition=partition,
+            partition="train",
             sample_ids=tuple(f"{step}-{i}" for i in range(num_groups * group_size)),
             columns=("prompt_token_ids", "completion_token_ids"),
             tags=tuple(
@@ -87,7 +109,7 @@ class FakeJob:
             HeldGroup(group_id=i, row_index=self.position + i, place=i, released=version) for i in range(num_groups)
         )
         self.position += num_groups
-        return Generated(batch=batch, groups=groups, reward=0.5, failures={}, dropped_groups=0, position=self.position)
+        return Generated(batch=batch, groups=groups, reward=0.5, failures={}, dropped_groups=0)
 
     def evaluate(self, rows: Sequence[Row]) -> float:
         """The accuracy that was asked for."""
@@ -121,16 +143,13 @@ class FakeJob:
             version=version, num_tensors=0, num_bytes=0, export_s=0.0, pack_s=0.0, wire_s=0.0, verify_s=0.0, wall_s=0.0
         )
 
-    def clear(self, rows: BatchMeta | str) -> None:
-        """Forget nothing."""
-        self.calls.append(f"clear {rows if isinstance(rows, str) else len(rows)}")
-
 
 class FakeAgents:
-    """Stands for agent workers that stream: groups finish in a seeded random order, some of them at every poll.
+    """Stands for agent workers: groups finish in a seeded random order, some of them at every poll, with real rows.
 
     Args:
         config: Sizes of the batches.
+        queue: Gets the rows; None: one of its own, in this process.
         seed: Of the order in which groups finish.
         per_poll: Groups that finish at every poll.
         fails: Ids of groups that fail.
@@ -138,54 +157,72 @@ class FakeAgents:
     """
 
     def __init__(
-        self, config: Config, *, seed: int = 0, per_poll: int = 1, fails: Sequence[int] = (), slow: Sequence[int] = ()
+        self,
+        config: Config,
+        queue: TransferQueue | None = None,
+        *,
+        seed: int = 0,
+        per_poll: int = 1,
+        fails: Sequence[int] = (),
+        slow: Sequence[int] = (),
     ) -> None:
+        self.queue = rl_tq.serve("inproc://") if queue is None else queue
         self._config, self._draw = config, random.Random(seed)
         self._per_poll, self._fails, self._slow = per_poll, set(fails), set(slow)
         self._running: dict[int, int] = {}
         self.version = 0
         self.submitted: list[tuple[Job, int]] = []
 
-    def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> list[Any]:
+    def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> None:
         """Begin these groups with tokens of the current version."""
+        del partition, group_size
         for job in jobs:
             self.submitted.append((job, sampling_params["seed"]))
             self._running[job.group_id] = self.version
-        return []
 
-    def poll(self) -> list[GenerateReport]:
+    def finish(self, group: int) -> None:
+        """Nothing dies here."""
+
+    def poll(self) -> list[FailureReport]:
         """Finish some."""
         quick = [group for group in self._running if group not in self._slow]
         done = self._draw.sample(sorted(quick or self._running), min(self._per_poll, len(quick or self._running)))
         versions = {group: self._running.pop(group) for group in done}
-        whole = [group for group in done if group not in self._fails]
-        tags = tuple(
+        self.put({group: version for group, version in versions.items() if group not in self._fails})
+        failed = tuple(group for group in done if group in self._fails)
+        if not failed:
+            return []
+        return [FailureReport(groups=failed, failures={"tool": len(failed)}, last_failure="the tool broke")]
+
+    def rewards_of(self, group: int) -> list[float]:
+        """One per completion of a group."""
+        del group
+        return [float(rollout % 2) for rollout in range(self._config.batch.group_size)]
+
+    def put(self, versions: Mapping[int, int]) -> None:
+        """Rows of groups whose oldest token is of these weight versions."""
+        names = ("prompt_token_ids", "completion_token_ids", "loss_mask", "rewards", "rollout_logprobs", "group_id")
+        tags = [
             {
                 "group_id": group,
                 "attempt": 0,
-                "reward": float(rollout % 2),
+                "is_copy": False,
+                "reward": reward,
                 "num_tokens": 4,
                 "finish_reason": "stop",
-                "weight_version_min": versions[group],
+                "weight_version_min": version,
                 "weight_version_max": self.version,
+                **({"columns": names} if rollout == 0 else {}),
             }
-            for group in whole
-            for rollout in range(self._config.batch.group_size)
-        )
-        ids = tuple(f"{tag['group_id']}-{index}" for index, tag in enumerate(tags))
-        columns = ("prompt_token_ids", "completion_token_ids")
-        failed = tuple(group for group in done if group in self._fails)
-        return [
-            GenerateReport(
-                batch=BatchMeta(partition="train", sample_ids=ids, columns=columns, tags=tags) if whole else None,
-                complete_groups=tuple(whole),
-                failed_groups=failed,
-                failures={"tool": len(failed)} if failed else {},
-                last_failure="the tool broke" if failed else "",
-            )
+            for group, version in versions.items()
+            for rollout, reward in enumerate(self.rewards_of(group))
         ]
+        if tags:
+            columns: dict[str, Any] = dict.fromkeys(names, [[1, 2]] * len(tags))
+            columns["group_id"] = [tag["group_id"] for tag in tags]
+            self.queue.put(columns, partition="train", tags=tags)
 
-    def stop_running(self) -> list[GenerateReport]:
+    def stop_running(self) -> list[FailureReport]:
         """Forget what has not finished."""
         self._running.clear()
         return []
@@ -196,68 +233,49 @@ class FakeAgents:
         return [EvalReport(rewards=(1.0,) * len(rows), num_failed=0)]
 
 
-class QueueAgents(FakeAgents):
-    """Fake agents whose rows are really in the queue.
-
-    Args:
-        config: Sizes of the batches.
-        queue: Gets the rows.
-        options: As those of `FakeAgents`.
-    """
-
-    def __init__(self, config: Config, queue: TransferQueue, **options: Any) -> None:
-        super().__init__(config, **options)
-        self._queue = queue
-
-    def poll(self) -> list[GenerateReport]:
-        """Finish some, and put their rows."""
-        return list(self._put(super().poll(), "train"))
-
-    def generate(
-        self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
-    ) -> list[GenerateReport]:
-        """All of these groups, finished."""
-        self.submit(jobs, sampling_params, partition, group_size)
-        reports: list[GenerateReport] = []
-        while self._running:
-            reports += self._put(super().poll(), partition)
-        return reports
-
-    def _put(self, reports: list[GenerateReport], partition: str) -> Iterator[GenerateReport]:
-        for report in reports:
-            if report.batch is None:
-                continue
-            rows = [[1, 2] for _ in report.batch.tags]
-            names = ("prompt_token_ids", "completion_token_ids", "loss_mask", "rewards", "rollout_logprobs")
-            columns: dict[str, Any] = dict.fromkeys(names, rows)
-            columns["group_id"] = [tags["group_id"] for tags in report.batch.tags]
-            batch = self._queue.put(columns, partition=partition, tags=report.batch.tags)
-            yield replace(report, batch=batch)
-
-
 class QueueJob(FakeJob):
-    """A job with a fake engine, fake agents, a real queue, and checkpoints with real digests.
+    """A job with a fake engine, a real source over fake agents and a real queue, and checkpoints with real digests.
 
     Args:
-        config: Sizes of the batches.
-        queue: Of the rows; as `state` has it where the job goes on.
+        config: Of the run.
+        agents: Whose queue it is; as `state` has it where the job goes on.
         state: Where the job begins.
         num_rows: Prompts of one epoch.
-        seed: Of the order in which groups finish.
+        replay: Groups that may be learned from again.
+        poll_s: As of `RolloutSource`.
     """
 
-    def __init__(self, config: Config, queue: TransferQueue, state: RunState, *, num_rows: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        agents: FakeAgents,
+        state: RunState | None = None,
+        *,
+        num_rows: int = 1000,
+        replay: Replay | None = None,
+        poll_s: float = 0.0,
+    ) -> None:
         super().__init__(config)
-        self.queue, self.agents = queue, QueueAgents(config, queue, seed=seed, per_poll=2)
+        state = RunState(seed=0, num_rows=num_rows) if state is None else state
+        self.agents = agents
         order = PromptOrder(num_rows=num_rows, seed=0, position=state.position, returned=list(state.pending))
         self.held = tuple(HeldGroup.from_tuple(group) for group in state.held)
-        num_groups = max((group.group_id for group in self.held), default=0)
-        rows: list[Any] = [{"row": row} for row in range(num_rows)]
-        self.manager = RolloutManager(cast("Any", self.agents), rows, order, config, num_groups=num_groups)
+        self.source = RolloutSource(
+            cast("Any", agents),
+            cast("Any", [{"row": row} for row in range(num_rows)]),
+            order,
+            agents.queue,
+            config,
+            create_schedule(config).policy,
+            replay=replay,
+            first_step=state.step + 1,
+            num_groups=max((group.group_id for group in self.held), default=0),
+            poll_s=poll_s,
+        )
 
     def components(self) -> Components:
         """As a pipeline's components."""
-        real: dict[str, Any] = {"agents": self.agents, "rollout_manager": self.manager, "queue": self.queue}
+        real: dict[str, Any] = {"agents": self.agents, "source": self.source, "queue": self.agents.queue}
         return replace(super().components(), held=self.held, **real)
 
     def sync(self, version: int) -> SyncReport:
@@ -286,7 +304,6 @@ def run_standins(overrides: Sequence[str], *, seed: int) -> int:
     a failure is one sentence.
     """
     config = load_config("quickstart", overrides)
-    pipelines = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
     output_dir, num_rows = Path(str(config.output_dir)), config.steps * config.batch.batch_size
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -300,8 +317,8 @@ def run_standins(overrides: Sequence[str], *, seed: int) -> int:
                 return 0
             checkpoints.forget_after(output_dir, state.step or -1)
             with rl_tq.serve("inproc://", snapshot=checkpoints.queue_snapshot(config, state)) as queue:
-                job = QueueJob(config, queue, state, num_rows=num_rows, seed=seed)
-                records = pipelines[config.pipeline](job.components(), config, cast("Any", [{}]), start_step=state.step)
+                job = QueueJob(config, FakeAgents(config, queue, seed=seed, per_poll=2), state, num_rows=num_rows)
+                records = run_loop(job.components(), config, cast("Any", [{}]), start_step=state.step)
                 progress = Report(output_dir)
                 follow(
                     records, job.components(), config, state, output_dir, add=progress.add, should_stop=lambda: False

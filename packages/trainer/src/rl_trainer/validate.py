@@ -56,7 +56,7 @@ from rl_trainer.rewards import check_function, check_packages, resolve_reward
 from rl_trainer.rewards.code import CodeTests
 from rl_trainer.rewards.rules import RULES
 from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, scheme_of
-from rl_trainer.staleness import create_policy
+from rl_trainer.staleness import Schedule, create_schedule
 from rl_trainer.trackers.group import GROUP as TRACKERS
 
 if TYPE_CHECKING:
@@ -342,9 +342,6 @@ _MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
     "clip_dual": (lambda value: value == 0 or value > 1, "0 (off), or above 1"),
 }
 """By option of our losses: whether a value can be meant, and which can."""
-_LEAST_AGE = 3
-"""Of a replayed group of one_step_off: a batch of step s has tokens of version s - 1, and is in the history when the
-batch of step s + 2 is drawn."""
 
 
 def check_algorithm(config: Config) -> None:
@@ -542,35 +539,34 @@ def _check_pipeline(config: Config) -> None:
             "rollout.top_p < 1 makes the sampler's distribution differ from the one the engine scores; set top_p=1, "
             "or algorithm.old_logprobs=rollout"
         )
-    if config.pipeline != "fully_async" and config.staleness != StalenessSection():
+    if config.pipeline in ("sync", "one_step_off") and config.staleness != StalenessSection():
         raise PlanError(f"the keys of staleness do nothing with pipeline={config.pipeline}; leave them out")
+    schedule = create_schedule(config)
     if config.batch.replay is not None:
-        _check_replay(config)
-    if config.pipeline == "fully_async":
-        create_policy(config)
-        if config.batch.over_sampling:
-            raise PlanError(
-                f"batch.over_sampling={config.batch.over_sampling:g} does nothing with pipeline=fully_async, which "
-                "begins groups ahead and waits for none that may be late: leave it out, and see staleness"
-            )
-    is_off_policy = config.pipeline == "one_step_off" or config.staleness.max_staleness > 0
-    if config.pipeline != "sync" and is_off_policy:
+        _check_replay(config, schedule)
+    if config.batch.over_sampling and not schedule.settles_before_sync:
+        raise PlanError(
+            f"batch.over_sampling={config.batch.over_sampling:g} does nothing with pipeline={config.pipeline}, which "
+            "begins groups ahead and waits for none that may be late: leave it out, and see staleness"
+        )
+    if schedule.lag or schedule.policy.max_staleness:
         _require_off_policy(algorithm, f"pipeline={config.pipeline}")
 
 
-def _check_replay(config: Config) -> None:
+def _check_replay(config: Config, schedule: Schedule) -> None:
     replay = config.batch.replay
     assert replay is not None, "the caller has checked it"
-    if config.pipeline == "fully_async":
+    if not schedule.settles_before_sync:
         raise PlanError(
             "batch.replay goes with pipeline=sync or one_step_off: how many fresh groups a step then needs depends on "
-            "what earlier steps had to teach, and pipeline=fully_async releases groups ahead by a fixed number per "
-            "step, which bounds their age; leave it out"
+            f"what earlier steps had to teach, and pipeline={config.pipeline} releases groups ahead by a fixed number "
+            "per step, which bounds their age; leave it out"
         )
-    if config.pipeline == "one_step_off" and replay.max_age < _LEAST_AGE:
+    # With a lag, the batch of step s has tokens of version s - 1, and is in the history when that of s + 2 is drawn.
+    if replay.max_age < (least := 1 + 2 * schedule.lag):
         raise PlanError(
-            f"batch.replay.max_age={replay.max_age} does nothing with pipeline=one_step_off: the next batch is made "
-            f"while this one trains, so that what is replayed is {_LEAST_AGE} versions old; give {_LEAST_AGE} or more"
+            f"batch.replay.max_age={replay.max_age} does nothing with pipeline={config.pipeline}: the next batch is "
+            f"made while this one trains, so that what is replayed is {least} versions old; give {least} or more"
         )
     if int(replay.share * config.batch.batch_size) == 0:
         raise PlanError(
@@ -901,7 +897,8 @@ def make_plan(config: Config) -> BatchPlan:
 
 def _check_layout(config: Config) -> None:
     """Processes and who shares them."""
-    if config.rollout.colocated and config.pipeline != "sync":
+    schedule = create_schedule(config)
+    if config.rollout.colocated and not schedule.is_on_policy:
         raise PlanError(
             f"pipeline={config.pipeline} generates and trains at the same time, which rollout.colocated=true rules "
             "out; choose pipeline=sync, or colocated=false"
@@ -921,7 +918,7 @@ def _check_layout(config: Config) -> None:
     for key, size in (sizes | {"rollout.num_replicas": config.rollout.num_replicas}).items():
         if config.runtime == "inline" and size > 1:
             raise PlanError(f"{key}={size} needs processes of its own: use runtime=ray")
-    if config.runtime == "inline" and config.pipeline != "sync":
+    if config.runtime == "inline" and not schedule.is_on_policy:
         raise PlanError(f"pipeline={config.pipeline} generates and trains at the same time, which takes runtime=ray")
 
 

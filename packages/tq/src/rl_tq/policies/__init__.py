@@ -10,7 +10,7 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from rl_tq.policies.base import Fifo, OldestVersion, Policy, Priority
+from rl_tq.policies.base import AllReady, Fifo, OldestVersion, Policy, Priority
 from rl_tq.policies.groups import FirstK, GroupComplete
 from rl_tq.policies.tokens import LengthBalanced, TokenBudget, balanced_order
 from rl_tq.policies.where import RankAware, Where
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GROUP",
     "POLICIES",
+    "AllReady",
     "Fifo",
     "FirstK",
     "GroupComplete",
@@ -41,7 +42,7 @@ GROUP = "rl_tq.policies"
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
     for policy in (
-        Fifo, OldestVersion, Priority, GroupComplete, FirstK, TokenBudget, LengthBalanced, Where, RankAware,
+        Fifo, AllReady, OldestVersion, Priority, GroupComplete, FirstK, TokenBudget, LengthBalanced, Where, RankAware,
     )
 }  # fmt: skip
 

@@ -258,6 +258,26 @@ class Fifo(Policy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllReady(Policy):
+    """All rows that are ready, at least as many as were asked for: for a consumer that chooses among them itself."""
+
+    name: ClassVar[str] = "all_ready"
+
+    def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
+        """See `Policy.make_index`."""
+        del given_groups
+        return _AllRows()
+
+
+class _AllRows(ReadyRows):
+    """Index that gives all it has."""
+
+    def take(self, count: int) -> Sequence[int] | None:
+        """See `ReadyRows.take`."""
+        return super().take(max(count, len(self)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OldestVersion(Policy):
     """Rows with the lowest tag `weight_version_min` first, then the oldest; rows without it last."""
 

@@ -40,6 +40,7 @@ class PoliciesContract(Served):
         numbers = iter(range(100))
         versions: list[dict[str, Any]] = [{"weight_version_min": v} for v in (3, 1, 2, 1)]
         assert given(4, policies.OldestVersion(), [*versions, {}]) == [1, 3, 2, 0]
+        assert given(2, policies.AllReady(), versions) == [*range(len(versions))]
         assert given(3, policies.Priority(), [{"priority": p} for p in (1, 2.5, -1)] + [{}]) == [1, 0, 3]
         groups = [{"group_id": g} for g in (0, 1, 2, 1, 0, 2)]
         assert given(4, policies.GroupComplete(group_size=2), groups) == [1, 3, 0, 4]

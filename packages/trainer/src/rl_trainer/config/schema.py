@@ -441,9 +441,10 @@ class Config:
     """Where everything is written; None makes `outputs/<name>-<date>-<time>`."""
     runtime: Literal["ray", "inline"] = "ray"
     """`ray`: every role in processes of its own; `inline`: all in this one, for breakpoints."""
-    pipeline: Literal["sync", "one_step_off", "fully_async"] = "sync"
-    """`sync`: on-policy; `one_step_off`: the next batch is generated while this one trains; `fully_async`: generation
-    runs ahead as far as `staleness` lets it, and weights change under it."""
+    pipeline: str = "sync"
+    """Schedule of the loop. `sync`: on-policy; `one_step_off`: the next batch is generated while this one trains;
+    `fully_async`: generation runs ahead as far as `staleness` lets it, and weights change under it; or one that is
+    installed (entry point group `rl_trainer.schedules`)."""
     eval_every: NonNegative = 10
     """Steps between evaluations on held-out rows; 0 evaluates only first and last."""
     save_every: NonNegative = 0

@@ -9,6 +9,8 @@ from collections import Counter
 from contextlib import aclosing, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from rl_agent.types import AgentLoopOutput, Message, RolloutResult, Tokenizer
     from rl_rollout.base import RolloutServer
     from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
-    from rl_tq.types import BatchMeta
     from rl_trainer.config import AgentSection, RewardSection
     from rl_trainer.data import Row
     from rl_trainer.workers.columns import Group, Sample
@@ -61,17 +62,13 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateReport:
-    """What one worker made of its jobs, or of a stream of them since it was last asked."""
+class FailureReport:
+    """Groups that will not come, since a worker was last asked. Those that are complete are in the queue."""
 
-    batch: BatchMeta | None
-    """The complete groups, in the queue; None if there is none."""
-    complete_groups: tuple[int, ...]
-    """Ids of the groups in `batch`."""
-    failed_groups: tuple[int, ...] = ()
-    """Ids of the groups that will not come: one of their rollouts failed."""
+    groups: tuple[int, ...]
+    """Their ids: one of their rollouts failed."""
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Failed rollouts per kind. Their groups are not in `batch`."""
+    """Failed rollouts per kind."""
     last_failure: str = ""
     """One failure's sentence."""
 
@@ -88,49 +85,32 @@ class EvalReport:
     """One failure's sentence."""
 
 
-class _Ledger:
-    """What has become of groups since it was last read. Written on the event loop, read from any thread."""
+class _Failures:
+    """Failed groups since they were last taken. Written on the event loop, taken from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._clear()
+        self._groups: list[tuple[int, Sequence[Failure]]] = []
 
-    def _clear(self) -> None:
-        self._metas: list[BatchMeta] = []
-        self._complete: list[int] = []
-        self._failed: list[int] = []
-        self._failures: Counter[str] = Counter()
-        self._last_failure = ""
-
-    def wrote(self, group_ids: Sequence[int], meta: BatchMeta) -> None:
+    def add(self, group_id: int, failures: Sequence[Failure]) -> None:
         with self._lock:
-            self._complete += group_ids
-            self._metas.append(meta)
+            self._groups.append((group_id, failures))
 
-    def failed(self, group_id: int, failures: Sequence[Failure]) -> None:
+    def take(self) -> FailureReport:
         with self._lock:
-            self._failed.append(group_id)
-            self._failures.update(failure.kind for failure in failures)
-            self._last_failure = failures[-1].message
-
-    def take(self) -> GenerateReport:
-        with self._lock:
-            report = GenerateReport(
-                batch=type(self._metas[0]).concat(self._metas) if self._metas else None,
-                complete_groups=tuple(self._complete),
-                failed_groups=tuple(self._failed),
-                failures=dict(self._failures),
-                last_failure=self._last_failure,
-            )
-            self._clear()
-        return report
+            groups, self._groups = self._groups, []
+        return FailureReport(
+            groups=tuple(group_id for group_id, _ in groups),
+            failures=Counter(failure.kind for _, failures in groups for failure in failures),
+            last_failure=groups[-1][1][-1].message if groups else "",
+        )
 
 
 class _GroupWriter:
     """Writes groups as they finish: one call at a time, with all that became ready during the last one."""
 
-    def __init__(self, put: Callable[[list[Group]], BatchMeta], ledger: _Ledger) -> None:
-        self._put, self._ledger = put, ledger
+    def __init__(self, put: Callable[[list[Group]], object]) -> None:
+        self._put = put
         self._ready: list[Group] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -144,8 +124,7 @@ class _GroupWriter:
     async def _write(self) -> None:
         while self._ready:
             groups, self._ready = self._ready, []
-            meta = await asyncio.to_thread(self._put, groups)
-            self._ledger.wrote([group_id for group_id, *_ in groups], meta)
+            await asyncio.to_thread(self._put, groups)
 
     async def finish(self) -> None:
         if self._task is not None:
@@ -176,7 +155,7 @@ class AgentWorker:
         self._loop = LoopThread("agent")
         self._streams: list[Future[None]] = []
         self._running: set[asyncio.Task[Any]] = set()
-        self._streamed = _Ledger()
+        self._failures = _Failures()
         self._attempts: dict[int, int] = {}
         self._scorer = Scorer(reward, num_sharing=context.world_size)
         self._tokenizer = cast("Tokenizer", PromptMemory(rl_agent.load_tokenizer(model_path)))
@@ -224,34 +203,24 @@ class AgentWorker:
         return len(ids) + self._reader.num_added(images)
 
     @register(Dispatch.SPLIT)
-    def generate(
-        self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
-    ) -> list[GenerateReport]:
-        """Roll every job out `group_size` times and put the complete groups into `partition`."""
-        if not jobs:
-            return []
-        ledger = _Ledger()
-        self._loop.run(self._roll_out(jobs, sampling_params, partition, group_size, ledger), self._timeout_s)
-        return [ledger.take()]
+    def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> list[None]:
+        """Roll every job out `group_size` times, in the background, beside what is running already.
 
-    @register(Dispatch.SPLIT)
-    def submit(
-        self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
-    ) -> list[GenerateReport]:
-        """As `generate`, in the background, beside what is running already; `poll` tells what came of it."""
+        A group is put into `partition` when its last rollout is scored; `poll` tells which will not come.
+        """
         if jobs:
-            work = self._stream(self._roll_out(jobs, sampling_params, partition, group_size, self._streamed))
+            work = self._stream(self._roll_out(jobs, sampling_params, partition, group_size))
             self._streams.append(self._loop.start(work))
         return []
 
     @register(Dispatch.GATHER)
-    def poll(self) -> list[GenerateReport]:
-        """What has become of submitted groups since the last call. Raises what a rollout raised that is no failure."""
+    def poll(self) -> list[FailureReport]:
+        """Groups that failed since the last call. Raises what a rollout raised that is no failure."""
         done = [stream for stream in self._streams if stream.done()]
         self._streams = [stream for stream in self._streams if stream not in done]
         for stream in done:
             stream.result()
-        return [self._streamed.take()]
+        return [self._failures.take()]
 
     async def _stream(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.current_task()
@@ -277,12 +246,12 @@ class AgentWorker:
                 raise ended
 
     async def _roll_out(
-        self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int, ledger: _Ledger
+        self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
     ) -> None:
         self._attempts.update({job.group_id: job.attempt for job in jobs})
         rows, positions = [job.row for job in jobs], [job.place for job in jobs]
         baselines = asyncio.create_task(self._baselines(jobs, sampling_params)) if self._has_baseline else None
-        writer = _GroupWriter(lambda groups: self._put(groups, partition), ledger)
+        writer = _GroupWriter(lambda groups: self._put(groups, partition))
         finished = self._runner.run_groups(
             rows, sampling_params, group_size=group_size, positions=positions, grade=self._grading(rows)
         )
@@ -292,9 +261,9 @@ class AgentWorker:
                     group_id = jobs[group.row_index].group_id
                     greedy = None if baselines is None else (await baselines)[group_id]
                     if isinstance(greedy, Failure):
-                        ledger.failed(group_id, [*group.failures, greedy])
+                        self._failures.add(group_id, [*group.failures, greedy])
                     elif group.failures:
-                        ledger.failed(group_id, group.failures)
+                        self._failures.add(group_id, group.failures)
                     else:
                         samples = [sample for rollout in group.rollouts for sample in scored(rollout)]
                         writer.add((group_id, samples, greedy))
@@ -316,11 +285,13 @@ class AgentWorker:
             found[jobs[group.row_index].group_id] = fmean(rewards) if rewards else group.failures[-1]
         return found
 
-    def _put(self, groups: list[Group], partition: str) -> BatchMeta:
+    def _put(self, groups: list[Group], partition: str) -> None:
         columns, tags = to_columns(groups, has_experts=self._asks_experts, reader=self._reader)
         for tag in tags:
-            tag["attempt"] = self._attempts[tag["group_id"]]
-        return self._queue.put(columns, partition=partition, tags=tags)
+            tag |= {"attempt": self._attempts[tag["group_id"]], "is_copy": False}
+        for _, rows in groupby(tags, itemgetter("group_id")):
+            next(rows)["columns"] = [*columns]
+        self._queue.put(columns, partition=partition, tags=tags)
 
     @register(Dispatch.SPLIT)
     def evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:

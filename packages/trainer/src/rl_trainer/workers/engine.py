@@ -267,7 +267,7 @@ class EngineWorker(_EngineRank):
         return column == "ref_logprobs" and self._has_adapter
 
     @register(Dispatch.SPLIT)
-    def teach(self, batch: BatchMeta) -> BatchMeta:
+    def compute_teacher_log_prob(self, batch: BatchMeta) -> BatchMeta:
         """Write what the loss reads of a teacher, which this engine holds."""
         assert self._teacher is not None, "it is asked of the teacher alone"
         return self._forward(batch, teacher_columns(self._teacher))

@@ -64,8 +64,9 @@ class QueueWorker:
 
     @register(Dispatch.RANK_ZERO)
     def copy(self, rows: BatchMeta, partition: str) -> BatchMeta:
-        """New rows of `partition` with the columns and tags of `rows`."""
-        return self._queue.put(self._queue.get(rows), partition=partition, tags=rows.tags)
+        """New rows of `partition` with the columns and tags of `rows`, which nobody claims."""
+        tags = [{**tag, "is_copy": True} for tag in rows.tags]
+        return self._queue.put(self._queue.get(rows), partition=partition, tags=tags)
 
     def close(self) -> None:
         """Free every row."""

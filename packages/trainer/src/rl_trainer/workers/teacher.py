@@ -65,7 +65,7 @@ class ServedTeacherWorker:
         return server
 
     @register(Dispatch.RANK_ZERO)
-    def teach(self, batch: BatchMeta) -> BatchMeta:
+    def compute_teacher_log_prob(self, batch: BatchMeta) -> BatchMeta:
         """Write `teacher_logprobs`, float32 of every completion token."""
         names = ("prompt_token_ids", "completion_token_ids", "loss_mask")
         data = self._queue.get(batch, names)
