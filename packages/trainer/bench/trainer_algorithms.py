@@ -1,7 +1,8 @@
 """Every estimator, loss, correction and aggregation beside independent implementations, on random ragged batches.
 
-Needs the peers (each is optional; only their formulas are called): pip install verl trl torchrl openrlhf. It prints the
-table of ALGORITHMS.md, the largest absolute difference of each row over all seeds, of values and of gradients:
+Needs the peers (each is optional; only their formulas are called): pip install verl trl torchrl openrlhf skyrl.
+Formulas of peers that no small package has, and of papers, are restated in `_restated.py`. It prints the table of
+ALGORITHMS.md, the largest absolute difference of each row over all seeds, of values and of gradients:
 python trainer_algorithms.py [--seeds 20].
 """
 
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,8 +30,14 @@ from rl_trainer.algorithms.policy_loss import select_tokens
 from rl_trainer.algorithms.rollout_correction import correction_weights, rejection_mask
 from rl_trainer.config import AlgorithmConfig, TeacherSection
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import _restated as restated
+
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LONGEST, GAMMA, LAMBDA = 9, 0.97, 0.9
+PACKAGES = ("OpenRLHF", "SkyRL", "TRL", "torchrl", "verl")
+"""Peers that can be installed; all others are restated."""
 ROWS = {}
 """By (what, peer), a function of a seed that gives pairs of our tensor and the peer's."""
 
@@ -88,8 +97,9 @@ class Case:
         return np.array([str(int(g)) for g in self.groups], dtype=object)
 
 
-def draw(seed, *, tools=True, singles=True, scale=0.3, size=None):
-    """A batch of 5 groups of 2 to 4 completions (or of `size`), some of one, of 1 to 9 tokens, some of them tools'."""
+def draw(seed, *, tools=True, singles=True, scale=0.3, size=None, length=None):
+    """A batch of 5 groups of 2 to 4 completions (or of `size`), some of one, of 1 to 9 tokens (or of `length`), some of
+    them tools'."""
     g = torch.Generator().manual_seed(seed)
 
     def integer(low, high):
@@ -97,7 +107,7 @@ def draw(seed, *, tools=True, singles=True, scale=0.3, size=None):
 
     sizes = [size or integer(2, 4) for _ in range(5)] + ([1] if singles else [])
     groups = torch.tensor([i for i, n in enumerate(sizes) for _ in range(n)])
-    lengths = [integer(1, LONGEST) for _ in groups]
+    lengths = [length or integer(1, LONGEST) for _ in groups]
     num = sum(lengths)
 
     def normal(*shape):
@@ -227,7 +237,10 @@ def by_openrlhf(estimator, ours):
             (found,) = maker.RemoteExperienceMaker.compute_advantages_and_returns(stub, [batch])
         finally:
             maker.apply_length_penalties = keep
-        yield compute_advantages(ours, case.inputs()), case.unpad(found.advantages)
+        advantages = case.unpad(found.advantages)
+        if estimator == "reinforce_baseline":  # it divides by the deviation of the batch, we by that of a sample
+            advantages = advantages * ((case.mask.sum() - 1) / case.mask.sum()).sqrt()
+        yield compute_advantages(ours, case.inputs()), advantages
 
     return compare
 
@@ -245,7 +258,12 @@ class defaultdict_namespace(SimpleNamespace):  # noqa: N801 - a helper
         return None
 
 
-for _estimator, _ours in (("rloo", "rloo"), ("dr_grpo", "dr_grpo"), ("group_norm", "grpo")):
+for _estimator, _ours in (
+    ("rloo", "rloo"),
+    ("dr_grpo", "dr_grpo"),
+    ("group_norm", "grpo"),
+    ("reinforce_baseline", "reinforce_pp_baseline"),
+):
     row(_ours, "OpenRLHF")(by_openrlhf(_estimator, _ours))
 
 
@@ -282,6 +300,109 @@ def states(line):
     done[-1] = True
     following = torch.cat([value[1:], torch.zeros_like(value[:1])])
     return {"state_value": value, "next_state_value": following, "reward": reward, "done": done}
+
+
+# Estimators beside what is restated.
+
+
+def tokens(lines):
+    """(T,) float64 of a list per completion."""
+    return torch.tensor([value for line in lines for value in line], dtype=torch.float64)
+
+
+def rowwise(case, values):
+    """(T,) float64: a completion's value at each of its model tokens."""
+    return torch.tensor(values, dtype=torch.float64).repeat_interleave(torch.tensor(case.lengths)) * case.mask
+
+
+def listed(case, packed):
+    """A list per completion of a packed tensor."""
+    return [line.tolist() for line in packed.split(case.lengths)]
+
+
+def outcomes(case):
+    """Reward, prompt, and number of model tokens of each completion."""
+    rewards = [line.sum().item() for line in case.rewards.split(case.lengths)]
+    return rewards, case.groups.tolist(), [int(line.sum()) for line in case.mask.split(case.lengths)]
+
+
+@row("gpg", "its authors")
+def _gpg_authors(seed):
+    """Prompts of one size: they count prompts, we completions."""
+    case = draw(seed, singles=False, size=3)
+    case.rewards[(case.groups == 0).repeat_interleave(torch.tensor(case.lengths))] = 0.0
+    rewards, groups, _ = outcomes(case)
+    yield compute_advantages("gpg", case.inputs()), rowwise(case, restated.gpg(rewards, groups))
+
+
+@row("remax", "its authors")
+def _remax_authors(seed):
+    case = draw(seed)
+    rewards, _, _ = outcomes(case)
+    greedy = case.components[:, 0]
+    found = restated.remax(rewards, greedy.tolist(), listed(case, case.mask), GAMMA)
+    yield compute_advantages("remax", case.inputs(greedy_rewards=greedy, gamma=GAMMA)), tokens(found)
+
+
+@row("opo", "paper")
+def _opo_paper(seed):
+    case = draw(seed, singles=False)
+    yield compute_advantages("opo", case.inputs()), rowwise(case, restated.opo(*outcomes(case)))
+
+
+@row("grpo_passk", "paper")
+def _passk_paper(seed):
+    case = draw(seed, singles=False)
+    rewards, groups, _ = outcomes(case)
+    best = restated.passk(rewards, groups)
+    yield compute_advantages("grpo_passk", case.inputs()), rowwise(case, best)
+
+
+@row("gdpo, completions of one length", "NeMo-RL")
+def _gdpo_nemo(seed):
+    """It whitens over completions, we over tokens: the deviations of the two samples differ by their counts alone."""
+    case, weights = draw(seed, singles=False, tools=False, length=5), [1.0, 0.5, 2.0]
+    found = restated.gdpo(case.components.T.tolist(), weights, case.groups.tolist())
+    n, m = case.mask.sum(), len(case.lengths)
+    more = {"components": case.components, "component_weights": torch.tensor(weights)}
+    ours = compute_advantages("gdpo", case.inputs(**more))
+    yield ours, rowwise(case, found) * ((n - 1) / n * m / (m - 1)).sqrt()
+
+
+@row("vtrace, and the critic's returns", "paper")
+def _vtrace_paper(seed):
+    case = draw(seed, tools=False)
+    ratio = (case.old - case.rollout).exp()
+    data = case.inputs(values=case.values, gamma=GAMMA, lam=LAMBDA, ratio=ratio)
+    lines = [listed(case, x) for x in (case.rewards, case.values, ratio)]
+    found = [restated.vtrace(*line, GAMMA, LAMBDA) for line in zip(*lines, strict=True)]
+    yield compute_advantages("vtrace", data), tokens(line for _, line in found)
+    yield value_scan(data, "vtrace").returns, tokens(line for line, _ in found)
+
+
+def optimal_paper(name, *, tools):
+    """A row for an optimal token baseline: of positions among all tokens, or among the model's alone."""
+
+    def compare(seed):
+        case = draw(seed, tools=tools)
+        weights = (case.old - case.rollout).exp().clamp(max=2.0) * case.mask
+        rewards, groups, _ = outcomes(case)
+        kept = [line.bool() for line in case.mask.split(case.lengths)]
+
+        def squeezed(packed):
+            return [line[mask].tolist() for line, mask in zip(packed.split(case.lengths), kept, strict=True)]
+
+        given = [squeezed(x) for x in (case.old, case.sum_pi_squared, weights)]
+        found = torch.zeros_like(case.mask)
+        found[case.mask.bool()] = tokens(restated.token_baseline(rewards, groups, *given))
+        data = case.inputs(logprobs=case.old, sum_pi_squared=case.sum_pi_squared, weights=weights)
+        yield compute_advantages(name, data), found
+
+    return compare
+
+
+row("optimal_token_baseline, without tools", "paper")(optimal_paper("optimal_token_baseline", tools=False))
+row("tir_optimal_token_baseline", "paper")(optimal_paper("tir_optimal_token_baseline", tools=True))
 
 
 @row("remax", "verl")
@@ -606,6 +727,123 @@ def _gspo_openrlhf(seed):
     yield from zip(learn(case, config), (theirs.detach(), leaf.grad), strict=True)
 
 
+@row("gmpo", "TRL")
+def _gmpo_trl(seed):
+    trainer, case = peer("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer, draw(seed, scale=0.5)
+    leaf = case.logprobs.clone().requires_grad_()
+    stub = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (case.pad(leaf), case.pad(case.entropy), None),
+        top_entropy_quantile=1.0, beta=0.0, epsilon_low=BOUNDS["clip_low"], epsilon_high=BOUNDS["clip_high"],
+        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1,
+        _metrics={"train": defaultdict(list)}, accelerator=ALONE,
+    )  # fmt: skip
+    mask = case.pad(case.mask)
+    ids = torch.zeros_like(mask, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": mask,
+        "advantages": case.pad(case.advantages)[:, 0], "old_per_token_logps": case.pad(case.old),
+    }  # fmt: skip
+    loss = trainer._compute_loss(stub, None, inputs)
+    loss.backward()
+    config = AlgorithmConfig(loss="gmpo", loss_options=BOUNDS, aggregation="seq-mean-token-mean")
+    yield from zip(learn(case, config), (loss.detach(), leaf.grad), strict=True)
+
+
+UNCORRECTED = defaulted()
+
+
+def skyrl_learn(case, name, **options):
+    """SkyRL's loss and gradient, of the sum over tokens divided by their number."""
+    losses = peer("skyrl.backends.skyrl_train.utils.ppo_utils")
+    leaf = case.logprobs.clone().requires_grad_()
+    config = SimpleNamespace(
+        policy_loss_type=name, eps_clip_low=BOUNDS["clip_low"], eps_clip_high=BOUNDS["clip_high"],
+        loss_reduction="sequence_mean", off_policy_correction=UNCORRECTED, **options,
+    )  # fmt: skip
+    function = losses.PolicyLossRegistry.get(name)
+    loss, _ = function(
+        case.pad(leaf), case.pad(case.old), case.pad(case.advantages), config=config, loss_mask=case.pad(case.mask),
+        rollout_logprobs=case.pad(case.old) if name == "rollout_is" else None,
+    )  # fmt: skip
+    loss = loss / case.mask.sum()
+    loss.backward()
+    return loss.detach(), leaf.grad
+
+
+def by_skyrl(what, ours, name, options, *, gradient_alone=False, **theirs):
+    """A row for a loss of SkyRL that chooses no tokens, `token-mean`."""
+
+    @row(what, "SkyRL")
+    def compare(seed):
+        case = draw(seed, scale=0.5)
+        config = AlgorithmConfig(loss=ours, loss_options=options, aggregation="token-mean")
+        found = list(zip(learn(case, config), skyrl_learn(case, name, **theirs), strict=True))
+        yield from found[1:] if gradient_alone else found
+
+
+by_skyrl("ppo with dual clip", "ppo", "dual_clip", {**BOUNDS, "clip_dual": 1.8}, clip_ratio_c=1.8)
+by_skyrl("gspo", "gspo", "gspo", BOUNDS)
+by_skyrl("cispo", "cispo", "cispo", BOUNDS, cispo=SimpleNamespace(cispo_eps_clip_low=0.15, cispo_eps_clip_high=0.25))
+by_skyrl("sapo", "sapo", "sapo", {"tau_pos": 1.0, "tau_neg": 1.3}, sapo=SimpleNamespace(tau_pos=1.0, tau_neg=1.3))
+for _kind, _theirs in (("dppo_tv", "binary_tv"), ("dppo_kl", "binary_kl")):
+    _delta = SimpleNamespace(dppo_type=_theirs, delta_low=DPPO["clip_low"], delta_high=DPPO["clip_high"])
+    by_skyrl(
+        f"{_kind}, ratio not truncated: gradient", _kind, "dppo", {**DPPO, "ratio_max": 1e6}, gradient_alone=True,
+        dppo=_delta,
+    )  # fmt: skip
+
+
+@row("clip_cov, all candidates, ratio 1", "SkyRL")
+def _clip_cov_skyrl(seed):
+    case = draw(seed)
+    case.logprobs[:] = case.old
+    selected = select_tokens(case.old, case.advantages, case.mask, loss="clip_cov", share=1.0, low=0.1, high=1.0)
+    config = AlgorithmConfig(loss="clip_cov", loss_options={**BOUNDS, "share": 1.0, "low": 0.1, "high": 1.0})
+    theirs = SimpleNamespace(clip_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=1.0)
+    found = skyrl_learn(case, "clip_cov", clip_cov=theirs)
+    yield from zip(learn(case, config, selected=selected), found, strict=True)
+
+
+@row("kl_cov, ratio e^0.1", "SkyRL")
+def _kl_cov_skyrl(seed):
+    case = draw(seed)
+    case.logprobs[:] = case.old + 0.1  # the covariances are those of the old log-probs, from which we choose
+    selected = select_tokens(case.old, case.advantages, case.mask, loss="kl_cov", share=0.3)
+    config = AlgorithmConfig(loss="kl_cov", loss_options={"share": 0.3, "kl_coef": 0.7})
+    found = skyrl_learn(case, "kl_cov", kl_cov=SimpleNamespace(kl_cov_frac=0.3, ppo_kl_coef=0.7))
+    yield from zip(learn(case, config, selected=selected), found, strict=True)
+
+
+@row("reinforce with weights in bypass mode, icepop", "SkyRL")
+def _bypass_skyrl(seed):
+    case = draw(seed, scale=0.5)
+    config = AlgorithmConfig(
+        loss="reinforce", old_logprobs="rollout", correction="icepop",
+        correction_bounds=(1 - BOUNDS["clip_low"], 1 + BOUNDS["clip_high"]),
+    )  # fmt: skip
+    yield from zip(learn(case, config), skyrl_learn(case, "rollout_is"), strict=True)
+
+
+@row("dro", "Tinker")
+def _dro_tinker(seed):
+    case = draw(seed, scale=0.5)
+    leaf = case.logprobs.clone().requires_grad_()
+    loss = restated.dro(leaf, case.old, case.advantages, case.mask, 0.3)
+    loss.backward()
+    config = AlgorithmConfig(loss="dro", loss_options={"dro_beta": 0.3}, aggregation="token-sum")
+    yield from zip(learn(case, config), (loss.detach(), leaf.grad), strict=True)
+
+
+@row("reinforce (gpg)", "its authors")
+def _reinforce_authors(seed):
+    """The loss of GPG's trainer: -log pi A, over all model tokens."""
+    case = draw(seed)
+    leaf = case.logprobs.clone().requires_grad_()
+    loss = -(leaf * case.advantages * case.mask).sum() / case.mask.sum()
+    loss.backward()
+    yield from zip(learn(case, AlgorithmConfig(loss="reinforce")), (loss.detach(), leaf.grad), strict=True)
+
+
 # Distillation: where all tokens but one are candidates, the rest of the vocabulary is that one.
 
 
@@ -674,6 +912,71 @@ def _kl_openrlhf(seed):
         yield estimate_kl(case.logprobs, case.ref, kind), theirs
 
 
+@row("KL k1, abs, k2, k3: reward", "SkyRL")
+def _kl_skyrl(seed):
+    losses, case = peer("skyrl.backends.skyrl_train.utils.ppo_utils"), draw(seed)
+    case.ref[:] = case.old + 3 * (case.ref - case.old)  # k3 is capped at some
+    for kind in ("k1", "abs", "k2", "k3"):
+        theirs = losses.compute_approx_kl(case.logprobs, case.ref, case.mask, kl_estimator_type=kind)
+        yield estimate_kl(case.logprobs, case.ref, kind) * case.mask, theirs
+
+
+def weigh(case, correction, level, low=0.7, high=1.3):
+    return correction_weights(
+        case.old, case.rollout, case.mask, case.cu_seqlens, correction=correction, level=level, low=low, high=high
+    )
+
+
+def keep(case, level, low, high):
+    given = {"level": level, "divergence": "k1", "low": low, "high": high}
+    return rejection_mask(case.old, case.rollout, case.mask, case.cu_seqlens, **given).double()
+
+
+@row("tis weights, token and sequence", "SkyRL")
+def _weights_skyrl(seed):
+    utils, case = peer("skyrl.backends.skyrl_train.utils.off_policy_correction_utils"), draw(seed)
+    bounds = SimpleNamespace(token_tis_ratio_clip_high=1.3, sequence_tis_ratio_clip_high=1.3)
+    mask = case.pad(case.mask)
+    for level in ("token", "sequence"):
+        found, _ = utils.compute_tis_ratio(case.pad(case.old), case.pad(case.rollout), mask, level, bounds)
+        yield weigh(case, "tis", level), case.unpad(found.expand_as(mask))
+
+
+@row("rejection at all levels by k1", "SkyRL")
+def _rejection_skyrl(seed):
+    utils, case = peer("skyrl.backends.skyrl_train.utils.off_policy_correction_utils"), draw(seed)
+    given = case.pad(case.old), case.pad(case.rollout), case.pad(case.mask)
+    bounds = {
+        "token": ("token_mask_is_threshold", 0.8, 1.3), "sequence": ("product_mask", 0.8, 1.3),
+        "sequence_mean": ("geo_mask", 0.9, 1.1), "sequence_max": ("outlier_token_is_threshold", 1 / 1.5, 1.5),
+    }  # fmt: skip
+    for level, (name, low, high) in bounds.items():
+        config = defaulted(**{f"{name}_low": low, f"{name}_high": high})
+        config.sequence_mask_metric = {"sequence": "product", "sequence_mean": "geometric"}.get(level)
+        _, _, found = utils.compute_off_policy_correction(*given, config)
+        yield keep(case, level, low, high), case.unpad(found.double())
+
+
+@row("tis and icepop weights, token and sequence", "slime")
+def _weights_slime(seed):
+    case = draw(seed)
+    lines = list(zip(*(listed(case, x) for x in (case.old, case.rollout, case.mask)), strict=True))
+    for level in ("token", "sequence"):
+        for correction, mode in (("tis", "truncate"), ("icepop", "mask")):
+            found = [restated.mis(*line, level=level, low=0.7, high=1.3, mode=mode) for line in lines]
+            weights = tokens([w * m for w, m in zip(*pair, strict=True)] for pair in found)
+            yield weigh(case, correction, level), weights * case.mask
+
+
+@row("rejection at all levels by k1", "slime")
+def _rejection_slime(seed):
+    case = draw(seed)
+    lines = list(zip(*(listed(case, x) for x in (case.old, case.rollout, case.mask)), strict=True))
+    for level, theirs in {"token": "token", "sequence": "sequence", "sequence_mean": "geometric"}.items():
+        found = [restated.mis(*line, level=theirs, low=0.8, high=1.3, mode="mask")[1] for line in lines]
+        yield keep(case, level, 0.8, 1.3), tokens(found)
+
+
 @row("tis and icepop weights, token and sequence", "verl")
 def _weights(seed):
     helper, case = peer("verl.trainer.ppo.rollout_corr_helper"), draw(seed)
@@ -736,10 +1039,10 @@ def main():
             by_what[what][by] = f"{difference(what, by, seeds):.0e}"
         except ImportError as error:
             print(f"{by}: {error}")
-    peers = sorted({by for _, by in ROWS})
-    print(f"| what | {' | '.join(peers)} |\n|---|{'---|' * len(peers)}")
+    print(f"| what | {' | '.join(PACKAGES)} | restated |\n|---|{'---|' * len(PACKAGES)}---|")
     for what, found in by_what.items():
-        print(f"| {what} | {' | '.join(found.get(name, '-') for name in peers)} |")
+        others = ", ".join(f"{number} ({by})" for by, number in found.items() if by not in PACKAGES) or "-"
+        print(f"| {what} | {' | '.join(found.get(name, '-') for name in PACKAGES)} | {others} |")
 
 
 if __name__ == "__main__":
