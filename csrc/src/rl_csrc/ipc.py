@@ -30,6 +30,7 @@ _MAX_NAME_BYTES = 107
 _CREDENTIALS = struct.Struct("iII")
 """struct ucred of SO_PEERCRED."""
 _FD_BYTES = 4
+_ONE_FD_SPACE = socket.CMSG_SPACE(_FD_BYTES)
 # As plain integers: the arithmetic of enumerations takes longer than the call.
 _RECEIVE_FLAGS = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNCATED = int(socket.MSG_CTRUNC)
@@ -150,9 +151,8 @@ def receive_into(connection: socket.socket, buffer: memoryview, *, max_fds: int 
     Raises:
         BlockingIOError, OSError: as `recvmsg` does.
     """
-    size, ancillary, flags, _ = connection.recvmsg_into(
-        [buffer], socket.CMSG_SPACE(max_fds * _FD_BYTES), _RECEIVE_FLAGS
-    )
+    space = _ONE_FD_SPACE if max_fds == 1 else socket.CMSG_SPACE(max_fds * _FD_BYTES)
+    size, ancillary, flags, _ = connection.recvmsg_into([buffer], space, _RECEIVE_FLAGS)
     fds: list[int] = []
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -401,7 +401,7 @@ class RemoteQueue(QueueClient):
     ) -> tuple[Message, torch.Tensor | None]:
         """A reply and its payload, which may lie in `output`; or raise the error that stands in it."""
         self._session.check()
-        return self._session.request({**request}, timeout_s, payload, output)
+        return self._session.request(request, timeout_s, payload, output)
 
     def _call(self, request: Message, timeout_s: float) -> Message:
         return self._request({"timeout_s": timeout_s, **request}, [], timeout_s)[0]

@@ -123,7 +123,8 @@ class MappedSegments:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[int, MappedSegment | None] = {}
-        self._freed: dict[int, MappedSegment | None] = {}
+        self.freed: dict[int, MappedSegment | None] = {}
+        """Those that the server freed, until `take_released` told of them."""
 
     def add(self, number: int, segment: SharedMemory | None, *, is_packed: bool) -> None:
         """The server sent a segment; None: its descriptor got lost."""
@@ -133,7 +134,7 @@ class MappedSegments:
         """The server freed segments."""
         with self._lock:
             for number in numbers:
-                readable = self._freed[number] = self._known.pop(number)
+                readable = self.freed[number] = self._known.pop(number)
                 if readable is not None:
                     readable.let_go()
 
@@ -147,23 +148,16 @@ class MappedSegments:
                 segments[number] = self._known[number]
             return Pin(segments)
 
-    @property
-    def has_freed(self) -> bool:
-        """Whether there is something to release, now or later."""
-        return bool(self._freed)
-
     def take_released(self) -> list[int]:
         """Freed segments that are not looked at any more, each told once."""
-        if not self._freed:
-            return []
         with self._lock:
-            done = [n for n, readable in self._freed.items() if readable is None or not readable.is_looked_at]
+            done = [n for n, readable in self.freed.items() if readable is None or not readable.is_looked_at]
             for number in done:
-                del self._freed[number]
+                del self.freed[number]
         return done
 
     def clear(self) -> None:
         """Forget all of them."""
         with self._lock:
             self._known.clear()
-            self._freed.clear()
+            self.freed.clear()

@@ -217,7 +217,7 @@ class ShmQueue(QueueClient):
         while self._to_seal:
             with contextlib.suppress(IndexError):
                 self._arena.leave(self._to_seal.popleft())
-        if self._readers.has_freed and (done := self._readers.take_released()):
+        if self._readers.freed and (done := self._readers.take_released()):
             self._session.send({"op": "released", "segments": done})
 
     # What the server says
@@ -249,7 +249,7 @@ class ShmQueue(QueueClient):
         trimmed = time.monotonic()
         try:
             while not self._session.is_lost:
-                is_quiet = not (self._readers.has_freed or self._arena.has_spare)
+                is_quiet = not (self._readers.freed or self._arena.has_spare)
                 if not self._session.read_idly(60.0 if is_quiet else _IDLE_S):
                     time.sleep(_IDLE_S)
                 with contextlib.suppress(ServerLostError):

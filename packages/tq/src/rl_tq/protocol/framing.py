@@ -210,9 +210,8 @@ class Inbox:
         size, fds, is_lost = ipc.receive_into(self._connection, self._chunk)
         if not size:
             raise ConnectionResetError("the other side closed the connection")
-        self._fds.extend(fds)
-        if is_lost and not fds:
-            self._fds.append(None)
+        if fds or is_lost:
+            self._fds.extend(fds or [None])
         if not self._buffer and size >= _UNIX_HEADER.size:
             length, has_fd = _UNIX_HEADER.unpack_from(self._chunk)
             if size == _UNIX_HEADER.size + length and not has_fd:  # one whole message, as most often

@@ -104,8 +104,11 @@ class ClientConnection:
             self._waiting_bytes.pop(number, None)
             self._send({**message, "id": number}, [])
 
-        self._pending[number] = future
-        future.when_done(answer)
+        if future.is_done:
+            answer(future.result())
+        else:
+            self._pending[number] = future
+            future.when_done(answer)
 
     def extent_of(self, message: Message, payload: torch.Tensor | None) -> Any:
         """The extent that a put brings, as `fetched` will have it.

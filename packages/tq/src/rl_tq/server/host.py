@@ -74,7 +74,7 @@ class Reply:
 
     def put(self, message: Message) -> None:
         """It comes. Call it once."""
-        # Whoever waits or adds a callback leaves his mark first, and looks then: one of the two sees the other.
+        # Whoever waits or adds a callback leaves a mark first, and looks then: one of the two sees the other.
         self._message = message
         if self._wake is not None:
             self._wake.release()

@@ -202,7 +202,7 @@ class SegmentMemory(SegmentTable):
 
     def tidy(self) -> None:
         """See `HeapMemory`."""
-        if self._mapped.has_freed:
+        if self._mapped.freed:
             self.release(self._here, self._mapped.take_released())
 
     def catch_up(self) -> float | None:

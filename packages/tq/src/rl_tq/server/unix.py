@@ -13,7 +13,9 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from rl_csrc import ipc
 from rl_tq.client.shm import ShmQueue
@@ -53,7 +55,7 @@ class _Connection(Client):
     """The client in words."""
 
 
-class _ReplyTo(NamedTuple):
+class _ReplyTo(msgspec.Struct, frozen=True):
     """Where the reply to a request goes."""
 
     connection: _Connection
@@ -84,6 +86,7 @@ class UnixFront:
         self._listener = listen(host.address, abstract)
         self._waker = ipc.Waker()
         self._is_closing = False
+        self._ident = 0
         self._sleeps_until: float | None = None
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._epoll = select.epoll()
@@ -105,6 +108,7 @@ class UnixFront:
     # The loop
 
     def _run(self) -> None:
+        self._ident = threading.get_ident()
         try:
             while not self._is_closing:
                 self._turn()
@@ -147,7 +151,7 @@ class UnixFront:
                 if connection.unsent and connection.fd in self._connections:
                     self._flush(connection)
             self._to_flush.clear()
-        if threading.get_ident() == self._thread.ident:
+        if threading.get_ident() == self._ident:
             return
         deadline = self._host.service.next_deadline()
         is_earlier = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
@@ -202,7 +206,7 @@ class UnixFront:
             reply = self._handle(connection, message, fd)
         except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
             reply = error_reply(error)
-        # What this made free is told first, so that whoever asked can use it again once he is answered; but never ahead
+        # What this made free is told first, so that whoever asked can use it again once answered; but never ahead
         # of an answer that names segments, which must still be known when it arrives.
         names_segments = reply is not None and "places" in reply
         if not names_segments:

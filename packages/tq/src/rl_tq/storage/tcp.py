@@ -73,9 +73,15 @@ class _Remote:
             thread.join()
 
     def _send(self, message: Message, payload: Payload) -> None:
-        with self._sent:
-            self._unsent_bytes += sum(map(len, payload))
+        self._count(payload, 1)
         self._outgoing.put((message, payload))
+
+    def _count(self, payload: Payload, times: int) -> None:
+        """Count a payload that waits to be sent (1), or is sent (-1)."""
+        if payload:
+            with self._sent:
+                self._unsent_bytes += times * sum(map(len, payload))
+                self._sent.notify()
 
     def _read(self) -> None:
         try:
@@ -87,8 +93,9 @@ class _Remote:
                     max_text_bytes=MAX_MESSAGE_BYTES,
                     max_payload_bytes=self._limits.payload_bytes,
                 )
-                with self._sent:  # who asks for more than it reads is not read from
-                    self._sent.wait_for(lambda: self._unsent_bytes <= self._limits.payload_bytes)
+                if self._unsent_bytes > self._limits.payload_bytes:  # who asks for more than it reads is not read from
+                    with self._sent:
+                        self._sent.wait_for(lambda: self._unsent_bytes <= self._limits.payload_bytes)
                 self._client.take(message, payload)
         except (OSError, ValueError, KeyError, MemoryError):
             return  # it closed, died, or does not speak our language: nothing of it can be answered any more
@@ -102,9 +109,7 @@ class _Remote:
             while (item := self._outgoing.get()) is not None:
                 message, payload = item
                 stream.send(self._connection, encode(message), payload)
-                with self._sent:
-                    self._unsent_bytes -= sum(map(len, payload))
-                    self._sent.notify()
+                self._count(payload, -1)
         except OSError:
             self.shut()  # the reader ends, and says so
         finally:
