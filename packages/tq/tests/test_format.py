@@ -1,13 +1,22 @@
 """docs/format.md says what the code does: names of requests, sizes, numbers."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import rl_tq
+from rl_csrc import frames
+from rl_tq import durability
+from rl_tq.client.session import Session
 from rl_tq.columns import locations
+from rl_tq.columns.encode import encode_columns
+from rl_tq.columns.extent import plan_extent
 from rl_tq.columns.schema import ColumnKind
-from rl_tq.memory import generations
+from rl_tq.memory import arena, generations
+from rl_tq.metadata.state import NOTES, State
 from rl_tq.protocol import framing, handshake
 from rl_tq.protocol.service import Service
 
@@ -65,3 +74,103 @@ def test_kinds_of_columns():
     kinds = re.search(r"kind ((?:`\w+`(?:, | or )?)+)", TEXT)
     assert kinds
     assert set(re.findall(r"`(\w+)`", kinds[1])) == {kind.value for kind in ColumnKind}
+
+
+def table(name: str) -> dict[str, str]:
+    """First column to second of a section's table."""
+    lines = [line.strip("| ").split(" | ") for line in section(name).splitlines() if line.startswith("|")]
+    return {left.strip(): right.strip() for left, right in lines[2:]}
+
+
+def test_the_table_of_an_extent_lists_what_each_kind_of_column_has_in_the_frame():
+    told = table("Extent")
+    assert [each.partition(",")[0].partition(" (")[0].lower() for each in told] == [each.value for each in ColumnKind]
+    columns = {
+        "dense": torch.zeros(2, 3),
+        "ragged": [torch.zeros(1), torch.zeros(2)],
+        "turns": [[torch.zeros(1), torch.zeros(2)], []],
+        "bytes": [b"x", b"yz"],
+        "json": ["ä", None],
+    }
+    assert list(columns) == [each.value for each in ColumnKind]
+    layout = plan_extent(encode_columns(columns))
+    memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    layout.write(memory)
+    for (name, column), text in zip(frames.decode(memory).to_dict().items(), told.values(), strict=True):
+        is_ragged = isinstance(column, frames.Ragged)
+        values, num_offsets = column, 0
+        while isinstance(values, frames.Ragged):
+            assert values.offsets.dtype is torch.int64
+            values, num_offsets = values.values, num_offsets + 1
+        assert text.count("int64 offsets") == num_offsets, name
+        assert ("uint8 values" in text) == (name in ("bytes", "json")), name
+        assert values.dtype is (torch.uint8 if name in ("bytes", "json") else torch.float32)
+        assert (len(column.offsets) - 1 if is_ragged else len(column)) == 2
+
+
+def test_the_table_of_messages_lists_the_requests_and_the_fields_that_a_client_sends(monkeypatch):
+    told = {
+        op: re.sub(r"`[^`]*`|\(.*?\)|, and optionally", " ", left)
+        for left in table("Shared memory (`shm`, `file`)")
+        for op in re.findall(r"`(\w+)`", left)
+    }
+    assert set(told) == {*Service.operations, "segment", "seal", "retire", "released", "withdraw", "bye"}
+    said: dict[str, set[str]] = {}
+    send = Session.send
+
+    def note(self, message, extra=None):
+        said.setdefault(message["op"], set()).update(message)
+        return send(self, message, extra)
+
+    monkeypatch.setattr(Session, "send", note)
+    with rl_tq.serve("shm://") as queue:
+        credit = queue.admit(partition="p", num_rows=1)
+        meta = queue.put({"a": torch.ones(1)}, partition="p", sample_ids=["x"], tags=[{"i": 1}], credit=credit)
+        queue.put({"b": torch.ones(1)}, partition="p", sample_ids=meta)
+        queue.get(rl_tq.BatchMeta(partition="p", sample_ids=("x",), columns=("a",)))
+        queue.get_meta(partition="p", columns=["a"], batch_size=1, task="t", sampler=rl_tq.policies.Priority())
+    for op, fields in (
+        ("put", said["put"]),
+        ("locate", said["locate"]),
+        ("wait", said["wait"] - {"is_claim", "after"}),
+    ):
+        listed = set(re.findall(r"\w+", told[op])) - {"packed"}
+        assert fields - {"op", "id", "timeout_s"} <= listed, op
+        assert listed - fields <= {"is_spilled", "timeout_s"}, op
+
+
+def test_the_journal_has_the_changes_of_the_state_and_the_places_of_extents(tmp_path):
+    journal = section("Journal (`file`)")
+    with rl_tq.serve(f"file://{tmp_path}") as queue:
+        queue.put({"a": torch.ones(1)}, partition="p")
+        lines = [json.loads(line) for line in (tmp_path / durability.NAME).read_text().splitlines()]
+    assert lines[0] == ["version", durability.VERSION]
+    assert f'`["version", {durability.VERSION}]`' in journal
+    fields = re.search(r'\["note_place", ([\w, ]+)\]', journal)
+    assert fields
+    places = [line for line in lines if line[0] == "note_place"]
+    assert [len(place) - 1 for place in places] == [len(fields[1].split(", "))]
+    assert all(hasattr(State, line[0]) or line[0] in NOTES for line in lines[1:] if line[0] != "note_place")
+
+
+def test_segments_have_the_sizes_that_are_told():
+    text = section("Shared memory (`shm`, `file`)")
+    assert f"at most {arena.PACKED_BYTES >> 20} MiB" in text
+    assert f"in segments of {arena.SEGMENT_BYTES >> 20} MiB" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("TCP (`tcp`)", ["server/connection.py"]),
+        ("NIXL (`nixl`)", ["storage/nixl.py"]),
+        ("Ray (`ray`)", ["storage/ray.py", "storage/ray_owner.py"]),
+        ("ZeroMQ (`zmq`)", ["storage/zmq.py", "storage/tcp.py"]),
+    ],
+)
+def test_every_name_that_a_storage_is_said_to_use_is_in_its_module(name, modules):
+    told = set(re.findall(r"`(\w+)`", section(name))) - {"tcp", "nixl", "ray", "zmq", "RLTQ", "RLTQTCP"}
+    told -= {"client", "server"}  # of proofs: they are in protocol/handshake.py
+    sources = "".join((ROOT / "src/rl_tq" / module).read_text() for module in modules)
+    sources += (ROOT / "src/rl_tq/client/client.py").read_text()
+    assert {each for each in told if not re.search(rf"\b{each}\b", sources)} == set()

@@ -44,9 +44,9 @@ def serve(
 
     Raises:
         AddressError: the address has no scheme, or is served already; there is no snapshot, or no empty directory; an
-            option is not known; the queue could be reached from other hosts, and there is no token.
+            option is not known, or the deadline not positive and finite; the queue could be reached from other hosts,
+            and there is no token.
         StorageError: its scheme is no installed storage.
-        ValueError: the deadline is not positive and finite.
     """
     urls = (address, *also)
     storage, name, given = _parse(address, timeout_s, token, urls)
@@ -74,10 +74,10 @@ def connect(address: str, *, timeout_s: float = _DEFAULT_TIMEOUT_S, token: str |
     option `timeout_s`; those of the server are passed over, so that both ends can be given one address.
 
     Raises:
-        AddressError: the address has no scheme or no name; an option is not known; there is no token, or another.
+        AddressError: the address has no scheme or no name; an option is not known, or the deadline not positive and
+            finite; there is no token, or another.
         StorageError: its scheme is no installed storage.
         ServerLostError: nobody serves there.
-        ValueError: the deadline is not positive and finite.
     """
     storage, name, given = _parse(address, timeout_s, token, ())
     if not name:
@@ -134,28 +134,28 @@ def _parse(address: str, timeout_s: float, token: str | None, others: Sequence[s
         if option in options:
             raise AddressError(f"{address!r} gives {option!r} twice: give it once")
         options[option] = value
-    if "timeout_s" in options:
-        timeout_s = _seconds(address, options["timeout_s"], timeout_s)
-    check_seconds("timeout_s", timeout_s)
-    options["timeout_s"] = timeout_s
-    if token is not None and "token" in inspect.signature(storage.connect).parameters:
+    options["timeout_s"] = _seconds(address, options.get("timeout_s"), timeout_s)
+    if token is not None and _takes_token(address):
         options["token"] = token
-    elif token is not None and not any(_takes_token(other) for other in others):
+    elif token is not None and not any(map(_takes_token, others)):
         raise AddressError(f"{scheme}:// takes no token: the kernel says who is at the other end")
     return storage, name, options
 
 
 def _takes_token(address: str) -> bool:
-    storage = load_storage(address.partition("://")[0])
-    return "token" in inspect.signature(storage.connect).parameters
+    return "token" in inspect.signature(load_storage(address.partition("://")[0]).connect).parameters
 
 
-def _seconds(address: str, text: str, argument: float) -> float:
-    """What an address says; an argument that differs is an error."""
+def _seconds(address: str, text: str | None, argument: float) -> float:
+    """The deadline of an address, or the argument where it gives none; one that differs is an error."""
     try:
-        seconds = float(text)
+        seconds = argument if text is None else float(text)
     except ValueError:
         raise AddressError(f"{address!r} gives timeout_s={text!r}: write a number of seconds") from None
     if argument not in (_DEFAULT_TIMEOUT_S, seconds):
         raise AddressError(f"{address!r} gives timeout_s={text}, and the argument is {argument}: give one of them")
+    try:
+        check_seconds("timeout_s", seconds)
+    except ValueError as error:
+        raise AddressError(str(error)) from None
     return seconds

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import socket
 import struct
 import subprocess
@@ -366,51 +365,6 @@ def test_on_loopback_a_token_is_made_that_children_inherit_and_strangers_lack(sc
     with rl_tq.serve(f"{scheme}://127.0.0.1:0", token="given", timeout_s=20.0) as queue:
         assert "RL_TQ_TOKEN" not in os.environ
         rl_tq.connect(queue.address, token="given", timeout_s=20.0).close()
-
-
-@pytest.mark.parametrize("scheme", ["shm", "inproc", "file"])
-def test_only_storages_with_a_listener_take_tokens(scheme, tmp_path):
-    name = f"{tmp_path}/queue" if scheme == "file" else "a-name"
-    with pytest.raises(rl_tq.AddressError, match=f"{scheme}:// takes no token: the kernel says who"):
-        rl_tq.serve(f"{scheme}://{name}", token="x")
-    with pytest.raises(rl_tq.AddressError, match=f"{scheme}:// takes no token: the kernel says who"):
-        rl_tq.connect(f"{scheme}://{name}", token="x")
-    with rl_tq.serve(f"{scheme}://{name}", token="x", also=["tcp://127.0.0.1:0"]) as queue:
-        rl_tq.connect(queue.addresses[1], token="x").close()
-        with pytest.raises(rl_tq.AddressError, match="has another token"):
-            rl_tq.connect(queue.addresses[1], token="y")
-
-
-@pytest.mark.parametrize("scheme", ["shm", "inproc", "file", "tcp", "zmq"])
-def test_options_of_an_address_are_known_given_once_and_those_of_the_other_end_passed_over(scheme, tmp_path):
-    if scheme == "zmq":
-        pytest.importorskip("zmq", reason="pyzmq is not installed")
-    has_listener = scheme in ("tcp", "zmq")
-    address = {"file": f"file://{tmp_path}/queue", "tcp": "tcp://127.0.0.1:0", "zmq": "zmq://127.0.0.1:0"}.get(
-        scheme, f"{scheme}://a-name"
-    )
-    known = ["max_connections", "max_put_bytes", "timeout_s"] if has_listener else ["timeout_s"]
-    for call in (rl_tq.serve, rl_tq.connect):
-        for query, message in (
-            ("max_conections=1", rf"does not take 'max_conections'; its options are {re.escape(str(known))}"),
-            ("token=x", "has a token in it, where logs show it: pass token="),
-            ("timeout_s=3&timeout_s=3", "gives 'timeout_s' twice: give it once"),
-            ("timeout_s=soon", "write a number of seconds"),
-        ):
-            with pytest.raises(rl_tq.AddressError, match=message):
-                call(f"{address}?{query}")
-        with pytest.raises(rl_tq.AddressError, match=r"timeout_s=3, and the argument is 4.0: give one of them"):
-            call(f"{address}?timeout_s=3", timeout_s=4.0)
-        for seconds in ("0", "nan", "inf", "-1"):
-            with pytest.raises(ValueError, match="timeout_s is"):
-                call(f"{address}?timeout_s={seconds}")
-    query = "?timeout_s=7" + "&max_connections=9&max_put_bytes=100000" * has_listener
-    with rl_tq.serve(address + query) as queue, rl_tq.connect(queue.address + query) as client:
-        assert (queue.timeout_s, client.timeout_s) == (7.0, 7.0)
-        client.put({"a": torch.ones(1)}, partition="p")
-        if has_listener:
-            with pytest.raises(rl_tq.ServerLostError):  # not even read
-                client.put({"a": torch.ones(1, 100_000)}, partition="q")
 
 
 # ZeroMQ

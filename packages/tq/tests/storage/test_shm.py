@@ -389,7 +389,7 @@ def test_a_segment_is_not_given_back_while_its_answer_is_under_way(queue, monkey
 
         def late(self, *place, **options):
             queue.clear("p")
-            until(lambda: peer._readers.has_freed)
+            until(lambda: peer._readers.freed)
             peer.stats()  # tells the server what is no longer looked at
             queue.put({"a": torch.zeros(4, LARGE)}, partition="other")
             return open_extent(self, *place, **options)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MAX_WASTE = 2.0
-"""A stretch is copied whole if it has at most so many times the bytes that are wanted of it."""
+"""A span is copied whole if it has at most so many times the bytes that are wanted of it."""
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _LOG = logging.getLogger(__name__)
 _refused: list[int] = []
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
     @property
     def num_rows(self) -> int:
         """Rows of all spans."""
-        return sum(len(stretch.memory) for stretch in self.spans)
+        return sum(len(span.memory) for span in self.spans)
 
 
 def plan(parts: Sequence[torch.Tensor]) -> Plan:
@@ -131,8 +131,8 @@ class DeviceCopier:
         if key not in self._indexes:
             ends = list(accumulate(planned.lengths))
             shifts = [first - end + length for first, end, length in zip(key[0], ends, key[1], strict=True)]
-            told = torch.tensor([shifts, planned.lengths]).to(self._device)
-            index = torch.repeat_interleave(told[0], told[1], output_size=ends[-1])
+            moved = torch.tensor([shifts, planned.lengths]).to(self._device)
+            index = torch.repeat_interleave(moved[0], moved[1], output_size=ends[-1])
             self._indexes[key] = index + torch.arange(ends[-1], device=self._device)
         return self._indexes[key]
 

@@ -98,7 +98,7 @@ def assemble(
 ) -> TensorDict:
     """A batch of values that are copied, except those that are the caller's own and in one piece.
 
-    With a output everything is copied, and `is_own` is not asked.
+    With an output everything is copied, and `is_own` is not asked.
 
     Ragged columns whose rows are equally long share one offsets tensor, so that torch can add and multiply them.
     """

@@ -102,7 +102,7 @@ class Output:
         self._device = None if device is None else torch.device(device)
         self._out = out
         self._cursor = 0
-        self._mover: DeviceCopier | None = None
+        self._copier: DeviceCopier | None = None
         self._to_copy: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
         self._joining: rows.Joining | None = None
         self._places: dict[int, torch.Tensor] = {}
@@ -139,7 +139,7 @@ class Output:
         if self._out is not None and len(self._out) < total:
             raise ValueError(f"out has {len(self._out)} bytes, and these columns of these rows take {total}")
         if self._out is not None and (self._device is not None or not self._out.is_cpu):
-            self._mover = DeviceCopier(self._out.device)
+            self._copier = DeviceCopier(self._out.device)
 
     def place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The next place, where the parts lie one after the other once `finish` returns."""
@@ -153,8 +153,8 @@ class Output:
         if placed is None:
             placed = _shaped(self._out[start : start + nbytes], parts)
         self._places[start] = placed
-        if self._mover is not None:
-            self._mover.move(parts, self._out[start : start + nbytes])
+        if self._copier is not None:
+            self._copier.move(parts, self._out[start : start + nbytes])
         else:
             self._to_copy.append((parts, placed))
         return placed
@@ -171,8 +171,8 @@ class Output:
         else:
             for parts, placed in self._to_copy:
                 lay(parts, placed)
-        if self._mover is not None:
-            self._mover.finish()
+        if self._copier is not None:
+            self._copier.finish()
 
     def keep(self, nested: dict[str, NestedTensor], lengths: Sequence[Lengths]) -> None:
         """Keep what the next batch in the caller's buffer may use again."""

@@ -104,7 +104,7 @@ class Arena:
     """Where a client gets memory for its extents: small ones one after the other in a common segment, large ones alone.
 
     Thread-safe. `announce(number, segment, is_packed, file)` is called for every segment before any memory of it is
-    given out, `seal(number)` when no more will be (who asked for a block that is alone seals it himself), and
+    given out, `seal(number)` when no more will be (a block that is alone is sealed by its caller), and
     `retire(number)` when the arena lets go of it. `reuse` gives a segment back that nobody reads any more.
     """
 

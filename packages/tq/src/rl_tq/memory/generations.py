@@ -50,7 +50,7 @@ class ExtentGenerations:
             self.change(extent)
 
     def change(self, extent: int) -> None:
-        """Have every place that names an extent be noticed as old."""
+        """Have every location that names an extent be noticed as old."""
         slot = self._slots.get(extent)
         if slot is not None:
             self._next += 1
@@ -64,12 +64,12 @@ class ExtentGenerations:
             self._free.append(slot)
 
     def of(self, extent: int) -> tuple[int, int] | None:
-        """PendingReply and generation of an extent; None if it has none."""
+        """Slot and generation of an extent; None if it has none."""
         slot = self._slots.get(extent)
         return None if slot is None else (slot, self._words[slot])
 
     def end(self) -> None:
-        """The queue is closed: no place is good any more."""
+        """The queue is closed: no location is good any more."""
         for extent in list(self._slots):
             self.close(extent)
         self.memory.close()

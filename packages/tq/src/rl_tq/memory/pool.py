@@ -18,7 +18,7 @@ import torch
 LARGE_BYTES = 32 << 20
 """From this size on, the C library maps every block anew; smaller ones it uses again by itself."""
 KEPT_BYTES = 2 << 30
-"""BufferCache at most."""
+"""Kept for later, at most."""
 KEPT_S = 10.0
 """What was not used for so long is let go of, once anything else comes or goes."""
 _HUGE_PAGE_BYTES = 2 << 20
@@ -84,7 +84,7 @@ def _take(size: int) -> mmap.mmap | None:
 def _give_back(block: mmap.mmap) -> None:
     block.madvise(mmap.MADV_FREE)
     _RETURNED.append((block, time.monotonic()))
-    if _BUSY.acquire(blocking=False):  # else whoever has it tidies at his next call
+    if _BUSY.acquire(blocking=False):  # else its holder tidies at the next call
         try:
             _tidy()
         finally:

@@ -125,7 +125,7 @@ class Put(Request, kw_only=True, eq=False):
     generation: int = 0
     task: str = ""
     leases: Sequence[int] = ()
-    """The leases under which the caller writes: refused if he lost one."""
+    """The leases under which the caller writes: refused if one of them is lost."""
     is_spilled: bool = False
     """Whether the extent lies in a file."""
     shared: Sequence[str] = ()

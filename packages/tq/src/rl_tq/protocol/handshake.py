@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VARIABLE = "RL_TQ_TOKEN"
 """The environment variable that has the token."""
 LIMIT_S = 10.0
-"""How long a stranger may take to prove himself."""
+"""How long a peer may take to prove the token."""
 _NONCE_BYTES = _PROOF_BYTES = 32
 _GREETING = struct.Struct(f"<8s{_NONCE_BYTES}s")
 _ANSWER = struct.Struct(f"<8s{_NONCE_BYTES}s{_PROOF_BYTES}s")

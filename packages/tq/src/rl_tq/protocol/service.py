@@ -50,7 +50,7 @@ class Service:
         """Begin empty.
 
         `alias` gives the memory of an extent a second number, which is freed on its own; `where` says segment, offset,
-        bytes, slot and stamp of an extent, if clients can read it without asking.
+        bytes, slot and generation of an extent, if clients can read it without asking.
         """
         self.store = MetadataStore(alias)
         # At every turn of a host: without a call in between.

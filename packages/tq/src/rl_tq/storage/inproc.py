@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from rl_tq.server.host import QueueHost, Reply
 from rl_tq.server.memory import HeapMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from rl_tq.columns.extent import Layout, Opened
@@ -128,9 +129,16 @@ class _Front:
 
 def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> InprocQueue:
     """See `rl_tq.serve`."""
-    host = QueueHost("inproc://", HeapMemory())
+    return serve_heap("inproc", attach, name, timeout_s=timeout_s, snapshot=snapshot)
+
+
+def serve_heap(
+    scheme: str, attach: Callable[..., None], name: str, *, timeout_s: float, snapshot: Path | None, **given: Any
+) -> InprocQueue:
+    """Serve a queue whose extents lie in this process's memory, where `attach` of a storage serves it."""
+    host = QueueHost(f"{scheme}://", HeapMemory())
     host.begin(snapshot)
-    attach(host, name, timeout_s=timeout_s)
+    attach(host, name, timeout_s=timeout_s, **given)
     return InprocQueue(host, timeout_s=timeout_s, is_owner=True)
 
 

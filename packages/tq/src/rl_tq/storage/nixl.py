@@ -23,12 +23,11 @@ from nixl._api import nixl_agent, nixl_agent_config
 from rl_tq.client.client import RemoteQueue, assembled
 from rl_tq.columns.extent import as_bytes
 from rl_tq.errors import ServerLostError, TransferQueueError, WaitTimeoutError
-from rl_tq.protocol.framing import ALIGNMENT, Payload
+from rl_tq.protocol.framing import ALIGNMENT, Limits, Payload
 from rl_tq.protocol.handshake import is_loopback
 from rl_tq.server.connection import ClientConnection, checked_extent, located_parts
-from rl_tq.server.host import QueueHost
-from rl_tq.server.memory import HeapMemory
-from rl_tq.storage.inproc import InprocQueue
+from rl_tq.storage import tcp
+from rl_tq.storage.inproc import InprocQueue, serve_heap
 from rl_tq.storage.tcp import TcpConnection, TcpFront, address_of, split_place
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from rl_tq.columns.output import Output
     from rl_tq.protocol.service import Message
     from rl_tq.server.connection import Send
+    from rl_tq.server.host import QueueHost
 
 _IN_FLIGHT, _DONE = "PROC", "DONE"
 _POLL_S = 5e-5
@@ -197,10 +197,12 @@ class _NixlFront(TcpFront):
 
     scheme = "nixl"
 
-    def __init__(self, host: QueueHost, place: tuple[str, int], timeout_s: float, token: str | None) -> None:
+    def __init__(
+        self, host: QueueHost, place: tuple[str, int], timeout_s: float, token: str | None, limits: Limits
+    ) -> None:
         self._agent = _Agent("server", place[0])
         self._limit_s = timeout_s
-        super().__init__(host, place, timeout_s, token)
+        super().__init__(host, place, timeout_s, token, limits)
 
     def make_connection(self, label: str, send: Send) -> ClientConnection:
         return _NixlConnection(self._agent, self.host, label, send, self._limit_s, self.limits.payload_bytes)
@@ -246,12 +248,19 @@ class NixlQueue(RemoteQueue):
             return  # then it keeps nothing; the values are here, or an error is on its way
 
 
-def serve(name: str, *, timeout_s: float, snapshot: Path | None = None, token: str | None = None) -> InprocQueue:
+def serve(
+    name: str, *, timeout_s: float, snapshot: Path | None = None, token: str | None = None, **options: str
+) -> InprocQueue:
     """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
-    host = QueueHost("nixl://", HeapMemory())
-    host.begin(snapshot)
-    host.add_front(lambda: _NixlFront(host, split_place(name or "127.0.0.1:0", "nixl"), timeout_s, token))
-    return InprocQueue(host, timeout_s=timeout_s, is_owner=True)
+    return serve_heap("nixl", _attach, name, timeout_s=timeout_s, snapshot=snapshot, token=token, **options)
+
+
+def _attach(host: QueueHost, name: str, *, timeout_s: float, token: str | None, **options: str) -> None:
+    place, limits = split_place(name or "127.0.0.1:0", "nixl"), Limits.from_options(**options)
+    host.add_front(lambda: _NixlFront(host, place, timeout_s, token, limits))
+
+
+OPTIONS = tcp.OPTIONS
 
 
 def connect(name: str, *, timeout_s: float, token: str | None = None) -> NixlQueue:

@@ -28,10 +28,8 @@ from rl_tq.protocol import handshake
 from rl_tq.protocol.codec import decode, encode
 from rl_tq.protocol.framing import MAX_MESSAGE_BYTES, Limits, encode_request
 from rl_tq.server.connection import ClientConnection, Send
-from rl_tq.server.host import QueueHost
-from rl_tq.server.memory import HeapMemory
 from rl_tq.storage import tcp
-from rl_tq.storage.inproc import InprocQueue
+from rl_tq.storage.inproc import InprocQueue, serve_heap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
 
     from rl_tq.protocol.framing import Payload, Place
     from rl_tq.protocol.service import Message
+    from rl_tq.server.host import QueueHost
 
 _BEAT_S = 1.0
 _SILENCE_S = 10.0
@@ -369,10 +368,7 @@ def serve(
     name: str, *, timeout_s: float, snapshot: Path | None = None, token: str | None = None, **options: str
 ) -> InprocQueue:
     """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
-    host = QueueHost("zmq://", HeapMemory())
-    host.begin(snapshot)
-    attach(host, name, timeout_s=timeout_s, token=token, **options)
-    return InprocQueue(host, timeout_s=timeout_s, is_owner=True)
+    return serve_heap("zmq", attach, name, timeout_s=timeout_s, snapshot=snapshot, token=token, **options)
 
 
 def attach(host: QueueHost, name: str, *, timeout_s: float, token: str | None = None, **options: str) -> None:

@@ -63,7 +63,7 @@ class LeasesContract(Served):
             queue.ack(queue.put({"a": torch.zeros(1, dtype=torch.int64)}, partition="p"))
 
     def test_a_lease_expires_for_a_waiter(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """Whoever waits gets the rows; whoever let the time pass is fenced off, and so is what he writes."""
+        """Whoever waits gets the rows; whoever let the time pass is fenced off, and so is its put."""
         queue.put({"a": torch.arange(2)}, partition="p")
         claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t", "batch_size": 2}
         zombie = peer.get_meta(**claim, lease_s=0.2)
