@@ -17,10 +17,12 @@ from rl_trainer.staleness import (
     GroupAge,
     OldestToken,
     QueueLength,
+    Schedule,
     Span,
     StalenessPolicy,
     ThresholdFraction,
     create_policy,
+    create_schedule,
 )
 from rl_trainer.validate import make_plan
 
@@ -164,6 +166,19 @@ def test_a_policy_from_outside_is_found_by_its_entry_point(monkeypatch):
     monkeypatch.setattr(staleness, "entry_points", lambda group: EntryPoints([point]))
     make_plan(config("staleness.policy=hoarder", "batch.mini_batch_size=8"))
     assert isinstance(create_policy(config("staleness.policy=hoarder", "staleness.max_staleness=3")), Hoarder)
+
+
+def test_a_schedule_from_outside_is_found_by_its_entry_point(monkeypatch):
+    def patient(config):
+        return Schedule(policy=Hoarder(max_staleness=0, batch_size=config.batch.batch_size), lag=2)
+
+    point = EntryPoint(name="patient", value=f"{__name__}:patient", group=staleness.SCHEDULE_GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: patient)
+    monkeypatch.setattr(staleness, "entry_points", lambda group: EntryPoints([point]))
+    schedule = create_schedule(config("pipeline=patient"))
+    assert (schedule.lag, schedule.policy.batch_size, type(schedule.policy)) == (2, 8, Hoarder)
+    with pytest.raises(ConfigError, match="pipeline='hasty' is not known; there are sync, .*fully_async, patient"):
+        create_schedule(config("pipeline=hasty"))
 
 
 @pytest.mark.parametrize(

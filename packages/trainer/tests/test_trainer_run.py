@@ -1,0 +1,54 @@
+"""What follows one run: signals, and the death of its workers."""
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from rl_trainer import run
+from rl_trainer.config import load_config
+from rl_trainer.errors import WorkerDiedError
+
+
+def die(*_):
+    raise WorkerDiedError("a worker of pool 'engine' died")
+
+
+@pytest.fixture
+def attempts(monkeypatch):
+    """Number of attempts; each dies, after a first step if `has_begun` of the report says so."""
+    made = []
+    monkeypatch.setattr(run, "_attempt", lambda *given: made.append(given) or die())
+    monkeypatch.setattr(run, "_again", lambda config, _: (config, None))
+    return made
+
+
+@pytest.mark.parametrize(("has_begun", "max_restarts", "wanted"), [(False, 3, 1), (True, 3, 4), (True, 0, 1)])
+def test_a_run_is_started_again_once_it_has_begun_and_so_often(
+    attempts, tmp_path, monkeypatch, has_begun, max_restarts, wanted
+):
+    monkeypatch.setattr(run, "Report", lambda _: SimpleNamespace(has_begun=has_begun))
+    config = load_config("quickstart", ["model.path=nowhere", f"max_restarts={max_restarts}"])
+    told = Console(record=True, width=200, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115 - until the test ends
+    with pytest.raises(WorkerDiedError, match="pool 'engine'"):
+        run._train(config, None, tmp_path, told, None)
+    assert len(attempts) == wanted
+    text = told.export_text()
+    assert text.count("from the start, because a worker of pool 'engine' died") == wanted - 1
+    told.file.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_ends_at_once(number):
+    before, asked = signal.getsignal(number), threading.Event()
+    told = Console(record=True, width=200, quiet=False)
+    with run._stop_when_asked(told, asked):
+        os.kill(os.getpid(), number)
+        assert asked.wait(5)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) == before
+    assert "stopping after this step; once more stops at once" in told.export_text()
