@@ -36,8 +36,8 @@ ALLOWED = {
         }.items()
         for what in whats
     },
-    ("rl_trainer/data/datasets.py", "exec_module"): "data.format=FILE.py:NAME, a plug-in",
-    ("rl_trainer/plugins.py", "exec_module"): "reward.path=FILE.py:NAME, a plug-in",
+    ("rl_trainer/plugins.py", "cloudpickle"): "objects given to train(), on their way to its own workers",
+    ("rl_trainer/plugins.py", "exec_module"): "FILE.py:NAME, a plug-in of the user's",
     # pickles that are written for a protocol of others, and never read
     ("rl_ckpt/adapters/checkpoint_engine.py", "send_pyobj"): "the protocol wants pickles: written, never read",
     ("rl_ckpt/adapters/sglang.py", "pickle"): "SGLang's server takes tensors as pickles: written, never read",

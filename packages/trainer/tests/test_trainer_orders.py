@@ -13,7 +13,7 @@ from rl_trainer.config import DataConfig, load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.data.datasets import Record, Source, StreamedRows, make_prompts, short_enough
 from rl_trainer.data.sampler import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder
-from rl_trainer.errors import DataError, InputError
+from rl_trainer.errors import ConfigError, DataError, InputError
 from rl_trainer.rollout_source import RolloutSource
 from rl_trainer.run import run
 from rl_trainer.samples import read_samples
@@ -222,10 +222,10 @@ def test_a_dataset_of_your_own_from_a_file(tmp_path):
     data = load_datasets(DataConfig(format=f"{file}:Mine", options={"count": 3}), seed=7)
     assert [r["reward_model"]["ground_truth"] for r in data.train] == ["0", "1", "2"]
     assert data.eval[0]["reward_model"]["ground_truth"] == "7"
-    for name, words in (("empty", "gave no rows as 'train'"), ("Other", "defines no Other")):
-        with pytest.raises(DataError, match=words):
+    for name, words in (("empty", "gave no rows as 'train'"), ("Other", "defines no 'Other'")):
+        with pytest.raises(InputError, match=words):
             load_datasets(DataConfig(format=f"{file}:{name}"), seed=0)
-    with pytest.raises(DataError, match=r"data.format='jsn' is unknown; there are rows, gsm8k, reasoning_gym"):
+    with pytest.raises(ConfigError, match=r"data.format='jsn' is not known; there are gsm8k, reasoning_gym, rows"):
         load_datasets(DataConfig(format="jsn"), seed=0)
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from rl_trainer import plugins
 from rl_trainer.config import RewardPart, RewardSection
 from rl_trainer.errors import ConfigError, RewardError
-from rl_trainer.rewards import Score, Scorer, check_function
+from rl_trainer.rewards import Score, Scorer
 from rl_trainer.rewards.process_pool import FunctionPool, _Process
+from rl_trainer.rewards.worker import GROUP
 
 FUNCTIONS = """
 import asyncio, os, subprocess, time
@@ -297,16 +299,16 @@ def test_a_penalty_is_a_part_where_there_are_parts():
 
 
 def test_what_is_no_function_is_told_before_anything_starts(functions, tmp_path):
-    check_function(f"{functions}:later")
-    check_function("rl_trainer.rewards.rules:exact_match")
+    plugins.check(f"{functions}:later", GROUP, key="reward.path")
+    plugins.check("rl_trainer.rewards.rules:exact_match", GROUP, key="reward.path")
     for path, sentence in (
         (f"{tmp_path}/none.py:f", "none.py is no file"),
         (f"{functions}:lenght", "functions.py defines no 'lenght' at its top level"),
         ("no_such_module:f", "no module 'no_such_module' is installed"),
-        ("mine", "no reward 'mine' is installed as an entry point of rl_trainer.rewards; there are: none"),
+        ("mine", r"reward.path='mine' is not known; there are none. One of your own is given as FILE.py:NAME"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            check_function(path)
+            plugins.check(path, GROUP, key="reward.path")
 
     async def start(path):
         scorer = Scorer(RewardSection(path=path))
@@ -316,7 +318,7 @@ def test_what_is_no_function_is_told_before_anything_starts(functions, tmp_path)
             await scorer.close()
 
     (tmp_path / "broken.py").write_text("import no_such_module\ndef f(text, row): ...\n")
-    with pytest.raises(RewardError, match="broken.py:f' cannot be loaded: ModuleNotFoundError: .*no_such_module"):
+    with pytest.raises(RewardError, match="broken.py:f cannot be loaded: ModuleNotFoundError: .*no_such_module"):
         asyncio.run(start(f"{tmp_path}/broken.py:f"))
 
 
@@ -329,7 +331,7 @@ def test_a_function_is_found_by_entry_point(monkeypatch, tmp_path):
     (tmp_path / "mine_rewards.py").write_text("def shout(text, row):\n    return float(text.isupper())\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    check_function("shout")
+    plugins.check("shout", GROUP, key="reward.path")
     assert [each.reward for each in score(RewardSection(path="shout"), "LOUD", "quiet")] == [1.0, 0.0]
 
 

@@ -163,7 +163,7 @@ class Hoarder(StalenessPolicy):
 def test_a_policy_from_outside_is_found_by_its_entry_point(monkeypatch):
     point = EntryPoint(name="hoarder", value=f"{__name__}:Hoarder", group=staleness.GROUP)
     monkeypatch.setattr(EntryPoint, "load", lambda self: Hoarder)
-    monkeypatch.setattr(staleness, "entry_points", lambda group: EntryPoints([point]))
+    monkeypatch.setattr("rl_trainer.plugins.entry_points", lambda group: EntryPoints([point]))
     make_plan(config("staleness.policy=hoarder", "batch.mini_batch_size=8"))
     assert isinstance(create_policy(config("staleness.policy=hoarder", "staleness.max_staleness=3")), Hoarder)
 
@@ -184,7 +184,7 @@ def test_a_schedule_from_outside_is_found_by_its_entry_point(monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["staleness.policy=hope"], "'hope' is not known; there are admission, oldest_token"),
+        (["staleness.policy=hope"], "'hope' is not known; there are admission, batch_ratio, group_age"),
         (["staleness.max_staleness=0.5"], "max_staleness=0.5 counts whole versions"),
         (["staleness.policy=threshold_fraction", "staleness.max_staleness=2"], "give 0 to 1"),
     ],

@@ -133,7 +133,7 @@ def test_several_at_once_and_one_of_your_own(run, monkeypatch):
 
     point = EntryPoint("mine", "unused", "rl_trainer.trackers")
     monkeypatch.setattr(EntryPoint, "load", lambda self: Mine)
-    monkeypatch.setattr("rl_trainer.trackers.group.entry_points", lambda **_: EntryPoints([point]))
+    monkeypatch.setattr("rl_trainer.plugins.entry_points", lambda **_: EntryPoints([point]))
     logged(run, "mine", options={"mine": {"greeting": "hello"}})
     assert seen == ["hello", 1, 2, 2]
 

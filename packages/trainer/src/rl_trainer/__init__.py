@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_trainer.api import train
     from rl_trainer.config import Config, load_config
     from rl_trainer.errors import (
         ConfigError,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         WorkerDiedError,
         WorkerTimeoutError,
     )
+    from rl_trainer.plugins import reads
 
 __all__ = [
     "Config",
@@ -31,6 +33,8 @@ __all__ = [
     "WorkerDiedError",
     "WorkerTimeoutError",
     "load_config",
+    "reads",
+    "train",
 ]
 
 
@@ -38,4 +42,5 @@ def __getattr__(name: str) -> Any:
     """Import public names when they are asked for: the command lines answer Ctrl-C with a sentence from the start."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'errors' if name.endswith('Error') else 'config'}"), name)
+    home = {"train": "api", "reads": "plugins"}.get(name, "errors" if name.endswith("Error") else "config")
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -54,7 +54,7 @@ def run_loop(
         with timer.phase("yield_memory"):
             components.weights.yield_memory()
         updates = learn(components, config, generated.batch, step, timer)
-        if schedule.settles_before_sync:
+        if schedule.settles_before_sync and not schedule.is_on_policy:
             with timer.phase("wait_generate"):
                 source.settle()
         with timer.phase("weight_sync"):
@@ -145,6 +145,8 @@ def scores_of(components: Components, config: Config) -> Iterator[tuple[str, Cal
         yield "values", components.critic.compute_values
     if components.process_reward is not None:
         yield "process_rewards", components.process_reward.compute_process_rewards
+    for name in config.algorithm.stages:
+        yield name.rpartition(":")[2], partial(actor.compute_stage, name=name)
 
 
 def _without_loss(report: UpdateReport) -> dict[str, float]:

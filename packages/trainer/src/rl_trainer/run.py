@@ -103,13 +103,22 @@ def finished(config: Config) -> str | None:
     return f"the run is finished: {config.resume_from} is of step {step} of steps={config.steps}; raise steps to go on"
 
 
-def run(config: Config, console: Console | None = None, *, resume: bool = False) -> dict[str, Any]:
+def run(
+    config: Config,
+    console: Console | None = None,
+    *,
+    resume: bool = False,
+    on_step: Callable[[StepRecord], object] | None = None,
+    stop: threading.Event | None = None,
+) -> dict[str, Any]:
     """Run a job and return its summary.
 
     Args:
         config: Of the run.
         console: Shows its plan and its steps.
         resume: Go on with the run in `output_dir`, see `resumed`; one that is finished is told, and nothing started.
+        on_step: Called with every step's record, and that of the evaluation at the start.
+        stop: Set by anyone, ends the run after its step.
 
     Raises:
         InputError: something cannot work, or another run holds `output_dir`; nothing was started or written.
@@ -130,7 +139,8 @@ def run(config: Config, console: Console | None = None, *, resume: bool = False)
                 output_dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_held(output_dir))
         try:
-            return _run(config, datasets, output_dir, console, resume=resume)
+            hooks = _Hooks(on_step=on_step or (lambda record: None), stop=stop or threading.Event())
+            return _run(config, datasets, output_dir, console, hooks, resume=resume)
         except OSError as error:
             if error.errno == errno.ENOSPC and error.filename is None:  # a write's, which names no file
                 error.filename = str(output_dir)
@@ -162,7 +172,15 @@ def _held(output_dir: Path) -> Generator[None]:
         yield
 
 
-def _run(config: Config, datasets: Datasets, output_dir: Path, console: Console, *, resume: bool) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hooks:
+    on_step: Callable[[StepRecord], object]
+    stop: threading.Event
+
+
+def _run(
+    config: Config, datasets: Datasets, output_dir: Path, console: Console, hooks: _Hooks, *, resume: bool
+) -> dict[str, Any]:
     start = None if config.resume_from is None else Path(config.resume_from)
     if resume and start is None:  # killed before its first checkpoint
         checkpoints.forget_after(output_dir, -1)
@@ -181,7 +199,7 @@ def _run(config: Config, datasets: Datasets, output_dir: Path, console: Console,
     )
     traced = profiled(output_dir if config.tracking.profile else None)
     with TrackerGroup(about, config.tracking.trackers) as trackers, traced:
-        return _train(config, datasets, output_dir, console, trackers)
+        return _train(config, datasets, output_dir, console, trackers, hooks)
 
 
 def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
@@ -218,6 +236,7 @@ class _Run:
     progress: Report
     stop: threading.Event
     """Set when the run was asked to stop."""
+    on_step: Callable[[StepRecord], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +250,7 @@ class _Outcome:
 
 
 def _train(
-    config: Config, datasets: Datasets, output_dir: Path, console: Console, trackers: TrackerGroup
+    config: Config, datasets: Datasets, output_dir: Path, console: Console, trackers: TrackerGroup, hooks: _Hooks
 ) -> dict[str, Any]:
     start = time.perf_counter()
     model_path = _model(config, datasets, output_dir, console)
@@ -242,7 +261,8 @@ def _train(
         console=console,
         trackers=trackers,
         progress=Report(output_dir),
-        stop=threading.Event(),
+        stop=hooks.stop,
+        on_step=hooks.on_step,
     )
     num_restarts = 0
     while True:
@@ -321,6 +341,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
             def add(record: StepRecord) -> None:
                 run.progress.add(record)
                 run.trackers.log(record)
+                run.on_step(record)
                 replica_sets = {"agent": components.agents.replica_set, "rollout": components.weights.servers}
                 wanted = resize_as_asked(replica_sets, output_dir)
                 for line in (
@@ -418,6 +439,9 @@ def _stop_when_asked(console: Console, asked: threading.Event) -> Generator[None
         asked.set()
         console.print("stopping after this step; once more stops at once, without a checkpoint")
 
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -7,19 +7,20 @@ to give up. What the field calls staleness has six meanings; each is a policy of
 (`staleness.policy`). Pacing is preferred to discarding: only `oldest_token` and `group_age` throw anything away. With
 `staleness.max_staleness=0` all of them release one batch per version.
 
-A policy of one's own is a subclass, installed under its name in the entry point group `rl_trainer.staleness`.
+A policy of one's own is a subclass, a schedule of one's own a function of the configuration: see `rl_trainer.plugins`.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, ClassVar
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_trainer.errors import ConfigError
+from rl_trainer.plugins import named
 
 if TYPE_CHECKING:
     from rl_trainer.config import Config
@@ -196,14 +197,11 @@ def create_policy(config: Config) -> StalenessPolicy:
     Raises:
         ConfigError: no such policy (lists them), or a number that it cannot take.
     """
-    name = config.staleness.policy
-    installed = {point.name: point for point in entry_points(group=GROUP)}
-    if name in POLICIES:
-        kind = POLICIES[name]
-    elif name in installed:
-        kind = installed[name].load()
-    else:
-        raise ConfigError(f"staleness.policy={name!r} is not known; there are {', '.join([*POLICIES, *installed])}")
+    kind: Any = named(config.staleness.policy, POLICIES, group=GROUP, kind=type, key="staleness.policy")
+    if not issubclass(kind, StalenessPolicy):
+        raise ConfigError(
+            f"staleness.policy={config.staleness.policy!r} is no subclass of StalenessPolicy; make it one"
+        )
     return kind(max_staleness=config.staleness.max_staleness, batch_size=config.batch.batch_size)
 
 
@@ -252,7 +250,7 @@ def fully_async(config: Config) -> Schedule:
     return Schedule(policy=create_policy(config), releases_after_sync=True, settles_before_sync=False)
 
 
-SCHEDULES: Mapping[str, Callable[[Config], Schedule]] = {
+SCHEDULES: Mapping[str, FunctionType] = {
     "sync": sync,
     "one_step_off": one_step_off,
     "fully_async": fully_async,
@@ -266,12 +264,10 @@ def create_schedule(config: Config) -> Schedule:
     Raises:
         ConfigError: no such schedule (lists them), or `staleness` has what it cannot take.
     """
-    installed = {point.name: point for point in entry_points(group=SCHEDULE_GROUP)}
-    if config.pipeline in SCHEDULES:
-        return SCHEDULES[config.pipeline](config)
-    if config.pipeline in installed:
-        return installed[config.pipeline].load()(config)
-    raise ConfigError(f"pipeline={config.pipeline!r} is not known; there are {', '.join([*SCHEDULES, *installed])}")
+    made = named(config.pipeline, SCHEDULES, group=SCHEDULE_GROUP, kind=FunctionType, key="pipeline")(config)
+    if not isinstance(made, Schedule):
+        raise ConfigError(f"pipeline={config.pipeline!r} gave a {type(made).__name__}; a Schedule is needed")
+    return made
 
 
 def _first(ready: Collection[int], outstanding: Outstanding, count: int) -> list[int] | None:

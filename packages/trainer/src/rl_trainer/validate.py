@@ -24,7 +24,7 @@ from rl_ckpt.errors import CkptError
 from rl_engine.errors import EngineError
 from rl_engine.types import ModelInit
 from rl_rollout.errors import RolloutError
-from rl_trainer import checkpoints
+from rl_trainer import checkpoints, plugins
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES, estimator_named, loss_named
 from rl_trainer.algorithms.distillation import ALONE
 from rl_trainer.algorithms.rollout_correction import correction_bounds, rejection_bounds
@@ -52,9 +52,10 @@ from rl_trainer.plan import (
     model_config,
     server_config,
 )
-from rl_trainer.rewards import check_function, check_packages, resolve_reward
+from rl_trainer.rewards import check_packages, resolve_reward
 from rl_trainer.rewards.code import CodeTests
 from rl_trainer.rewards.rules import RULES
+from rl_trainer.rewards.worker import GROUP as REWARDS
 from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, scheme_of
 from rl_trainer.staleness import Schedule, create_schedule
 from rl_trainer.trackers.group import GROUP as TRACKERS
@@ -168,9 +169,10 @@ def check_tracking(tracking: TrackingSection) -> None:
 
 def _check_rewards(config: Config, rows: list[Row]) -> None:
     reward = config.reward
-    for path in (reward.path, *(part.path for part in reward.parts.values() if part.kind == "function")):
+    own = {f"reward.parts.{name}.path": part.path for name, part in reward.parts.items() if part.kind == "function"}
+    for key, path in ({"reward.path": reward.path} | own).items():
         if path is not None:
-            check_function(path)
+            plugins.check(path, REWARDS, key=key)
     for name, part in reward.parts.items():
         if part.kind == "classifier" and part.path is not None and not (Path(part.path) / "config.json").is_file():
             raise InputError(
@@ -226,6 +228,9 @@ def check_installed(group: str, name: str, key: str) -> None:
     Raises:
         ConfigError: unknown (lists what is installed), or known but incomplete (the pip line).
     """
+    if ":" in name:
+        plugins.check(name, group, key=key)
+        return
     found = {point.name: point for point in entry_points(group=group)}
     if name not in found:
         raise ConfigError(f"{key}={name!r} is not installed; installed are {', '.join(sorted(found)) or 'none'}")

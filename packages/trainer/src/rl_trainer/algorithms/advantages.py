@@ -8,15 +8,15 @@ reward is their mean, its length their sum, and each of them has its advantage.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import torch
 
 import rl_csrc
 from rl_trainer.errors import ConfigError
-from rl_trainer.plugins import named
+from rl_trainer.plugins import named, reads_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +63,8 @@ class AdvantageInput:
     """(T,) float32, the weights that rollout correction gives the policy loss; None: 1 each."""
     process_rewards: Tensor | None = None
     """(T,) float32, beta times the log-ratio of the process reward model to its reference."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+    """What `Estimator.reads` names: (T,) of ragged columns, (B, ...) of others."""
 
     def sum_rewards(self) -> Tensor:
         """(B,) float32, the reward of each completion."""
@@ -138,6 +140,8 @@ class Estimator:
     """Keys of `algorithm` that it reads, of `gamma` and `lam`."""
     uses_weights: bool = False
     """Whether it looks at the weights of `algorithm.correction`, where there are any."""
+    reads: tuple[str, ...] = ()
+    """Further columns that it reads, such as those of stages."""
 
 
 ADVANTAGES: dict[str, Estimator] = {}
@@ -162,12 +166,25 @@ def register_advantage(
 
 
 def estimator_named(name: str) -> Estimator:
-    """A registered or installed estimator.
+    """The estimator that `algorithm.advantage` names: see `rl_trainer.plugins`. A plain function needs no field.
 
     Raises:
         ConfigError: there is none of that name; lists what there is.
     """
-    return named(name, ADVANTAGES, group=GROUP, kind=Estimator, key="algorithm.advantage")
+    return named(
+        name,
+        ADVANTAGES,
+        group=GROUP,
+        kind=Estimator,
+        key="algorithm.advantage",
+        make=_from_function,
+    )
+
+
+def _from_function(compute: AdvantageFunction) -> Estimator:
+    wanted, fields = reads_of(compute), get_args(Need)
+    needs = cast("tuple[Need, ...]", tuple(name for name in wanted if name in fields))
+    return Estimator(compute=compute, needs=needs, reads=tuple(name for name in wanted if name not in fields))
 
 
 def compute_advantages(name: str, data: AdvantageInput) -> Tensor:

@@ -22,7 +22,7 @@ from rl_trainer.algorithms.rollout_correction import (
     correction_bounds,
     mismatch_metrics,
 )
-from rl_trainer.plugins import named
+from rl_trainer.plugins import named, reads_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -56,6 +56,13 @@ class PolicyLossInput:
     """(B + 1,) int64 row offsets into T."""
     options: Mapping[str, float]
     """`algorithm.loss_options` over the loss's own defaults."""
+    rollout_logprobs: Tensor
+    """(T,) of the sampler."""
+    entropy: Tensor | None = None
+    """(T,) of the policy, with gradient; None unless `algorithm.entropy_coef` has it computed."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+    """What `reads` names, of this micro-batch: (T,) of ragged columns such as `ref_logprobs` and `values`, (B, ...) of
+    others such as `group_id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +81,12 @@ class PolicyLoss:
     compute: Callable[[PolicyLossInput], Tensor] | None = None
     """(T,) loss of each token, to minimise; None: `rl_csrc.policy_loss` has it. Aggregation, rollout correction, KL and
     entropy are added to it as to the others."""
+    reads: tuple[str, ...] = ()
+    """Columns of the queue that `compute` reads beside those it always has: those of the rollouts, of the reference and
+    the critic where there are any, and of stages."""
 
+
+_SAMPLER = "rollout_logprobs"
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo": PolicyLoss(source="1707.06347; clip-higher 2503.14476; dual clip 1912.09729", options=CLIP | CLIP_DUAL),
@@ -97,12 +109,19 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 
 def loss_named(name: str) -> PolicyLoss:
-    """A shipped or installed policy loss.
+    """The policy loss that `algorithm.loss` names: see `rl_trainer.plugins`.
 
     Raises:
         ConfigError: there is none of that name; lists what there is.
     """
-    return named(name, POLICY_LOSSES, group=GROUP, kind=PolicyLoss, key="algorithm.loss")
+    return named(
+        name,
+        POLICY_LOSSES,
+        group=GROUP,
+        kind=PolicyLoss,
+        key="algorithm.loss",
+        make=lambda compute: PolicyLoss(source=compute.__name__, compute=compute, reads=reads_of(compute)),
+    )
 
 
 def select_tokens(
@@ -221,6 +240,9 @@ class PolicyLossFunction:
                     loss_mask=mask,
                     cu_seqlens=output.cu_seqlens,
                     options=options,
+                    rollout_logprobs=rows["old_logprobs" if config.old_logprobs == "rollout" else _SAMPLER].values(),
+                    entropy=output.entropy,
+                    columns={name: _values(rows[name]) for name in spec.reads},
                 )
             )
             extra = self._share(per_token, output, kept)
@@ -304,3 +326,7 @@ class PolicyLossFunction:
         weighted = per_token if kept.weights is None else per_token * kept.weights
         aggregation = Aggregation(name=self.config.aggregation, norm_constant=self.max_new_tokens)
         return aggregation.share(weighted, kept.mask, output.cu_seqlens, output.counts, kept.row_counts)
+
+
+def _values(column: Tensor) -> Tensor:
+    return column.values() if column.is_nested else column

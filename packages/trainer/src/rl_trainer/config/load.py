@@ -18,30 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from rl_engine.types import ParallelConfig
 from rl_trainer.config.schema import Config
 from rl_trainer.errors import ConfigError
+from rl_trainer.plugins import absolute
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-MOVED = {
-    "agent.max_attempts": "no more: a rollout whose failure may be transient is tried three times",
-    "algorithm.clip_dual": "algorithm.loss_options.clip_dual",
-    "algorithm.clip_high": "algorithm.loss_options.clip_high",
-    "algorithm.clip_low": "algorithm.loss_options.clip_low",
-    "algorithm.correction_high": "algorithm.correction_bounds=[low, high]",
-    "algorithm.correction_level": "a part of algorithm.correction, such as sequence_tis",
-    "algorithm.correction_low": "algorithm.correction_bounds=[low, high]",
-    "algorithm.kl_horizon": "no more: the coefficient follows by a tenth of the error per step, as in arXiv 1909.08593",
-    "algorithm.norm_constant": "no more: seq-mean-token-sum-norm divides by rollout.max_new_tokens",
-    "algorithm.rejection_divergence": "a part of algorithm.rejection, such as token_k3",
-    "algorithm.rejection_high": "algorithm.rejection_bounds=[low, high]",
-    "algorithm.rejection_low": "algorithm.rejection_bounds=[low, high]",
-    "data.curriculum.high": "data.curriculum.pass_rate=[low, high]",
-    "data.curriculum.low": "data.curriculum.pass_rate=[low, high]",
-    "data.streaming": "data.options.stream_buffer, the number of rows that a stream is shuffled within",
-    "engine.lora.dropout": "no more: with it, the probabilities of an update are not those of the policy",
-    "engine.matmul_precision": "a part of engine.precision, such as float32_medium",
-    "reward.overlong_penalty": "no more: the longest completion loses 1, as in arXiv 2503.14476; weigh the other parts",
-    "tracking.options": "tracking.trackers.NAME, such as tracking.trackers='{wandb: {mode: offline}}'",
-}
-"""What became of keys of earlier versions."""
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
@@ -51,6 +30,9 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
         ConfigError: no such recipe, an unknown key (names the nearest), or a value of the wrong type or range.
     """
     tree = _read_recipe(recipe)
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    if "algorithm.loss" in keys and isinstance(algorithm := tree.get("algorithm"), dict):
+        algorithm.pop("loss_options", None)  # they are the options of the recipe's own loss
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator:
@@ -60,6 +42,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
         except yaml.YAMLError as error:
             raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from error
     _reject_unknown(tree, Config, "")
+    tree = _with_absolute_files(tree)
     try:
         return TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
@@ -116,8 +99,6 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 def _reject_unknown(tree: Mapping[str, Any], cls: type, prefix: str) -> None:
     known = {f.name for f in fields(cls)}
     for key, value in tree.items():
-        if f"{prefix}{key}" in MOVED:
-            raise ConfigError(f"configuration key {prefix}{key} is now {MOVED[f'{prefix}{key}']}")
         if key not in known:
             near = difflib.get_close_matches(str(key), _all_keys(Config, ""), n=1, cutoff=0.0)
             nested = difflib.get_close_matches(f"{prefix}{key}", _all_keys(Config, ""), n=1, cutoff=0.5)
@@ -150,6 +131,15 @@ def _all_keys(cls: type, prefix: str) -> list[str]:
             name = "NAME." if _is_by_name(cls, f.name) else ""
             keys += _all_keys(section, f"{prefix}{f.name}.{name}")
     return keys
+
+
+def _with_absolute_files(value: Any) -> Any:
+    """With the whole path of every `FILE.py:NAME`: workers may run in another folder."""
+    if isinstance(value, dict):
+        return {absolute(key): _with_absolute_files(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_absolute_files(item) for item in value]
+    return absolute(value) if isinstance(value, str) else value
 
 
 def as_tree(config: Config) -> dict[str, Any]:

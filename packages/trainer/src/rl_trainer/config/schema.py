@@ -45,6 +45,8 @@ class AlgorithmConfig:
 
     advantage: str = "grpo"
     """Registered advantage estimator."""
+    stages: tuple[str, ...] = ()
+    """Functions of yours that write columns before the advantages are computed, in this order: plug-ins."""
     loss: str = "ppo"
     """Registered policy loss."""
     loss_options: Mapping[str, float] = field(default_factory=dict)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import random
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +15,7 @@ from rl_trainer.data.reasoning_gym import load_reasoning_gym
 from rl_trainer.data.rows import Row, checked, record_options, row_maker
 from rl_trainer.data.sampler import CurriculumOrder, MixtureOrder, Order, PromptOrder, StreamOrder
 from rl_trainer.errors import DataError, InputError
+from rl_trainer.plugins import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ GROUP = "rl_trainer.datasets"
 """Entry points of `data.format`s: callables `(config: DataConfig, *, seed: int)` that give an object with `train` and
 `eval`, sequences of rows."""
 BUILT_IN = ("rows", "gsm8k", "reasoning_gym")
+_BUILT_IN: dict[str, Any] = dict.fromkeys(BUILT_IN)
 PART = "mixture"
 """The field of a row that says which part of `data.mixture` it is of."""
 
@@ -98,7 +98,7 @@ def _mixture(config: DataConfig, seed: int) -> Datasets:
 
 
 def _custom(config: DataConfig, seed: int) -> Datasets:
-    made = find_format(config.format)(config, seed=seed)
+    made = named(config.format, _BUILT_IN, group=GROUP, kind=object, key="data.format")(config, seed=seed)
     for part in ("train", "eval"):
         if not getattr(made, part, None):
             raise DataError(f"data.format={config.format} gave no rows as {part!r}; it must give both train and eval")
@@ -107,31 +107,6 @@ def _custom(config: DataConfig, seed: int) -> Datasets:
         for part in ("train", "eval")
     )
     return Datasets(train=train, eval=held_out[: config.eval_size])
-
-
-def find_format(name: str) -> Any:
-    """The callable of a `data.format` that is not built in: `FILE.py:NAME`, or an entry point.
-
-    Raises:
-        DataError: there is none.
-    """
-    file, _, attribute = name.rpartition(":")
-    if file.endswith(".py"):
-        if not Path(file).is_file():
-            raise DataError(f"data.format={name}: there is no file {file}")
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        assert spec is not None, "it is a .py file"
-        assert spec.loader is not None, "it is a .py file"
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        if not hasattr(module, attribute):
-            raise DataError(f"data.format={name}: {file} defines no {attribute}")
-        return getattr(module, attribute)
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
-        known = ", ".join([*BUILT_IN, *sorted(found)])
-        raise DataError(f"data.format={name!r} is unknown; there are {known}, and FILE.py:NAME")
-    return found[name].load()
 
 
 HUB = "hf:"

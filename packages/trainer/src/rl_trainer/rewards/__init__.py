@@ -1,7 +1,6 @@
 """Rewards: rules, functions of the user's, served models, and any weighted sum of them."""
 
-from rl_trainer.plugins import check_function
 from rl_trainer.rewards.rules import RewardFunction, answer_of, check_packages, resolve_reward
 from rl_trainer.rewards.scorer import Score, Scorer
 
-__all__ = ["RewardFunction", "Score", "Scorer", "answer_of", "check_function", "check_packages", "resolve_reward"]
+__all__ = ["RewardFunction", "Score", "Scorer", "answer_of", "check_packages", "resolve_reward"]

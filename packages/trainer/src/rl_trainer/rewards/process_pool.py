@@ -18,7 +18,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.errors import RewardError
-from rl_trainer.rewards.worker import HEADER, MAX_ANSWER_BYTES, checked, decoded, framed
+from rl_trainer.plugins import Serialized
+from rl_trainer.rewards.worker import HEADER, MAX_ANSWER_BYTES, OBJECT, checked, decoded, framed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +43,7 @@ class FunctionPool:
     them may have been the one that blocked it: each is called again, alone.
 
     Args:
-        path: See `rl_trainer.plugins.check_function`.
+        path: See `rl_trainer.plugins.find`.
         num_processes: At most; started as they are needed.
         timeout_s: Deadline of one call, seconds.
     """
@@ -163,12 +164,16 @@ class _Process:
 
     async def start(self) -> None:
         self.is_new = False
+        name = OBJECT if isinstance(self._path, Serialized) else self._path
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from rl_trainer.rewards.worker import main; main()", self._path),
+            *(sys.executable, "-c", "from rl_trainer.rewards.worker import main; main()", name),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
+        if isinstance(self._path, Serialized):
+            assert self._process.stdin is not None, "it is a pipe"
+            self._process.stdin.write(framed(self._path.payload))
         first = self._waiting[-1] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read())
         try:

@@ -22,11 +22,15 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import IO, Any, cast
 
-from rl_trainer.plugins import load_function
+from rl_trainer.plugins import Serialized, find
 
 HEADER = struct.Struct("<Q")
 """Bytes of the JSON that follows."""
 MAX_ANSWER_BYTES = 1 << 24
+GROUP = "rl_trainer.rewards"
+"""Entry points that are reward functions."""
+OBJECT = "-"
+"""In the place of a function's name: the function itself is the first message."""
 _BYTES = "\0bytes"
 """The key of an object that stands for bytes."""
 Request = tuple[int, str, Mapping[str, Any], float]
@@ -42,7 +46,12 @@ def main() -> None:
     os.dup2(2, 1)  # what the function prints is no answer
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
-        function = load_function(sys.argv[1])
+        name = sys.argv[1]
+        if name == OBJECT:  # of the process that started this one, before anything of others is read
+            name = Serialized.from_payload(decoded(_framed(requests)))
+        function = find(name, GROUP, key="reward.path")
+        if not callable(function):
+            raise TypeError(f"{function!r} is no function of the completion's text and the row")
     except BaseException as error:  # noqa: BLE001 - a file of the user's may raise anything
         _write(answers, (-1, "error", f"{type(error).__name__}: {error}"))
         return
@@ -65,7 +74,7 @@ def _read_aside(requests: IO[bytes], deliver: Callable[[Request], object]) -> No
     def read() -> None:
         with contextlib.suppress(EOFError):
             while True:
-                deliver(decoded(_exactly(requests, HEADER.unpack(_exactly(requests, HEADER.size))[0])))
+                deliver(decoded(_framed(requests)))
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
@@ -160,6 +169,10 @@ def decoded(data: bytes) -> Any:
 
 def _bytes(found: dict[str, Any]) -> Any:
     return base64.b64decode(found[_BYTES]) if found.keys() == {_BYTES} else found
+
+
+def _framed(stream: IO[bytes]) -> bytes:
+    return _exactly(stream, HEADER.unpack(_exactly(stream, HEADER.size))[0])
 
 
 def _exactly(stream: IO[bytes], count: int) -> bytes:

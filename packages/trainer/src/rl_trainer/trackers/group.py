@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.errors import InputError
+from rl_trainer.plugins import find
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,9 +36,8 @@ class TrackerGroup:
         self._trackers: dict[str, Tracker] = {}
         self._summary: Mapping[str, Any] | None = None
         for name, given in trackers.items():
-            (point,) = entry_points(group=GROUP, name=name)
             try:
-                self._trackers[name] = point.load()(run, **given)
+                self._trackers[name] = find(name, GROUP, key="tracking.trackers")(run, **given)
             except Exception as error:
                 self._close()
                 raise InputError(

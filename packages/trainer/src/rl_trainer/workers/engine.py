@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,12 +36,13 @@ from rl_trainer.algorithms.policy_loss import select_tokens
 from rl_trainer.algorithms.prime import ProcessRewardLoss
 from rl_trainer.algorithms.rollout_correction import configured_weights, drop_rejected, finished_metrics
 from rl_trainer.errors import InputError, TrainerError
+from rl_trainer.plugins import stage_named
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.tracing import span
 from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -272,6 +274,19 @@ class EngineWorker(_EngineRank):
         assert self._teacher is not None, "it is asked of the teacher alone"
         return self._forward(batch, teacher_columns(self._teacher))
 
+    @register(Dispatch.SPLIT)
+    def compute_stage(self, batch: BatchMeta, name: str) -> BatchMeta:
+        """Write the columns of a stage that the run has of its own.
+
+        Raises:
+            TrainerError: it gave no columns.
+        """
+        stage = stage_named(name)
+        made = stage.compute(self._queue.get(batch, stage.reads))
+        if not isinstance(made, Mapping) or not made:  # pyright: ignore[reportUnnecessaryIsInstance] - a plug-in
+            raise TrainerError(f"algorithm.stages: {name} gave {made!r:.80}; columns by name are needed")
+        return self._put(batch, made)
+
     @register(Dispatch.RANK_ZERO)
     def compute_advantage(self, batch: BatchMeta, kl_coef: float, seed: int) -> AdvantageReport:
         """Write `advantages`, and what a critic or the loss reads beside them; needs the whole batch.
@@ -293,7 +308,7 @@ class EngineWorker(_EngineRank):
         columns += ["ref_logprobs"] if has_kl else []
         columns += [name for name in _READ if name in needs]
         columns += ["component_weights"] if "components" in needs else []
-        data = self._queue.get(batch, columns)
+        data = self._queue.get(batch, [*dict.fromkeys((*columns, *estimator.reads))])
         offsets, mask, rewards = data["rewards"].offsets(), data["loss_mask"].values(), data["rewards"].values()
         old = data[_OLD[config.old_logprobs]].values() if has_policy else None
         reward_kl = None
@@ -321,6 +336,7 @@ class EngineWorker(_EngineRank):
             if old is not None and is_weighted
             else None,
             ratio=(old - data["rollout_logprobs"].values()).exp() if old is not None and "ratio" in needs else None,
+            columns={name: data[name].values() if data[name].is_nested else data[name] for name in estimator.reads},
         )
         written = {"advantages": compute_advantages(config.advantage, inputs)}
         if "values" in needs:
@@ -341,9 +357,11 @@ class EngineWorker(_EngineRank):
         columns = [*self._inputs, "advantages", "rollout_logprobs"]
         columns += ["ref_logprobs"] if config.kl_coef > 0 and not config.kl_in_reward else []
         columns += ["old_logprobs"] if config.old_logprobs == "recompute" and self._loss.has_old_logprobs else []
-        columns += ["selected"] if loss_named(config.loss).selects_tokens else []
+        loss = loss_named(config.loss)
+        columns += ["selected"] if loss.selects_tokens else []
+        columns += loss.reads
         columns += teacher_columns(self._teacher).values() if self._teacher is not None else []
-        data = self._queue.get(batch, columns)
+        data = self._queue.get(batch, [*dict.fromkeys(columns)])
         if config.old_logprobs == "rollout":
             data.rename_key_("rollout_logprobs", "old_logprobs")
         drop_rejected(config, data)

@@ -1,0 +1,268 @@
+"""Training from Python: `train("quickstart")`, or with a model, data and functions of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rl_trainer.config import load_config
+from rl_trainer.errors import ConfigError, DataError
+from rl_trainer.plugins import Serialized
+from rl_trainer.run import run as run_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from rich.console import Console
+
+    from rl_trainer.config import Config
+    from rl_trainer.metrics import StepRecord
+
+_POLL_S = 0.2
+_MOST_HELD_OUT = 256
+
+
+def train(
+    recipe: str = "gsm8k",
+    *,
+    model: str | Path | None = None,
+    data: str | Path | Iterable[Mapping[str, Any]] | None = None,
+    eval_data: Iterable[Mapping[str, Any]] | None = None,
+    reward: Any = None,
+    advantage: Any = None,
+    loss: Any = None,
+    output_dir: str | Path | None = None,
+    resume: bool = False,
+    callback: Callable[[StepRecord], object] | None = None,
+    wait: bool = True,
+    console: Console | None = None,
+    **overrides: Any,
+) -> Run:
+    """Train a policy as `rl-train` does, and return its run.
+
+    Functions and classes travel to the workers by value, whatever file, notebook or function they were defined in.
+
+    Args:
+        recipe: A shipped one, or the path of a YAML file; the keys below stand above its own.
+        model: Folder of the start policy (`model.path`).
+        data: A path (`data.path`), or rows: an iterable of mappings, as a `datasets.Dataset` is. A row has `prompt`
+            (text, or chat messages) and what its reward reads; `answer`, if it has one, is the rules' ground truth.
+        eval_data: Held-out rows; None holds out the last tenth of `data`, at most 256.
+        reward: `(text, row) -> number`, or a plug-in's name (`reward.path`).
+        advantage: `AdvantageInput -> (T,) tensor`, an `Estimator`, or a name (`algorithm.advantage`).
+        loss: `PolicyLossInput -> (T,) tensor`, a `PolicyLoss`, or a name (`algorithm.loss`).
+        output_dir: Where everything is written; None makes `outputs/<name>-<date>-<time>`.
+        resume: Go on with the run in `output_dir`.
+        callback: Called with every step's record, in the run's thread.
+        wait: Return when the run has ended; False returns at once, and iterating gives the steps as they end.
+        console: Shows the plan and the steps.
+        overrides: Any other keys: `steps=20`, `batch={"batch_size": 32}`, `**{"engine.lr": 1e-5}`. Where a key takes a
+            plug-in, a function or class may stand.
+
+    Raises:
+        InputError: something cannot work; nothing was started.
+        TrainerError: the run failed; with `wait=False` the run raises it.
+    """
+    keys: dict[str, Any] = {}
+    if data is not None and not isinstance(data, (str, Path)):
+        output_dir = output_dir or f"outputs/{overrides.get('name', 'train')}-{time.strftime('%Y%m%d-%H%M%S')}"
+        keys |= _written(Path(output_dir), data, eval_data)
+    elif data is not None:
+        keys |= {"data.path": str(data)}
+    own = {"model.path": model, "reward.path": reward, "algorithm.advantage": advantage, "algorithm.loss": loss}
+    keys |= {key: value for key, value in (own | {"output_dir": output_dir}).items() if value is not None}
+    started = Run(_config(recipe, keys | dict(_flat(overrides))), callback=callback, resume=resume, console=console)
+    started._start(in_thread=not wait or _has_event_loop())  # pyright: ignore[reportPrivateUsage]
+    return started.wait() if wait else started
+
+
+class Run:
+    """A training run: its steps as they end, its numbers, and its model.
+
+    Iterating gives every step's `StepRecord`, from the first one on, and waits for those to come.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        callback: Callable[[StepRecord], object] | None = None,
+        resume: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        self.config = config
+        self._callback, self._resume, self._console = callback, resume, console
+        self._records: dict[int, StepRecord] = {}
+        self._news: queue.SimpleQueue[StepRecord | None] = queue.SimpleQueue()
+        self._stop, self._thread = threading.Event(), None
+        self._summary: dict[str, Any] | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """Per step so far, every number of `metrics.jsonl` under a flat name, and `step`."""
+        return [{"step": step, **record.scalars()} for step, record in sorted(self._records.items())]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What `summary.json` holds; waits for the end."""
+        self.wait()
+        assert self._summary is not None, "it ended well"
+        return self._summary
+
+    @property
+    def model_path(self) -> Path:
+        """Folder of the trained model, as Hugging Face's libraries read it; waits for the end."""
+        return Path(self.summary["checkpoint"]) / "model"
+
+    def wait(self) -> Run:
+        """Wait for the end. Ctrl-C ends the run after its step, with a checkpoint; a second one waits no longer.
+
+        Raises:
+            TrainerError, InputError: the run failed.
+        """
+        while self._thread is not None and self._thread.is_alive():
+            try:
+                self._thread.join(_POLL_S)
+            except KeyboardInterrupt:
+                if self._stop.is_set():
+                    raise
+                self.stop()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def stop(self) -> None:
+        """Have the run end after the step in progress, with a checkpoint."""
+        self._stop.set()
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        seen = -1
+        while True:
+            for step in sorted(step for step in [*self._records] if step > seen):
+                seen = step
+                yield self._records[step]
+            if self._thread is None or not self._thread.is_alive():
+                if max(self._records, default=-1) > seen:
+                    continue
+                self.wait()
+                return
+            try:
+                self._news.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+
+    def _start(self, *, in_thread: bool) -> None:
+        if not in_thread:
+            self._work()
+            return
+        self._thread = threading.Thread(target=self._work, name="rl-train")
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self._summary = run_config(
+                self.config, self._console, resume=self._resume, on_step=self._add, stop=self._stop
+            )
+        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+            self._error = error
+        finally:
+            self._news.put(None)
+
+    def _add(self, record: StepRecord) -> None:
+        self._records[record.step] = record
+        self._news.put(record)
+        if self._callback is not None:
+            self._callback(record)
+
+
+def _has_event_loop() -> bool:
+    """Whether this is a notebook's cell, or a coroutine: the run then works in a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return threading.current_thread() is not threading.main_thread()
+    return True
+
+
+def _config(recipe: str, keys: Mapping[str, Any]) -> Config:
+    """The recipe with these keys; objects that YAML does not know take the place of plug-ins' names."""
+    plain, objects = dict[str, Any](), dict[str, Any]()
+    for key, value in keys.items():
+        try:
+            plain[key] = json.dumps(value, default=_path)
+        except TypeError:
+            objects[key] = value
+    if "algorithm.loss" in objects and not any(key.startswith("algorithm.loss_options") for key in plain):
+        plain["algorithm.loss_options"] = "{}"  # the recipe's are those of its own loss
+    config = load_config(recipe, [f"{key}={value}" for key, value in plain.items()])
+    for key, value in objects.items():
+        if isinstance(value, (list, tuple)):
+            items = cast("list[Any]", list(value))
+            value = tuple(item if isinstance(item, str) else Serialized.of(item) for item in items)
+        else:
+            value = Serialized.of(value)
+        config = _replaced(config, key.split("."), value, key)
+    return config
+
+
+def _path(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} is no value of a configuration")
+
+
+def _replaced(section: Any, path: list[str], value: Any, key: str) -> Any:
+    name, rest = path[0], path[1:]
+    if not is_dataclass(section) or not hasattr(section, name):
+        raise ConfigError(f"{key} is no key of the configuration")
+    old = getattr(section, name)
+    if not rest and not isinstance(old, (str, tuple, type(None))):
+        raise ConfigError(f"{key} is {old!r} by default; a function or a class cannot stand there")
+    return replace(cast("Any", section), **{name: _replaced(old, rest, value, key) if rest else value})
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _written(
+    folder: Path, data: Iterable[Mapping[str, Any]], eval_data: Iterable[Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    """The rows as files of the run, from which it can go on; and the keys that name them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    keys: dict[str, Any] = {"data.format": "rows", "data.options": {}, "data.path": str(folder / "train.jsonl")}
+    num_rows = _write_rows(folder / "train.jsonl", data, "data")
+    if eval_data is None:
+        return keys | {"data.eval_size": min(max(num_rows // 10, 1), _MOST_HELD_OUT)}
+    num_held_out = _write_rows(folder / "eval.jsonl", eval_data, "eval_data")
+    return keys | {"data.eval_path": str(folder / "eval.jsonl"), "data.eval_size": num_held_out}
+
+
+def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]], what: str) -> int:
+    lines: list[str] = []
+    for number, row in enumerate(rows, start=1):
+        if "prompt" not in row:
+            raise DataError(f"{what}: row {number} has no 'prompt', but {sorted(row)}; give it text, or chat messages")
+        prompt = row["prompt"]
+        defaults = {"data_source": "rows", "reward_model": {"style": "rule", "ground_truth": row.get("answer")}}
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            lines.append(json.dumps(defaults | dict(row) | {"prompt": messages}))
+        except TypeError as error:
+            raise DataError(f"{what}: row {number} cannot be written as JSON: {error}") from error
+    if not lines:
+        raise DataError(f"{what} has no rows")
+    file.write_text("".join(f"{line}\n" for line in lines))
+    return len(lines)

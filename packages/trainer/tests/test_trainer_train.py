@@ -1,0 +1,165 @@
+"""`rl_trainer.train`: rows, functions and a run from Python; plug-ins by path; the examples of both."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import rl_trainer
+from rl_trainer.api import _config
+from rl_trainer.config import as_tree, load_config
+from rl_trainer.errors import ConfigError, DataError, TrainerError
+from rl_trainer.loop import run_loop
+from rl_trainer.plugins import Serialized, absolute
+from rl_trainer.testing import FakeAgents, QueueJob
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SMALL = {
+    "runtime": "inline", "steps": 2, "eval_every": 0, "timeout_s": 120, "tracking.trackers": {},
+    "batch": {"batch_size": 2, "mini_batch_size": 2, "group_size": 2},
+}  # fmt: skip
+ROWS = [{"prompt": f"{n} + 1 =", "answer": str(n + 1), "n": n} for n in range(20)]
+
+
+@pytest.fixture
+def start(model, tmp_path):
+    """Trains the tiny model on `ROWS` in this process."""
+
+    def begin(**given):
+        how = {"data": ROWS, "model": model, "output_dir": tmp_path / "out", "console": Console(quiet=True)}
+        return rl_trainer.train("quickstart", **how | SMALL | given)
+
+    return begin
+
+
+def test_functions_of_one_s_own_train_a_model_on_rows_of_one_s_own(start, tmp_path):
+    scale, told = 3.0, []
+
+    def length(text, row):
+        return scale * len(text) + row["n"]
+
+    def against_mean(data):
+        rewards = data.sum_rewards()
+        return data.broadcast(rewards - rewards.mean())
+
+    def likely(loss):
+        return -loss.logprobs * loss.advantages * (1 + 0 * loss.rollout_logprobs)
+
+    run = start(reward=length, advantage=against_mean, loss=likely, callback=told.append)
+    assert [step["step"] for step in run.metrics] == [0, 1, 2]
+    assert run.metrics[2]["reward"] >= 3.0
+    assert [record.step for record in told] == [record.step for record in run] == [0, 1, 2]
+    assert (run.model_path / "config.json").is_file()
+    assert run.summary["output_dir"] == str(tmp_path / "out")
+    tree = as_tree(run.config)
+    assert tree["reward"]["path"].endswith("length>")
+    assert "<" in tree["algorithm"]["loss"]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text().splitlines()]
+    assert rows[3]["prompt"] == [{"role": "user", "content": "3 + 1 ="}]
+    assert rows[3]["reward_model"]["ground_truth"] == "4"
+
+
+@pytest.mark.parametrize(
+    "plug_ins",
+    [
+        {"advantage": f"{EXAMPLES}/own_advantage.py:above_median"},
+        {"loss": f"{EXAMPLES}/own_loss.py:importance_weighted"},
+        {"algorithm.stages": [f"{EXAMPLES}/own_stage.py:variety"], "advantage": f"{EXAMPLES}/own_stage.py:varied"},
+    ],
+    ids=["advantage", "loss", "stage"],
+)
+def test_an_example_s_plug_in_trains_by_its_path(start, plug_ins):
+    run = start(reward=lambda text, row: float(len(text) % 3), steps=1, **plug_ins)
+    assert torch.tensor(run.metrics[1]["policy_loss"]).isfinite()
+    assert run.metrics[1]["grad_norm"] > 0
+
+
+def test_the_example_s_schedule_runs_ahead_as_far_as_it_says():
+    sizes = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "steps=6", "eval_every=0"]
+    config = load_config("quickstart", [*sizes, f"pipeline={EXAMPLES}/own_schedule.py:half_a_batch_ahead"])
+    job = QueueJob(config, FakeAgents(config, per_poll=2))
+    records = list(run_loop(job.components(), config, [{}]))[1:]
+    assert {len(r.pending) + len(r.held) for r in records[:-2]} == {6}
+    assert 0 < max(r.metrics["staleness_max"] for r in records) <= 1
+
+
+@pytest.mark.parametrize("name", ["advantage", "loss", "schedule"])
+def test_an_example_is_short(name):
+    code = [line for line in (EXAMPLES / f"own_{name}.py").read_text().splitlines()[1:] if line.strip()]
+    assert len(code) <= 15
+
+
+def test_the_readme_s_example_is_the_one_that_ships():
+    """Its rows and its reward; the run itself is in the slow tier."""
+    sums = rl_trainer.plugins.find(f"{EXAMPLES}/train_sums.py:closeness", "", key="reward.path")
+    assert [sums(text, {"sum": 7}) for text in (" 7", "5", "seven")] == [1.0, 1 / 3, 0.0]
+
+
+def test_steps_come_while_the_run_goes_on_and_it_ends_when_it_is_asked_to(start):
+    run = start(reward=lambda text, row: 1.0, steps=50, wait=False)
+    for record in run:
+        if record.step == 2:
+            run.stop()
+    assert 2 <= len(run.metrics) - 1 < 50
+    assert run.summary["interrupted"]
+
+
+def test_it_runs_where_an_event_loop_runs_already(start):
+    async def cell():
+        return start(reward=lambda text, row: 1.0, steps=1)
+
+    assert asyncio.run(cell()).metrics[-1]["step"] == 1
+
+
+def test_a_run_that_fails_raises_where_it_is_waited_for(start):
+    def broken(data):
+        raise ZeroDivisionError("by hand")
+
+    with pytest.raises((TrainerError, ZeroDivisionError), match="by hand"):
+        start(advantage=broken, reward=lambda text, row: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"data": []}, DataError, "data has no rows"),
+        ({"data": [{"question": "?"}]}, DataError, r"row 1 has no 'prompt', but \['question'\]"),
+        ({"data": [{"prompt": "x", "when": object()}]}, DataError, "row 1 cannot be written as JSON"),
+        ({"step": 3}, ConfigError, "key step; the nearest one is steps"),
+        ({"steps": print}, ConfigError, "steps is .* by default; a function or a class cannot stand there"),
+        ({"advantage": "grp"}, ConfigError, "algorithm.advantage='grp' is not known; there are"),
+        ({"loss": f"{EXAMPLES}/own_loss.py:importance"}, ConfigError, "did you mean 'importance_weighted'"),
+        ({"loss": f"{EXAMPLES}/nothing.py:f"}, ConfigError, "nothing.py is no file"),
+        ({"reward": 3}, ConfigError, "reward.path"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_anything_starts(start, given, error, words):
+    with pytest.raises(error, match=words):
+        start(**given)
+
+
+def test_an_object_travels_with_its_module_and_cannot_be_written_in_a_file(tmp_path, monkeypatch):
+    (tmp_path / "mine_of_a_test.py").write_text("LIMIT = 5\n\ndef f(x):\n    return x + LIMIT\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import mine_of_a_test  # pyright: ignore[reportMissingImports]
+
+    sent = Serialized.of(mine_of_a_test.f)
+    (tmp_path / "mine_of_a_test.py").unlink()
+    monkeypatch.delitem(__import__("sys").modules, "mine_of_a_test")
+    assert Serialized.from_payload(sent.payload).load()(2) == 7
+    with pytest.raises(ConfigError, match="cannot be sent to the workers"):
+        Serialized.of(Console(quiet=True)._lock)
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage"):
+        _config("quickstart", {"algorithm.advantage": {"name": "x", "payload": "y"}})
+
+
+def test_a_file_s_path_is_made_whole_because_workers_may_run_elsewhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert absolute("a/b.py:f") == f"{tmp_path}/a/b.py:f"
+    assert [absolute(name) for name in ("grpo", "package.module:f", "http://x.py:80")] == [
+        "grpo", "package.module:f", "http://x.py:80",
+    ]  # fmt: skip
+    assert load_config("quickstart", ["reward.path=own.py:f"]).reward.path == f"{tmp_path}/own.py:f"
