@@ -11,8 +11,8 @@ from rich.console import Console
 
 from rl_trainer.config import DataConfig, load_config
 from rl_trainer.data import load_datasets
-from rl_trainer.data.datasets import Record, Source, StreamedRows, make_prompts, short_enough
-from rl_trainer.data.sampler import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder
+from rl_trainer.data.datasets import Record, Source, StreamedRows
+from rl_trainer.data.sampler import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder, make_prompts, short_enough
 from rl_trainer.errors import ConfigError, DataError, InputError
 from rl_trainer.rollout_source import RolloutSource
 from rl_trainer.run import run

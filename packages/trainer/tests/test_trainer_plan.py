@@ -29,7 +29,7 @@ def test_the_longest_sequence_may_fill_what_there_is(key):
 
 
 GDPO = ["algorithm.advantage=gdpo", "reward.path=rewards.py:f"]
-SAPO = ["algorithm.loss=sapo", "algorithm.loss_options={}"]
+SAPO = ["algorithm.loss=sapo"]
 COV = ["algorithm.loss=kl_cov", "algorithm.loss_options={}"]
 TIS = ["algorithm.old_logprobs=recompute", "algorithm.correction=tis"]
 KL = ["algorithm.kl_coef=0.1", "algorithm.kl_in_reward=true"]
@@ -100,7 +100,11 @@ JUDGE = [
         (["runtime=inline", "rollout.num_replicas=2"], PlanError, "num_replicas=2 needs processes of its own"),
         (["reward.overlong_buffer=2", "reward.parts.overlong.kind=rule"], PlanError, "one would hide the other"),
         ([*COV, "algorithm.loss_options.share=2"], PlanError, "share=2 is a share of the tokens; give 0 to 1"),
-        (["algorithm.loss=sapo"], ConfigError, "loss_options.clip_high is not read by algorithm.loss=sapo; .* tau_pos"),
+        (
+            ["algorithm.loss=sapo", "algorithm.loss_options.clip_high=0.2"],
+            ConfigError,
+            "loss_options.clip_high is not read by algorithm.loss=sapo; .* tau_pos",
+        ),
         (["algorithm.gamma=0.9"], PlanError, "gamma=0.9 does nothing unless algorithm.advantage is one of gae, opt"),
         (["algorithm.correction_bounds=[0, 3]"], PlanError, "does nothing unless algorithm.correction is chosen"),
         ([*TIS, "algorithm.correction_bounds=[0.1, 3]"], PlanError, "tis has an upper bound alone, .*; give .0, 3"),

@@ -14,7 +14,7 @@ from rl_trainer.algorithms.kl_controller import AdaptiveKl
 from rl_trainer.checkpoints import queue_snapshot
 from rl_trainer.components import Components
 from rl_trainer.data import shows_images
-from rl_trainer.data.datasets import make_prompts
+from rl_trainer.data.sampler import make_prompts
 from rl_trainer.ema_reference import EmaReference
 from rl_trainer.errors import PlanError
 from rl_trainer.metrics import HeldGroup

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,46 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_trainer.runtime.ray import PlacedHost
-    from rl_trainer.runtime.ray_host import Whereabouts
+    from ray.util.placement_group import PlacementGroup
+
+    from rl_trainer.runtime.base import ResourcePool
 
 _REMOTE_TIMEOUT_S = 15.0
 _GCS = "gcs_server"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Where a host process is, and where its output goes."""
+
+    node_id: str
+    """Ray's name of the machine."""
+    pid: int
+    """Of the process."""
+    logs: tuple[str, ...]
+    """Files of its standard output and error, on that machine."""
+    dumps: str
+    """File that it writes its stacks to, when it is asked by a signal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedHost:
+    """A host process and its place in the cluster."""
+
+    pool: ResourcePool
+    """What it belongs to."""
+    rank: int
+    """Position in the pool."""
+    group: PlacementGroup
+    """What its resources are reserved by."""
+    bundle: int
+    """Which part of that."""
+    actor: Any
+    """Ray's handle of it."""
+    watch: Any
+    """A reference that is there when it closes, and an error when it dies."""
+    where: Whereabouts | None = None
+    """None until it has answered."""
 
 
 def on_machine_of(where: Whereabouts, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rl_trainer.runtime.base import WorkerContext
-from rl_trainer.runtime.heartbeat import description_of, enable_stack_dumps, end_sessions, on_machine_of
+from rl_trainer.runtime.heartbeat import Whereabouts, description_of, enable_stack_dumps, end_sessions, on_machine_of
 from rl_trainer.runtime.network import free_address
 from rl_trainer.tracing import span
 
@@ -28,20 +27,6 @@ _TAIL_BYTES = 16 * 2**10
 CALLS_AT_A_TIME = 16
 HEARTBEAT = "heartbeat"
 """The concurrency group of `Host.beat`: a thread that no other call can take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
-    """Where a host process is, and where its output goes."""
-
-    node_id: str
-    """Ray's name of the machine."""
-    pid: int
-    """Of the process."""
-    logs: tuple[str, ...]
-    """Files of its standard output and error, on that machine."""
-    dumps: str
-    """File that it writes its stacks to, when it is asked by a signal."""
 
 
 class Host:
