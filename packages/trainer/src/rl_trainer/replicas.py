@@ -41,6 +41,7 @@ class AgentReplicas:
         self._servers, self._reward_urls = tuple(servers), dict[str, str]()
         self._connected = dict.fromkeys(replica_set.members, (self._servers, self._reward_urls))
         self._running: dict[int, dict[int, _Submission]] = {}
+        self._member_of: dict[int, int] = {}
 
     def use_servers(self, servers: Sequence[ServerAddress]) -> None:
         """Have all members generate on these servers, and on no others, from now on."""
@@ -82,8 +83,9 @@ class AgentReplicas:
 
     def finish(self, group: int) -> None:
         """A submitted group is complete: it is not dealt again."""
-        for groups in self._running.values():
-            groups.pop(group, None)
+        member = self._member_of.pop(group, None)
+        if member in self._running:
+            self._running[member].pop(group, None)
 
     def _deal(self, submissions: list[_Submission]) -> None:
         """Give each to the member with the fewest groups in hand."""
@@ -95,6 +97,7 @@ class AgentReplicas:
             load, member = loads[0]
             heapq.heapreplace(loads, (load + 1, member))
             self._running[member][submission.job.group_id] = submission
+            self._member_of[submission.job.group_id] = member
             dealt.setdefault((member, id(submission.sampling_params)), []).append(submission)
         for (member, _), some in dealt.items():
             first = some[0]

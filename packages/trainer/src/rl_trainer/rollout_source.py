@@ -361,13 +361,13 @@ class RolloutSource:
             )
         except WaitTimeoutError:
             return {}
-        found: dict[tuple[int, int], list[int]] = {}
-        for row, tags in enumerate(rows.tags):
-            found.setdefault((tags["group_id"], tags["attempt"]), []).append(row)
-        return {
-            key: replace(rows.reorder(index), columns=tuple(rows.tags[index[0]]["columns"]))
-            for key, index in found.items()
-        }
+        rows = replace(rows, columns=tuple(rows.tags[0]["columns"]))  # of every put of a run
+        found: dict[tuple[int, int], BatchMeta] = {}
+        for group in rows.groupby("group_id").values():
+            attempts = group.groupby("attempt") if group.tags[0]["attempt"] != group.tags[-1]["attempt"] else {0: group}
+            for meta in attempts.values():
+                found[meta.tags[0]["group_id"], meta.tags[0]["attempt"]] = meta
+        return found
 
     def _take_in(self, group: int, meta: BatchMeta, *, replaces: bool = True) -> None:
         """A group that is complete. One that was given up, or came from a worker that then died, is cleared."""
