@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_trainer.chaos import Outcome, Trial, draw_trials, table
+from rl_trainer.chaos import Outcome, Trial, draw_trials, summary, table
 
 STAGES = ["standins", "inline", "ray"]
 
@@ -70,3 +70,7 @@ def test_the_table_counts_what_struck():
     assert (
         table(outcomes).splitlines()[2] == "| ray | sync | kill (engine) | update | 3 | 2 | 1 | 1 | 1 | 4.0 | 5.0 | 1 |"
     )
+    told = summary(outcomes).splitlines()
+    assert told[0] == "3 trials. The fault struck in 2; 1 trials had a problem."
+    assert told[1:3] == ["3 trials with Ray: 3 of `sync`;", "the fault struck engine 3."]
+    assert told[-1] == "| `ray` | kill | 3 | 2 | 1 | 1 | 0 | 4.0 | 5.0 | 1 |"

@@ -690,6 +690,31 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Markdown: the counts in three sentences, and a row per stage and fault."""
+    struck, bad = [o for o in outcomes if o.fired], [o for o in outcomes if o.problems]
+    on_ray = [o.trial for o in outcomes if o.trial.stage == "ray"]
+    schedules, targets = (Counter(getattr(t, name) for t in on_ray) for name in ("pipeline", "target"))
+    lines = [
+        f"{len(outcomes)} trials. The fault struck in {len(struck)}; {len(bad)} trials had a problem.",
+        f"{len(on_ray)} trials with Ray: {', '.join(f'{n} of `{name}`' for name, n in schedules.most_common())};",
+        f"the fault struck {', '.join(f'{name} {n}' for name, n in targets.most_common())}.",
+        "",
+        "| stage | fault | trials | struck | recovered in the run | ended with a sentence "
+        "| killed or stopped, then resumed | s median | s max | lost, doubled, wrong, leaked, hung |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for stage, fault in sorted({(o.trial.stage, o.trial.fault) for o in outcomes}):
+        mine = [o for o in outcomes if (o.trial.stage, o.trial.fault) == (stage, fault)]
+        hit = [o for o in mine if o.fired]
+        ended, seconds = Counter(o.ended for o in hit), [o.seconds for o in hit] or [0.0]
+        numbers = (len(mine), len(hit), ended["recovered"], ended["sentence"], ended["killed"] + ended["stopped"])
+        times = f"{statistics.median(seconds):.1f} | {max(seconds):.1f}"
+        num_bad = sum(bool(o.problems) for o in mine)
+        lines.append(f"| `{stage}` | {fault} | {' | '.join(map(str, numbers))} | {times} | {num_bad} |")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run trials; the exit code is 0 where nothing was lost, doubled, leaked, hung or wrong."""
     parser = argparse.ArgumentParser(prog="python -m rl_trainer.chaos", description="Runs under a schedule of faults.")
@@ -702,10 +727,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chain", type=int, default=1, help="faults that a run takes one after the other")
     parser.add_argument("--keep", type=Path, help="folder of the model and of runs without faults, for the next time")
     parser.add_argument("--output", help="also write every trial to this JSON file, as they end")
-    parser.add_argument("--table", nargs="+", metavar="FILE", help="print the table of such files, and run nothing")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="print the tables of such files, and run nothing")
     arguments = parser.parse_args(argv)
     if arguments.table:
-        print(table([outcome for file in arguments.table for outcome in read_outcomes(Path(file))]))  # noqa: T201
+        outcomes = [outcome for file in arguments.table for outcome in read_outcomes(Path(file))]
+        print(summary(outcomes), table(outcomes), sep="\n\n")  # noqa: T201
         return 0
     stages = arguments.stages.split(",")
     has_own_disk = _own_mounts()
