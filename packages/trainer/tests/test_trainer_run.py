@@ -1,5 +1,6 @@
 """What follows one run: signals, and the death of its workers."""
 
+import io
 import os
 import signal
 import threading
@@ -32,23 +33,23 @@ def test_a_run_is_started_again_once_it_has_begun_and_so_often(
 ):
     monkeypatch.setattr(run, "Report", lambda _: SimpleNamespace(has_begun=has_begun))
     config = load_config("quickstart", ["model.path=nowhere", f"max_restarts={max_restarts}"])
-    told = Console(record=True, width=200, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115 - until the test ends
+    told = Console(width=200, file=io.StringIO())
+    hooks = SimpleNamespace(stop=threading.Event(), on_step=None)
     with pytest.raises(WorkerDiedError, match="pool 'engine'"):
-        run._train(config, None, tmp_path, told, None)
+        run._train(config, None, tmp_path, told, None, hooks)
     assert len(attempts) == wanted
-    text = told.export_text()
+    text = told.file.getvalue()
     assert text.count("from the start, because a worker of pool 'engine' died") == wanted - 1
-    told.file.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_the_second_ends_at_once(number):
     before, asked = signal.getsignal(number), threading.Event()
-    told = Console(record=True, width=200, quiet=False)
+    told = Console(width=200, file=io.StringIO())
     with run._stop_when_asked(told, asked):
         os.kill(os.getpid(), number)
         assert asked.wait(5)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) == before
-    assert "stopping after this step; once more stops at once" in told.export_text()
+    assert "stopping after this step; once more stops at once" in told.file.getvalue()
