@@ -220,13 +220,7 @@ class TransferQueue(ABC):
 
     @abstractmethod
     def explain(
-        self,
-        *,
-        partition: str,
-        columns: Sequence[str],
-        batch_size: int,
-        task: str,
-        sampler: Policy | None = None,
+        self, *, partition: str, columns: Sequence[str], batch_size: int, task: str, sampler: Policy | None = None
     ) -> str:
         """Why such a `get_meta` would wait: rows ready, leased and to whom, columns missing and who put the rest."""
 

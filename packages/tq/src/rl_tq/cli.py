@@ -84,16 +84,7 @@ def prometheus(stats: dict[str, Any]) -> str:
         series.setdefault(name, []).append(f"rl_tq_{name}{{{text}}} {value}" if text else f"rl_tq_{name} {value}")
 
     for name, home in stats["partitions"].items():
-        for key in [
-            "rows",
-            "bytes",
-            "spilled_bytes",
-            "waiters",
-            "weight_version",
-            "lag",
-            "promised_rows",
-            "promised_bytes",
-        ]:
+        for key in _PARTITION_GAUGES:
             add(f"partition_{key}", home[key], partition=name)
         for reason, times in home["dropped"].items():
             add("dropped_rows_total", times, partition=name, reason=reason)

@@ -19,9 +19,9 @@ NBYTES = 36 << 20
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool, "KEPT_S", 3600.0)
+    monkeypatch.setattr(pool, "RESERVE_S", 3600.0)
     yield
-    pool._KEPT.clear()
+    pool._RESERVE.trim(-1.0, 0)
 
 
 def test_memory_that_nobody_looks_at_is_used_again_and_no_other():
@@ -42,14 +42,14 @@ def test_memory_that_nobody_looks_at_is_used_again_and_no_other():
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool, "KEPT_BYTES", 3 * NBYTES)
+    monkeypatch.setattr(pool, "RESERVE_BYTES", 3 * NBYTES)
     blocks = [new_memory(NBYTES) for _ in range(5)]
     last = blocks[-1].data_ptr()
     while blocks:
         del blocks[0]
     assert kept_bytes() == 3 * NBYTES
     assert new_memory(NBYTES).data_ptr() == last
-    monkeypatch.setattr(pool, "KEPT_S", 0.0)
+    monkeypatch.setattr(pool, "RESERVE_S", 0.0)
     del blocks[:]
     new_memory(NBYTES)
     assert kept_bytes() == 0
@@ -69,7 +69,7 @@ def test_tensors_may_be_dropped_by_any_thread_and_while_another_takes():
         thread.join(60)
     gc.collect()
     assert not any(thread.is_alive() for thread in threads)
-    assert kept_bytes() <= pool.KEPT_BYTES
+    assert kept_bytes() <= pool.RESERVE_BYTES
 
 
 def test_a_batch_is_received_into_the_memory_of_the_one_before():

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_tq.client.session import Connection
-    from rl_tq.columns.extent import Layout, LocatedColumns, Opened
+    from rl_tq.columns.extent import LocatedColumns, Opened
     from rl_tq.columns.output import Bounds
     from rl_tq.protocol.service import Message
 
@@ -131,7 +131,6 @@ class QueueClient(TransferQueue):
         self, meta: BatchMeta, columns: Sequence[str], *, is_copied: bool
     ) -> tuple[LocatedColumns, Opened] | None:
         """Where columns lie and their extents, opened without asking; None where that must be asked."""
-        del meta, columns, is_copied
         return None
 
     def _about(self, meta: BatchMeta, ask: Callable[[Message], Answer]) -> Answer:
@@ -140,6 +139,9 @@ class QueueClient(TransferQueue):
             return ask(_rows_of(meta))
         except (StaleReferenceError, LeaseLostError):
             return ask(_rows_of(meta, has_names=True))
+
+    def _say(self, meta: BatchMeta, request: Message) -> None:
+        self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
 
     def _fetch(self, request: Message, num_rows: int, output: Output) -> TensorDict:
         """Bring the values of rows here."""
@@ -175,19 +177,16 @@ class QueueClient(TransferQueue):
 
     def ack(self, meta: BatchMeta, *, step: int = 0) -> None:
         """See `TransferQueue.ack`."""
-        request = {"op": "ack", "step": step, **_leased(meta)}
-        self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
+        self._say(meta, {"op": "ack", "step": step, **_leased(meta)})
 
     def nack(self, meta: BatchMeta, *, reason: str = "it was not acknowledged") -> None:
         """See `TransferQueue.nack`."""
-        request = {"op": "nack", "reason": reason, **_leased(meta)}
-        self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
+        self._say(meta, {"op": "nack", "reason": reason, **_leased(meta)})
 
     def extend(self, meta: BatchMeta, lease_s: float) -> None:
         """See `TransferQueue.extend`."""
         check_seconds("lease_s", lease_s)
-        request = {"op": "extend", "lease_s": lease_s, **_leased(meta)}
-        self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
+        self._say(meta, {"op": "extend", "lease_s": lease_s, **_leased(meta)})
 
     def restore(self, partition: str, step: int, *, task: str | None = None) -> RestoreReport:
         """See `TransferQueue.restore`."""
@@ -225,13 +224,7 @@ class QueueClient(TransferQueue):
         self._call({"op": "release", "credit": credit.number}, self.timeout_s)
 
     def explain(
-        self,
-        *,
-        partition: str,
-        columns: Sequence[str],
-        batch_size: int,
-        task: str,
-        sampler: Policy | None = None,
+        self, *, partition: str, columns: Sequence[str], batch_size: int, task: str, sampler: Policy | None = None
     ) -> str:
         """See `TransferQueue.explain`."""
         claim = _claim(partition, columns, batch_size, task, sampler)
@@ -242,8 +235,7 @@ class QueueClient(TransferQueue):
         if isinstance(meta_or_partition, str):
             self._call({"op": "clear", "is_whole": True, "partition": meta_or_partition}, self.timeout_s)
         elif len(meta_or_partition):
-            request = {"op": "clear", "is_whole": False}
-            self._about(meta_or_partition, lambda rows: self._call({**request, **rows}, self.timeout_s))
+            self._say(meta_or_partition, {"op": "clear", "is_whole": False})
 
     def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
         """See `TransferQueue.snapshot`."""
@@ -328,11 +320,7 @@ def _target_of(meta: BatchMeta, partition: str, num_rows: int) -> Message:
         raise SchemaError(f"{len(meta)} sample_ids were given for {num_rows} rows: one per row is needed")
     if not meta.rows:
         return {"sample_ids": list(meta.sample_ids)}
-    return {
-        **_rows_of(meta, has_names=True),
-        "task": meta.task,
-        "leases": shorten(meta.leases),
-    }
+    return {**_rows_of(meta, has_names=True), "task": meta.task, "leases": shorten(meta.leases)}
 
 
 def _batch_meta(reply: Message, partition: str, columns: tuple[str, ...], task: str = "") -> BatchMeta:

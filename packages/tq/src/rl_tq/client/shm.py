@@ -22,8 +22,9 @@ from rl_tq.client.mappings import NO_PIN, MappedSegments, Pin
 from rl_tq.client.session import Session
 from rl_tq.columns.locations import find_runs, unpack_location
 from rl_tq.errors import ServerLostError
-from rl_tq.memory.arena import RESERVE_S, Arena
+from rl_tq.memory.arena import Arena
 from rl_tq.memory.generations import GenerationReader
+from rl_tq.memory.pool import RESERVE_S
 from rl_tq.protocol.framing import Inbox, pack, send_some
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ class ShmQueue(QueueClient):
             return None
         try:
             # Pinned first: from here on, what the generation numbers say is valid stays where it is until it is opened.
-            if not self._generations.are_valid(places):
+            if not all(self._generations.is_valid(place.slot, place.generation) for place in places):
                 return None
             opened: dict[int, ExtentView] = {
                 place.extent: pins.open(place.segment, place.extent, place.offset, place.nbytes, is_copied=is_copied)

@@ -20,8 +20,6 @@ from rl_tq.errors import SchemaError
 from rl_tq.memory.pool import new_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
 
     from rl_tq.columns.encode import Column
@@ -94,11 +92,6 @@ def _regions(frame: frames.Frame, columns: Mapping[str, Column]) -> list[tuple[i
         regions.append((cursor, buffer.nbytes, pieces))
         cursor += buffer.nbytes + -buffer.nbytes % frames.ALIGNMENT
     return regions
-
-
-def read_extent(memory: torch.Tensor) -> Views:
-    """Views of every column in a block that `Layout.write` filled; checked, whatever the bytes are."""
-    return frames.decode(memory).to_dict()
 
 
 def _one_piece(column: Column) -> tuple[torch.Tensor, bool]:
@@ -179,7 +172,7 @@ class ExtentView:
     def views(self) -> Views:
         """Its columns."""
         if self._views is None:
-            self._views = read_extent(self.memory)
+            self._views = frames.decode(self.memory).to_dict()  # checked, whatever the bytes are
             self._has_shared = any(INDEX in name for name in self._views)
         return self._views
 

@@ -90,11 +90,7 @@ def collect(
 
 
 def assemble(
-    schemas: Mapping[str, ColumnSchema],
-    collected: Collected,
-    is_own: Mapping[str, bool],
-    num_rows: int,
-    output: Output,
+    schemas: Mapping[str, ColumnSchema], collected: Collected, is_own: Mapping[str, bool], num_rows: int, output: Output
 ) -> TensorDict:
     """A batch of values that are copied, except those that are the caller's own and in one piece.
 

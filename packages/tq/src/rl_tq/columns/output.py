@@ -73,9 +73,7 @@ class BufferCache:
         nested: Any = self._nested.get(name)
         if nested is None or nested._values is not values or nested._offsets is not offsets:
             return None
-        with (
-            DisableTorchFunctionSubclass()
-        ):  # asking a nested tensor through torch's functions takes thirty times longer
+        with DisableTorchFunctionSubclass():  # torch's functions ask a nested tensor in thirty times the time
             return None if nested.requires_grad else nested
 
 

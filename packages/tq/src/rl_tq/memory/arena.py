@@ -15,7 +15,6 @@ import hashlib
 import threading
 import time
 import uuid
-from collections import deque
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rl_csrc import ipc
 from rl_csrc.ipc import SharedMemory
 from rl_tq.errors import QueueFullError
-from rl_tq.memory.pool import size_class
+from rl_tq.memory.pool import RESERVE_BYTES, RESERVE_S, Reserve, size_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,10 +37,6 @@ PACKED_BYTES = 4 << 20
 """An extent of at most this many bytes shares a segment; a larger one has its own."""
 _BACKED_AT_ONCE = 16 << 10
 """The kernel is asked for memory in multiples of this: small puts need not ask each."""
-RESERVE_BYTES = 2 << 30
-"""Freed segments that a client keeps for its next puts, at most."""
-RESERVE_S = 10.0
-"""How long it keeps one that it does not use."""
 
 
 class Source(NamedTuple):
@@ -123,8 +118,8 @@ class Arena:
         self._segments: dict[int, _Segment] = {}
         self._current: dict[str | None, int] = {}
         """The common segment that is being filled, by the directory that it spills to."""
-        self._spare: deque[tuple[int, float]] = deque()
-        """Segments that nobody reads, and since when."""
+        self._spare: Reserve[int] = Reserve()
+        """Segments that nobody reads."""
 
     def allocate(self, nbytes: int, spill: str | None = None) -> Block:
         """Memory of `nbytes`; of a file in the directory `spill`, if one is given. `settle` it once it is put.
@@ -175,19 +170,15 @@ class Arena:
         """Nobody looks at a segment any more: keep it for the next put."""
         with self._lock:
             if number in self._segments:
-                self._spare.append((number, time.monotonic()))
+                self._spare.add(number, len(self._segments[number].memory), time.monotonic())
         self.trim(RESERVE_S)
 
     def trim(self, age_s: float) -> None:
         """Let go of spare segments that were not used for so long, and of those beyond the reserve."""
         with self._lock:
-            limit = time.monotonic() - age_s
-            held = sum(len(self._segments[number].memory) for number, _ in self._spare)
-            gone: list[int] = []
-            while self._spare and (self._spare[0][1] <= limit or held > RESERVE_BYTES):
-                number, _ = self._spare.popleft()
-                held -= len(self._segments.pop(number).memory)
-                gone.append(number)
+            gone = self._spare.trim(age_s, RESERVE_BYTES)
+            for number in gone:
+                del self._segments[number]
         for number in gone:
             self._retire(number)
 
@@ -200,7 +191,7 @@ class Arena:
         """Let go of everything. Blocks that were given stay valid."""
         with self._lock:
             self._segments.clear()
-            self._spare.clear()
+            self._spare = Reserve()
             self._current.clear()
 
     def _leave(self, number: int) -> None:
@@ -226,12 +217,10 @@ class Arena:
             segment.backed = stop
 
     def _open(self, nbytes: int, spill: str | None, *, is_packed: bool) -> int:
-        for spare in reversed(self._spare):
-            segment = self._segments[spare[0]]
-            if len(segment.memory) == nbytes and segment.spill == spill:
-                self._spare.remove(spare)
-                segment.cursor, segment.is_left = 0, False
-                return spare[0]
+        spare = self._spare.take(nbytes, lambda number: self._segments[number].spill == spill)
+        if spare is not None:
+            self._segments[spare].cursor, self._segments[spare].is_left = 0, False
+            return spare
         source = source_of(self._directory, spill)
         shared, name = source.create(nbytes)
         number = next(self._numbers)

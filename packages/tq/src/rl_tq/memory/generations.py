@@ -7,29 +7,11 @@ a location that says another number is asked for anew.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Protocol
 
 from rl_csrc.ipc import SharedMemory
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 NUM_GENERATIONS = 1 << 16
 _WORD_BYTES = 8
-
-
-class Generation(Protocol):
-    """A slot, and the number that it had."""
-
-    @property
-    def slot(self) -> int:
-        """Which word."""
-        ...
-
-    @property
-    def generation(self) -> int:
-        """What it was."""
-        ...
 
 
 class ExtentGenerations:
@@ -83,8 +65,6 @@ class GenerationReader:
         self._words = memory.words()
         memory.close()
 
-    def are_valid(self, places: Iterable[Generation]) -> bool:
-        """Whether nothing in these places was cleared since they were told."""
-        return all(
-            0 <= place.slot < NUM_GENERATIONS and self._words[place.slot] == place.generation for place in places
-        )
+    def is_valid(self, slot: int, generation: int) -> bool:
+        """Whether nothing of the extent was cleared since it had this generation."""
+        return 0 <= slot < NUM_GENERATIONS and self._words[slot] == generation

@@ -12,23 +12,66 @@ import threading
 import time
 import weakref
 from collections import deque
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Held = TypeVar("Held")
+
 LARGE_BYTES = 32 << 20
 """From this size on, the C library maps every block anew; smaller ones it uses again by itself."""
-KEPT_BYTES = 2 << 30
-"""Kept for later, at most."""
-KEPT_S = 10.0
-"""What was not used for so long is let go of, once anything else comes or goes."""
+RESERVE_BYTES = 2 << 30
+"""What a reserve keeps at most."""
+RESERVE_S = 10.0
+"""How long it keeps what is not used."""
 _HUGE_PAGE_BYTES = 2 << 20
 
+
+class Reserve(Generic[Held]):
+    """Free memory, kept for a while for the next need of its size. One thread at a time may call it."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Held, int, float]] = deque()
+        """What is kept, its bytes, and since when; the oldest first."""
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(nbytes for _, nbytes, _ in list(self._held))
+
+    def add(self, held: Held, nbytes: int, since: float) -> None:
+        """Keep what is not used since then."""
+        self._held.append((held, nbytes, since))
+
+    def take(self, nbytes: int, is_good: Callable[[Held], bool] = lambda _: True) -> Held | None:
+        """What came last of those of so many bytes that are good; None: there is none."""
+        for each in reversed(self._held):
+            if each[1] == nbytes and is_good(each[0]):
+                self._held.remove(each)
+                return each[0]
+        return None
+
+    def trim(self, age_s: float, max_bytes: int) -> list[Held]:
+        """Remove and return what was not used for so long, and the oldest of what is beyond the bound."""
+        limit, left, gone = time.monotonic() - age_s, self.nbytes, list[Held]()
+        while self._held and (self._held[0][2] <= limit or left > max_bytes):
+            held, nbytes, _ = self._held.popleft()
+            left -= nbytes
+            gone.append(held)
+        return gone
+
+
 _BUSY = threading.Lock()
-"""Held by whoever looks through `_KEPT`. Nobody waits for it: a finalizer may run inside, and a fork may copy it."""
-_KEPT: deque[tuple[mmap.mmap, float]] = deque()
-"""Memory, and since when it is not used; the oldest first."""
+"""Held by whoever uses `_RESERVE`. Nobody waits for it: a finalizer may run inside, and a fork may copy it."""
+_RESERVE: Reserve[mmap.mmap] = Reserve()
 _RETURNED: deque[tuple[mmap.mmap, float]] = deque()
-"""The same, not among the others yet: appending is all that may be done by whoever drops a tensor."""
+"""Memory, and since when it is free: appending is all that may be done by whoever drops a tensor."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -63,7 +106,7 @@ def size_class(nbytes: int) -> int:
 
 def kept_bytes() -> int:
     """Bytes that are kept for later."""
-    return sum(len(block) for blocks in (_KEPT, _RETURNED) for block, _ in list(blocks))
+    return _RESERVE.nbytes + sum(len(block) for block, _ in list(_RETURNED))
 
 
 def _take(size: int) -> mmap.mmap | None:
@@ -71,12 +114,7 @@ def _take(size: int) -> mmap.mmap | None:
         return None
     try:
         _tidy()
-        found = next((i for i in range(len(_KEPT) - 1, -1, -1) if len(_KEPT[i][0]) == size), None)
-        if found is None:
-            return None
-        block, _ = _KEPT[found]
-        del _KEPT[found]
-        return block
+        return _RESERVE.take(size)
     finally:
         _BUSY.release()
 
@@ -93,8 +131,6 @@ def _give_back(block: mmap.mmap) -> None:
 
 def _tidy() -> None:
     while _RETURNED:
-        _KEPT.append(_RETURNED.popleft())
-    limit = time.monotonic() - KEPT_S
-    held = sum(len(block) for block, _ in _KEPT)
-    while _KEPT and (_KEPT[0][1] <= limit or held > KEPT_BYTES):
-        held -= len(_KEPT.popleft()[0])
+        block, since = _RETURNED.popleft()
+        _RESERVE.add(block, len(block), since)
+    _RESERVE.trim(RESERVE_S, RESERVE_BYTES)

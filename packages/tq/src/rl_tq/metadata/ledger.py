@@ -5,27 +5,17 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rl_tq.policies import RankAware
-from rl_tq.policies.base import Row as IndexedRow
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
-    from rl_tq.policies.base import ReadyRows
+    from rl_tq.policies.base import ReadyRows, Row
     from rl_tq.types import Policy
-
-
-class Row(IndexedRow, Protocol):
-    """A row as a ledger sees it."""
-
-    @property
-    def columns(self) -> frozenset[str]:
-        """Names of the columns that it has."""
-        ...
 
 
 class Lease(msgspec.Struct, kw_only=True, eq=False):

@@ -44,10 +44,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def batch_of(
-    home: Partition,
-    rows: Sequence[Row],
-    columns: frozenset[str] = frozenset(),
-    numbers: Sequence[int] | None = None,
+    home: Partition, rows: Sequence[Row], columns: frozenset[str] = frozenset(), numbers: Sequence[int] | None = None
 ) -> Batch:
     """Rows of a partition that nobody claims."""
     if numbers is None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from rl_tq.metadata.ledger import TaskLedger
     from rl_tq.metadata.requests import Request
-    from rl_tq.metadata.rows import Partition, Row
+    from rl_tq.metadata.rows import Partition
 
 
 class MetadataStore:
@@ -100,7 +100,7 @@ class MetadataStore:
             StaleReferenceError: a row, or its whole generation, was cleared.
             MissingDataError: a row has no such column, or (in a reference by ids alone) there is no such row.
         """
-        found = self._find(partition, generation, rows, sample_ids)
+        found = checks.find_rows(self.state, partition, generation, rows, sample_ids)
         checks.check_columns(partition, found, columns)
         schema = self.state.partitions[partition].schema
         which, runs = runs_of(found, columns)
@@ -115,7 +115,7 @@ class MetadataStore:
         Raises:
             StaleReferenceError, MissingDataError: as `locate`.
         """
-        found = {row.number for row in self._find(partition, generation, rows, sample_ids)}
+        found = {row.number for row in checks.find_rows(self.state, partition, generation, rows, sample_ids)}
         self.state.clear(partition, sorted(found), None)
         self._settle(partition)
 
@@ -376,9 +376,6 @@ class MetadataStore:
     def _ledger(self, partition: str, generation: int, task: str) -> TaskLedger | None:
         home = self.state.partitions.get(partition)
         return home.tasks.get(task) if home and home.generation == generation else None
-
-    def _find(self, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]) -> list[Row]:
-        return checks.find_rows(self.state, partition, generation, rows, sample_ids)
 
 
 class Waiting:

@@ -55,6 +55,11 @@ class Row(Protocol):
         """Its tag `weight_version_min`, or None."""
         ...
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of the columns that it has."""
+        ...
+
 
 class ReadyRows:
     """Index in the order of arrival. Other indexes differ in what `take` gives."""
@@ -77,7 +82,6 @@ class ReadyRows:
 
     def add(self, row: Row, *, is_back: bool = False) -> None:
         """Add one row; twice is the same as once. `is_back`: the task was given it before."""
-        del is_back
         number = row.number
         if number in self.members:
             return
@@ -164,7 +168,6 @@ class UnsortedRows(ReadyRows):
 
     def extend(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
         """See `ReadyRows.extend`."""
-        del numbers
         for row in rows:
             self.add(row)
 
@@ -195,7 +198,6 @@ class Policy:
 
         The server keeps one per task, set of columns and policy.
         """
-        del given_groups
         return ChosenRows(self)
 
     def to_json(self) -> dict[str, Any]:
@@ -253,7 +255,6 @@ class Fifo(Policy):
 
     def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
         """See `Policy.make_index`."""
-        del given_groups
         return ReadyRows()
 
 
@@ -265,7 +266,6 @@ class AllReady(Policy):
 
     def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
         """See `Policy.make_index`."""
-        del given_groups
         return _AllRows()
 
 
@@ -285,7 +285,6 @@ class OldestVersion(Policy):
 
     def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
         """See `Policy.make_index`."""
-        del given_groups
         return RankedRows(lambda row: float("inf") if row.version is None else row.version)
 
 
@@ -297,7 +296,6 @@ class Priority(Policy):
 
     def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
         """See `Policy.make_index`."""
-        del given_groups
         return RankedRows(lambda row: -(row.tags.get("priority") or 0.0))
 
 
@@ -311,7 +309,6 @@ class RankedRows(UnsortedRows):
 
     def add(self, row: Row, *, is_back: bool = False) -> None:
         """See `ReadyRows.add`."""
-        del is_back
         if row.number not in self.members:
             self.members[row.number] = row
             heapq.heappush(self._heap, (self._key(row), row.number))

@@ -32,7 +32,6 @@ class TokenBudget(Policy):
 
     def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
         """See `Policy.make_index`."""
-        del given_groups
         return BudgetedRows(self.max_tokens)
 
 
@@ -57,7 +56,6 @@ class LengthBalanced(Policy):
 
     def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
         """See `Policy.make_index`."""
-        del given_groups
         return BalancedRows(self.num_parts)
 
 

@@ -45,13 +45,7 @@ class Listener:
     """Accepts connections until `close`, from a thread of its own."""
 
     def __init__(
-        self,
-        address: Callable[[int], str],
-        host: str,
-        port: int,
-        *,
-        timeout_s: float,
-        limits: Limits,
+        self, address: Callable[[int], str], host: str, port: int, *, timeout_s: float, limits: Limits
     ) -> None:
         """Bind.
 

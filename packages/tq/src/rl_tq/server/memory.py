@@ -12,7 +12,8 @@ import torch
 from rl_tq.client.mappings import MappedSegments
 from rl_tq.columns.extent import ExtentView
 from rl_tq.durability import spill_directory_of
-from rl_tq.memory.arena import RESERVE_S, Arena, Block, write_spilled
+from rl_tq.memory.arena import Arena, Block, write_spilled
+from rl_tq.memory.pool import RESERVE_S
 from rl_tq.server.segment_table import Client, SegmentTable
 
 if TYPE_CHECKING:

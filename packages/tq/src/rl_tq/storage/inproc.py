@@ -87,7 +87,6 @@ class InprocQueue(QueueClient):
         return self._wait_for(self.host.publish(_copied(request), memory, self), timeout_s)
 
     def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
-        del is_copied
         self._check_open()
         reply, opened = self.host.locate(_copied(request), self)
         raise_error(reply)
@@ -144,7 +143,6 @@ def serve_heap(
 
 def attach(host: QueueHost, name: str, *, timeout_s: float) -> None:
     """Serve a host under a name, too. See `rl_tq.serve(also=...)`."""
-    del timeout_s
     host.add_front(lambda: _Front(host, f"inproc://{name or uuid.uuid4().hex[:12]}"))
 
 

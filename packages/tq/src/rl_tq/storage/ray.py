@@ -201,7 +201,6 @@ class RayQueue(RemoteQueue):
         QueueClient.snapshot(self, path, timeout_s=timeout_s)
 
     def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
-        del is_copied
         reply, _ = self._request({**request, "op": "fetch", "of": request["op"]}, [], self.timeout_s)
         by_node: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for extent, (node, number, _) in reply["objects"]:

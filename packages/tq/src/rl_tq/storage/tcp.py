@@ -88,9 +88,7 @@ class _Remote:
             self.is_authenticated = True
             while True:
                 message, payload = stream.receive(
-                    self._connection,
-                    max_text_bytes=MAX_MESSAGE_BYTES,
-                    max_payload_bytes=self._limits.payload_bytes,
+                    self._connection, max_text_bytes=MAX_MESSAGE_BYTES, max_payload_bytes=self._limits.payload_bytes
                 )
                 if self._unsent_bytes > self._limits.payload_bytes:  # who asks for more than it reads is not read from
                     with self._sent:

@@ -373,7 +373,6 @@ def serve(
 
 def attach(host: QueueHost, name: str, *, timeout_s: float, token: str | None = None, **options: str) -> None:
     """Serve a host at `HOST:PORT`, too. See `rl_tq.serve`."""
-    del timeout_s
     host.add_front(lambda: ZmqFront(host, name or "127.0.0.1:0", token, Limits.from_options(**options)))
 
 

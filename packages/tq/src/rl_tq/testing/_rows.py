@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rl_tq.errors import (
-    MissingDataError,
-    SchemaError,
-    StaleReferenceError,
-    WaitTimeoutError,
-)
+from rl_tq.errors import MissingDataError, SchemaError, StaleReferenceError, WaitTimeoutError
 from rl_tq.testing._served import Served, rows_of, until
 from rl_tq.types import BatchMeta, PerGroup
 
