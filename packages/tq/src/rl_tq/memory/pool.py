@@ -37,8 +37,8 @@ class Reserve(Generic[Held]):
         self._held: deque[tuple[Held, int, float]] = deque()
         """What is kept, its bytes, and since when; the oldest first."""
 
-    def __bool__(self) -> bool:
-        return bool(self._held)
+    def __len__(self) -> int:
+        return len(self._held)
 
     @property
     def nbytes(self) -> int:

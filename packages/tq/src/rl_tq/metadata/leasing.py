@@ -39,7 +39,10 @@ class Leases:
         number = self._state.next_lease
         lease = self._state.lease(home.name, claim.task, number, rows, claim.lease_s, is_grouped, taken_from)
         lease.owner, lease.label = claim.owner, claim.label
-        self._note_owner(claim.owner, number)
+        owned = self._owned.setdefault(claim.owner, set())
+        owned.add(number)
+        if len(owned) > 2 * len(self._state.leases) + 64:  # most of them ended
+            owned.intersection_update(self._state.leases)
         if claim.lease_s is not None:
             self._timers.set(("lease", number), now + claim.lease_s)
         columns = frozenset(claim.columns)
@@ -47,12 +50,6 @@ class Leases:
             partition=home.name, generation=home.generation, rows=answered_rows(home, rows, columns), numbers=rows,
             is_bare=home.is_bare, version=home.changed, task=claim.task, lease=number, columns=columns,
         )  # fmt: skip
-
-    def _note_owner(self, owner: Any, number: int) -> None:
-        owned = self._owned.setdefault(owner, set())
-        owned.add(number)
-        if len(owned) > 2 * len(self._state.leases) + 64:  # most of them ended
-            owned.intersection_update(self._state.leases)
 
     def extend(self, leases: Iterable[int], lease_s: float, now: float) -> None:
         """Move deadlines to `lease_s` from now."""
@@ -136,7 +133,7 @@ class Claims:
         self._state = state
         self._admissions = admissions
         self._leases = leases
-        self._replicas = Replicas()
+        self.replicas = Replicas()
         self.has_rejected = False
         """Whether a claim cleared rows, so that somebody may have room now; whoever reads it resets it."""
 
@@ -156,8 +153,13 @@ class Claims:
         if home is None:
             return None
         ledger = self._state.ledger(home, claim.task)
-        is_replicated = isinstance(claim.policy, RankAware)
-        if is_replicated and (given := self._replicas.find(claim, home, ledger)) is not None:
+        policy = claim.policy
+        key = (
+            (home.name, home.generation, claim.task, policy.dp_rank, policy.batch_index)
+            if isinstance(policy, RankAware)
+            else None
+        )
+        if key is not None and (given := self.replicas.find(key, home, ledger)) is not None:
             return given
         index = ledger.index(home.rows, claim.columns, claim.policy)
         if index.rejected and self._admissions.drop_rejected(home, index.rejected):
@@ -170,8 +172,8 @@ class Claims:
         if rows is None:
             return None
         batch = self._leases.give(home, claim, rows, now, taken_from=index)
-        if is_replicated:
-            self._replicas.note(claim, home, batch)
+        if key is not None and isinstance(policy, RankAware) and policy.num_replicas > 1:
+            self.replicas.given[key] = _Given(batch, policy.num_replicas - 1)
         return batch
 
     def give(self, claim: Claim, rows: Sequence[int], now: float) -> Batch | None:
@@ -183,10 +185,6 @@ class Claims:
         if not rows or len(set(rows)) < len(rows) or any(row not in ready for row in rows):
             return None
         return self._leases.give(home, claim, rows, now)
-
-    def forget(self, partition: str) -> None:
-        """A partition is cleared."""
-        self._replicas.forget(partition)
 
 
 _Key: TypeAlias = tuple[str, int, str, int, int]
@@ -203,43 +201,28 @@ class Replicas:
     """Batches that some of their ranks were given."""
 
     def __init__(self) -> None:
-        self._given: dict[_Key, _Given] = {}
+        self.given: dict[_Key, _Given] = {}
 
-    def find(self, claim: Claim, home: Partition, ledger: TaskLedger) -> Batch | None:
+    def find(self, key: _Key, home: Partition, ledger: TaskLedger) -> Batch | None:
         """What another rank was given for this batch; None if none was, or if it went back since.
 
         Rows that were cleared since are given all the same: a get of them is refused, where other rows would make the
         ranks differ without a word.
         """
-        key = _key(claim, home)
-        given = self._given.get(key) if key else None
-        if key is None or given is None:
+        given = self.given.get(key)
+        if given is None:
             return None
         if not _is_held(given.batch, home, ledger):
-            del self._given[key]
+            del self.given[key]
             return None
         given.num_left -= 1
         if not given.num_left:
-            del self._given[key]
+            del self.given[key]
         return given.batch
-
-    def note(self, claim: Claim, home: Partition, batch: Batch) -> None:
-        """Keep a batch for the other ranks."""
-        key = _key(claim, home)
-        if key is not None and isinstance(claim.policy, RankAware) and claim.policy.num_replicas > 1:
-            self._given[key] = _Given(batch, claim.policy.num_replicas - 1)
 
     def forget(self, partition: str) -> None:
         """A partition is cleared."""
-        for key in [key for key in self._given if key[0] == partition]:
-            del self._given[key]
-
-
-def _key(claim: Claim, home: Partition) -> _Key | None:
-    policy = claim.policy
-    if not isinstance(policy, RankAware):
-        return None
-    return claim.partition, home.generation, claim.task, policy.dp_rank, policy.batch_index
+        self.given = {key: given for key, given in self.given.items() if key[0] != partition}
 
 
 def _is_held(batch: Batch, home: Partition, ledger: TaskLedger) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from itertools import repeat
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -94,15 +93,6 @@ class Row(msgspec.Struct, eq=False, gc=False):
     def version(self) -> int | None:
         """Its tag `weight_version_min`: the oldest weights that made any of it."""
         return self.tags.get("weight_version_min")
-
-
-def rows_of(
-    extent: Extent, numbers: Sequence[int], names: Sequence[str | None] | None, indexes: Sequence[int]
-) -> list[Row]:
-    """New rows, all of whose values lie in one extent; without names they are called by their numbers."""
-    return list(
-        map(Row, numbers, names or repeat(None), repeat(NO_TAGS), repeat(extent.columns), repeat(extent), indexes)
-    )
 
 
 def as_range(numbers: Sequence[int]) -> Sequence[int]:

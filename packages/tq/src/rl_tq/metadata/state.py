@@ -7,11 +7,12 @@ follows from it is `_store`'s to decide.
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_tq.columns.schema import ColumnSchema, Schema
 from rl_tq.metadata.ledger import Lease, TaskLedger
-from rl_tq.metadata.rows import NO_TAGS, Extent, Partition, Row, as_range, rows_of
+from rl_tq.metadata.rows import NO_TAGS, Extent, Partition, Row, as_range
 from rl_tq.types import DEFAULT_OPTIONS, PartitionOptions
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ class State:
         least, most = (whole[0], whole[-1]) if isinstance(whole, range) else (min(whole), max(whole))
         is_all_new = least >= self.next_row
         if is_all_new:
-            rows = rows_of(held, numbers, sample_ids, indexes)
+            names = sample_ids or repeat(None)
+            rows = list(map(Row, numbers, names, repeat(NO_TAGS), repeat(columns), repeat(held), indexes))
             home.enter(numbers, rows, has_names=sample_ids is not None, tags=tags)
         else:
             rows = [

@@ -84,14 +84,6 @@ class Service:
         settled, freed = self.store.drain()
         return [(request.key, self._reply(outcome)) for request, outcome in settled], freed
 
-    def withdraw(self, key: Any) -> None:
-        """Forget a parked request."""
-        self.store.withdraw(key)
-
-    def caller_left(self, owner: Any, why: str, *, is_counted: bool) -> None:
-        """A client is gone."""
-        self.store.owner_left(owner, why, is_counted=is_counted)
-
     # Rows
 
     def _put(self, request: Message, caller: Caller) -> Message | None:

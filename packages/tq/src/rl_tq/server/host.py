@@ -200,20 +200,13 @@ class QueueHost:
 
     def put(self, request: Message, extent: int, key: ReplyTo, owner: Owner) -> Message | None:
         """The same for a put of an extent that is in the memory; it stays there unless it is refused."""
-        self._log_place(extent)
+        self.log_place(extent)
         try:
             request["extent"] = extent
             return self.handle(request, key, owner)
         except BaseException:
             self.memory.free([extent])
             raise
-
-    def move(self, extent: int, nbytes: int, plan: Plan) -> None:
-        """Have rows lie in a copy of what old extents hold of them."""
-        self._log_place(extent)
-        self.service.store.move(
-            extent=extent, nbytes=nbytes, old=plan.old, rows=plan.rows, is_spilled=plan.spill is not None
-        )
 
     def deliver(self) -> None:
         """Settle what is due, reply to whoever waited, and free what no row refers to any more."""
@@ -249,7 +242,7 @@ class QueueHost:
     def drop(self, owner: Owner, *, has_died: bool) -> None:
         """A client is gone."""
         why = f"its consumer ({owner.label}) {'died' if has_died else 'left'}"
-        self.service.caller_left(owner, why, is_counted=has_died)
+        self.service.store.owner_left(owner, why, is_counted=has_died)
 
     # From any thread
 
@@ -334,7 +327,7 @@ class QueueHost:
         """Fail a request that is still parked, because nobody waits for its answer any more."""
         with self.turn():
             if not future.is_done:
-                self.service.withdraw(future)
+                self.service.store.withdraw(future)
                 future.put(error_reply(ServerLostError(why)))
 
     def leave(self, owner: Owner, *, has_died: bool = False) -> None:
@@ -352,7 +345,7 @@ class QueueHost:
             self.is_open = False
             lost = error_reply(ServerLostError(f"the queue {self.address} was closed"))
             for key in self.service.store.parked():
-                self.service.withdraw(key)
+                self.service.store.withdraw(key)
                 key.put(lost)
         self.memory.close()
         if self.journal is not None:
@@ -392,10 +385,11 @@ class QueueHost:
 
     def _alias(self, extent: int) -> int:
         number = self.memory.alias(extent)
-        self._log_place(number)
+        self.log_place(number)
         return number
 
-    def _log_place(self, extent: int) -> None:
+    def log_place(self, extent: int) -> None:
+        """Have the journal say where an extent lies."""
         if (log := self._state.log) is not None and isinstance(self.memory, SegmentMemory):
             log.append(self.memory.record(extent))
 
@@ -477,6 +471,11 @@ class Compactor:
         try:
             with host.turn():
                 if host.is_open:
-                    host.move(host.memory.enter(taken), layout.nbytes, plan)
+                    extent = host.memory.enter(taken)
+                    host.log_place(extent)
+                    host.service.store.move(
+                        extent=extent, nbytes=layout.nbytes, old=plan.old, rows=plan.rows,
+                        is_spilled=plan.spill is not None,
+                    )  # fmt: skip
         finally:
             host.memory.settle(taken)

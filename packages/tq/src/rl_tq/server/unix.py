@@ -258,7 +258,7 @@ class UnixFront:
         connection.inbox.close()
         connection.socket.close()
         for key in connection.parked:
-            self._host.service.withdraw(key)
+            self._host.service.store.withdraw(key)
         self._host.drop(connection, has_died=not connection.has_left)
         self._memory.leave(connection)
         self._host.deliver()
@@ -284,7 +284,7 @@ class UnixFront:
             case "released":
                 self._memory.release(connection, message["segments"])
             case "withdraw":
-                self._host.service.withdraw(_ReplyTo(connection, message["request"], self))
+                self._host.service.store.withdraw(_ReplyTo(connection, message["request"], self))
             case "bye":
                 connection.has_left = True
             case "locate" | "snapshot":

@@ -78,12 +78,11 @@ class BatchMeta:
         """
         take = _taker(index)
         names = self._names
-        return self._with_rows(
-            None if names is None else take(names),
-            take(self.tags) if self.tags else (),
-            take(self.rows) if self.rows else (),
-            take(self.leases) if self.leases else (),
-        )
+        return batch_meta(
+            self.partition, None if names is None else take(names), self.columns,
+            take(self.tags) if self.tags else (), take(self.rows) if self.rows else (), self.generation, self.task,
+            take(self.leases) if self.leases else (), self.places, self.extra,
+        )  # fmt: skip
 
     def filter(self, keep: Callable[[Mapping[str, Any]], bool]) -> BatchMeta:
         """Rows whose tags `keep` accepts, in this order; a row without tags has an empty mapping."""
@@ -254,18 +253,6 @@ class BatchMeta:
             return _GET_SAMPLE_IDS(self)
         except AttributeError:
             return None
-
-    def _with_rows(
-        self,
-        sample_ids: tuple[str, ...] | None,
-        tags: tuple[Mapping[str, Any], ...],
-        rows: tuple[int, ...],
-        leases: tuple[int, ...],
-    ) -> BatchMeta:
-        return batch_meta(
-            self.partition, sample_ids, self.columns, tags, rows, self.generation, self.task, leases, self.places,
-            self.extra,
-        )  # fmt: skip
 
     def _all_tags(self) -> Sequence[Mapping[str, Any]]:
         return self.tags or ({},) * len(self)
