@@ -11,6 +11,7 @@ import heapq
 import random
 import threading
 import time
+from statistics import fmean
 
 from rl_bench import Role, Run
 from rl_trainer.config import load_config
@@ -33,19 +34,28 @@ def lengths(sigma, num_slots):
         yield draw.lognormvariate(-(sigma**2) / 2, sigma) * mean_s
 
 
-def most(sigma, num_slots, steps):
-    """What one_step_off and fully_async could be at most, as a multiple of sync."""
+def batches_of(sigma, num_slots, steps):
     seconds = lengths(sigma, num_slots)
-    batches = [[next(seconds) for _ in range(BATCH * GROUP)] for _ in range(steps)]
-    spans = []
-    for batch in batches:
+    return [[next(seconds) for _ in range(BATCH * GROUP)] for _ in range(steps)]
+
+
+def spans(sigma, num_slots, steps):
+    """Seconds that the server needs for each batch, from the first completion's begin to the last one's end."""
+    found = []
+    for batch in batches_of(sigma, num_slots, steps):
         free = [0.0] * num_slots
         for length in batch:
             heapq.heappush(free, heapq.heappop(free) + length)
-        spans.append(max(free))
-    sync = sum(spans) + steps * WORK_S
-    one_off = spans[0] + sum(max(span, WORK_S) for span in spans[1:]) + WORK_S
-    full = max(sum(map(sum, batches)) / num_slots, steps * WORK_S) + WORK_S
+        found.append(max(free))
+    return found
+
+
+def most(sigma, num_slots, steps):
+    """What one_step_off and fully_async could be at most, as a multiple of sync."""
+    first, *rest = spans(sigma, num_slots, steps)
+    sync = first + sum(rest) + steps * WORK_S
+    one_off = first + sum(max(span, WORK_S) for span in rest) + WORK_S
+    full = max(sum(map(sum, batches_of(sigma, num_slots, steps))) / num_slots, steps * WORK_S) + WORK_S
     return {"sync": 1.0, "one_step_off": sync / one_off, "fully_async": sync / full}
 
 
@@ -99,6 +109,8 @@ class SimulatedServer(FakeAgents):
 
 
 class SimulatedJob(QueueJob):
+    learn_s = WORK_S
+
     def evaluate(self, rows):
         return 0.0
 
@@ -107,13 +119,47 @@ class SimulatedJob(QueueJob):
         return super().components()
 
     def update_actor(self, batch):
-        time.sleep(WORK_S)
+        time.sleep(self.learn_s * len(batch) / (BATCH * GROUP))
         return super().update_actor(batch)
+
+    def compute_log_prob(self, batch, column="old_logprobs"):
+        time.sleep(self.learn_s / 3 * len(batch) / (BATCH * GROUP))  # a forward pass
+        return super().compute_log_prob(batch, column)
 
 
 def main(run: Run) -> None:
     _controller(run)
     _long_tail(run)
+    _stream(run)
+
+
+def _stream(run: Run) -> None:
+    """Wall time of a batch-wise run over that of a streamed one, by the share of learning in a batch-wise step.
+
+    A step learns in four mini-batches, after a reference's forward pass, which takes a third of an update.
+    """
+    steps = 10 if run.quick else 30
+    learning = ["batch.mini_batch_size=2", "algorithm.kl_coef=0.01"]
+    for sigma, share, goal in ((0.5, 1 / 3, None), (1.5, 1 / 8, None), (1.5, 1 / 3, ">= 1.25 x"), (1.5, 1 / 2, None)):
+        learn_s = share / (1 - share) * fmean(spans(sigma, 32, steps)) * 3 / 4
+        ratios = []
+        for _ in range(3):
+            seconds = []
+            for how in ("false", "true"):
+                config = settings(*learning, f"batch.stream={how}", steps=steps)
+                server = SimulatedServer(config, sigma, 32)
+                job = SimulatedJob(config, server, poll_s=0.25)
+                job.learn_s = learn_s
+                start = time.perf_counter()
+                for _ in run_loop(job.components(), config, []):
+                    pass
+                seconds.append(time.perf_counter() - start)
+                server.close()
+            ratios.append(seconds[0] / seconds[1])
+        run.record(
+            f"streaming: batch-wise over streamed, sigma {sigma}, learning {share:.0%} of a step", "ours", ratios,
+            unit="x", goal=goal,
+        )  # fmt: skip
 
 
 def _controller(run: Run) -> None:

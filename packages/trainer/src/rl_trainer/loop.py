@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import PhaseTimer, StepRecord
 from rl_trainer.plan import has_old_pass
-from rl_trainer.rollout_source import hash_seed
+from rl_trainer.rollout_source import Generated, hash_seed
 from rl_trainer.staleness import create_schedule
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rl_trainer.components import Components
     from rl_trainer.config import Config, ReplaySection
     from rl_trainer.data import Row
-    from rl_trainer.rollout_source import Generated, RolloutSource
+    from rl_trainer.rollout_source import RolloutSource
     from rl_trainer.workers.engine import UpdateReport
 
 
@@ -45,15 +45,25 @@ def run_loop(
     source.resume(components.held)
     lag = schedule.lag if components.held else 0  # a first batch that nobody generated ahead is of these weights
     for step in range(first, config.steps + 1):
-        with timer.phase("generate" if schedule.is_on_policy else "wait_generate"):
-            source.release(step)
-            generated = source.take(step)
+        parts: list[Generated] = []
+        updates: list[dict[str, float]] = []
+        for size in sizes_of(config):
+            with timer.phase("generate" if schedule.is_on_policy else "wait_generate"):
+                if not parts:
+                    source.release(step)
+                parts.append(source.take(step, size))
+            ages_of(parts[-1], version=step, bound=schedule.bound(lag), least=lag, replay=config.batch.replay)
+            if schedule.releases_before_update:
+                source.release(step)
+            if size is None:
+                with timer.phase("yield_memory"):
+                    components.weights.yield_memory()
+            updates += learn(components, config, parts[-1].batch, step, timer)
+        generated = Generated.joined(parts)
         ages = ages_of(generated, version=step, bound=schedule.bound(lag), least=lag, replay=config.batch.replay)
-        if schedule.releases_before_update:
-            source.release(step)
-        with timer.phase("yield_memory"):
-            components.weights.yield_memory()
-        updates = learn(components, config, generated.batch, step, timer)
+        if components.ema_reference is not None:
+            with timer.phase("update_reference"):
+                components.ema_reference.follow(step)
         if schedule.settles_before_sync and not schedule.is_on_policy:
             with timer.phase("wait_generate"):
                 source.settle()
@@ -61,12 +71,19 @@ def run_loop(
             components.weights.sync(step + 1)
         if replay is not None:
             replay.keep(generated.batch, generated.groups, step + 1)
-        source.finish(generated, step)
+        for part in parts:
+            source.finish(part, step)
         if schedule.releases_after_sync:
             source.release(step + 1)
         accuracy = evaluate(components, eval_rows, timer) if is_eval_due(config, step) else None
         yield record_of(step, generated, source, ages, updates, accuracy, timer.take())
         lag = schedule.lag
+
+
+def sizes_of(config: Config) -> list[int | None]:
+    """Groups of each part that a step takes and learns from: all, or with `batch.stream` mini-batches as they come."""
+    batch = config.batch
+    return [batch.mini_batch_size] * (batch.batch_size // batch.mini_batch_size) if batch.stream else [None]
 
 
 def begin(components: Components, eval_rows: Sequence[Row], start_step: int, timer: PhaseTimer) -> StepRecord:
@@ -124,9 +141,6 @@ def learn(
             metrics |= policy.metrics | {"grad_norm": policy.grad_norm, "lr": policy.lr}
         updates.append(metrics)
         source.collect()
-    if components.ema_reference is not None:
-        with timer.phase("update_reference"):
-            components.ema_reference.follow(step)
     if report.reward_kl is not None:
         updates[-1].update(reward_kl=report.reward_kl, kl_coef=kl_coef)
     return updates

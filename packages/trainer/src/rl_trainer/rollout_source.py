@@ -68,6 +68,23 @@ class Generated:
     reused: tuple[HeldGroup, ...] = ()
     """The groups in `batch` that an earlier step has learned from (`batch.replay`)."""
 
+    @classmethod
+    def joined(cls, parts: Sequence[Generated]) -> Generated:
+        """The parts of a batch as one."""
+        if len(parts) == 1:
+            return parts[0]
+        failures = Counter[str]()
+        for part in parts:
+            failures.update(part.failures)
+        sizes = [len(part.batch) for part in parts]
+        return cls(
+            batch=type(parts[0].batch).concat([part.batch for part in parts]),
+            reward=sum(part.reward * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes),
+            failures=dict(failures),
+            dropped_groups=sum(part.dropped_groups for part in parts),
+            groups=tuple(group for part in parts for group in part.groups),
+        )
+
 
 @dataclass(slots=True)
 class _Outcome:
@@ -195,14 +212,18 @@ class RolloutSource:
             self._position += count
             room = 0 if self._replay is not None else room - count
 
-    def take(self, version: int) -> Generated:
+    def take(self, version: int, num_groups: int | None = None) -> Generated:
         """Wait for a batch that may be learned from by weights of `version`; what is replayed comes behind it.
+
+        Args:
+            version: Of the weights that learn.
+            num_groups: A part of a batch; None: all of it.
 
         Raises:
             RolloutFailedError: more than `batch.max_refills` batches of groups had to be replaced, or nothing came
                 within `timeout_s`.
         """
-        groups = self._wait(lambda: self._choose(version))
+        groups = self._wait(lambda: self._choose(version, num_groups))
         claimed = type(self._ready[groups[0]]).concat([self._ready[group] for group in groups])
         batch = replace(claimed, task="", leases=())
         learned = tuple(self._record_of(group) for group in groups)
@@ -313,11 +334,12 @@ class RolloutSource:
                 )
             self.collect(self._poll_s)
 
-    def _choose(self, version: int) -> list[int] | None:
+    def _choose(self, version: int, num_groups: int | None) -> list[int] | None:
         self._give_up_late(version)
         if not self._stop_stragglers():
             return None
-        policy = self._policy if self._replay is None else replace(self._policy, batch_size=self._size)
+        size = self._size if self._replay is not None else num_groups
+        policy = self._policy if size is None else replace(self._policy, batch_size=size)
         return policy.select(self._ready, self._outstanding, version)
 
     def _stop_stragglers(self) -> bool:

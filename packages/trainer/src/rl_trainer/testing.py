@@ -85,8 +85,9 @@ class FakeJob:
         del step
         self.calls.append(f"clear {len(generated.batch)}")
 
-    def take(self, step: int) -> Generated:
+    def take(self, step: int, num_groups: int | None = None) -> Generated:
         """A batch of references."""
+        assert num_groups is None, "the fake has whole batches"
         self.calls.append(f"generate {step}")
         version = self._version - self._lag
         num_groups, group_size = self._config.batch.batch_size, self._config.batch.group_size

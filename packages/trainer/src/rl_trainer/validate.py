@@ -549,6 +549,8 @@ def _check_pipeline(config: Config) -> None:
     schedule = create_schedule(config)
     if config.batch.replay is not None:
         _check_replay(config, schedule)
+    if config.batch.stream:
+        _check_stream(config, schedule)
     if config.batch.over_sampling and not schedule.settles_before_sync:
         raise PlanError(
             f"batch.over_sampling={config.batch.over_sampling:g} does nothing with pipeline={config.pipeline}, which "
@@ -556,6 +558,36 @@ def _check_pipeline(config: Config) -> None:
         )
     if schedule.lag or schedule.policy.max_staleness:
         _require_off_policy(algorithm, f"pipeline={config.pipeline}")
+
+
+def _check_stream(config: Config, schedule: Schedule) -> None:
+    """That a step's mini-batches may be learned from one by one as they come, with the gradients of a whole batch."""
+    batch, algorithm = config.batch, config.algorithm
+    per_group = ", ".join(name for name, estimator in sorted(ADVANTAGES.items()) if estimator.is_of_groups)
+    in_the_way = {
+        "rollout.colocated=true, whose servers have to end before the engine may begin": config.rollout.colocated,
+        f"pipeline={config.pipeline}, which generates ahead": not schedule.is_on_policy,
+        f"batch.mini_batch_size={batch.mini_batch_size}, which is the whole batch: make it smaller": (
+            batch.mini_batch_size == batch.batch_size
+        ),
+        "batch.over_sampling, which stops what comes last": batch.over_sampling > 0,
+        "batch.replay, which is added to a whole batch": batch.replay is not None,
+        "tracking.keep_samples, which writes a file per batch": config.tracking.keep_samples,
+        "critic, whose values change between mini-batches": config.critic is not None,
+        "algorithm.old_logprobs=recompute, which asks the engine before its first update: set it to rollout": (
+            algorithm.old_logprobs == "recompute"
+        ),
+        "algorithm.kl_target, which follows a whole batch": algorithm.kl_in_reward and algorithm.kl_target > 0,
+        f"algorithm.loss={algorithm.loss}, which selects tokens of the batch": loss_named(
+            algorithm.loss
+        ).selects_tokens,
+        f"algorithm.advantage={algorithm.advantage}, which compares beyond a group; choose one of {per_group}": (
+            not estimator_named(algorithm.advantage).is_of_groups
+        ),
+    }
+    for what, is_so in in_the_way.items():
+        if is_so:
+            raise PlanError(f"batch.stream=true does not go with {what}")
 
 
 def _check_replay(config: Config, schedule: Schedule) -> None:

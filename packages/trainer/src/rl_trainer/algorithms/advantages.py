@@ -142,6 +142,8 @@ class Estimator:
     """Whether it looks at the weights of `algorithm.correction`, where there are any."""
     reads: tuple[str, ...] = ()
     """Further columns that it reads, such as those of stages."""
+    is_of_groups: bool = False
+    """Whether nothing but a group's own completions decides its advantages, so that groups may come one by one."""
 
 
 ADVANTAGES: dict[str, Estimator] = {}
@@ -155,13 +157,19 @@ def register_advantage(
     compares_group: bool = False,
     keys: tuple[str, ...] = (),
     uses_weights: bool = False,
+    is_of_groups: bool = False,
 ) -> None:
     """Add an estimator under a name that `algorithm.advantage` can then choose, in this process.
 
     For every process of a job, install an `Estimator` in the entry point group `rl_trainer.advantages`.
     """
     ADVANTAGES[name] = Estimator(
-        compute=compute, needs=needs, compares_group=compares_group, keys=keys, uses_weights=uses_weights
+        compute=compute,
+        needs=needs,
+        compares_group=compares_group,
+        keys=keys,
+        uses_weights=uses_weights,
+        is_of_groups=is_of_groups,
     )
 
 
@@ -420,19 +428,19 @@ def _running(per_token: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     return total - before.repeat_interleave(lengths)
 
 
-register_advantage("grpo", grpo)
-register_advantage("dr_grpo", dr_grpo, compares_group=True)
-register_advantage("rloo", rloo, compares_group=True)
+register_advantage("grpo", grpo, is_of_groups=True)
+register_advantage("dr_grpo", dr_grpo, compares_group=True, is_of_groups=True)
+register_advantage("rloo", rloo, compares_group=True, is_of_groups=True)
 register_advantage("reinforce_pp_baseline", group_whitened, compares_group=True)
-register_advantage("grpo_passk", best_of_group, compares_group=True)
-register_advantage("opo", length_weighted, compares_group=True)
+register_advantage("grpo_passk", best_of_group, compares_group=True, is_of_groups=True)
+register_advantage("opo", length_weighted, compares_group=True, is_of_groups=True)
 register_advantage("gpg", gpg, compares_group=True)
 register_advantage("gdpo", group_reward_decoupled, needs=("components",))
 _AHEAD, _LAMBDA = ("gamma",), ("gamma", "lam")
 register_advantage("gae", gae, needs=("values",), keys=_LAMBDA)
 register_advantage("vtrace", vtrace, needs=("values", "ratio"), keys=_LAMBDA)
 register_advantage("reinforce_pp", reinforce_plus_plus, keys=_AHEAD)
-register_advantage("remax", remax, needs=("greedy_rewards",), keys=_AHEAD)
+register_advantage("remax", remax, needs=("greedy_rewards",), keys=_AHEAD, is_of_groups=True)
 for _name, _compute in (
     ("optimal_token_baseline", optimal_token_baseline),
     ("tir_optimal_token_baseline", optimal_token_baseline_with_tools),

@@ -181,6 +181,9 @@ class BatchConfig:
     over_sampling: Annotated[float, Field(ge=0)] = 0.0
     """Share of groups that are begun beyond those that are needed; when enough are complete the others are stopped, and
     their prompts come first in the next step, where they are waited for. Not with pipeline=fully_async."""
+    stream: bool = False
+    """Score, and learn from, a mini-batch as soon as so many groups are complete, while the others are generated: with
+    pipeline=sync and estimators that compare nothing beyond a group."""
     replay: ReplaySection | None = None
     """Learn from groups again; None learns from each once."""
     max_refills: NonNegative = 2

@@ -1,0 +1,107 @@
+"""Streaming: a mini-batch is learned from when its groups are complete, not when the step's last rollout is."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from rl_trainer.config import load_config
+from rl_trainer.errors import PlanError
+from rl_trainer.loop import run_loop
+from rl_trainer.run import run
+from rl_trainer.testing import FakeAgents, QueueJob
+from rl_trainer.validate import make_plan
+
+
+def config(*overrides):
+    sizes = ["batch.batch_size=4", "batch.mini_batch_size=2", "batch.group_size=2", "steps=3", "eval_every=0"]
+    return load_config("quickstart", [*sizes, "batch.stream=true", *overrides])
+
+
+class Job(QueueJob):
+    """Notes which groups each update is of, and how many of the step's were still being generated."""
+
+    def __init__(self, settings, **agents):
+        super().__init__(settings, FakeAgents(settings, **agents))
+        self.updates = []
+
+    def update_actor(self, batch):
+        self.updates.append(({tags["group_id"] for tags in batch.tags}, len(self.source.pending)))
+        return super().update_actor(batch)
+
+
+def test_an_update_waits_for_its_own_groups_and_every_group_is_learned_from_once():
+    job = Job(config(), slow=[1, 6])
+    records = list(run_loop(job.components(), config(), [{}]))[1:]
+    learned = [groups for groups, _ in job.updates]
+    assert [len(groups) for groups in learned] == [2] * 6
+    assert [set().union(*learned[at : at + 2]) for at in (0, 2, 4)] == [{1, 2, 3, 4}, {5, 6, 7, 8}, {9, 10, 11, 12}]
+    assert 1 in learned[1]
+    assert 6 in learned[3]
+    assert max(num_pending for _, num_pending in job.updates[::2]) > 0, "nothing was generated during an update"
+    assert [r.metrics["staleness_max"] for r in records] == [0, 0, 0]
+    assert [len(r.rows) for r in records] == [4, 4, 4]
+    assert [r.num_tokens for r in records] == [4 * 2 * 4] * 3
+    assert job.agents.queue.stats()["partitions"]["train"]["rows"] == 0
+
+
+def test_a_failed_group_is_replaced_within_its_step():
+    job = Job(config("batch.max_refills=5"), fails=[2, 5])
+    records = list(run_loop(job.components(), config("batch.max_refills=5"), [{}]))[1:]
+    assert sum(r.failures.get("tool", 0) for r in records) == 2
+    assert sum(len(r.rows) for r in records) == 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["pipeline=one_step_off"], "which generates ahead"),
+        (["batch.mini_batch_size=4"], "which is the whole batch: make it smaller"),
+        (["algorithm.advantage=reinforce_pp"], "compares beyond a group; choose one of dr_grpo, grpo, "),
+        (["algorithm.old_logprobs=recompute"], "asks the engine before its first update"),
+        (["batch.over_sampling=0.5"], "batch.over_sampling"),
+        (["algorithm.advantage=gae", "critic.lr=1e-3"], "critic, whose values change"),
+        (["rollout.colocated=true"], "rollout.colocated=true"),
+    ],
+)
+def test_what_would_change_the_gradients_is_refused(overrides, words):
+    with pytest.raises(PlanError, match=f"batch.stream=true does not go with .*{words}"):
+        make_plan(config(*overrides))
+
+
+def test_the_weights_are_those_of_the_same_mini_batches_learned_from_after_the_last_rollout(
+    model, tmp_path, monkeypatch
+):
+    """Real components: the groups of a batch-wise run are put into the mini-batches that the streamed one made."""
+    reward = tmp_path / "rewards.py"
+    reward.write_text("def f(text, row):\n    return sum(map(ord, text)) % 7 / 7\n")
+    sizes = ["data.options.num_rows=200", "data.eval_size=4", "rollout.max_new_tokens=5", f"reward.path={reward}:f"]
+    learning = ["engine.lr=1e-2", "engine.lr_warmup_steps=0", "timeout_s=120", "runtime=inline", f"model.path={model}"]
+    composed = {}
+
+    def losses(name, *overrides):
+        out = tmp_path / name
+        run(config(*sizes, *learning, f"output_dir={out}", *overrides), Console(quiet=True))
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
+        return [(r["metrics"]["policy_loss"], r["metrics"]["grad_norm"], r["reward"]) for r in records]
+
+    import rl_trainer.loop as loop
+
+    plain = loop.mini_batches
+
+    def noting(batch, settings, step):
+        (made,) = plain(batch, settings, step)
+        composed.setdefault(step, []).append([tags["group_id"] for tags in made.tags])
+        return [made]
+
+    monkeypatch.setattr(loop, "mini_batches", noting)
+    streamed = losses("streamed")
+
+    def as_streamed(batch, settings, step):
+        rows = {}
+        for index, tags in enumerate(batch.tags):
+            rows.setdefault(tags["group_id"], []).append(index)
+        return [batch.reorder([i for g in dict.fromkeys(groups) for i in rows[g]]) for groups in composed[step]]
+
+    monkeypatch.setattr(loop, "mini_batches", as_streamed)
+    assert losses("whole", "batch.stream=false") == streamed
