@@ -110,12 +110,15 @@ BUFFER_BYTES = 4 << 20
 """Wish for the kernel's buffer of a UNIX socket; net.core.wmem_max bounds it."""
 PATIENCE_S = 0.02
 """Longest stay in one call to the kernel, after which an end looks up: at its deadline, its caller."""
+THREAD_PATIENCE_S = 1.0
+"""The same of a thread that only writes: `close` wakes it, and each call that ends in the middle costs CPU time."""
 
 
-def set_patience(connection: socket.socket) -> None:
-    """Let calls on a socket wait inside the kernel, which moves a bucket in one call, and end by `PATIENCE_S`."""
+def set_patience(connection: socket.socket, patience_s: float = PATIENCE_S) -> None:
+    """Let calls on a socket wait inside the kernel, which moves a bucket in one call, and end by `patience_s`."""
     connection.setblocking(True)
-    patience = struct.pack("ll", 0, int(PATIENCE_S * 1e6))
+    seconds = int(patience_s)
+    patience = struct.pack("ll", seconds, int((patience_s - seconds) * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
 
@@ -170,7 +173,6 @@ class StreamWriter:
 
     def attach(self, index: int, opened: int, connection: socket.socket) -> None:
         """Use a connection for stream `index`, in place of an earlier one. `opened` tells generations apart."""
-        set_patience(connection)
         if connection.family == socket.AF_UNIX:  # TCP finds its own size
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         if index in self._streams:
@@ -199,6 +201,7 @@ class StreamWriter:
                 stream.put(runs)
 
     def _write_now(self, stream: _OutStream, runs: deque[ByteRun]) -> None:
+        stream.set_patience(PATIENCE_S)
         try:
             while runs and self.write_some(stream.connection, runs):
                 pass
@@ -229,6 +232,7 @@ class StreamWriter:
         """The work of a stream's thread."""
         try:
             while (left := stream.jobs.get()) is not None:
+                stream.set_patience(THREAD_PATIENCE_S)
                 while left and not stream.is_closed:
                     with suppress(BlockingIOError, InterruptedError):  # its patience is over, and it has nothing else
                         self.write_some(stream.connection, left)
@@ -258,6 +262,7 @@ class _OutStream:
         self.num_done = 0
         self.is_closed = False
         self._num_put = 0
+        self._patience_s = 0.0
         self._thread = threading.Thread(target=writer.write_all, args=(self,), name="rl-ckpt stream", daemon=True)
         self._thread.start()
 
@@ -265,6 +270,12 @@ class _OutStream:
     def is_idle(self) -> bool:
         """Whether all it was given is written."""
         return self.num_done == self._num_put
+
+    def set_patience(self, patience_s: float) -> None:
+        """Let a write wait so long; called by whoever writes next, the thread or, while that is idle, the caller."""
+        if patience_s != self._patience_s:
+            set_patience(self.connection, patience_s)
+            self._patience_s = patience_s
 
     def put(self, runs: deque[ByteRun]) -> None:
         """Write these after what was put before."""
