@@ -267,6 +267,8 @@ class RolloutSource:
         Args:
             wait_s: How long to wait for a group where none is there.
         """
+        if not self._outstanding:
+            return
         for (group, _), meta in self._claim(wait_s).items():
             self._take_in(group, meta)
         if time.monotonic() - self._polled_at >= self._poll_s:
