@@ -204,11 +204,6 @@ def _config(recipe: str, keys: Mapping[str, Any]) -> Config:
         plain["algorithm.loss_options"] = "{}"  # the recipe's are those of its own loss
     config = load_config(recipe, [f"{key}={value}" for key, value in plain.items()])
     for key, value in objects.items():
-        if isinstance(value, (list, tuple)):
-            items = cast("list[Any]", list(value))
-            value = tuple(item if isinstance(item, str) else Serialized.of(item) for item in items)
-        else:
-            value = Serialized.of(value)
         config = _replaced(config, key.split("."), value, key)
     return config
 
@@ -226,7 +221,13 @@ def _replaced(section: Any, path: list[str], value: Any, key: str) -> Any:
     old = getattr(section, name)
     if not rest and not isinstance(old, (str, tuple, type(None))):
         raise ConfigError(f"{key} is {old!r} by default; a function or a class cannot stand there")
-    return replace(cast("Any", section), **{name: _replaced(old, rest, value, key) if rest else value})
+    return replace(cast("Any", section), **{name: _replaced(old, rest, value, key) if rest else _serialized(value)})
+
+
+def _serialized(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(each if isinstance(each, str) else Serialized.of(each) for each in cast("list[Any]", value))
+    return Serialized.of(value)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
