@@ -13,7 +13,7 @@ import pytest
 from rl_trainer.errors import WorkerDiedError, WorkerHungError, WorkerTimeoutError
 from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
-from rl_trainer.runtime.heartbeat import describe
+from rl_trainer.runtime.processes import describe
 
 HEARTBEAT_S = 4.0
 pytestmark = pytest.mark.timeout(400)
@@ -145,7 +145,7 @@ def test_a_stuck_interpreter_is_found_with_its_stack(runtime):
 
 
 def test_what_a_worker_started_in_a_session_of_its_own_ends_with_it():
-    script = "import subprocess, sys; from rl_trainer.runtime.heartbeat import end_sessions\n"
+    script = "import subprocess, sys; from rl_trainer.runtime.processes import end_sessions\n"
     script += (
         "own = subprocess.Popen(['sleep', '300'], start_new_session=True); beside = subprocess.Popen(['sleep', '1'])\n"
     )
@@ -159,7 +159,7 @@ import os, signal, sys, time
 from rl_trainer.runtime.base import Dispatch, ResourcePool, register
 from rl_trainer.errors import WorkerDiedError
 from rl_trainer.runtime import create_runtime
-from rl_trainer.runtime.heartbeat import children
+from rl_trainer.runtime.processes import children
 
 class Worker:
     def __init__(self, context):

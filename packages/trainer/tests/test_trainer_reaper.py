@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_trainer.runtime.heartbeat import has_ended
+from rl_trainer.runtime.processes import has_ended
 from rl_trainer.runtime.reaper import DEATH_GRACE_S, VARIABLE, find_processes, start_time
 
 PLAIN = """

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -392,3 +393,16 @@ def test_ray_says_what_does_not_fit(ray_runtime, monkeypatch):
     monkeypatch.setattr("rl_trainer.runtime.ray._PLACEMENT_TIMEOUT_S", 1.0)
     with pytest.raises(PlacementError, match=r"pool 'huge' asks for 1 x \{'CPU': 10000"):
         ray_runtime._reserve(ResourcePool(name="huge", num_workers=1, num_cpus=10_000))
+
+
+def test_ray_is_not_imported_before_the_settings_that_it_reads_then():
+    """Under `uv run` it would build an environment per worker; and its servers would listen to strangers."""
+    script = (
+        "import sys; from rich.console import Console; import rl_trainer.cli\n"
+        "from rl_trainer.config import load_config; from rl_trainer.run import plan; import rl_trainer.setup\n"
+        "plan(load_config('quickstart', []), Console(quiet=True))\n"
+        "assert 'ray' not in sys.modules, 'imported too early'\n"
+        "import rl_trainer.runtime.inline, rl_trainer.api, rl_trainer.loop\n"
+        "assert 'ray' not in sys.modules, 'imported where nothing asks for it'\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

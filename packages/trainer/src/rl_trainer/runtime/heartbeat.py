@@ -6,25 +6,21 @@ stop that thread; SIGSTOP, or native code that never gives the interpreter lock 
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import re
-import signal
 import sys
-import tempfile
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rl_trainer.runtime.processes import DUMP_WAIT_S, children, describe, end, has_ended, is_stopped
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ray.util.placement_group import PlacementGroup
 
@@ -198,109 +194,3 @@ class Heartbeat:
             on_machine_of(where, end, where.pid)
         except RayError:
             ray.kill(host.actor)
-
-
-DUMP_SIGNAL = signal.SIGUSR2
-"""On it a worker process writes the stacks of its threads, by a handler in C that needs no interpreter lock."""
-DUMP_WAIT_S = 3.0
-_NUM_STACK_LINES = 60
-_IDLE = re.compile(r"(concurrent/futures/thread\.py|/ray/.*\.py)\"")
-"""Top frames of threads that wait for work."""
-
-
-def enable_stack_dumps() -> str:
-    """Have `DUMP_SIGNAL` write this process's stacks; returns the file, which other processes of the user can read."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process lives, and gone with it
-    faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
-    _DUMP_FILES.append(file)
-    return f"/proc/{os.getpid()}/fd/{file.fileno()}"
-
-
-_DUMP_FILES: list[Any] = []
-
-
-def describe(pid: int, dumps: str | None) -> str:
-    """State and stack of a process on this machine, in a sentence and the lines of its threads.
-
-    Args:
-        pid: Of the process.
-        dumps: What `enable_stack_dumps` returned there; None of a process that did not call it.
-    """
-    state = _state(pid)
-    if state is None:
-        return f"process {pid} has ended"
-    if is_stopped(pid):
-        return f"process {pid} is stopped (state {state} in /proc/{pid}/status: SIGSTOP, or a debugger)"
-    where = f"process {pid} is in state {state}"
-    if dumps is None:
-        return where
-    stack = _dump(pid, Path(dumps))
-    return f"{where}; its stack:\n{stack}" if stack else f"{where}, and wrote no stack within {DUMP_WAIT_S:g} s"
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether it is stopped by a signal or a debugger."""
-    return (_state(pid) or "") in ("T", "t")
-
-
-def _state(pid: int) -> str | None:
-    """The letter in /proc/PID/status; None if there is no such process, or a zombie only."""
-    try:
-        found = re.search(r"^State:\s+(\S)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return None if found is None or found[1] in "ZX" else found[1]
-
-
-def _dump(pid: int, file: Path) -> str:
-    try:
-        before = file.stat().st_size
-        os.kill(pid, DUMP_SIGNAL)
-        deadline, size = time.monotonic() + DUMP_WAIT_S, before
-        while time.monotonic() < deadline and (size == before or file.stat().st_size > size):
-            size = file.stat().st_size
-            time.sleep(0.05)
-        with file.open("rb") as dumps:
-            dumps.seek(before)
-            text = dumps.read().decode(errors="replace")
-    except OSError:
-        return ""
-    threads = re.split(r"\n(?=Thread |Current thread )", text.strip())
-    busy = [thread for thread in threads if not _IDLE.search("".join(thread.splitlines()[1:2]))]
-    return "\n".join("\n".join(busy or threads).splitlines()[:_NUM_STACK_LINES])
-
-
-def children(names: Sequence[str] | None = None) -> dict[int, str]:
-    """Programs that this process has started, by process id: all, or those of these names."""
-    found: dict[int, str] = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            program = Path((process / "cmdline").read_bytes().split(b"\0")[0].decode()).name
-        except (OSError, ValueError):
-            continue
-        if parent == os.getpid() and (names is None or program in names):
-            found[int(process.name)] = program
-    return found
-
-
-def has_ended(pid: int) -> bool:
-    """Whether there is no such process, or what is left of one only."""
-    return _state(pid) is None
-
-
-def end_sessions() -> None:
-    """Kill what this process has started in sessions of their own, and all that those have started.
-
-    No signal to the group of this process reaches them, and one that still imports does not look for its end yet.
-    """
-    for pid in children():
-        with suppress(ProcessLookupError):
-            if os.getsid(pid) == pid:
-                os.killpg(pid, signal.SIGKILL)
-
-
-def end(pid: int) -> None:
-    """SIGKILL, which a stopped process obeys too."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

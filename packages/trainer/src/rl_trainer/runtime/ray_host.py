@@ -15,8 +15,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rl_trainer.runtime.base import WorkerContext
-from rl_trainer.runtime.heartbeat import Whereabouts, description_of, enable_stack_dumps, end_sessions, on_machine_of
+from rl_trainer.runtime.heartbeat import Whereabouts, description_of, on_machine_of
 from rl_trainer.runtime.network import free_address
+from rl_trainer.runtime.processes import enable_stack_dumps, end_sessions
 from rl_trainer.tracing import span
 
 if TYPE_CHECKING:

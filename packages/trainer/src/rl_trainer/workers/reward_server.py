@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rl_rollout import ChildProcess
 from rl_trainer.errors import RewardError
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
-from rl_trainer.runtime.heartbeat import describe, is_stopped
+from rl_trainer.runtime.processes import describe, is_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

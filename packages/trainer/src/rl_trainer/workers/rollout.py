@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import rl_ckpt
 import rl_rollout
 from rl_rollout.errors import ServerLostError
-from rl_trainer.runtime.heartbeat import DUMP_SIGNAL, DUMP_WAIT_S, describe, is_stopped
 from rl_trainer.runtime.network import server_token
+from rl_trainer.runtime.processes import DUMP_SIGNAL, DUMP_WAIT_S, describe, is_stopped
 from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
