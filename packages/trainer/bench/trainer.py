@@ -111,9 +111,6 @@ class SimulatedServer(FakeAgents):
 class SimulatedJob(QueueJob):
     learn_s = WORK_S
 
-    def evaluate(self, rows):
-        return 0.0
-
     def components(self):
         self.source.evaluate = lambda rows: 0.0
         return super().components()

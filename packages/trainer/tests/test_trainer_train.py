@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,7 +59,8 @@ def test_functions_of_one_s_own_train_a_model_on_rows_of_one_s_own(start, tmp_pa
     tree = as_tree(run.config)
     assert tree["reward"]["path"].endswith("length>")
     assert "<" in tree["algorithm"]["loss"]
-    rows = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text().splitlines()]
+    (file,) = (tmp_path / "out").glob("rows-*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert rows[3]["prompt"] == [{"role": "user", "content": "3 + 1 ="}]
     assert rows[3]["reward_model"]["ground_truth"] == "4"
 
@@ -92,10 +95,16 @@ def test_an_example_is_short(name):
     assert len(code) <= 15
 
 
-def test_the_readme_s_example_is_the_one_that_ships():
-    """Its rows and its reward; the run itself is in the slow tier."""
-    sums = rl_trainer.plugins.find(f"{EXAMPLES}/train_sums.py:closeness", "", key="reward.path")
-    assert [sums(text, {"sum": 7}) for text in (" 7", "5", "seven")] == [1.0, 1 / 3, 0.0]
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_readme_s_example_learns(tmp_path):
+    """As it ships, on Ray: a reward of `__main__`, rows of a generator, the recipe's small model."""
+    told = subprocess.run(
+        [sys.executable, EXAMPLES / "train_sums.py"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout
+    first, _, last, folder = told.splitlines()[-1].split()
+    assert float(last) > float(first) + 0.05
+    assert (tmp_path / folder / "config.json").is_file()
 
 
 def test_steps_come_while_the_run_goes_on_and_it_ends_when_it_is_asked_to(start):
@@ -134,6 +143,7 @@ def test_a_run_that_fails_raises_where_it_is_waited_for(start):
         ({"loss": f"{EXAMPLES}/own_loss.py:importance"}, ConfigError, "did you mean 'importance_weighted'"),
         ({"loss": f"{EXAMPLES}/nothing.py:f"}, ConfigError, "nothing.py is no file"),
         ({"reward": 3}, ConfigError, "reward.path"),
+        ({"algorithm.stages": ["nothing"]}, ConfigError, "algorithm.stages='nothing' is not known"),
     ],
 )
 def test_bad_input_is_one_sentence_before_anything_starts(start, given, error, words):
@@ -163,3 +173,29 @@ def test_a_file_s_path_is_made_whole_because_workers_may_run_elsewhere(monkeypat
         "grpo", "package.module:f", "http://x.py:80",
     ]  # fmt: skip
     assert load_config("quickstart", ["reward.path=own.py:f"]).reward.path == f"{tmp_path}/own.py:f"
+
+
+def test_a_plug_in_s_file_stands_in_nobody_s_way(tmp_path):
+    (tmp_path / "colorsys.py").write_text("raise ImportError('shadowed')\n")
+    (tmp_path / "random.py").write_text("def f(data):\n    return data\n")
+    script = (
+        "import sys; from rl_trainer.plugins import find\n"
+        f"f = find('{tmp_path}/random.py:f', 'g', key='k')\n"
+        "import colorsys, random\n"
+        "assert f(3) == 3 and random.random() < 1\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_a_recipe_s_options_of_its_loss_go_with_another_loss_and_stay_with_the_same():
+    options = [load_config("quickstart", [f"algorithm.loss={name}"]).algorithm.loss_options for name in ("ppo", "sapo")]
+    assert options == [{"clip_high": 0.28}, {}]
+
+
+def test_a_second_run_writes_nothing_over_the_rows_of_one_that_lives(start, tmp_path):
+    start(reward=lambda text, row: 1.0, steps=1)
+    (first,) = (tmp_path / "out").glob("rows-*.jsonl")
+    before = first.read_bytes()
+    with pytest.raises(rl_trainer.InputError):
+        start(reward=lambda text, row: 1.0, data=ROWS[:10], eval_size=0)
+    assert first.read_bytes() == before

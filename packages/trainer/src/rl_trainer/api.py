@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-import queue
 import threading
 import time
 from collections.abc import Mapping
@@ -71,14 +71,18 @@ def train(
         TrainerError: the run failed; with `wait=False` the run raises it.
     """
     keys: dict[str, Any] = {}
+    files: dict[Path, str] = {}
     if data is not None and not isinstance(data, (str, Path)):
         output_dir = output_dir or f"outputs/{overrides.get('name', 'train')}-{time.strftime('%Y%m%d-%H%M%S')}"
-        keys |= _written(Path(output_dir), data, eval_data)
+        keys, files = _as_files(Path(output_dir), data, eval_data)
     elif data is not None:
-        keys |= {"data.path": str(data)}
+        keys["data.path"] = data
     own = {"model.path": model, "reward.path": reward, "algorithm.advantage": advantage, "algorithm.loss": loss}
     keys |= {key: value for key, value in (own | {"output_dir": output_dir}).items() if value is not None}
     started = Run(_config(recipe, keys | dict(_flat(overrides))), callback=callback, resume=resume, console=console)
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     started._start(in_thread=not wait or _has_event_loop())  # pyright: ignore[reportPrivateUsage]
     return started.wait() if wait else started
 
@@ -100,7 +104,7 @@ class Run:
         self.config = config
         self._callback, self._resume, self._console = callback, resume, console
         self._records: dict[int, StepRecord] = {}
-        self._news: queue.SimpleQueue[StepRecord | None] = queue.SimpleQueue()
+        self._changed, self._is_over = threading.Condition(), False
         self._stop, self._thread = threading.Event(), None
         self._summary: dict[str, Any] | None = None
         self._error: BaseException | None = None
@@ -146,18 +150,14 @@ class Run:
     def __iter__(self) -> Iterator[StepRecord]:
         seen = -1
         while True:
-            for step in sorted(step for step in [*self._records] if step > seen):
-                seen = step
-                yield self._records[step]
-            if self._thread is None or not self._thread.is_alive():
-                if max(self._records, default=-1) > seen:
-                    continue
+            with self._changed:
+                while not (news := sorted(step for step in self._records if step > seen)) and not self._is_over:
+                    self._changed.wait(_POLL_S)
+            if not news:
                 self.wait()
                 return
-            try:
-                self._news.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
+            for seen in news:
+                yield self._records[seen]
 
     def _start(self, *, in_thread: bool) -> None:
         if not in_thread:
@@ -174,11 +174,14 @@ class Run:
         except BaseException as error:  # noqa: BLE001 - whoever waits raises it
             self._error = error
         finally:
-            self._news.put(None)
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
 
     def _add(self, record: StepRecord) -> None:
-        self._records[record.step] = record
-        self._news.put(record)
+        with self._changed:
+            self._records[record.step] = record
+            self._changed.notify_all()
         if self._callback is not None:
             self._callback(record)
 
@@ -188,7 +191,7 @@ def _has_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return threading.current_thread() is not threading.main_thread()
+        return False
     return True
 
 
@@ -238,20 +241,29 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def _written(
+def _as_files(
     folder: Path, data: Iterable[Mapping[str, Any]], eval_data: Iterable[Mapping[str, Any]] | None
-) -> dict[str, Any]:
-    """The rows as files of the run, from which it can go on; and the keys that name them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    keys: dict[str, Any] = {"data.format": "rows", "data.options": {}, "data.path": str(folder / "train.jsonl")}
-    num_rows = _write_rows(folder / "train.jsonl", data, "data")
+) -> tuple[dict[str, Any], dict[Path, str]]:
+    """The keys that name the rows' files, and their texts.
+
+    A file is named by what it holds: a run that goes on finds its own, and none is written over.
+    """
+    lines = _lines(data, "data")
+    train = _file_of(folder, lines)
+    keys: dict[str, Any] = {"data.format": "rows", "data.options": {}, "data.path": train}
     if eval_data is None:
-        return keys | {"data.eval_size": min(max(num_rows // 10, 1), _MOST_HELD_OUT)}
-    num_held_out = _write_rows(folder / "eval.jsonl", eval_data, "eval_data")
-    return keys | {"data.eval_path": str(folder / "eval.jsonl"), "data.eval_size": num_held_out}
+        return keys | {"data.eval_size": min(max(len(lines) // 10, 1), _MOST_HELD_OUT)}, {train: "".join(lines)}
+    held_out = _lines(eval_data, "eval_data")
+    file = _file_of(folder, held_out)
+    keys |= {"data.eval_path": file, "data.eval_size": len(held_out)}
+    return keys, {train: "".join(lines), file: "".join(held_out)}
 
 
-def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]], what: str) -> int:
+def _file_of(folder: Path, lines: list[str]) -> Path:
+    return folder / f"rows-{hashlib.blake2b(''.join(lines).encode(), digest_size=8).hexdigest()}.jsonl"
+
+
+def _lines(rows: Iterable[Mapping[str, Any]], what: str) -> list[str]:
     lines: list[str] = []
     for number, row in enumerate(rows, start=1):
         if "prompt" not in row:
@@ -260,10 +272,9 @@ def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]], what: str) -> int
         defaults = {"data_source": "rows", "reward_model": {"style": "rule", "ground_truth": row.get("answer")}}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            lines.append(json.dumps(defaults | dict(row) | {"prompt": messages}))
+            lines.append(json.dumps(defaults | dict(row) | {"prompt": messages}) + "\n")
         except TypeError as error:
             raise DataError(f"{what}: row {number} cannot be written as JSON: {error}") from error
     if not lines:
         raise DataError(f"{what} has no rows")
-    file.write_text("".join(f"{line}\n" for line in lines))
-    return len(lines)
+    return lines

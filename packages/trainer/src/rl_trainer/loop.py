@@ -46,13 +46,13 @@ def run_loop(
     lag = schedule.lag if components.held else 0  # a first batch that nobody generated ahead is of these weights
     for step in range(first, config.steps + 1):
         parts: list[Generated] = []
-        updates: list[dict[str, float]] = []
+        updates, ages = list[dict[str, float]](), dict[str, float]()
         for size in sizes_of(config):
             with timer.phase("generate" if schedule.is_on_policy else "wait_generate"):
                 if not parts:
                     source.release(step)
                 parts.append(source.take(step, size))
-            ages_of(parts[-1], version=step, bound=schedule.bound(lag), least=lag, replay=config.batch.replay)
+            ages = ages_of(parts[-1], version=step, bound=schedule.bound(lag), least=lag, replay=config.batch.replay)
             if schedule.releases_before_update:
                 source.release(step)
             if size is None:
@@ -60,7 +60,8 @@ def run_loop(
                     components.weights.yield_memory()
             updates += learn(components, config, parts[-1].batch, step, timer)
         generated = Generated.joined(parts)
-        ages = ages_of(generated, version=step, bound=schedule.bound(lag), least=lag, replay=config.batch.replay)
+        if len(parts) > 1:
+            ages = ages_of(generated, version=step, bound=schedule.bound(lag), least=lag)
         if components.ema_reference is not None:
             with timer.phase("update_reference"):
                 components.ema_reference.follow(step)

@@ -84,19 +84,20 @@ def _own_module(value: Any) -> ModuleType | None:
     return None if is_installed else module
 
 
-def find(name: str, group: str, *, key: str) -> Any:
+def find(name: str, group: str, *, key: str, known: Collection[str] = ()) -> Any:
     """The plug-in that a key names.
 
     Args:
         name: An entry point of `group`, `FILE.py:NAME`, `MODULE:NAME`, or a `Serialized` object.
         group: Of entry points, `rl_trainer.advantages` or the like.
         key: For messages.
+        known: Further names, for messages.
 
     Raises:
-        ConfigError: there is none (lists what is installed).
+        ConfigError: there is none (lists what there is).
     """
     if ":" not in name and not isinstance(name, Serialized):
-        return _installed(name, group, key).load()
+        return _installed(name, group, key, known).load()
     cached = name.payload if isinstance(name, Serialized) else name
     if cached not in _FOUND:
         _FOUND[cached] = _load(name, key)
@@ -131,9 +132,7 @@ def named(
     """
     if name in known:
         return known[name]
-    if ":" not in name and not isinstance(name, Serialized):
-        _installed(name, group, key, known)
-    found = find(name, group, key=key)
+    found = find(name, group, key=key, known=known)
     if isinstance(found, kind):
         return found
     if make is not None and inspect.isroutine(found):
@@ -239,12 +238,13 @@ def _installed(name: str, group: str, key: str, known: Collection[str] = ()):  #
 
 
 def _load_file(file: Path):  # noqa: ANN202 - a module
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    """Under a name of its own, its folder last in the path: a `datasets.py` beside it stands in nobody's way."""
+    spec = importlib.util.spec_from_file_location(f"rl_trainer_plugin_{file.stem}", file)
     assert spec is not None, "it ends in .py"
     assert spec.loader is not None, "it is a file"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    sys.path.insert(0, str(file.resolve().parent))  # what lies beside it can be imported, as if it were run
+    sys.modules[module.__name__] = module
+    sys.path.append(str(file.resolve().parent))  # what lies beside it can be imported
     spec.loader.exec_module(module)
     return module
 

@@ -268,6 +268,7 @@ class RolloutSource:
             wait_s: How long to wait for a group where none is there.
         """
         if not self._outstanding:
+            time.sleep(wait_s)
             return
         for (group, _), meta in self._claim(wait_s).items():
             self._take_in(group, meta)

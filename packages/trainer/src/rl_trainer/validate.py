@@ -358,6 +358,8 @@ def check_algorithm(config: Config) -> None:
     """
     _check_estimator(config)
     _check_loss(config.algorithm)
+    for name in config.algorithm.stages:
+        plugins.stage_named(name)
     _check_teacher(config)
     _check_kl(config)
     _check_correction(config.algorithm)

@@ -16,7 +16,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rl_engine.types import ParallelConfig
-from rl_trainer.config.schema import Config
+from rl_trainer.config.schema import AlgorithmConfig, Config
 from rl_trainer.errors import ConfigError
 from rl_trainer.plugins import absolute
 
@@ -30,8 +30,9 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
         ConfigError: no such recipe, an unknown key (names the nearest), or a value of the wrong type or range.
     """
     tree = _read_recipe(recipe)
-    keys = {override.partition("=")[0].strip() for override in overrides}
-    if "algorithm.loss" in keys and isinstance(algorithm := tree.get("algorithm"), dict):
+    algorithm: dict[str, Any] = tree.get("algorithm") or {}
+    losses = [value.strip() for key, _, value in (each.partition("=") for each in overrides) if key == "algorithm.loss"]
+    if losses and yaml.safe_load(losses[-1]) != algorithm.get("loss", AlgorithmConfig().loss):
         algorithm.pop("loss_options", None)  # they are the options of the recipe's own loss
     for override in overrides:
         key, separator, value = override.partition("=")
