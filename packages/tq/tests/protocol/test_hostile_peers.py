@@ -45,6 +45,9 @@ class Server:
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(next(line for line in text.splitlines() if line.startswith(name + ":")).split()[1])
 
+    def descriptors(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
     def rss(self) -> int:
         return 1024 * self.status("VmRSS")
 
@@ -370,7 +373,7 @@ def test_on_loopback_a_token_is_made_that_children_inherit_and_strangers_lack(sc
 # ZeroMQ
 
 
-def zmq_stranger(address: str):
+def zmq_stranger(address: str, source: str = ""):
     import zmq
 
     place, _, key = address.removeprefix("zmq://").partition("/")
@@ -384,7 +387,7 @@ def zmq_stranger(address: str):
         secret,
     )
     client.linger = 0
-    client.connect(f"tcp://{place}")
+    client.connect(f"tcp://{source}{place}")
     return client
 
 
@@ -411,6 +414,51 @@ def test_zmq_answers_nobody_without_the_token(server):
         assert zmq.zmq_version_info()
     finally:
         client.close()
+
+
+def is_shut(connection: socket.socket) -> bool:
+    """Whether the other side has ended it, after whatever it said."""
+    connection.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while connection.recv(1 << 10):
+            pass
+        return True
+    return False
+
+
+def test_zmq_counts_connections_of_one_host(serve):
+    pytest.importorskip("zmq", reason="pyzmq is not installed")
+    server = serve("zmq://127.0.0.1:0?max_connections=2")
+    first = rl_tq.connect(server.address, token=TOKEN, timeout_s=20.0)
+    with first, rl_tq.connect(server.address, token=TOKEN, timeout_s=20.0):
+        with pytest.raises(
+            rl_tq.ServerLostError, match=r"has 2 connections of 127\.0\.0\.1 already: .*max_connections"
+        ):
+            rl_tq.connect(server.address, token=TOKEN, timeout_s=20.0)
+        assert first.stats()["rows"] == 4
+        other = zmq_stranger(server.address, source="127.0.0.2:0;")  # another host, as far as the server can tell
+        key, nonce = bytes.fromhex(server.address.rpartition("/")[2]), b"1" * 32
+        proof = handshake.proof(TOKEN.encode(), b"client", key, nonce)
+        other.send(encode({"op": "hello", "id": "other", "nonce": nonce, "proof": proof}))
+        assert other.poll(20_000)
+        assert decode(other.recv()) == {"op": "beat"}
+        other.close()
+    assert is_well(server)  # they said good-bye
+
+
+def test_zmq_strangers_at_the_door_keep_nobody_out(server):
+    """300 connections that say nothing: the oldest are closed, and who has the token comes in."""
+    pytest.importorskip("zmq", reason="pyzmq is not installed")
+    port = int(server.addresses[2].rpartition("/")[0].rpartition(":")[2])
+    before = server.descriptors()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(300)]
+        deadline = time.monotonic() + 20.0
+        while server.descriptors() > before + 70 or not is_shut(strangers[0]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert not is_shut(strangers[-1])
+        rl_tq.connect(server.addresses[2], token=TOKEN, timeout_s=20.0).close()
 
 
 @pytest.mark.parametrize("size", [1 << 40, (1 << 63) - 1])

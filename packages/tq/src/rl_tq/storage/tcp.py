@@ -222,7 +222,7 @@ def connected(address: str, host: str, port: int, timeout_s: float) -> socket.so
 
 
 OPTIONS = {
-    "max_connections": "connections of one peer host (of all, with zmq); 1024",
+    "max_connections": "connections of one peer host; 1024",
     "max_put_bytes": "bytes of one put, and of what one client has under way; a quarter of the host's memory",
 }
 """What may stand behind `?` in an address that is served."""

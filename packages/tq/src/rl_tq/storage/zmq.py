@@ -12,6 +12,7 @@ import contextlib
 import hmac
 import os
 import secrets
+import socket as sockets
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from rl_tq.client.client import RemoteQueue
 from rl_tq.errors import AddressError, ServerLostError
@@ -52,8 +54,10 @@ _MAX_UNREAD = 64
 class _Loop:
     """A thread that alone has a socket, and a pair of sockets by which other threads wake it."""
 
-    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], name: str) -> None:
-        self.socket = socket
+    def __init__(
+        self, context: zmq.Context[Any], socket: zmq.Socket[Any], name: str, monitor: zmq.Socket[Any] | None = None
+    ) -> None:
+        self.socket, self.monitor = socket, monitor
         self._wake_read, self._wake_write = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         self._wake_read.bind(f"inproc://{id(self)}")
         self._wake_write.connect(f"inproc://{id(self)}")
@@ -78,6 +82,9 @@ class _Loop:
         """A message came."""
         raise NotImplementedError
 
+    def watch(self) -> None:
+        """Connections came or went: take the monitor's events."""
+
     def sent(self, frames: list[Any], tracker: zmq.MessageTracker | None) -> None:
         """Frames are ZeroMQ's now; the tracker says when it has let go of them."""
 
@@ -97,12 +104,16 @@ class _Loop:
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
+        if self.monitor is not None:
+            poller.register(self.monitor, zmq.POLLIN)
         try:
             ticked = time.monotonic()
             while not self._is_ending:
                 ready = dict(poller.poll(round(1e3 * _TICK_S)))
                 while self._wake_read in ready and self._wake_read.poll(0):
                     self._wake_read.recv()
+                if self.monitor in ready:
+                    self.watch()
                 for _ in range(64 if self.socket in ready else 0):
                     try:
                         frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -120,6 +131,9 @@ class _Loop:
                 self._is_over = True
                 for each in (self._wake_read, self._wake_write):
                     each.close(0)
+            if self.monitor is not None:
+                self.socket.disable_monitor()
+                self.monitor.close(0)
             self.socket.close(_LINGER_MS)
 
     def _flush(self) -> None:
@@ -127,6 +141,65 @@ class _Loop:
             frames = self._outgoing.popleft()
             with contextlib.suppress(zmq.Again, zmq.error.ZMQError):  # a client that is gone
                 self.sent(frames, self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True))
+
+
+class _Connections:
+    """Connections of a listening socket by peer host, with the limits that `server.listener` has.
+
+    ZeroMQ accepts by itself and has no limits of its own, so its monitor tells of every descriptor that it accepts and
+    closes; one that is too many is shut down, which ZeroMQ takes for the other side's end.
+    """
+
+    def __init__(self, port: int, limits: Limits) -> None:
+        self._port, self._limits = port, limits
+        self._unauthenticated: dict[int, str] = {}
+        """Host by descriptor, the oldest first."""
+        self._clients: dict[bytes, str] = {}
+        """Host by client that proved the token."""
+
+    def accepted(self, fd: int) -> None:
+        """ZeroMQ accepted a connection: of a host's too many without a proof, the oldest one ends."""
+        with contextlib.suppress(OSError):  # it is gone already
+            with self._socket(fd) as connection:
+                self._unauthenticated[fd] = host = str(connection.getpeername()[0])
+            own = [each for each, of in self._unauthenticated.items() if of == host]
+            if len(own) > self._limits.unauthenticated:
+                self.closed(own[0])
+                with self._socket(own[0]) as oldest:
+                    oldest.shutdown(sockets.SHUT_RDWR)
+
+    def closed(self, fd: int) -> None:
+        """ZeroMQ closed a connection, or will."""
+        self._unauthenticated.pop(fd, None)
+
+    def proved(self, fd: int, client: bytes, host: str) -> bool:
+        """Whether there is room for one more client of a host, which has proved the token."""
+        if sum(of == host for of in self._clients.values()) >= self._limits.connections:
+            return False
+        self.closed(fd)
+        self._clients[client] = host
+        return True
+
+    def left(self, client: bytes) -> None:
+        """A client is gone."""
+        self._clients.pop(client, None)
+
+    def _socket(self, fd: int) -> sockets.socket:
+        """A copy of ZeroMQ's descriptor.
+
+        Raises:
+            OSError: it is closed; its number may be another file's already, but none that is connected to this port.
+        """
+        copy = os.dup(fd)
+        try:
+            connection = sockets.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            raise
+        if connection.getsockname()[1:2] != (self._port,):
+            connection.close()
+            raise OSError(f"descriptor {fd} is another file now")
+        return connection
 
 
 class ZmqFront(_Loop):
@@ -165,9 +238,19 @@ class ZmqFront(_Loop):
                 f"zmq://{interface}:{port} cannot be served: {error.strerror}; take another port, or an address of "
                 "this host"
             ) from error
-        super().__init__(self._context, socket, "rl-tq-zmq-server")
+        events = f"inproc://monitor-{id(self)}"
+        socket.monitor(events, zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)
+        monitor = self._context.socket(zmq.PAIR)
+        monitor.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ waits where an event has no room
+        monitor.connect(events)
+        super().__init__(self._context, socket, "rl-tq-zmq-server", monitor)
+        self._connections = _Connections(port, limits)
         self.address = f"zmq://{_bracketed(interface)}:{port}/{z85.decode(public).hex()}"
         self._key = public
+        self._full = (
+            f"{self.address} has {limits.connections} connections of {{}} already: close some, or serve with a larger "
+            "max_connections"
+        )
         self._clients: dict[bytes, ClientConnection] = {}
         self._heard: dict[bytes, float] = {}
         self._unsent: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
@@ -203,6 +286,15 @@ class ZmqFront(_Loop):
         except (ConnectionError, ValueError, IndexError, MemoryError):
             self._drop(client)  # it does not speak our language
 
+    def watch(self) -> None:
+        """See `_Loop`."""
+        while self.monitor is not None and self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connections.accepted(event["value"])
+            else:
+                self._connections.closed(event["value"])
+
     def sent(self, frames: list[Any], tracker: zmq.MessageTracker | None) -> None:
         """See `_Loop`."""
         unsent = self._unsent.get(frames[0])
@@ -231,8 +323,10 @@ class ZmqFront(_Loop):
         if not has_token:
             self._outgoing.append([client, encode({"op": "refused"})])
             return
-        if len(self._clients) >= self._limits.connections:
-            self._outgoing.append([client, _CLOSED])
+        self.watch()  # what ZeroMQ accepted before it had this message
+        host = str(frames[1].get("Peer-Address"))
+        if not self._connections.proved(int(frames[1].get(zmq.SRCFD)), client, host):
+            self._outgoing.append([client, encode({"op": "refused", "message": self._full.format(host)})])
             return
         self._heard[client] = time.monotonic()
         self._unsent[client] = deque()
@@ -257,6 +351,7 @@ class ZmqFront(_Loop):
     def _drop(self, client: bytes) -> None:
         self._heard.pop(client, None)
         self._unsent.pop(client, None)
+        self._connections.left(client)
         served = self._clients.pop(client, None)
         if served is not None:
             served.leave()
@@ -295,16 +390,18 @@ class ZmqConnection(_Loop):
         self._received: SimpleQueue[tuple[Message, list[zmq.Frame]] | OSError] = SimpleQueue()
         self._heard = self._beaten = time.monotonic()
         self._greeted = threading.Event()
-        self._is_refused = False
+        self._refusal: str | None = None
         nonce = secrets.token_bytes(32)
         proof = handshake.proof(secret_token, b"client", key, nonce)
         self._outgoing.append([encode({"op": "hello", "id": f"process {os.getpid()}", "nonce": nonce, "proof": proof})])
         self.thread.start()
         has_answered = self._greeted.wait(min(timeout_s, _SILENCE_S))
-        if has_answered and not self._is_refused:
+        if has_answered and self._refusal is None:
             return
         self.close()
-        if self._is_refused:
+        if self._refusal:
+            raise ServerLostError(self._refusal)
+        if self._refusal is not None:
             raise AddressError(handshake.other_token(address))
         raise ServerLostError(
             f"who listens at {host}:{port} does not serve {address}: pass the address that serve() returned, whose end "
@@ -341,7 +438,7 @@ class ZmqConnection(_Loop):
         self._heard = time.monotonic()
         message = decode(frames[0].bytes)
         if message.get("op") in ("beat", "refused"):
-            self._is_refused = message["op"] == "refused"
+            self._refusal = str(message.get("message", "")) if message["op"] == "refused" else None
             self._greeted.set()
         else:
             self._received.put((message, frames[1:]))
