@@ -62,11 +62,12 @@ def test_unknown_key(capsys):
 
 def test_too_few_gpus_are_told_with_the_numbers_before_anything_is_made(capsys, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("rl_trainer.setup._num_gpus", lambda: 1)
-    told = refused(capsys, "quickstart")
-    assert "the run asks for 2 GPUs (engine 1, rollout 1), and this machine has 1; set rollout.colocated=true" in told
-    for enough in ("rollout.colocated=true", "runtime=inline"):
-        assert cli.main(["quickstart", "--dry-run", enough, "data.options.num_rows=300"]) == 0
+    monkeypatch.setattr("rl_trainer.gpus.local_gpus", lambda: 1)
+    apart = "the run asks for 2 GPUs (engine 1, rollout 1), and this machine has 1, which they cannot share because"
+    assert f"{apart} rollout.colocated=false keeps" in refused(capsys, "quickstart", "rollout.colocated=false")
+    assert f"{apart} pipeline=one_step_off" in refused(
+        capsys, "quickstart", "pipeline=one_step_off", "algorithm.correction=tis", "algorithm.old_logprobs=recompute"
+    )
 
 
 def test_missing_file(capsys, model):

@@ -22,6 +22,7 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDiedError, sentence_of
+from rl_trainer.gpus import gpu_facts, settle
 from rl_trainer.metrics import Report
 from rl_trainer.plan import memory_estimate, show_plan
 from rl_trainer.rewards.code import sandbox_facts
@@ -59,6 +60,7 @@ def plan(config: Config, console: Console | None = None, *, is_resumed: bool = F
     """
     from rl_trainer.setup import check_gpus
 
+    config = settle(config)
     counts = validate.make_plan(config)
     check_gpus(config)
     datasets = load_datasets(config.data, seed=config.seed)
@@ -132,6 +134,7 @@ def run(
         if resume and (told := finished(config)) is not None:
             console.print(f"rl-train: {told}", highlight=False, soft_wrap=True)
             return {"interrupted": False, "checkpoint": config.resume_from, "output_dir": config.output_dir}
+        config = settle(config)
         datasets = plan(config, console, is_resumed=resume)
         output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         if not output_dir.is_dir():
@@ -208,6 +211,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
     return [
         ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
         ("components", f"{components}, weights by {config.weights_transport}, samples by {config.queue_storage}"),
+        *gpu_facts(config),
         ("memory", memory_estimate(config)),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
         *sandbox_facts(config.reward, config.agent),

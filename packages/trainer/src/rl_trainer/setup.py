@@ -17,6 +17,7 @@ from rl_trainer.data import shows_images
 from rl_trainer.data.sampler import make_prompts
 from rl_trainer.ema_reference import EmaReference
 from rl_trainer.errors import PlanError
+from rl_trainer.gpus import count_gpus, why_apart
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.plan import (
     actor_config,
@@ -59,7 +60,7 @@ R = TypeVar("R")
 
 def resource_pools(config: Config) -> list[ResourcePool]:
     """The pools of a job: for engines, agent loops, the queue, and, unless colocated, servers and reward models."""
-    num_gpus = 1.0 if _num_gpus() > 0 else 0.0
+    num_gpus = 1.0 if count_gpus(config) > 0 else 0.0
     pools = [
         ResourcePool(name="engine", num_workers=config.engine.world_size, num_gpus=num_gpus),
         ResourcePool(name="agent", num_workers=config.agent.num_workers),
@@ -73,20 +74,19 @@ def resource_pools(config: Config) -> list[ResourcePool]:
 
 
 def check_gpus(config: Config) -> None:
-    """Check that this machine has the GPUs that the pools will ask for; a cluster is asked when it is joined.
+    """Check that there are the GPUs that the pools will ask for, on this machine or in the cluster that is joined.
 
     Raises:
-        PlanError: it has fewer.
+        PlanError: there are fewer.
     """
-    if config.runtime != "ray" or "RAY_ADDRESS" in os.environ:
-        return
     pools = [pool for pool in resource_pools(config) if pool.num_gpus]
-    wanted, there = sum(pool.num_workers for pool in pools), _num_gpus()
-    if wanted > there:
+    wanted, there = sum(pool.num_workers for pool in pools), count_gpus(config)
+    if config.runtime == "ray" and wanted > there:
+        obstacle = why_apart(config, there) or "rollout.colocated=false keeps servers on their own: leave it out"
+        where, more = ("the cluster", "a larger one") if "RAY_ADDRESS" in os.environ else ("this machine", "a cluster")
         raise PlanError(
             f"the run asks for {wanted} GPUs ({', '.join(f'{pool.name} {pool.num_workers}' for pool in pools)}), and "
-            f"this machine has {there}; set rollout.colocated=true, so that servers share those of the engine, "
-            "runtime=inline, smaller numbers, or RAY_ADDRESS of a cluster"
+            f"{where} has {there}, which they cannot share because {obstacle}; or set RAY_ADDRESS of {more}"
         )
 
 
@@ -94,12 +94,6 @@ def reward_models(config: Config) -> dict[str, str]:
     """By part of the reward, the folders of the models that the run serves."""
     terms = config.reward.parts.items()
     return {name: term.path for name, term in terms if term.kind == "classifier" and term.path is not None}
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def place(
@@ -186,7 +180,7 @@ def place(
         ),
         replay=history,
         held=held,
-        weights=WeightSync(actor, rollout, agents, rewards=rewards, is_colocated=config.rollout.colocated),
+        weights=WeightSync(actor, rollout, agents, rewards=rewards, is_colocated=bool(config.rollout.colocated)),
         queue=queue,
         agents=agents,
         eval_rows=prompts.eval_rows,
@@ -250,7 +244,7 @@ def create_reference(
         return reference, None
     assert output_dir is not None, "a run whose reference moves has a folder"
     folder, moved = output_dir / ema_reference.FOLDER, cast("ReferenceWorker", reference)
-    is_colocated = config.rollout.colocated
+    is_colocated = bool(config.rollout.colocated)
     return reference, EmaReference(actor, moved, ema, folder=folder, start=start, is_colocated=is_colocated)
 
 

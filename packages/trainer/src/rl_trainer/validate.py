@@ -567,7 +567,7 @@ def _check_stream(config: Config, schedule: Schedule) -> None:
     batch, algorithm = config.batch, config.algorithm
     per_group = ", ".join(name for name, estimator in sorted(ADVANTAGES.items()) if estimator.is_of_groups)
     in_the_way = {
-        "rollout.colocated=true, whose servers have to end before the engine may begin": config.rollout.colocated,
+        "rollout.colocated=true, whose servers have to end before the engine may begin": bool(config.rollout.colocated),
         f"pipeline={config.pipeline}, which generates ahead": not schedule.is_on_policy,
         f"batch.mini_batch_size={batch.mini_batch_size}, which is the whole batch: make it smaller": (
             batch.mini_batch_size == batch.batch_size
@@ -785,7 +785,7 @@ _NEEDS = (
         "other options, or another backend",
     ),
     _Need(
-        asks=lambda config: config.rollout.colocated,
+        asks=lambda config: bool(config.rollout.colocated),
         is_met=lambda can: 2 in can.sleep_levels,
         sentence="cannot give the memory of its weights back with these rollout.options, which rollout.colocated=true "
         "needs; have its options turn sleeping on (vllm: --enable-sleep-mode among args), or set colocated=false",
@@ -813,7 +813,7 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
         ConfigError: a setting does nothing, or asks for what its backend cannot do; names the backend.
     """
     for key in ("weights_transport", "queue_storage"):
-        backend: str = getattr(config, key)
+        backend: str | None = getattr(config, key)
         if scheme_of(backend) == IN_ONE_PROCESS and config.runtime != "inline":
             raise ConfigError(
                 f"{key}={backend} moves data inside one process, and runtime={config.runtime} has several; choose "
@@ -853,7 +853,7 @@ def _check_transport(config: Config) -> None:
         session = rl_ckpt.connect(address, role="receive", token=token, timeout_s=config.timeout_s)
         asyncio.run(session.close())
     except CkptError as error:
-        raise ConfigError(f"weights_transport={config.weights_transport} cannot be used: {error}") from error
+        raise ConfigError(f"weights_transport={config.weights_transport or address} cannot be used: {error}") from error
 
 
 def _server_capabilities(config: Config, folder: str) -> Capabilities:

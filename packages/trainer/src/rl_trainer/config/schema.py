@@ -281,9 +281,9 @@ class RolloutSection:
     """Name of an installed rl-rollout backend."""
     num_replicas: Positive = 1
     """Servers, each a process of its own."""
-    colocated: bool = False
+    colocated: bool | None = None
     """Servers share the GPUs of the engine, one on each: they give their memory back while it trains, and it gives its
-    back while they generate. With pipeline=sync."""
+    back while they generate. With pipeline=sync. None: where there are fewer GPUs than the roles ask for."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the trainer's log-probs use the same."""
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -476,7 +476,8 @@ class Config:
     reward: RewardSection = field(default_factory=RewardSection)
     staleness: StalenessSection = field(default_factory=StalenessSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
-    weights_transport: str = "shm"
-    """Name of an installed rl-ckpt backend, or a whole address, such as tcp://HOST:PORT, with its options."""
+    weights_transport: str | None = None
+    """Name of an installed rl-ckpt backend, or a whole address, such as tcp://HOST:PORT, with its options. None:
+    cuda-ipc where engine and server are processes on one GPU, else shm."""
     queue_storage: str = "shm"
     """Name of an installed rl-tq storage, or a whole address."""

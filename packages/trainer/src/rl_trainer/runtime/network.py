@@ -11,6 +11,8 @@ from pathlib import Path
 
 from rl_trainer.errors import ConfigError
 
+SHARED_MEMORY = "shm"
+"""The transport of weights where nothing else is asked for."""
 IN_ONE_PROCESS = "inproc"
 """The transport, and the storage, whose ends have to be in one process."""
 _ON_ONE_MACHINE = {
@@ -26,20 +28,21 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ATTEMPTS = 200
 
 
-def scheme_of(backend: str) -> str:
+def scheme_of(backend: str | None) -> str:
     """The installed name in `weights_transport` or `queue_storage`, which may be a whole address."""
-    return backend.partition("://")[0]
+    return (backend or SHARED_MEMORY).partition("://")[0]
 
 
-def address_of(backend: str, name: str, place: tuple[str, int]) -> str:
+def address_of(backend: str | None, name: str, place: tuple[str, int]) -> str:
     """The address of a session: the backend's own, or else one of `name`, or at `place` where the backend listens."""
+    backend = backend or SHARED_MEMORY
     if "://" in backend:
         return backend
     host, port = place
     return f"{backend}://{host}:{port}" if backend in LISTENING else f"{backend}://{name}"
 
 
-def check_reach(key: str, backend: str, num_machines: int) -> None:
+def check_reach(key: str, backend: str | None, num_machines: int) -> None:
     """Refuse what cannot leave its machine where processes are on several.
 
     Raises:

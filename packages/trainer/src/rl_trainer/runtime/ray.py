@@ -358,6 +358,22 @@ def _init_patiently(options: dict[str, Any]) -> None:
             return
 
 
+def cluster_gpus() -> int:
+    """GPUs of the cluster that `RAY_ADDRESS` names, which is joined to ask, and left again.
+
+    Raises:
+        PlacementError: there is none at that address.
+    """
+    is_joined = ray.is_initialized()
+    if not is_joined:
+        _init_patiently({"include_dashboard": False, "log_to_driver": False, "logging_level": "error"})
+    try:
+        return int(ray.cluster_resources().get("GPU", 0))
+    finally:
+        if not is_joined:
+            ray.shutdown()
+
+
 def _bundle(pool: ResourcePool) -> dict[str, float]:
     return {"CPU": pool.num_cpus} | ({"GPU": pool.num_gpus} if pool.num_gpus else {})
 

@@ -1,0 +1,105 @@
+"""GPU plan of a run: how many GPUs there are, whether engine and servers share them, and how weights then travel."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from rl_trainer.runtime.network import SHARED_MEMORY
+from rl_trainer.staleness import create_schedule
+
+if TYPE_CHECKING:
+    from rl_trainer.config import Config
+
+_IPC = "cuda-ipc"
+"""The transport between processes that share a GPU: nothing is copied to the host."""
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def settle(config: Config) -> Config:
+    """The configuration with what it leaves to the machine decided; what is set is as it was.
+
+    - `rollout.colocated`: servers share the engine's GPUs where the roles ask for more GPUs than there are, and where
+      they can have them in turn.
+    - `weights_transport`: `cuda-ipc` between two processes that share a GPU of this machine, else `shm`.
+    """
+    if config.rollout.colocated is None:
+        wanted, there = sum(gpu_roles(config).values()), count_gpus(config)
+        is_shared = 0 < there < wanted and why_apart(config, there) is None
+        config = replace(config, rollout=replace(config.rollout, colocated=is_shared))
+    if config.weights_transport is None:
+        config = replace(config, weights_transport=_IPC if _can_share_memory(config) else SHARED_MEMORY)
+    return config
+
+
+def gpu_roles(config: Config) -> dict[str, int]:
+    """GPUs that each role asks for where none is shared."""
+    roles = {"engine": config.engine.world_size, "rollout": config.rollout.num_replicas}
+    has_reward_model = any(term.kind == "classifier" and term.path is not None for term in config.reward.parts.values())
+    return roles | ({"reward": 1} if has_reward_model else {})
+
+
+def why_apart(config: Config, num_gpus: int) -> str | None:
+    """What keeps servers from sharing the engine's GPUs, as the end of a sentence; None: nothing does."""
+    world_size, num_replicas = config.engine.world_size, config.rollout.num_replicas
+    if not create_schedule(config).is_on_policy:
+        return f"pipeline={config.pipeline} generates and trains at the same time: choose pipeline=sync"
+    if config.batch.stream:
+        return "batch.stream=true trains while the rest is generated: leave it out"
+    if num_replicas != world_size:
+        return f"rollout.num_replicas={num_replicas} and engine.world_size={world_size} differ: make them equal"
+    if world_size > num_gpus:
+        return f"the engine alone asks for {world_size}: make engine.world_size and rollout.num_replicas {num_gpus}"
+    return None
+
+
+def count_gpus(config: Config) -> int:
+    """GPUs that the run may use: of the cluster at `RAY_ADDRESS`, else of this machine; of one process, one.
+
+    Raises:
+        PlacementError: there is no cluster at that address.
+    """
+    if config.runtime == "inline":
+        return min(local_gpus(), 1)
+    address = os.environ.get("RAY_ADDRESS")
+    return local_gpus() if address is None else _gpus_of_cluster(address)
+
+
+def local_gpus() -> int:
+    """GPUs of this machine that torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+@cache
+def _gpus_of_cluster(address: str) -> int:
+    del address  # Ray reads it from the environment: it is here to be remembered by
+    from rl_trainer.runtime.ray import cluster_gpus
+
+    return cluster_gpus()
+
+
+def _can_share_memory(config: Config) -> bool:
+    """Whether engine and server are two processes on one GPU of this machine, whose allocator can export memory."""
+    settings = "".join(os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS).replace(" ", "").lower()
+    return (
+        bool(config.rollout.colocated)
+        and config.runtime == "ray"
+        and "RAY_ADDRESS" not in os.environ
+        and local_gpus() > 0
+        and "expandable_segments:true" not in settings
+    )
+
+
+def gpu_facts(config: Config) -> list[tuple[str, str]]:
+    """(what, how) for the screen: who has which GPUs. Nothing where there are none."""
+    there = count_gpus(config)
+    if not there:
+        return []
+    roles = ", ".join(f"{name} {count}" for name, count in gpu_roles(config).items())
+    if config.rollout.colocated:
+        return [("GPUs", f"{there} for {roles}: colocated, in turn; who waits keeps its memory on the host")]
+    return [("GPUs", f"{there} for {roles}: each its own" if config.runtime == "ray" else f"1 for {roles}")]

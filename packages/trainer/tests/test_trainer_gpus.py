@@ -1,0 +1,124 @@
+"""Who has which GPU, and how weights travel: what the plan decides where a run leaves it open."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rl_trainer import cli, gpus
+from rl_trainer.config import load_config
+from rl_trainer.gpus import gpu_facts, settle
+from rl_trainer.setup import resource_pools
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "num_gpus": 1, "include_dashboard": False})
+print("address", cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+BEHIND = ["pipeline=one_step_off", "algorithm.correction=tis"]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets the number of this machine's GPUs."""
+    for name in ("RAY_ADDRESS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda count: monkeypatch.setattr(gpus, "local_gpus", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "overrides", "is_colocated", "transport"),
+    [
+        (0, [], False, "shm"),
+        (1, [], True, "cuda-ipc"),
+        (2, [], False, "shm"),
+        (1, ["runtime=inline"], True, "shm"),  # one process, which cannot open a handle of its own
+        (8, ["runtime=inline"], True, "shm"),  # it uses one of them
+        (0, ["runtime=inline"], False, "shm"),
+        (8, ["engine.world_size=8", "rollout.num_replicas=8", "batch.mini_batch_size=64"], True, "cuda-ipc"),
+        (8, ["engine.world_size=4", "rollout.num_replicas=4"], False, "shm"),
+        (1, BEHIND, False, "shm"),
+        (1, ["rollout.num_replicas=2"], False, "shm"),
+        (1, ["rollout.colocated=false"], False, "shm"),
+        (2, ["rollout.colocated=true"], True, "cuda-ipc"),
+        (1, ["weights_transport=tcp"], True, "tcp"),
+        (2, ["reward.parts={liked: {kind: classifier, path: there}}"], True, "cuda-ipc"),
+    ],
+)
+def test_servers_share_the_engine_s_gpus_where_roles_ask_for_more_than_there_are(
+    machine, num_gpus, overrides, is_colocated, transport
+):
+    machine(num_gpus)
+    config = settle(load_config("gsm8k", overrides))
+    assert (config.rollout.colocated, config.weights_transport) == (is_colocated, transport)
+    assert settle(config) == config
+    pools = {pool.name: pool.num_workers * pool.num_gpus for pool in resource_pools(config)}
+    assert ("rollout" in pools) is not is_colocated
+    if is_colocated:
+        assert sum(pools.values()) <= num_gpus
+    told = dict(gpu_facts(config))
+    assert ("GPUs" in told) is (num_gpus > 0)
+    assert ("colocated" in told.get("GPUs", "")) is is_colocated
+
+
+def test_an_allocator_that_cannot_export_memory_sends_through_the_host_s(machine, monkeypatch):
+    machine(1)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments: True")
+    assert settle(load_config("gsm8k", [])).weights_transport == "shm"
+
+
+def test_every_recipe_for_small_models_is_planned_on_one_gpu(machine):
+    machine(1)
+    for recipe in ("gsm8k", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "ppo", "lora", "quickstart"):
+        config = settle(load_config(recipe, []))
+        assert sum(pool.num_workers for pool in resource_pools(config) if pool.num_gpus) == 1, recipe
+
+
+def test_the_readme_s_command_is_planned_on_one_gpu_without_a_key(machine, capsys, model, tmp_path, monkeypatch):
+    machine(1)
+    monkeypatch.setattr(gpus, "_can_share_memory", lambda config: False)  # which looks for the GPU that is not here
+    data = tmp_path / "train.jsonl"
+    data.write_text((json.dumps({"question": "q", "answer": "#### 1"}) + "\n") * 400)
+    assert (
+        cli.main(["gsm8k", f"data.path={data}", f"model.path={model}", "rollout.max_model_len=1536", "--dry-run"]) == 0
+    )
+    assert "1 for engine 1, rollout 1: colocated, in turn" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_has_one_gpu_of_a_cluster_for_engine_and_server(model, tmp_path):
+    """Ray believes in the GPU: it would place nothing that asks for a second one. What computes is the CPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"RAY_AUTH_MODE": "disabled"}
+    sizes = ["steps=2", "batch.batch_size=4", "batch.mini_batch_size=4", "eval_every=0", "data.eval_size=16"]
+    with subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=-1, stdout=-1, env=environment, text=True) as process:
+        address = next(line.split()[1] for line in process.stdout if line.startswith("address "))
+        command = [
+            sys.executable,
+            "-m",
+            "rl_trainer.cli",
+            "quickstart",
+            f"model.path={model}",
+            "output_dir=out",
+            *sizes,
+        ]
+        done = subprocess.run(
+            command,
+            env=environment | {"RAY_ADDRESS": address},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        process.stdin.close()
+        process.wait(120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 for engine 1, rollout 1: colocated" in " ".join(done.stdout.split())
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["steps"] == 2
