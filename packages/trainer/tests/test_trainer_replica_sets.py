@@ -265,6 +265,9 @@ def test_colocated_replicas_and_actor_have_the_memory_in_turn():
         def onload(self):
             told.append("actor onload")
 
+        def offload_optimizer(self):
+            told.append("optimizer offload")
+
         def offload(self):
             told.append("actor offload")
 
@@ -285,7 +288,14 @@ def test_colocated_replicas_and_actor_have_the_memory_in_turn():
     weights.sync(1)
     weights.yield_memory()
     weights.sync(2)
-    turn = ["servers wake weights", "send {}", "actor offload", "servers wake kv_cache", "rewards wake"]
+    turn = [
+        "optimizer offload",
+        "servers wake weights",
+        "send {}",
+        "actor offload",
+        "servers wake kv_cache",
+        "rewards wake",
+    ]
     sent = [[line.format(version) for line in turn] for version in (1, 2)]
     assert told == [*sent[0], "servers sleep", "rewards sleep", "actor onload", *sent[1]]
     assert replica_set.workers[0].rewards == {"liked": f"http://{len(told)}"}, "it answers elsewhere every time"

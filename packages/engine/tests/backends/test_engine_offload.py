@@ -6,9 +6,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_engine import ConfigError, EngineConfig, create_engine
 from rl_engine.backends import fsdp
+from rl_engine.device_memory import DeviceMemory
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch, write_tiny_model
 
@@ -138,6 +141,86 @@ def find_sharded(engine):
     return [module for module in engine._scorer.modules() if isinstance(module, FSDPModule)]
 
 
+class CountingDriver:
+    """Stands for torch's allocator calls and the GPU: all that is not page-locked lies "there"."""
+
+    def __init__(self):
+        self.pinned, self.calls, self.watched, self.alive = {}, [], [], []
+
+    def pin(self, address, num_bytes):
+        assert address % 4096 == 0
+        self.pinned[address] = num_bytes
+        return True
+
+    def unpin(self, address):
+        del self.pinned[address]
+
+    def to_device(self, tensor, device):
+        assert device.type == "cuda"
+        return tensor.clone()
+
+    def is_on_host(self, tensor):
+        return tensor.data_ptr() in self.pinned
+
+    def synchronize(self):
+        self.calls.append("wait")
+
+    def give_back(self):
+        """What is alive now stays with this process."""
+        self.calls.append("give back")
+        self.alive.append(sum(not reference.expired() for reference in self.watched))
+
+
+def storages_of(engine):
+    """References to what the engine's numbers lie in: parameters and gradients, then the optimizer's."""
+    parameters = [*engine._scorer.parameters()]
+    model = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+    states = [value for state in engine._optimizer.state.values() for value in state.values()]
+
+    def reference(tensor):
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return StorageWeakRef(own.untyped_storage())
+
+    return [reference(tensor) for tensor in model], [reference(value) for value in states]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])  # plain parameters, and FSDP's shards
+def test_an_offload_leaves_no_reference_when_it_gives_back_and_steps_are_those_without_it(tmp_path, precision):
+    stayed = built(tmp_path, precision=precision)
+    want = [take_steps(stayed), take_steps(stayed)]
+    stayed.close()
+    engine, driver = built(tmp_path, precision=precision), CountingDriver()
+    engine._memory = DeviceMemory(driver)
+    found = [take_steps(engine)]
+    engine._places = dict.fromkeys(engine._places, torch.device("cuda"))  # as if it lay there
+    model, states = storages_of(engine)
+    assert len(model) == 2 * len([*engine._scorer.parameters()]), "the last step's gradients are there"
+    driver.watched = states
+    engine.optimizer_zero_grad()
+    engine.to("cpu", model=False, grad=False)
+    assert driver.calls == ["wait", "give back"]
+    assert driver.alive == [0], "the optimizer's state, before the weights are sent"
+    assert sum(not reference.expired() for reference in model) == len(model) // 2, "the gradients are gone"
+    driver.watched = [*model, *states]
+    engine.to("cpu")
+    assert driver.calls == ["wait", "give back"] * 2
+    assert driver.alive == [0, 0]
+    assert sum(driver.pinned.values()) > 0
+    num_pinned = len(driver.pinned)
+    for _ in range(2):  # the host's copies lie where they lay
+        engine.to("cuda")
+        engine.to("cpu")
+        assert len(driver.pinned) == num_pinned
+    engine.to("cuda")
+    engine._places = dict.fromkeys(engine._places, torch.device("cpu"))
+    found.append(take_steps(engine))
+    assert [norms for norms, _ in found] == [norms for norms, _ in want]
+    for (_, ours), (_, theirs) in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    engine.close()
+    assert not driver.pinned
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cpu_offload_keeps_parameters_gradients_and_moments_off_the_gpu(tmp_path):
@@ -177,4 +260,22 @@ def test_offload_empties_the_gpu_and_modes_bring_everything_back(tmp_path, backe
         engine.forward_backward_batch(DATA, sft_loss)
         engine.optimizer_step()
     assert not any(parameter.is_cuda for parameter in model_of(engine).parameters())
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offload_gives_the_driver_all_but_a_context(tmp_path, backend):
+    """As `cudaMemGetInfo` of any process tells it."""
+    torch.zeros(1, device="cuda")
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    engine = built(tmp_path, backend)
+    engine.forward_backward_batch(DATA, sft_loss)
+    engine.optimizer_step()
+    engine.optimizer_zero_grad()
+    engine.to("cpu")
+    assert free - torch.cuda.mem_get_info()[0] < 256 << 20  # the libraries' workspaces
+    assert torch.cuda.memory_reserved() < 64 << 20
     engine.close()

@@ -66,6 +66,7 @@ class WeightSync:
         """
         if not self._is_colocated:
             return self._sync(version)
+        self._actor.offload_optimizer()  # before the replicas take the memory of their weights
         self._on_all(RolloutWorker.wake, ("weights",))
         report = self._sync(version)
         self._actor.offload()

@@ -33,6 +33,7 @@ from rl_engine.batch.row_batch import CANDIDATES, VISUAL, RowBatch
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES
 from rl_engine.checkpoint.sharded import CheckpointWriter, local_shards, restore, whole
+from rl_engine.device_memory import DeviceMemory
 from rl_engine.distributed.world import World, expected_size, join_world
 from rl_engine.errors import BatchError, ConfigError, EngineError
 from rl_engine.model.moe import ExpertLoad, check_replay, counts_of_column
@@ -109,6 +110,7 @@ class ModuleEngine(Engine):
         self._replicas: ModelReplicas | None = None
         self._cost: CostModel | None = None
         self._writer: CheckpointWriter | None = None
+        self._memory = DeviceMemory()
 
     # What a backend says
 
@@ -179,6 +181,7 @@ class ModuleEngine(Engine):
         world, self._world = self._world, None
         writer, self._writer = self._writer, None
         self._scorer = self._optimizer = None
+        self._memory.close()
         try:
             if writer is not None:
                 writer.wait()
@@ -203,15 +206,25 @@ class ModuleEngine(Engine):
         is_elsewhere = self._places["model"] != target
         if is_elsewhere and model != grad and any(parameter.grad is not None for parameter in scorer.parameters()):
             raise ConfigError("Gradients lie where their parameters lie; move both, or zero them first.")
+
+        def move(tensor: Tensor) -> Tensor:
+            return self._memory.move(tensor, target)
+
+        is_moved = False
         if is_elsewhere and model:
             reshard(scorer)
-            scorer.to(target)
+            with torch.no_grad():
+                scorer._apply(move)  # pyright: ignore[reportPrivateUsage] - `.to()` would not use page-locked memory
             self._places["model"] = self._places["grad"] = target
+            is_moved = True
         if optimizer and self._optimizer is not None and self._places["optimizer"] != target:
             for state in self._optimizer.state.values():
-                for key, value in state.items():
-                    state[key] = value.to(target)
+                for key in [*state]:
+                    state[key] = move(state[key])
             self._places["optimizer"] = target
+            is_moved = True
+        if is_moved:
+            self._memory.finish()
 
     # A step
 
@@ -361,7 +374,8 @@ class ModuleEngine(Engine):
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         scorer = self._built()
         for name, tensor in scorer.named_weights().items():
-            yield from scorer.to_folder({name: self._as_exported(whole(tensor))}).items()
+            # Detached: a graph that somebody keeps would keep the weights on the GPU through an offload.
+            yield from scorer.to_folder({name: self._as_exported(whole(tensor.detach()))}).items()
 
     def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
         """This rank's shards in `precision`."""

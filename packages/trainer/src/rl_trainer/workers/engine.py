@@ -129,6 +129,12 @@ class _EngineRank:
         self._engine.to("cpu")
 
     @register(Dispatch.ONE_TO_ALL)
+    def offload_optimizer(self) -> None:
+        """Drop the gradients and move the optimizer to the CPU's memory: weights alone are left, to be sent."""
+        self._engine.optimizer_zero_grad()
+        self._engine.to("cpu", model=False, grad=False)
+
+    @register(Dispatch.ONE_TO_ALL)
     def onload(self) -> None:
         """Bring everything back to stay."""
         self._engine.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -186,6 +186,8 @@ class MegatronEngine(Engine):
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move what is asked for; what is there already is not touched."""
         self._built().move(torch.device(device), {"model": model, "optimizer": optimizer, "grad": grad})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # for other processes on this GPU: see `rl_engine.device_memory`
 
     # A step
 
