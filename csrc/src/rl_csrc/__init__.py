@@ -18,6 +18,7 @@ from rl_csrc.native import BuildInfo, build_info
 from rl_csrc.ops import (
     group_norm,
     linear_logprobs,
+    linear_loss,
     logprob_stats,
     logprobs,
     parallel_logprobs,
@@ -27,7 +28,7 @@ from rl_csrc.ops import (
     stats_merge,
     whiten,
 )
-from rl_csrc.types import METRIC_NAMES, LogProbs, Moments, PolicyLoss, Scan, ScoredPolicyLoss
+from rl_csrc.types import METRIC_NAMES, LinearLoss, LogProbs, Moments, PolicyLoss, Scan, ScoredPolicyLoss
 
 __all__ = [
     "METRIC_NAMES",
@@ -37,6 +38,7 @@ __all__ = [
     "DeltaError",
     "FrameError",
     "LabelError",
+    "LinearLoss",
     "LogProbs",
     "Moments",
     "PeerDiedError",
@@ -57,6 +59,7 @@ __all__ = [
     "group_norm",
     "ipc",
     "linear_logprobs",
+    "linear_loss",
     "logprob_stats",
     "logprobs",
     "paged",

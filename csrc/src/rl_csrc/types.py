@@ -62,6 +62,17 @@ class LogProbs(NamedTuple):
     """`[T]` float32, sum of the squared probabilities; carries no gradient; None unless asked for."""
 
 
+class LinearLoss(NamedTuple):
+    """Loss of tokens scored by an LM head, and what they scored."""
+
+    loss: Tensor
+    """`[]`, as the loss function gave it; its gradient reaches the head and the hidden states."""
+    logprobs: Tensor
+    """`[T]` float32, detached."""
+    entropy: Tensor | None
+    """`[T]` float32, detached; None unless asked for."""
+
+
 class PolicyLoss(NamedTuple):
     """Policy loss with its metrics."""
 

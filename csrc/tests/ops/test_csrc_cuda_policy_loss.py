@@ -222,6 +222,33 @@ def test_loss_from_hidden_matches_float64(kernels: Implementation, dtype: torch.
     assert relative_error(dweight, gradients[1]) < (2e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_any_loss_under_the_head_matches_float64(kernels: Implementation, dtype: torch.dtype, is_sharded: bool) -> None:
+    generator = torch.Generator().manual_seed(6)
+    hidden = torch.randn(67, 64, generator=generator).to(kernels.device, dtype)
+    weight = (torch.randn(1201, 64, generator=generator) * 0.3).to(kernels.device, dtype)
+    labels = torch.randint(0, 1201, (67,), generator=generator).to(kernels.device)
+    operands = [x.double().requires_grad_() for x in (hidden, weight)]
+    scored = reference.linear_logprobs(*operands, labels, temperature=0.9, entropy=True)
+    assert scored.entropy is not None
+    wanted = scored.logprobs.square().sum() - 0.2 * scored.entropy.square().sum()
+    gradients = torch.autograd.grad(wanted, operands)
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return logprobs.square().sum() - 0.2 * entropy.square().sum(), 2 * logprobs, -0.4 * entropy
+
+    gather = (lambda stats: stats[None]) if is_sharded else None
+    value, logprobs, entropy, dhidden, dweight = kernels.call(
+        "linear_loss", hidden, weight, labels, loss, 0.9, None, None, True, True, 32, (True, True), 0, gather
+    )
+    assert relative_error(value, wanted) < 5e-5
+    assert relative_error(logprobs, scored.logprobs) < 3e-5
+    assert relative_error(entropy, scored.entropy) < 3e-5
+    assert relative_error(dhidden, gradients[0]) < (2e-5 if dtype == torch.float32 else 1e-2)
+    assert relative_error(dweight, gradients[1]) < (2e-5 if dtype == torch.float32 else 1e-2)
+
+
 @pytest.mark.parametrize("kind", SCAN_KINDS)
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
 @pytest.mark.parametrize("extras", [False, True])

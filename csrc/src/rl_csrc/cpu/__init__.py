@@ -17,6 +17,7 @@ from rl_csrc.cpu.kernels import (
 from rl_csrc.cpu.linear_logprobs import (
     linear_logprobs_backward,
     linear_logprobs_forward,
+    linear_loss,
     policy_loss_from_hidden,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "group_norm",
     "linear_logprobs_backward",
     "linear_logprobs_forward",
+    "linear_loss",
     "logprob_stats",
     "logprobs_backward",
     "logprobs_forward",

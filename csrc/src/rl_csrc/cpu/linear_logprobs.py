@@ -11,10 +11,11 @@ from rl_csrc import reference
 from rl_csrc.cpu.kernels import logprob_stats, logprobs_backward, logprobs_forward, policy_loss, stats_merge
 from rl_csrc.native import cpu as native
 from rl_csrc.native import in_huge_pages, new_floats, with_adjacent_columns
-from rl_csrc.reference import LossSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from rl_csrc.reference import LossSpec
 
 CHUNK_BYTES = 64 << 20
 """Room for the logits, or their gradient, of one run of vocabulary rows."""
@@ -22,6 +23,10 @@ CHUNK_BYTES = 64 << 20
 
 KEPT_BYTES = 512 << 20
 """Memory for the logits of a chunk of tokens until their loss is known."""
+
+
+SHARD_ROWS = 512
+"""Tokens of a chunk whose log-probs are merged over shards of the vocabulary."""
 
 
 INVARIANT_ROWS = 64
@@ -186,79 +191,116 @@ def policy_loss_from_hidden(
     chunk_rows: int | None,
     need: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss, metrics, log-probs, entropy, and the gradients of hidden and weight.
+    """Loss, metrics, log-probs, entropy, and the gradients of hidden and weight: `linear_loss` of a policy loss."""
+    arguments = (old_logprobs, advantages, loss_mask, cu_seqlens, spec, denominator)
+    measured: list[Tensor] = []
 
-    Three matrix products where the logits of a chunk of tokens can wait for their loss: float32, or bfloat16 on tiles.
+    def loss(scored: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        value, metrics, grad, grad_entropy = policy_loss(scored, *arguments, entropies, ref_logprobs, weights)
+        measured[:] = [metrics]
+        return value, grad, grad_entropy
+
+    clean = hidden.masked_fill(~loss_mask[:, None], 0)
+    options = (temperature, softcap, -100, entropy, spec.entropy_coef != 0, chunk_rows, need, 0, None)
+    value, scored, entropies, d_hidden, d_weight = linear_loss(clean, weight, labels, loss, *options)
+    return value, measured[0], scored, entropies, d_hidden, d_weight
+
+
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss: reference.TokenLoss,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    entropy: bool,
+    has_entropy_gradient: bool,
+    chunk_rows: int | None,
+    need: tuple[bool, bool],
+    vocab_start: int,
+    gather: reference.Gather | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss, log-probs, entropy, and the gradients of hidden and weight.
+
+    Three matrix products where the logits of a chunk of tokens can wait for their loss: float32, a shard of the
+    vocabulary, or bfloat16 on tiles. Four elsewhere: the logits are made again once the loss is known.
     """
     hidden, weight = with_adjacent_columns(hidden), with_adjacent_columns(weight)
-    arguments = (old_logprobs, advantages, loss_mask, cu_seqlens, spec, denominator)
-    tiled = _has_tiles(hidden) and softcap is None and spec.entropy_coef == 0
-    if not any(need) or not (tiled or hidden.dtype == torch.float32):
-        return _loss_then_recompute(
-            hidden,
-            weight,
-            labels,
-            arguments,
-            ref_logprobs,
-            weights,
-            (temperature, softcap, -100),
-            entropy,
-            chunk_rows,
-            need,
-        )
+    tiled = _has_tiles(hidden) and softcap is None and not has_entropy_gradient and gather is None
+    if gather is None and not (any(need) and (tiled or hidden.dtype == torch.float32)):
+        scoring, how = (temperature, softcap, ignore_index), (entropy, False, chunk_rows, False)
+        scored, entropies, _, lse = linear_logprobs_forward(hidden, weight, labels, None, *scoring, *how)
+        value, grad, grad_entropy = loss(scored, entropies)
+        d_hidden = d_weight = None
+        if any(need):
+            given, rest = (scored, lse, grad, entropies, grad_entropy), (chunk_rows, False, (*need, False))
+            d_hidden, d_weight, _ = linear_logprobs_backward(hidden, weight, labels, None, *given, *scoring, *rest)
+        return value, scored, entropies, d_hidden, d_weight
     num, num_vocab = hidden.shape[0], weight.shape[0]
     scored, entropies = torch.zeros(num), torch.zeros(num) if entropy else None
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if need[0] else None
     rows_that_fit = max(KEPT_BYTES // (num_vocab * (2 if tiled else 4)) // 32 * 32, 32)
+    if gather is not None:  # as many on every rank, whose shards may differ
+        rows_that_fit = chunk_rows or SHARD_ROWS
     chunks = _row_chunks(num, min(chunk_rows or rows_that_fit, rows_that_fit), False)
     d_weight = None
-    if need[1] and len(chunks) > 1:
+    if need[1] and len(chunks) != 1:
         d_weight = in_huge_pages(torch.empty(weight.shape, dtype=torch.float32)).zero_()
-    clean = hidden.masked_fill(~loss_mask[:, None], 0)
-    run = _tiled_chunk if tiled else _plain_chunk
-
-    def loss_of() -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        return policy_loss(scored, *arguments, entropies, ref_logprobs, weights)
-
+    value = loss(scored, entropies)[0] if not chunks else None
     for rows in chunks:
-        scoring = (labels[rows], _rows_of(temperature, rows), softcap)
-        finish = run(clean[rows], weight, scoring, scored[rows], None if entropies is None else entropies[rows])
-        _, _, grad, grad_entropy = loss_of()  # of the tokens scored so far; only this chunk's entries are used
+        scoring = (labels[rows], _rows_of(temperature, rows), softcap, ignore_index)
+        results = (scored[rows], None if entropies is None else entropies[rows])
+        if tiled:
+            finish = _tiled_chunk(hidden[rows], weight, scoring, *results)
+        else:
+            finish = _plain_chunk(hidden[rows], weight, scoring, *results, vocab_start, gather)
+        # of the tokens scored so far; only this chunk's gradients are used
+        value, grad, grad_entropy = loss(scored, entropies)
+        if not any(need):
+            continue
         transposed = finish(grad[rows], None if grad_entropy is None else grad_entropy[rows])
         if d_hidden is not None:
             torch.mm(transposed.T, weight, out=d_hidden[rows])
         if d_weight is not None and hidden.dtype == torch.float32:
-            d_weight.addmm_(transposed, clean[rows])
+            d_weight.addmm_(transposed, hidden[rows])
         elif d_weight is not None:
-            d_weight.add_(transposed @ clean[rows])
+            d_weight.add_(transposed @ hidden[rows])
         elif need[1]:
             d_weight = in_huge_pages(torch.empty(weight.shape, dtype=weight.dtype))
-            torch.mm(transposed, clean, out=d_weight)
-    loss, metrics, _, _ = loss_of()
-    return loss, metrics, scored, entropies, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+            torch.mm(transposed, hidden, out=d_weight)
+    assert value is not None
+    return value, scored, entropies, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
 
-_Scoring = tuple[Tensor, float | Tensor, float | None]
-
-
-_LossArguments = tuple[Tensor, Tensor, Tensor, Tensor, LossSpec, float | Tensor]
+_Scoring = tuple[Tensor, float | Tensor, float | None, int | None]
 
 
 def _plain_chunk(
-    hidden: Tensor, weight: Tensor, scoring: _Scoring, scored: Tensor, entropies: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    scoring: _Scoring,
+    scored: Tensor,
+    entropies: Tensor | None,
+    vocab_start: int,
+    gather: reference.Gather | None,
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Score a chunk; the function returned turns its logits into their transposed gradient."""
-    labels, temperature, softcap = scoring
-    logits = in_huge_pages(new_floats(hidden.shape[0], weight.shape[0]))
+    labels, temperature, softcap, ignore_index = scoring
+    logits = in_huge_pages(torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype))
     torch.mm(hidden, weight.T, out=logits)
-    found = logprobs_forward(logits, labels, temperature, softcap, -100, None, entropies is not None, False)
+    options = (temperature, softcap, ignore_index, None)
+    if gather is None:
+        found = logprobs_forward(logits, labels, *options, entropies is not None, False)
+    else:
+        found = stats_merge(gather(logprob_stats(logits, labels, *options, vocab_start)))
     scored.copy_(found[0])
     if entropies is not None and found[1] is not None:
         entropies.copy_(found[1])
 
     def finish(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
         given = (scored, found[3], grad, entropies, grad_entropy)
-        logprobs_backward(logits, labels, *given, temperature, softcap, -100, None, 0, logits)
+        logprobs_backward(logits, labels, *given, *options, vocab_start, logits)
         return logits.T
 
     return finish
@@ -268,41 +310,16 @@ def _tiled_chunk(
     hidden: Tensor, weight: Tensor, scoring: _Scoring, scored: Tensor, entropies: Tensor | None
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """As `_plain_chunk`, keeping exponentials in bfloat16; the log-probs still come from the float32 products."""
-    labels, temperature, _ = scoring
+    labels, temperature, _, ignore_index = scoring
     num, padded, num_vocab = hidden.shape[0], (hidden.shape[0] + 31) // 32 * 32, weight.shape[0]
     kept, lse = in_huge_pages(torch.empty(num_vocab, padded, dtype=torch.bfloat16)), new_floats(num)
     kept_top = new_floats((num_vocab + 31) // 32, padded)
-    threads = torch.get_num_threads()
-    native.linear_logprobs(
-        hidden, weight, None, labels, temperature, 0.0, -100, scored, entropies, None, lse, kept, kept_top, threads
-    )
+    threads, bias = torch.get_num_threads(), None
+    results = (scored, entropies, None, lse, kept, kept_top)
+    native.linear_logprobs(hidden, weight, bias, labels, temperature, 0.0, ignore_index, *results, threads)
 
-    def finish(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
-        native.linear_rescale(kept, kept_top, labels, temperature, -100, scored, lse, grad, threads)
+    def finish(grad: Tensor, _grad_entropy: Tensor | None) -> Tensor:
+        native.linear_rescale(kept, kept_top, labels, temperature, ignore_index, scored, lse, grad, threads)
         return kept[:, :num]
 
     return finish
-
-
-def _loss_then_recompute(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    arguments: _LossArguments,
-    ref_logprobs: Tensor | None,
-    weights: Tensor | None,
-    options: tuple[float | Tensor, float | None, int | None],
-    entropy: bool,
-    chunk_rows: int | None,
-    need: tuple[bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Four products: the logits are made again once the loss is known."""
-    how = (entropy, False, chunk_rows, False)
-    scored, entropies, _, lse = linear_logprobs_forward(hidden, weight, labels, None, *options, *how)
-    loss, metrics, grad, grad_entropy = policy_loss(scored, *arguments, entropies, ref_logprobs, weights)
-    d_hidden = d_weight = None
-    if any(need):
-        given = (scored, lse, grad, entropies, grad_entropy)
-        how = (chunk_rows, False, (*need, False))
-        d_hidden, d_weight, _ = linear_logprobs_backward(hidden, weight, labels, None, *given, *options, *how)
-    return loss, metrics, scored, entropies, d_hidden, d_weight

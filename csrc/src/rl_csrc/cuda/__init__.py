@@ -10,6 +10,7 @@ from rl_csrc.cuda.digest_delta import bucket_copy, delta_apply, delta_encode, di
 from rl_csrc.cuda.linear_logprobs import (
     linear_logprobs_backward,
     linear_logprobs_forward,
+    linear_loss,
     policy_loss_from_hidden,
 )
 from rl_csrc.cuda.logprobs import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
@@ -25,6 +26,7 @@ __all__ = [
     "group_norm",
     "linear_logprobs_backward",
     "linear_logprobs_forward",
+    "linear_loss",
     "logprob_stats",
     "logprobs_backward",
     "logprobs_forward",

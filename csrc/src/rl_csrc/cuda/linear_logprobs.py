@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_csrc.cuda.launch import native, new_floats, on_its_device, stream_of
-from rl_csrc.cuda.logprobs import logits_arguments, logprobs_backward, logprobs_forward
+from rl_csrc.cuda.logprobs import (
+    logits_arguments,
+    logprob_stats,
+    logprobs_backward,
+    logprobs_forward,
+    stats_merge,
+)
 from rl_csrc.cuda.policy_loss import fused_rows, policy_loss, token_arguments, token_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_csrc.reference import LossSpec
+    from rl_csrc.reference import Gather, LossSpec, TokenLoss
 
 CHUNK_BYTES = 670 << 20
 """Room for the logits and gradients that the LM-head ops hold at once."""
@@ -270,6 +276,51 @@ class _HeadGradients:
         """The gradients in the operands' types."""
         self._held = self._held_now = None
         return self._hidden, None if self._total is None else self._total.to(self._weight.dtype)
+
+
+@on_its_device
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss: TokenLoss,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    entropy: bool,
+    has_entropy_gradient: bool,
+    chunk_rows: int | None,
+    need: tuple[bool, bool],
+    vocab_start: int,
+    gather: Gather | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss, log-probs, entropies and the gradients of hidden and weight: three products per chunk."""
+    num = labels.shape[0]
+    scored = _zeros((num,), hidden)
+    entropies = torch.zeros_like(scored) if entropy or has_entropy_gradient else None
+    chunk = _chunk_rows(weight.shape[0], num, chunk_rows or GRADIENT_ROWS, batch_invariant=False)
+    gradients = _HeadGradients(hidden, weight, need, chunk)
+    head = _Head(hidden, weight, None, chunk, pad=False)
+    value = loss(scored, entropies)[0] if not num else None
+    for rows in head.chunks():
+        logits = head.logits(rows)
+        options = (_rows_of(temperature, rows), softcap, ignore_index, None)
+        if gather is None:
+            found = logprobs_forward(logits, labels[rows], *options, entropies is not None, False)
+        else:
+            found = stats_merge(gather(logprob_stats(logits, labels[rows], *options, vocab_start)))
+        scored[rows] = found[0]
+        if entropies is not None and found[1] is not None:
+            entropies[rows] = found[1]
+        value, grad, grad_entropy = loss(scored, entropies)  # only this chunk's gradients are used
+        if any(need):
+            given = (scored[rows], found[3], grad[rows], _part(entropies, rows), _part(grad_entropy, rows))
+            out = gradients.room(rows, logits)
+            logprobs_backward(logits, labels[rows], *given, *options, vocab_start, out)
+            gradients.add(rows)
+    head = logits = out = None  # room for the converted gradients
+    assert value is not None
+    return (value, scored, entropies, *gradients.finish())
 
 
 @on_its_device

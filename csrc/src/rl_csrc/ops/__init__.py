@@ -2,12 +2,14 @@
 
 from rl_csrc.ops.advantages import group_norm, scan_reverse, whiten
 from rl_csrc.ops.linear_logprobs import linear_logprobs
+from rl_csrc.ops.linear_loss import linear_loss
 from rl_csrc.ops.logprobs import logprob_stats, logprobs, parallel_logprobs, stats_merge
 from rl_csrc.ops.policy_loss import policy_loss, policy_loss_from_hidden
 
 __all__ = [
     "group_norm",
     "linear_logprobs",
+    "linear_loss",
     "logprob_stats",
     "logprobs",
     "parallel_logprobs",

@@ -7,11 +7,14 @@ differentiable by torch's own autograd.
 
 from rl_csrc.reference.advantages import group_norm, masked_moments, scan_reverse, whiten
 from rl_csrc.reference.logprobs import (
+    Gather,
+    TokenLoss,
     check_labels,
     coarse_kl,
     linear_logprobs,
     linear_logprobs_backward,
     linear_logprobs_forward,
+    linear_loss,
     logprob_stats,
     logprobs,
     logprobs_backward,
@@ -21,7 +24,9 @@ from rl_csrc.reference.logprobs import (
 from rl_csrc.reference.policy_loss import LossSpec, differentiable_policy_loss, policy_loss, policy_loss_from_hidden
 
 __all__ = [
+    "Gather",
     "LossSpec",
+    "TokenLoss",
     "check_labels",
     "coarse_kl",
     "differentiable_policy_loss",
@@ -29,6 +34,7 @@ __all__ = [
     "linear_logprobs",
     "linear_logprobs_backward",
     "linear_logprobs_forward",
+    "linear_loss",
     "logprob_stats",
     "logprobs",
     "logprobs_backward",

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from rl_csrc.errors import LabelError
 from rl_csrc.types import LogProbs
 
+TokenLoss = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
+"""`[T]` log-probs and entropies to the loss and its gradients with respect to both."""
+Gather = Callable[[Tensor], Tensor]
+"""This rank's `[T, 5]` statistics to `[W, T, 5]`, in rank order."""
 _NEG_INF = float("-inf")
 
 
@@ -286,6 +292,40 @@ def linear_logprobs_backward(
         (grad.T @ safe).to(weight.dtype) if need[1] else None,
         grad.sum(0).to(weight.dtype) if need[2] else None,
     )
+
+
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss: TokenLoss,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    entropy: bool,
+    has_entropy_gradient: bool,
+    chunk_rows: int | None,
+    need: tuple[bool, bool],
+    vocab_start: int,
+    gather: Gather | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss, log-probs, entropy and the gradients of hidden and weight; the logits are held whole."""
+    del chunk_rows
+    logits = _logits(hidden, weight, None)
+    options = (temperature, softcap, ignore_index, None)
+    if gather is None:
+        found = logprobs_forward(logits, labels, *options, entropy or has_entropy_gradient, False)
+    else:
+        found = stats_merge(gather(logprob_stats(logits, labels, *options, vocab_start)))
+    entropies = found[1] if entropy or has_entropy_gradient else None
+    value, grad, grad_entropy = loss(found[0], entropies)
+    d_hidden = d_weight = None
+    if any(need):
+        out = torch.empty_like(logits)
+        logprobs_backward(logits, labels, found[0], found[3], grad, entropies, grad_entropy, *options, vocab_start, out)
+        d_hidden = (out @ weight.to(out.dtype)).to(hidden.dtype) if need[0] else None
+        d_weight = (out.T @ hidden.to(out.dtype)).to(weight.dtype) if need[1] else None
+    return value, found[0], entropies, d_hidden, d_weight
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
