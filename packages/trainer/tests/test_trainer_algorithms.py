@@ -235,6 +235,53 @@ def test_a_loss_of_one_s_own_is_aggregated_corrected_and_penalised_as_the_others
     torch.testing.assert_close(found["own"], found["reinforce"])
 
 
+def changes_of_the_other_gradients(loss):
+    """How much the gradient at two of eight tokens, of rows of three, one and four, moves with those of the others."""
+    g = torch.Generator().manual_seed(0)
+    offsets, mask = torch.tensor([0, 3, 4, 8]), torch.tensor([1, 1, 0, 1, 1, 1, 1, 1])
+    names = ("old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs", "teacher_logprobs")
+    columns = {name: torch.randn(8, generator=g) * 0.3 - 1 for name in names}
+    rows = one_row_batch(mask, offsets, selected=torch.tensor([0, 1, 0, 0, 0, 1, 0, 0]), **columns)
+    rows["advantages"].values().add_(1)
+    scored, entropies = torch.randn(8, generator=g) * 0.3 - 1, torch.rand(8, generator=g)
+    found = []
+    for hidden in (0, 1):
+        logprobs, entropy = scored.clone(), entropies.clone()
+        if hidden:  # as for an engine that has not scored them yet
+            logprobs[2:], entropy[2:] = 0, 0
+        logprobs, entropy = logprobs.requires_grad_(), entropy.requires_grad_()
+        counts = BatchCounts(tokens=7.0, sequences=3.0)
+        output = ModelOutput(token_logprobs=logprobs, entropy=entropy, cu_seqlens=offsets, counts=counts)
+        loss(output, rows)[0].backward()
+        found.append(torch.cat([logprobs.grad[:2], torch.zeros(2) if entropy.grad is None else entropy.grad[:2]]))
+    return float((found[0] - found[1]).abs().max())
+
+
+COEFS = {"kl_coef": 0.1, "entropy_coef": 0.01}
+BYPASS = {"old_logprobs": "rollout"}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"loss": name, **COEFS} for name in POLICY_LOSSES if name != "distill"),
+        *({"loss": "ppo", "aggregation": name} for name in ("token-sum", "seq-mean-token-mean")),
+        *({"correction": name, **more} for name in ("tis", "sequence_tis") for more in ({}, BYPASS)),
+        *({"rejection": name, **more} for name in ("token_k1", "sequence_mean_k3") for more in ({}, BYPASS)),
+    ],
+    ids=str,
+)
+def test_a_loss_that_says_it_is_token_local_is(keys):
+    loss = PolicyLossFunction(config=AlgorithmConfig(**keys), max_new_tokens=4)
+    is_local = changes_of_the_other_gradients(loss) == 0
+    assert loss.is_token_local <= is_local
+    by_row = keys.get("loss") in ("gspo", "gmpo") or (
+        "old_logprobs" in keys and "sequence" in keys.get("correction", "") + keys.get("rejection", "")
+    )
+    assert loss.is_token_local == (not by_row)
+    assert (loss.row_term is None) == loss.is_token_local
+
+
 def test_options_of_a_loss_reach_it():
     rows = one_row_batch(
         torch.ones(2), torch.tensor([0, 2]),

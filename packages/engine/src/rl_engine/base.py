@@ -24,7 +24,17 @@ LossFunction = Callable[["ModelOutput", "TensorDict"], tuple["Tensor", dict[str,
 Both results are this micro-batch's *share* of the global value: sums over its tokens or rows divided by
 `output.counts`, never by a local count. The engine adds the shares up over micro-batches and ranks, so the result
 does not depend on how the batch was cut. `rows` holds the micro-batch's other columns, row-aligned with `output`.
+
+A loss may declare `is_token_local = True`: of the model it reads log-probs alone (and the entropy), and its gradient at
+a token depends on that token's alone. An engine may then make log-probs, loss and gradient in one pass over the logits
+(three products with the head, not four). Such a loss may be called several times for one micro-batch, with 0 at tokens
+that are not scored yet; only the loss and metrics of the last call count, which sees all of them.
 """
+
+
+def is_token_local(loss_function: LossFunction | None) -> bool:
+    """Whether a loss declares that its gradient at a token depends on that token alone; see `LossFunction`."""
+    return bool(getattr(loss_function, "is_token_local", False))
 
 
 class Engine(ABC):
@@ -59,7 +69,8 @@ class Engine(ABC):
         same code. What only the ranks can tell (a GPU, a compiler, the values of the weights) is found there.
 
         Returns:
-            By key, in words, what settings that are left to the engine come to, such as `prefix_sharing`.
+            By key, in words, what settings that are left to the engine come to: `prefix_sharing`, and of an engine that
+            is trained `loss_in_head`.
 
         Raises:
             BackendError, ConfigError, ModelFolderError: as `initialize`.

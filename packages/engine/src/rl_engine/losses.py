@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.nn import functional
@@ -25,8 +25,16 @@ if TYPE_CHECKING:
 
 
 _LOG_HALF = -0.6931471805599453
+_Function = TypeVar("_Function")
 
 
+def token_local(loss_function: _Function) -> _Function:
+    """Declare that the gradient of a loss at a token depends on that token alone; see `rl_engine.base.LossFunction`."""
+    setattr(loss_function, "is_token_local", True)  # noqa: B010 - a function has no such attribute for the type checker
+    return loss_function
+
+
+@token_local
 def sft_loss(output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of the completion tokens with `loss_mask` 1, averaged over those of the whole batch.
 
@@ -162,6 +170,11 @@ class DistillLoss:
     """Which way."""
     forward_weight: float = 0.5
     """Of the forward part, with `mixed`."""
+
+    @property
+    def is_token_local(self) -> bool:
+        """See `rl_engine.base.LossFunction`: the other kinds read candidates."""
+        return self.kind == DistillKind.REVERSE
 
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the mean over tokens."""

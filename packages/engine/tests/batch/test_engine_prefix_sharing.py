@@ -327,14 +327,14 @@ def test_what_cannot_share_is_refused_or_left_alone(folders, case):
     assert re.search(f"^no: .*{why}", check(backend, config, size)["prefix_sharing"])
     with pytest.raises(ConfigError, match=f"prefix_sharing is true and .*{why}"):
         check(backend, replace(config, prefix_sharing=True), size)
-    assert check(backend, replace(config, prefix_sharing=False), size) == {"prefix_sharing": "no"}
+    assert check(backend, replace(config, prefix_sharing=False), size)["prefix_sharing"] == "no"
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "torchtitan"])
 def test_what_can_says_so(folders, backend):
     config = EngineConfig(model_path=str(folders / "qwen3"))
     for prefix_sharing in (None, True):
-        assert check(backend, replace(config, prefix_sharing=prefix_sharing)) == {"prefix_sharing": "yes"}
+        assert check(backend, replace(config, prefix_sharing=prefix_sharing))["prefix_sharing"] == "yes"
 
 
 def test_a_frozen_model_with_dropout_shares(folders):

@@ -25,7 +25,7 @@ from rl_engine.errors import EngineError
 from rl_engine.types import ModelInit
 from rl_rollout.errors import RolloutError
 from rl_trainer import checkpoints, plugins
-from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES, estimator_named, loss_named
+from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES, PolicyLossFunction, estimator_named, loss_named
 from rl_trainer.algorithms.distillation import ALONE
 from rl_trainer.algorithms.rollout_correction import correction_bounds, rejection_bounds
 from rl_trainer.checkpoints import RunState
@@ -1018,4 +1018,8 @@ def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[st
             found[name] = rl_engine.check(config.engine.backend, replace(engine, init=init), config.engine.world_size)
         except EngineError as error:
             raise ConfigError(f"engine.backend={config.engine.backend} cannot be used for {name}: {error}") from error
-    return found["the policy"]
+    left = found["the policy"]
+    row_term = PolicyLossFunction(config=config.algorithm, teacher=teacher).row_term
+    if row_term is not None and left.get("loss_in_head", "no").startswith("yes"):
+        left["loss_in_head"] = f"no: {row_term}"
+    return left

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from rl_engine.batch.micro_batches import CostModel
     from rl_engine.batch.packed import PackedRows
     from rl_engine.distributed.world import World
+    from rl_engine.model.logprobs import HeadLoss
     from rl_engine.types import ModelOutput
 
 SCORE = "score.weight"
@@ -114,15 +115,18 @@ class ScoringHead(Linear):
         self._wanted = config.wanted
         self.rows: PackedRows | None = None
         """What the next forward pass is of."""
+        self.head_loss: HeadLoss | None = None
+        """To be made in it."""
 
     def forward(self, states: Tensor) -> ModelOutput:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Scores of the rows' completion tokens from `[1, T, H]` states."""
-        rows, self.rows = self.rows, None
+        rows, head_loss = self.rows, self.head_loss
+        self.rows = self.head_loss = None
         assert rows is not None
         states = take_rows(states[0], rows.scored)
         if self._wanted is None:
             return score_values(super().forward(states), rows)
-        return score_states(states, self.weight, None, rows, LinearHead(), self._wanted)
+        return score_states(states, self.weight, None, rows, LinearHead(), self._wanted, head_loss)
 
 
 class TorchtitanScorer(Scorer):
@@ -150,10 +154,10 @@ class TorchtitanScorer(Scorer):
         """See `Scorer`."""
         return self._source
 
-    def forward(self, rows: PackedRows) -> ModelOutput:
-        """Score every completion token."""
+    def forward(self, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
+        """See `Scorer`."""
         layout: Any = row_layout(rows.lengths, rows.token_ids.device, shared=rows.shared)
-        self.model.lm_head.rows = rows
+        self.model.lm_head.rows, self.model.lm_head.head_loss = rows, head_loss
         return self.model(rows.token_ids[None], positions=rows.position_ids[None], attention_masks=layout)
 
     def tie(self) -> None:

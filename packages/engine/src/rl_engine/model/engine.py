@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rl_csrc.inference.decoder import longrope_limit
-from rl_engine.base import Engine
+from rl_engine.base import Engine, is_token_local
 from rl_engine.batch.plan import (
     AUX_LOSS,
     BatchPlan,
@@ -36,6 +36,7 @@ from rl_engine.checkpoint.sharded import CheckpointWriter, local_shards, restore
 from rl_engine.device_memory import DeviceMemory
 from rl_engine.distributed.world import World, expected_size, join_world
 from rl_engine.errors import BatchError, ConfigError, EngineError
+from rl_engine.model.logprobs import HeadLoss, head_loss_obstacle
 from rl_engine.model.moe import ExpertLoad, check_replay, counts_of_column
 from rl_engine.optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
 from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, PeftConfig, ShardSpec
@@ -66,8 +67,8 @@ class Scorer(nn.Module):
         self.model = model
 
     @abstractmethod
-    def forward(self, rows: PackedRows) -> ModelOutput:
-        """Score every completion token."""
+    def forward(self, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
+        """Score every completion token; the head makes `head_loss` itself where it can."""
 
     @property
     @abstractmethod
@@ -148,7 +149,7 @@ class ModuleEngine(Engine):
         return found
 
     def _check_config(self, world_size: int) -> dict[str, str]:
-        return prefix_sharing_status(self._config, self._check(world_size))
+        return settings_status(self._config, self._check(world_size))
 
     def initialize(self) -> None:
         """Load the folder, shard it, and allocate the optimizer."""
@@ -327,10 +328,14 @@ class ModuleEngine(Engine):
             return
         rows = plan.micro_batches[index]
         routing = scorer.route(packed, load)
-        output: ModelOutput = scorer(packed)
         metrics: dict[str, Tensor] = {}
-        if loss_function is not None:
-            metrics = apply_loss(loss_function, output, plan.batch.select(rows))
+        if loss_function is None:
+            output: ModelOutput = scorer(packed)
+        else:
+            columns = plan.batch.select(rows)
+            head_loss = HeadLoss(lambda output: apply_loss(loss_function, output, columns))
+            output = scorer(packed, head_loss if has_backward and is_token_local(loss_function) else None)
+            metrics = head_loss.shares or apply_loss(loss_function, output, columns)
         if has_backward:
             share, loss = None if routing is None else routing.aux_share(), metrics["loss"]
             if load is not None and share is not None:
@@ -528,15 +533,20 @@ def shares_prefixes(config: EngineConfig, obstacle: str | None) -> bool:
     return config.prefix_sharing is not False and obstacle is None
 
 
-def prefix_sharing_status(config: EngineConfig, obstacle: str | None) -> dict[str, str]:
-    """What `Engine.check` returns.
+def settings_status(config: EngineConfig, obstacle: str | None) -> dict[str, str]:
+    """What `Engine.check` returns; `obstacle` keeps rows from sharing prompts.
 
     Raises:
         ConfigError: as `shares_prefixes`.
     """
+    shares = "no" if config.prefix_sharing is False else f"no: {obstacle}"
     if shares_prefixes(config, obstacle):
-        return {"prefix_sharing": "yes"}
-    return {"prefix_sharing": "no" if config.prefix_sharing is False else f"no: {obstacle}"}
+        shares = "yes"
+    found = {"prefix_sharing": shares}
+    if config.optimizer is not None:
+        separately = head_loss_obstacle(config)
+        found["loss_in_head"] = "yes, of token-local losses" if separately is None else f"no: {separately}"
+    return found
 
 
 def check_candidates(count: int, vocab_size: int) -> None:

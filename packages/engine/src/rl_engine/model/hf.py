@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rl_engine.batch.micro_batches import CostModel
     from rl_engine.batch.packed import PackedRows
     from rl_engine.model.attention import SequenceGroup
+    from rl_engine.model.logprobs import HeadLoss
     from rl_engine.model.moe import ExpertLoad, Experts, Routing
     from rl_engine.types import EngineConfig, ModelOutput
 
@@ -87,11 +88,11 @@ class HuggingFaceScorer(Scorer):
             self.routers.routing = routing_of(rows, load, is_counting=is_counting, start=start, stop=stop)
         return self.routers.routing
 
-    def forward(self, rows: PackedRows) -> ModelOutput:
-        """Score every completion token."""
+    def forward(self, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
+        """See `Scorer`."""
         if self.sequence_group is None:
             missing = 0 if self.multimodal is None else self.multimodal.num_passes - len(modalities_in(rows))
-            return self._score(*self._feed(rows)) if not missing else self._with_blanks(rows, missing)
+            return self._score(*self._feed(rows), head_loss) if not missing else self._with_blanks(rows, missing)
         rows = rows.padded(self.sequence_group.size)
         return self.sequence_group.gather_scores(self._score(*self._feed_share(rows, self.sequence_group)), rows)
 
@@ -103,8 +104,8 @@ class HuggingFaceScorer(Scorer):
         scores = output.scores + zero.to(output.scores.dtype)
         return replace(output, **{"token_values" if output.token_logprobs is None else "token_logprobs": scores})
 
-    def _score(self, rows: PackedRows, arguments: dict[str, Any]) -> ModelOutput:
-        """What the head gives for the model's states at `rows.scored`."""
+    def _score(self, rows: PackedRows, arguments: dict[str, Any], head_loss: HeadLoss | None = None) -> ModelOutput:
+        """What the head gives for the model's states at `rows.scored`, with the loss where it can make it."""
         raise NotImplementedError
 
     def _hidden(self, rows: PackedRows, arguments: dict[str, Any]) -> Tensor:
@@ -141,7 +142,7 @@ class HuggingFaceScorer(Scorer):
 class ValueScorer(HuggingFaceScorer):
     """A sequence classifier with one label, asked at every completion token."""
 
-    def _score(self, rows: PackedRows, arguments: dict[str, Any]) -> ModelOutput:
+    def _score(self, rows: PackedRows, arguments: dict[str, Any], head_loss: HeadLoss | None = None) -> ModelOutput:
         """One float32 value of each state (float64 for a float64 model)."""
         return score_values(self.model.score(self._hidden(rows, arguments)), rows)  # pyright: ignore[reportCallIssue]
 
@@ -154,7 +155,7 @@ class PolicyScorer(HuggingFaceScorer):
         self.head: LinearHead | None = None  # see `find_linear_head`; with None the model makes its logits itself
         self._wanted = wanted
 
-    def _score(self, rows: PackedRows, arguments: dict[str, Any]) -> ModelOutput:
+    def _score(self, rows: PackedRows, arguments: dict[str, Any], head_loss: HeadLoss | None = None) -> ModelOutput:
         """Log-prob (and what else is wanted) of each completion token, and of candidates."""
         if self.head is None:
             # The head does more than one product: let the model make the (C, V) logits.
@@ -162,7 +163,7 @@ class PolicyScorer(HuggingFaceScorer):
             return score_logits(logits, rows, self._wanted)
         output: Any = self.model.get_output_embeddings()
         hidden = self._hidden(rows, arguments)
-        return score_states(hidden, output.weight, output.bias, rows, self.head, self._wanted)
+        return score_states(hidden, output.weight, output.bias, rows, self.head, self._wanted, head_loss)
 
 
 def find_linear_head(model: PreTrainedModel) -> LinearHead | None:

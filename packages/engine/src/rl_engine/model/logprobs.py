@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_csrc import linear_logprobs, logprobs
+from rl_csrc import linear_logprobs, linear_loss, logprobs
+from rl_engine.types import Head
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rl_csrc.types import LogProbs
     from rl_engine.batch.packed import PackedRows
     from rl_engine.types import EngineConfig, ModelOutput
@@ -31,6 +34,61 @@ class LinearHead:
     """`c * tanh(logits / c)`."""
 
 
+class HeadLoss:
+    """A token-local loss of one micro-batch, which its head makes while the logits are there, with their gradient."""
+
+    def __init__(self, apply: Callable[[ModelOutput], dict[str, Tensor]]) -> None:
+        """`apply` gives the shares of the loss, under `loss`, and of the metrics."""
+        self._apply = apply
+        self.shares: dict[str, Tensor] | None = None
+        """What `apply` gave, the loss with gradient; None where the head has not made it."""
+
+    def score(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: PackedRows,
+        wanted: EngineConfig,
+        *,
+        softcap: float | None = None,
+        vocab_start: int = 0,
+        gather: Callable[[Tensor], Tensor] | None = None,
+    ) -> ModelOutput:
+        """Scores of the completion tokens of `rows`, and the loss; see `rl_csrc.linear_loss` for the arguments."""
+
+        def loss(token_logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+            self.shares = self._apply(rows.output(token_logprobs=token_logprobs, entropy=entropy))
+            return self.shares["loss"]
+
+        found = linear_loss(
+            hidden,
+            weight,
+            rows.labels,
+            loss,
+            temperature=wanted.temperature,
+            softcap=softcap,
+            entropy=wanted.entropy,
+            vocab_start=vocab_start,
+            gather=gather,
+        )
+        assert self.shares is not None
+        self.shares["loss"] = found.loss
+        return rows.output(token_logprobs=found.logprobs, entropy=found.entropy)
+
+
+def head_loss_obstacle(config: EngineConfig) -> str | None:
+    """Which setting keeps a head from making a loss itself; None where none does."""
+    if config.head != Head.LM:
+        return f"head is {config.head}, which makes no logits"
+    for name in ("sum_pi_squared", "num_candidates"):
+        if value := getattr(config, name):
+            return f"{name} is {value}, which the head is asked for beside"
+    for name in ("sp", "cp"):
+        if (size := getattr(config.parallel, name)) > 1:
+            return f"parallel.{name} is {size}, which cuts rows over ranks"
+    return None
+
+
 def score_values(values: Tensor, rows: PackedRows) -> ModelOutput:
     """`[C, 1]` outputs of a scalar head, in float32 or wider; copied, as FSDP wants its modules to give no views."""
     return rows.output(token_values=values[:, 0].to(torch.promote_types(values.dtype, torch.float32), copy=True))
@@ -44,7 +102,13 @@ def score_logits(logits: Tensor, rows: PackedRows, wanted: EngineConfig) -> Mode
 
 
 def score_states(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: PackedRows, head: LinearHead, wanted: EngineConfig
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: PackedRows,
+    head: LinearHead,
+    wanted: EngineConfig,
+    head_loss: HeadLoss | None = None,
 ) -> ModelOutput:
     """Scores of the completion tokens of `rows` from the `[C, H]` states that predict them, logits not kept.
 
@@ -55,10 +119,15 @@ def score_states(
         rows: Their `labels` are scored, and their `candidates` in the place of each.
         head: What the head does beside the product.
         wanted: Its temperature, entropy, sum_pi_squared and num_candidates say what to give.
+        head_loss: Made here as well, where nothing but log-probs and entropies is wanted.
     """
     scale = head.scale
+    scaled = hidden if scale == 1 else hidden * scale
+    is_plain = bias is None and rows.candidates is None and head_loss_obstacle(wanted) is None
+    if head_loss is not None and is_plain:
+        return head_loss.score(scaled, weight, rows, wanted, softcap=head.softcap)
     found = linear_logprobs(
-        hidden if scale == 1 else hidden * scale,
+        scaled,
         weight,
         rows.labels,
         bias=None if bias is None else bias * scale,

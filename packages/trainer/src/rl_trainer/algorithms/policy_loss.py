@@ -78,6 +78,9 @@ class PolicyLoss:
     has_ratio: bool = True
     """Whether it weighs tokens by the policy's ratio to the old one. One that does not takes the weights of
     `algorithm.correction` where the sampler's log-probs are the old ones."""
+    is_token_local: bool = False
+    """Whether its gradient at a token depends on that token's log-prob (and entropy) alone: the engine may then make it
+    in one pass over the logits. See `rl_engine.base.LossFunction`."""
     compute: Callable[[PolicyLossInput], Tensor] | None = None
     """(T,) loss of each token, to minimise; None: `rl_csrc.policy_loss` has it. Aggregation, rollout correction, KL and
     entropy are added to it as to the others."""
@@ -89,22 +92,27 @@ class PolicyLoss:
 _SAMPLER = "rollout_logprobs"
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(source="1707.06347; clip-higher 2503.14476; dual clip 1912.09729", options=CLIP | CLIP_DUAL),
+    "ppo": PolicyLoss(
+        source="1707.06347; clip-higher 2503.14476; dual clip 1912.09729", is_token_local=True, options=CLIP | CLIP_DUAL
+    ),
     "gspo": PolicyLoss(source="2507.18071", options={"clip_low": 3e-4, "clip_high": 4e-4} | NO_CLIP_DUAL),
-    "cispo": PolicyLoss(source="2506.13585", options={"clip_low": 1.0, "clip_high": 0.28}),
-    "sapo": PolicyLoss(source="2511.20347", options={"tau_pos": 1.0, "tau_neg": 1.05}),
+    "cispo": PolicyLoss(source="2506.13585", is_token_local=True, options={"clip_low": 1.0, "clip_high": 0.28}),
+    "sapo": PolicyLoss(source="2511.20347", is_token_local=True, options={"tau_pos": 1.0, "tau_neg": 1.05}),
     "gmpo": PolicyLoss(source="2507.20673", options={"clip_low": 0.4, "clip_high": 0.4}),
-    "dppo_tv": PolicyLoss(source="2602.04879", options=CLIP | {"ratio_max": 20.0}),
-    "dppo_kl": PolicyLoss(source="2602.04879", options=CLIP | {"ratio_max": 20.0}),
-    "dro": PolicyLoss(source="2405.19107", options={"dro_beta": 0.1}),
-    "reinforce": PolicyLoss(source="Williams 1992; GPG 2504.02546", has_ratio=False),
+    "dppo_tv": PolicyLoss(source="2602.04879", is_token_local=True, options=CLIP | {"ratio_max": 20.0}),
+    "dppo_kl": PolicyLoss(source="2602.04879", is_token_local=True, options=CLIP | {"ratio_max": 20.0}),
+    "dro": PolicyLoss(source="2405.19107", is_token_local=True, options={"dro_beta": 0.1}),
+    "reinforce": PolicyLoss(source="Williams 1992; GPG 2504.02546", is_token_local=True, has_ratio=False),
     "clip_cov": PolicyLoss(
         source="2505.22617",
+        is_token_local=True,
         options=CLIP | NO_CLIP_DUAL | {"share": 0.0002, "low": 1.0, "high": 5.0},
         selects_tokens=True,
     ),
-    distillation.ALONE: PolicyLoss(source="2306.13649; the teacher alone (`teacher`)"),
-    "kl_cov": PolicyLoss(source="2505.22617", options={"share": 0.0002, "kl_coef": 1.0}, selects_tokens=True),
+    distillation.ALONE: PolicyLoss(source="2306.13649; the teacher alone (`teacher`)", is_token_local=True),
+    "kl_cov": PolicyLoss(
+        source="2505.22617", is_token_local=True, options={"share": 0.0002, "kl_coef": 1.0}, selects_tokens=True
+    ),
 }
 
 
@@ -120,7 +128,12 @@ def loss_named(name: str) -> PolicyLoss:
         group=GROUP,
         kind=PolicyLoss,
         key="algorithm.loss",
-        make=lambda compute: PolicyLoss(source=compute.__name__, compute=compute, reads=reads_of(compute)),
+        make=lambda compute: PolicyLoss(
+            source=compute.__name__,
+            compute=compute,
+            reads=reads_of(compute),
+            is_token_local=bool(getattr(compute, "is_token_local", False)),
+        ),
     )
 
 
@@ -210,6 +223,25 @@ class PolicyLossFunction:
     """False: there is no column `old_logprobs`, because a batch's only update tells what the policy before it says."""
     max_new_tokens: int = 1
     """Tokens of the longest completion, the constant that seq-mean-token-sum-norm divides by."""
+
+    @property
+    def is_token_local(self) -> bool:
+        """See `rl_engine.base.LossFunction`."""
+        return self.row_term is None
+
+    @property
+    def row_term(self) -> str | None:
+        """The setting by which a token's gradient depends on other tokens' log-probs; None where none does."""
+        config, teacher = self.config, self.teacher
+        if not loss_named(config.loss).is_token_local:
+            return f"algorithm.loss is {config.loss}"
+        if teacher is not None and teacher.divergence != "reverse":
+            return f"teacher.divergence is {teacher.divergence}"
+        if config.old_logprobs == "rollout":  # what corrects and rejects is then compared with the policy under update
+            for name in ("correction", "rejection"):
+                if getattr(config, name).startswith("sequence"):
+                    return f"algorithm.{name} is {getattr(config, name)}"
+        return None
 
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss share and metric shares of one micro-batch."""

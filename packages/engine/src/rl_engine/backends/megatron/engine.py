@@ -40,7 +40,7 @@ from rl_engine.backends.megatron.weights import (
     read_into,
     shapes_of,
 )
-from rl_engine.base import Engine, LossFunction
+from rl_engine.base import Engine, LossFunction, is_token_local
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.plan import (
     AUX_LOSS,
@@ -58,7 +58,8 @@ from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.sharded import CheckpointWriter, local_shards, restore
 from rl_engine.distributed.world import expected_size, join_world
 from rl_engine.errors import BatchError, ConfigError, EngineError
-from rl_engine.model.engine import check_candidates, check_columns, mode, prefix_sharing_status, refuse_fsdp_only
+from rl_engine.model.engine import check_candidates, check_columns, mode, refuse_fsdp_only, settings_status
+from rl_engine.model.logprobs import HeadLoss
 from rl_engine.model.moe import ExpertLoad, check_aux, check_replay, counts_of_column
 from rl_engine.optimizer import learning_rate
 from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, PeftConfig, ShardSpec
@@ -98,12 +99,12 @@ class MegatronEngine(Engine):
             wanted = shapes_of(plan(arch, pp=layout.pp, vpp=layout.vpp, ep=layout.ep))
             with SliceReader(config.model_path, wanted, head=config.head, is_tied=arch.is_tied):
                 pass
-        return prefix_sharing_status(config, _NO_SHARING)
+        return settings_status(config, _NO_SHARING)
 
     def _checked(self, world_size: int) -> tuple[Any, Architecture]:
         """The folder's config, and what is taken from it, where nothing is to be refused."""
         config = self._config
-        prefix_sharing_status(config, _NO_SHARING)
+        settings_status(config, _NO_SHARING)
         refuse_fsdp_only(config, "megatron")
         folder = Path(config.model_path)
         source = hf_folder.read_config(folder)
@@ -518,14 +519,18 @@ class MicroBatches:
         layout = self._state.layout
         if not layout.is_last_stage or chunk < layout.vpp - 1:
             return hidden
-        output = stage.score(hidden, packed)
         if is_idle:
-            return output.scores.sum() * 0.0
-        rows = self._plan.micro_batches[index]
+            return stage.score(hidden, packed).scores.sum() * 0.0
+        rows, loss_function = self._plan.micro_batches[index], self._loss_function
         shares: dict[str, Tensor] = {}
-        if self._loss_function is not None:
+        if loss_function is None:
+            output = stage.score(hidden, packed)
+        else:
             columns = self._plan.batch.select(rows)
-            shares = apply_loss(self._loss_function, output, columns)
+            head_loss = HeadLoss(lambda output: apply_loss(loss_function, output, columns))
+            is_one_pass = torch.is_grad_enabled() and is_token_local(loss_function)
+            output = stage.score(hidden, packed, head_loss if is_one_pass else None)
+            shares = head_loss.shares or apply_loss(loss_function, output, columns)
         self.results.add(rows, output, shares)
         return shares.get("loss")
 

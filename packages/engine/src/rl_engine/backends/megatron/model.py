@@ -26,7 +26,7 @@ from rl_csrc import parallel_logprobs
 from rl_engine.backends.megatron.weights import padded_vocab
 from rl_engine.batch.packed import take_rows
 from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, SequenceGroup, packed_attention, row_layout
-from rl_engine.model.logprobs import LinearHead, score_states, score_values
+from rl_engine.model.logprobs import LinearHead, head_loss_obstacle, score_states, score_values
 from rl_engine.model.moe import routing_of
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rl_engine.backends.megatron.layout import Axis, Layout
     from rl_engine.backends.megatron.weights import Architecture
     from rl_engine.batch.packed import PackedRows
+    from rl_engine.model.logprobs import HeadLoss
     from rl_engine.model.moe import ExpertLoad, Routing
     from rl_engine.types import EngineConfig, ModelOutput
 
@@ -244,21 +245,24 @@ class Stage(nn.Module):
             layer.mlp.router.router_replay.routing = routing
         return layer(hidden, **arguments)[0]
 
-    def score(self, hidden: Tensor, rows: PackedRows) -> ModelOutput:
-        """Log-prob and entropy, or the scalar head's value, of each completion token from the last `hidden`."""
+    def score(self, hidden: Tensor, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
+        """Log-prob and entropy, or the scalar head's value, of each completion token from the last `hidden`.
+
+        The head makes `head_loss` itself where it can.
+        """
         score = self._values if self._arch.has_scalar_head else self._logprobs
         if self._sequence_group is None:
-            return score(hidden, rows)
+            return score(hidden, rows, head_loss)
         return self._sequence_group.gather_scores(score(hidden, self._sequence_group.share(rows)), rows)
 
-    def _values(self, hidden: Tensor, rows: PackedRows) -> ModelOutput:
+    def _values(self, hidden: Tensor, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
         """Every tensor-parallel rank computes all of them, so the gradient of each is whole already."""
         if self._config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         last: Any = self.model[-1]
         return score_values(last.score(take_rows(hidden[:, 0], rows.score_index)), rows)
 
-    def _logprobs(self, hidden: Tensor, rows: PackedRows) -> ModelOutput:
+    def _logprobs(self, hidden: Tensor, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
         """With tensor parallelism each rank makes the logits of its part of the vocabulary.
 
         Only five numbers per token are exchanged.
@@ -268,17 +272,20 @@ class Stage(nn.Module):
         states = take_rows(hidden[:, 0], rows.score_index)
         weight = self._head_weight()
         if self._layout.tp.size == 1:
-            return score_states(states, weight, None, rows, LinearHead(), self._wanted)
+            return score_states(states, weight, None, rows, LinearHead(), self._wanted, head_loss)
         if not self._config.sequence_parallel:
             states = copy_to_tensor_model_parallel_region(states)
+        start, gather = self._layout.tp.rank * self._vocab_rows(), self._layout.tp.all_gather
+        if head_loss is not None and rows.candidates is None and head_loss_obstacle(self._wanted) is None:
+            return head_loss.score(states, weight, rows, self._wanted, vocab_start=start, gather=gather)
         logits = states @ weight.T
-        shard = VocabShard(logits, self._layout.tp, self._layout.tp.rank * self._vocab_rows(), self._wanted)
+        shard = VocabShard(logits, self._layout.tp, start, self._wanted)
         others = shard.with_labels(rows) if rows.candidates is not None or self._wanted.num_candidates else None
         found = parallel_logprobs(
             logits,
             rows.labels,
             vocab_start=shard.start,
-            gather=self._layout.tp.all_gather,
+            gather=gather,
             temperature=self._wanted.temperature,
             ignore_index=None,
             inplace=others is None,
