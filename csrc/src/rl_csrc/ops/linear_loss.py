@@ -16,7 +16,7 @@ from rl_csrc.ops.operator import integers, kernel
 from rl_csrc.types import LinearLoss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 def linear_loss(
@@ -60,7 +60,7 @@ def linear_loss(
     check_linear(hidden, weight, labels, None)
     labels = integers(labels)
 
-    def run(need: tuple[bool, bool]) -> tuple[Tensor | None, ...]:
+    def run(need: tuple[bool, bool]) -> Any:
         options = (float(temperature), softcap, None, entropy, entropy, chunk_rows, need, vocab_start, gather)
         return kernel("linear_loss", hidden)(hidden.detach(), weight.detach(), labels, differentiated, *options)
 
@@ -73,7 +73,7 @@ def linear_loss(
             raise ArgumentError(f"the loss has shape {list(value.shape)}; wanted a scalar.")
         if not value.requires_grad:
             return value, torch.zeros_like(scored), None
-        grads = torch.autograd.grad(value, given, allow_unused=True)
+        grads: Sequence[Tensor | None] = torch.autograd.grad(value, given, allow_unused=True)
         first = torch.zeros_like(scored) if grads[0] is None else grads[0].contiguous()
         second = grads[1].contiguous() if len(grads) > 1 and grads[1] is not None else None
         return value.detach(), first, second
@@ -94,7 +94,8 @@ class _LinearLoss(torch.autograd.Function):
         return value, scored, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_loss = grad_outputs[0]
         grads, ctx.grads = ctx.grads, None  # let go of: autograd then takes them as they are
         if grad_loss is None:
             return None, None, None

@@ -27,6 +27,7 @@ from rl_engine.testing.conformance import EngineConformance
 if TYPE_CHECKING:
     from rl_engine.batch.packed import PackedRows
     from rl_engine.distributed.world import World
+    from rl_engine.model.logprobs import HeadLoss
     from rl_engine.types import EngineConfig, ModelOutput
 
 __all__ = ["EngineConformance", "FakeEngine", "ragged", "ragged_batch", "write_tiny_model"]
@@ -71,7 +72,7 @@ class BigramScorer(Scorer):
         super().__init__(nn.Embedding.from_pretrained(table, freeze=config.optimizer is None))
         self._wanted, self._vocab_size = config, vocab_size
 
-    def forward(self, rows: PackedRows) -> ModelOutput:
+    def forward(self, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
         """See `Scorer`."""
         return score_logits(self.model(rows.token_ids[rows.score_index]), rows, self._wanted)
 
