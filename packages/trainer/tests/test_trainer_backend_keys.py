@@ -160,7 +160,7 @@ def test_what_a_backend_cannot_do_is_refused_by_name_before_anything_starts(fold
 )
 def test_what_a_backend_can_do_is_told_and_leaves_nothing_behind(folder, overrides, levels, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    _, (what, how) = check_backends(load_config("quickstart", [f"model.path={folder}", *overrides]))
+    *_, (what, how) = check_backends(load_config("quickstart", [f"model.path={folder}", *overrides]))
     assert (what, how.rpartition(": ")[2]) == ("server", levels)
     assert not list(tmp_path.iterdir())
 
@@ -174,9 +174,19 @@ def test_whether_prompts_are_shared_is_told(folder):
         assert told["prefix_sharing"].startswith(words)
 
 
+def test_who_makes_the_loss_is_told(folder):
+    for overrides, words in (
+        ([], "yes, of token-local losses"),
+        (["algorithm.loss=gspo"], "no: algorithm.loss is gspo"),
+        (["engine.backend=megatron"], "yes, of token-local losses"),
+    ):
+        told = dict(check_backends(load_config("quickstart", [f"model.path={folder}", *overrides])))
+        assert told["loss_in_head"] == words
+
+
 def test_a_server_that_cannot_be_seeded_is_told_of_and_gets_no_seeds(folder):
     settings = load_config("quickstart", [f"model.path={folder}", SGLANG])
-    _, (_, how) = check_backends(settings)
+    *_, (_, how) = check_backends(settings)
     assert "requests without seeds" in how
     order = PromptOrder(num_rows=1, seed=0)
     fields = {

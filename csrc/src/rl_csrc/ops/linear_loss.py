@@ -73,7 +73,7 @@ def linear_loss(
             raise ArgumentError(f"the loss has shape {list(value.shape)}; wanted a scalar.")
         if not value.requires_grad:
             return value, torch.zeros_like(scored), None
-        grads: Sequence[Tensor | None] = torch.autograd.grad(value, given, allow_unused=True)
+        grads = cast("Sequence[Tensor | None]", torch.autograd.grad(value, given, allow_unused=True))
         first = torch.zeros_like(scored) if grads[0] is None else grads[0].contiguous()
         second = grads[1].contiguous() if len(grads) > 1 and grads[1] is not None else None
         return value.detach(), first, second
