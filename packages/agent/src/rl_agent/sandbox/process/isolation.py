@@ -24,6 +24,9 @@ _SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd", "/etc/group
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _OVER = "/tmp"  # exists everywhere; what is needed from below it is opened before it is covered
 _libc = ctypes.CDLL(None, use_errno=True)
+_capset = _libc.capset  # looked up and made before the fork: a child pays for every page that it touches
+_CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+_NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
 
 
 def die_with_parent() -> None:
@@ -225,8 +228,7 @@ def give_up_gains() -> None:
 def drop_privileges() -> None:
     """Give up what the namespaces gave, and root what it has: code can undo none of it, after `give_up_gains`."""
     _libc.prctl(_PR_SET_DUMPABLE, 1)  # its own processes may look at one another
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    _checked(_capset(_CAPABILITY_HEADER, _NO_CAPABILITIES), "capset")
 
 
 def descendants(pid: int) -> list[int]:
