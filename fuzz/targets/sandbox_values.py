@@ -33,20 +33,23 @@ def seeds():
 
 
 def one(data):
+    for form in (b'{"answer":"%s","value":%s}', b'{"answer":"%s","raised":%s}'):
+        piece = form % (b"00" * 8, data)
+        if len(piece) <= 1 << 16:
+            _hear(struct.pack("<I", len(piece)) + piece)
+
+
+def _hear(piece):
+    """A solution that answers once, and has ended when the judge asks what comes of it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         peer = Peer(ours.fileno(), judge.allow)
         token, os.urandom = os.urandom, lambda n: bytes(n)
         try:
-            for piece in (
-                b'{"answer":"%s","value":%s}' % (b"00" * 8, data),
-                b'{"answer":"%s","raised":%s}' % (b"00" * 8, data),
-            ):
-                if len(piece) > 1 << 16:
-                    return
-                theirs.sendall(struct.pack("<I", len(piece)) + piece)
-                found = peer.ask("get", 0, "x")
-                if type(found) is not values.Remote:
-                    assert found != object()
+            theirs.sendall(piece)
+            theirs.shutdown(socket.SHUT_WR)
+            found = peer.ask("get", 0, "x")
+            if type(found) is not values.Remote:
+                assert found != object()
         finally:
             os.urandom = token
