@@ -4,7 +4,8 @@ The row "per bucket and receiver" is CPU time of the sender's process: what its 
 (announcing buckets, waiting, reading answers: `BucketPacker.flush`, `Peers.send` and `Peers.pump`) and all that its
 other threads spend, less the system calls that take payload, over buckets times receivers. Left out are what is done
 once per bucket however many receivers there are (taking it from the source, packing, digesting), and the kernel's copy
-of payload, once per receiver over TCP, which is a row of its own. Beside it stands the CPU time of all of the sync.
+of payload, once per receiver over TCP, which is a row of its own. Beside it stands the CPU time of all of the sync,
+and, for TCP, the same figure of a loop that does nothing but write the same bytes from as many threads.
 
 The receivers are stand-ins in one other process, which speak WIRE.md, throw payload away in the kernel and free what
 they are told of at once; so that 64 of them fit a small machine. Buckets are those the transport chooses. The tensors
@@ -16,6 +17,7 @@ import multiprocessing
 import os
 import selectors
 import socket
+import threading
 import time
 import uuid
 from contextlib import ExitStack, contextmanager
@@ -25,6 +27,7 @@ import torch
 from packages.ckpt.bench._child import TOKEN
 
 import rl_ckpt
+from rl_bench import Role as BenchRole
 from rl_ckpt.protocol.channel import Canceller, Deadline, proof_of
 from rl_ckpt.protocol.messages import (
     WIRE_VERSION,
@@ -218,6 +221,58 @@ def sender_cpu(scheme, count, num_buckets, core):
     return bucket_bytes >> 20, list(zip(*rows[1:], strict=True))
 
 
+def drain(port, count, core):
+    """The process of the floor's receivers: throw everything away in the kernel."""
+    os.sched_setaffinity(0, core)
+    with ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for _ in range(count):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.setblocking(False)
+            selector.register(connection, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                if not key.fileobj.recv_into(ROOM, len(ROOM), socket.MSG_TRUNC):
+                    selector.unregister(key.fileobj)
+
+
+def floor_cpu(count, num_buckets, bucket_bytes, core):
+    """The same bytes by a plain loop of `sendmsg`, a thread a receiver: us beside those calls, as for a sender."""
+    whole = memoryview(bytearray(bucket_bytes * 8 + num_buckets * STEP_BYTES))
+    buckets = [whole[i * STEP_BYTES :][:bucket_bytes] for i in range(num_buckets)]
+    rows = []
+    for _ in range(2):
+        listener = socket.create_server(("127.0.0.1", 0), backlog=count)
+        child = multiprocessing.get_context("fork").Process(
+            target=drain, args=(listener.getsockname()[1], count, core), daemon=True
+        )
+        child.start()
+        connections = [listener.accept()[0] for _ in range(count)]
+        listener.close()
+        spent = [0.0] * count
+
+        def write(index, connection, spent=spent):
+            for bucket in buckets:
+                left = bucket
+                while left:
+                    since = time.thread_time()
+                    num_bytes = connection.sendmsg([left])
+                    spent[index] += time.thread_time() - since
+                    left = left[num_bytes:]
+
+        since = time.process_time()
+        threads = [threading.Thread(target=write, args=given) for given in enumerate(connections)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rows.append((time.process_time() - since - sum(spent)) / count / num_buckets * 1e6)
+        for connection in connections:
+            connection.close()
+        child.join(30)
+    return rows
+
+
 def measure(run, cores):
     """Rows for shm and tcp."""
     for scheme, count in ((scheme, count) for scheme in ("shm", "tcp") for count in NUM_RECEIVERS):
@@ -228,4 +283,6 @@ def measure(run, cores):
         run.record(f"sender's CPU, {what}", "rl-ckpt", spent, unit="s")
         if scheme == "tcp":
             run.record(f"of it the kernel's copy of payload, {what}", "rl-ckpt", payload, unit="s")
+            floor = floor_cpu(count, num_buckets, size << 20, cores)
+            run.record(f"per bucket and receiver, {what}", "sendmsg loop", floor, unit="us", role=BenchRole.LIMIT)
         run.record(f"per bucket and receiver, {what}", "rl-ckpt", each, unit="us", goal=f"<= {GOAL_US} us")
