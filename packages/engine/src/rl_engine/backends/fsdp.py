@@ -1,8 +1,9 @@
 """The `fsdp` backend: any Hugging Face causal LM, or a scalar head on its trunk, sharded by FSDP2.
 
 One rank computing in one number format needs neither sharding nor a process group and gets the bare module. On several,
-rank 0 alone reads the folder; the others build the model without memory and are sent their shards, one parameter at a
-time, so that none of them ever holds more than its shards and one whole parameter.
+every rank builds the model without memory and reads its shards from the folder. Where the folder's tensors are not
+those of the model side by side (older names, drawn weights, an adapter), rank 0 alone reads the whole and sends the
+others their shards, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES, parameter_dtype, trains_narrow
+from rl_engine.checkpoint.slices import Piece, SliceReader, find_pieces, read_shards, shapes_of
 from rl_engine.errors import ConfigError, EngineError, ModelFolderError
 from rl_engine.model import lora
 from rl_engine.model.attention import SequenceGroup, check_heads
-from rl_engine.model.engine import ModuleEngine, check_candidates, compute_device, shares_prefixes
-from rl_engine.model.hf import HuggingFaceScorer, PolicyScorer, ValueScorer, find_linear_head
+from rl_engine.model.engine import ModuleEngine, check_candidates, compute_device, reshard, shares_prefixes
+from rl_engine.model.hf import HuggingFaceScorer, PolicyScorer, ValueScorer
 from rl_engine.model.logprobs import LinearHead
 from rl_engine.model.moe import check_aux
-from rl_engine.types import EngineConfig, Head, LoraExport, ParallelConfig, PeftConfig, ShardSpec
+from rl_engine.types import EngineConfig, Head, LoraExport, ModelInit, ParallelConfig, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -132,24 +134,32 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer,
     """
     if config.cpu_offload and not has_gpu():
         raise ConfigError("cpu_offload is true and there is no GPU: everything lies on the CPU. Set it to false.")
-    model = load_on_rank_0(config, world)
-    scorer, peft = _scorer_of(model, config)
-    if isinstance(scorer, PolicyScorer):
-        found = find_linear_head(model) if world.rank == 0 else None
-        told = world.exchange(None if found is None else asdict(found))[0]
-        scorer.head = None if told is None else LinearHead(**told)
-    source: dict[str, Tensor] = dict(scorer.named_parameters()) if world.rank == 0 and world.size > 1 else {}
+    scorer, peft, sliced = _slices_of(config, world)
+    if scorer is None:
+        scorer, peft = _scorer_of(load_on_rank_0(config, world), config)
+    has_whole = sliced is None and world.rank == 0
+    if has_whole or world.size == 1:
+        _find_head(scorer)
+    source: dict[str, Tensor] = dict(scorer.named_parameters()) if has_whole and world.size > 1 else {}
     if config.torch_compile:
         compile_layers(scorer, world.device)
     if needs_sharding(config, world.size):
         _shard(scorer, world, config)
     home = compute_device(config, world)
-    if world.size > 1:
+    if sliced is not None:
+        _read_slices(scorer, sliced, config, home)
+    elif world.size > 1:
         _fill(scorer, source, world, home)
     scorer.to(home)
     for module in scorer.modules() if config.cpu_offload else ():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(world.device))
+    if sliced is not None:
+        _find_head(scorer)
+        reshard(scorer)
+    if isinstance(scorer, PolicyScorer):
+        told = world.exchange(None if scorer.head is None else asdict(scorer.head))[0]
+        scorer.head = None if told is None else LinearHead(**told)
     scorer.sequence_group = _sequence_group(world, config.parallel.sp)
     if config.lora is None:
         scorer.requires_grad_(config.optimizer is not None)
@@ -203,6 +213,67 @@ def load_on_rank_0(config: EngineConfig, world: World) -> transformers.PreTraine
     return hf_folder.empty_model(config.model_path, dtype=dtype, head=config.head) if model is None else model
 
 
+def open_slices(config: EngineConfig, pieces: Mapping[str, list[Piece]] | None, *, is_tied: bool, world: World) -> bool:
+    """Whether every rank can read its shards of the folder itself: it has all pieces, and nothing else. Collective."""
+    is_able = config.init == ModelInit.PRETRAINED and pieces is not None
+    if is_able:
+        assert pieces is not None
+        try:
+            with SliceReader(config.model_path, shapes_of(pieces), head=config.head, is_tied=is_tied):
+                pass
+        except ModelFolderError:  # of other names, which transformers may know; or damaged, which it says
+            is_able = False
+    return all(world.exchange(is_able))
+
+
+def _slices_of(
+    config: EngineConfig, world: World
+) -> tuple[HuggingFaceScorer | None, PeftConfig | None, dict[str, list[Piece]] | None]:
+    """An empty scorer, and what its tensors are made of, where every rank reads its own. Collective."""
+    if world.size == 1 or config.lora is not None or config.init != ModelInit.PRETRAINED:
+        return None, None, None
+    model = hf_folder.empty_model(config.model_path, dtype=parameter_dtype(config), head=config.head)
+    scorer, peft = _scorer_of(model, config)
+    pieces = find_pieces(scorer.named_weights(), scorer.to_folder)
+    if not open_slices(config, pieces, is_tied=bool(_ties(scorer)), world=world):
+        return None, None, None
+    _make_buffers(model)
+    return scorer, peft, pieces
+
+
+def _make_buffers(model: transformers.PreTrainedModel) -> None:
+    """Compute what no folder has, such as the frequencies of rotary embeddings, on the CPU."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue] - transformers leaves those alone
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, torch.empty_like(buffer, device="cpu"))
+    model.initialize_weights()
+
+
+def _read_slices(
+    scorer: HuggingFaceScorer, pieces: dict[str, list[Piece]], config: EngineConfig, home: torch.device
+) -> None:
+    """Give this rank its shards of the folder, in its own number format."""
+    made = {name: buffer for name, buffer in scorer.named_buffers() if not buffer.is_meta}
+    ties = _ties(scorer)
+    scorer.to_empty(device=home)
+    _tie(ties)
+    for name, buffer in made.items():
+        owner, _, own = name.rpartition(".")
+        setattr(scorer.get_submodule(owner), own, buffer.to(home))
+    with (
+        torch.no_grad(),
+        SliceReader(config.model_path, shapes_of(pieces), head=config.head, is_tied=bool(ties)) as read,
+    ):
+        read_shards(scorer.named_weights(), pieces, read)
+
+
+def _find_head(scorer: HuggingFaceScorer) -> None:
+    if isinstance(scorer, PolicyScorer):
+        scorer.head = scorer.find_head()
+
+
 def needs_sharding(config: EngineConfig, size: int) -> bool:
     """Whether the module is FSDP's: on several ranks, in two number formats, or in two places."""
     return size > 1 or trains_narrow(config) or config.cpu_offload
@@ -215,9 +286,7 @@ def _fill(scorer: Scorer, source: dict[str, Tensor], world: World, home: torch.d
     else:
         ties = _ties(scorer)
         scorer.to_empty(device=home)
-        for (first, name), *others in ties:
-            for module, other in others:
-                setattr(module, other, getattr(first, name))
+        _tie(ties)
     hand_out(_tensors(scorer), source, world)
 
 
@@ -259,6 +328,13 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in owner.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((owner, name))
     return [group for group in places.values() if len(group) > 1]
+
+
+def _tie(ties: list[list[tuple[nn.Module, str]]]) -> None:
+    """Undo the parting."""
+    for (first, name), *others in ties:
+        for module, other in others:
+            setattr(module, other, getattr(first, name))
 
 
 def _recompute_layers(model: transformers.PreTrainedModel) -> None:

@@ -1,8 +1,8 @@
 """The `torchtitan` backend: torchtitan's decoders and their own sharding, fed packed rows like the other backends.
 
-The decoder is made from a Hugging Face config; rank 0 reads the folder. Projections are not fused and rotary embeddings
-keep halves apart, so that every parameter is a tensor of the folder under another name, whatever it is sharded over.
-Steps, weights and checkpoints are those of `ModuleEngine`.
+The decoder is made from a Hugging Face config; every rank reads its shards of the folder. Projections are not fused and
+rotary embeddings keep halves apart, so that every parameter is a tensor of the folder under another name, whatever it
+is sharded over. Steps, weights and checkpoints are those of `ModuleEngine`.
 
 Legend: `T` tokens fed, `C` completion tokens, `D` head size, `H` hidden.
 """
@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rl_engine.backends.fsdp import check_replicas, hand_out, load_on_rank_0, sum_gradients
+from rl_engine.backends.fsdp import check_replicas, hand_out, load_on_rank_0, open_slices, sum_gradients
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES
+from rl_engine.checkpoint.slices import SCORE, SliceReader, find_pieces, read_shards, shapes_of
 from rl_engine.errors import ConfigError, ModelFolderError
 from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
 from rl_engine.model.engine import ModuleEngine, Scorer, check_candidates, refuse_fsdp_only, shares_prefixes
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from rl_engine.model.logprobs import HeadLoss
     from rl_engine.types import ModelOutput
 
-SCORE = "score.weight"
 _HEAD = "lm_head.weight"
 _ROPE_TYPES = ("default", "linear", "llama3")
 _FAMILIES: dict[str, tuple[Any, Any, Any]] = {
@@ -288,8 +288,10 @@ class TorchtitanEngine(ModuleEngine):
         config = self._config
         source = hf_folder.read_config(Path(config.model_path)).get_text_config()
         scorer = TorchtitanScorer(source, config if config.head == Head.LM else None)
-        loaded = load_on_rank_0(config, world)
-        whole: dict[str, Tensor] = dict(loaded.named_parameters()) if world.rank == 0 else {}
+        pieces = find_pieces(scorer.named_weights(), dict)
+        is_tied = config.head == Head.LM and bool(source.tie_word_embeddings)
+        is_sliced = open_slices(config, pieces, is_tied=is_tied, world=world)
+        loaded = None if is_sliced else load_on_rank_0(config, world)
         scorer.to(hf_folder.parameter_dtype(config))
         _parallelize(scorer, config, world)
         scorer.to_empty(device=world.device)
@@ -297,7 +299,12 @@ class TorchtitanEngine(ModuleEngine):
         for module in scorer.modules():
             if isinstance(module, Module):
                 module._init_self_buffers(buffer_device=world.device)  # pyright: ignore[reportPrivateUsage]
-        hand_out(scorer.named_weights(), whole, world)
+        if loaded is None:
+            assert pieces is not None
+            with SliceReader(config.model_path, shapes_of(pieces), head=config.head, is_tied=is_tied) as read:
+                read_shards(scorer.named_weights(), pieces, read)
+        else:
+            hand_out(scorer.named_weights(), dict(loaded.named_parameters()) if world.rank == 0 else {}, world)
         scorer.requires_grad_(config.optimizer is not None)
         scorer.shares_prefixes = shares_prefixes(config, None)
         return scorer.train(config.optimizer is not None)

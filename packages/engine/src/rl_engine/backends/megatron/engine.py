@@ -33,7 +33,6 @@ from rl_engine.backends.megatron.layout import (
 from rl_engine.backends.megatron.model import Stage, StageModel, attach
 from rl_engine.backends.megatron.optimizer import MASTER, STATES, STEP, ShardedAdamW
 from rl_engine.backends.megatron.weights import (
-    SliceReader,
     export,
     local_parts,
     own_entries,
@@ -56,6 +55,7 @@ from rl_engine.batch.plan import (
 from rl_engine.batch.row_batch import VISUAL, RowBatch
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.sharded import CheckpointWriter, local_shards, restore
+from rl_engine.checkpoint.slices import SliceReader
 from rl_engine.distributed.world import expected_size, join_world
 from rl_engine.errors import BatchError, ConfigError, EngineError
 from rl_engine.model.engine import check_candidates, check_columns, mode, refuse_fsdp_only, settings_status

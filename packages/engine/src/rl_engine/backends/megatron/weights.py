@@ -5,19 +5,16 @@ One plan for the whole model, the same on every rank: reading takes this rank's 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from rl_engine.checkpoint import hf_folder
+from rl_engine.checkpoint.slices import SCORE
 from rl_engine.model.moe import Experts
-from rl_engine.types import Head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.backends.megatron.layout import Axis, Layout
-
-SCORE = "score.weight"
 
 
 class Cut(StrEnum):
@@ -366,49 +361,3 @@ class Architecture:
         if not self.num_experts:
             return None
         return Experts(num_layers=self.num_layers, num_experts=self.num_experts, top_k=self.top_k)
-
-
-class SliceReader:
-    """The safetensors files of a folder, checked against the tensors that the model wants. A context manager."""
-
-    def __init__(self, folder: str | Path, wanted: Mapping[str, tuple[int, ...]], *, head: Head, is_tied: bool) -> None:
-        """Open the files and compare names and shapes; no tensor is read.
-
-        Raises:
-            ModelFolderError: a tensor is missing, left over or of another shape.
-        """
-        self._folder, self._stack = Path(folder), ExitStack()
-        self._file_of: dict[str, Any] = {}
-        hf_folder.check_weights(self._folder)
-        for file in sorted(self._folder.glob("*.safetensors")):
-            opened = self._stack.enter_context(hf_folder.open_shard(file))
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
-        missing = set(wanted) - set(self._file_of)
-        self._zeros = {SCORE: wanted[SCORE]} if missing == {SCORE} else {}  # a causal LM gets a new scalar head
-        ignored = {"lm_head.weight"} if is_tied or (head != Head.LM and self._zeros) else set[str]()
-        extra = set(self._file_of) - set(wanted) - ignored
-        hf_folder.refuse_tensors(self._folder, "lacks", missing - set(self._zeros))
-        hf_folder.refuse_tensors(
-            self._folder, "has, beyond what the architecture takes,",
-            (name for name in extra if not name.endswith("rotary_emb.inv_freq")),
-        )  # fmt: skip
-        shapes = {
-            name: tuple(self._file_of[name].get_slice(name).get_shape()) for name in wanted if name in self._file_of
-        }
-        hf_folder.refuse_tensors(
-            self._folder,
-            "has with another shape",
-            (name for name, shape in shapes.items() if shape != tuple(wanted[name])),
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._stack.close()
-
-    def __call__(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Part of one tensor, on the CPU, in the file's number format."""
-        if name in self._zeros:
-            return torch.zeros(self._zeros[name])[part]
-        return self._file_of[name].get_slice(name)[part]

@@ -1,0 +1,192 @@
+"""Reads a Hugging Face folder in slices: every rank those that its shards are made of, and no rank the whole model."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from rl_engine.checkpoint import hf_folder
+from rl_engine.checkpoint.sharded import box_of, local_part
+from rl_engine.types import Head
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+SCORE = "score.weight"
+
+
+class SliceReader:
+    """The safetensors files of a folder, checked against the tensors that the model wants. A context manager."""
+
+    def __init__(self, folder: str | Path, wanted: Mapping[str, tuple[int, ...]], *, head: Head, is_tied: bool) -> None:
+        """Open the files and compare names and shapes; no tensor is read.
+
+        Raises:
+            ModelFolderError: a tensor is missing, left over or of another shape.
+        """
+        self._folder, self._stack = Path(folder), ExitStack()
+        self._file_of: dict[str, Any] = {}
+        hf_folder.check_weights(self._folder)
+        for file in sorted(self._folder.glob("*.safetensors")):
+            opened = self._stack.enter_context(hf_folder.open_shard(file))
+            self._file_of |= dict.fromkeys(opened.keys(), opened)
+        missing = set(wanted) - set(self._file_of)
+        self._zeros = {SCORE: wanted[SCORE]} if missing == {SCORE} else {}  # a causal LM gets a new scalar head
+        ignored = {"lm_head.weight"} if is_tied or (head != Head.LM and self._zeros) else set[str]()
+        extra = set(self._file_of) - set(wanted) - ignored
+        hf_folder.refuse_tensors(self._folder, "lacks", missing - set(self._zeros))
+        hf_folder.refuse_tensors(
+            self._folder, "has, beyond what the architecture takes,",
+            (name for name in extra if not name.endswith("rotary_emb.inv_freq")),
+        )  # fmt: skip
+        shapes = {
+            name: tuple(self._file_of[name].get_slice(name).get_shape()) for name in wanted if name in self._file_of
+        }
+        hf_folder.refuse_tensors(
+            self._folder,
+            "has with another shape",
+            (name for name, shape in shapes.items() if shape != tuple(wanted[name])),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._stack.close()
+
+    def __call__(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Part of one tensor, on the CPU, in the file's number format."""
+        if name in self._zeros:
+            return torch.zeros(self._zeros[name])[part]
+        return self._file_of[name].get_slice(name)[part]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Where a tensor of the folder lies in a tensor of the model."""
+
+    name: str
+    """Of the folder's."""
+    shape: tuple[int, ...]
+    """Of the folder's."""
+    starts: tuple[int, ...]
+    """By axis of the model's, its first index."""
+    sizes: tuple[int, ...]
+    """By axis of the model's, its length."""
+    axes: tuple[int | None, ...]
+    """By axis of the model's, the folder's axis that runs along it; None where it has one index."""
+
+
+def find_pieces(
+    named: Mapping[str, Tensor], convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> dict[str, list[Piece]] | None:
+    """The tensors of the folder that each tensor of the model is made of.
+
+    Args:
+        named: The model's tensors; shapes alone are looked at.
+        convert: From one tensor of the model to those of the folder that it is made of.
+
+    Returns:
+        By name of the model's; None where a tensor is more than others side by side, stacked or transposed.
+    """
+    found: dict[str, list[Piece]] = {}
+    known: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]] | None] = {}  # the layers of a model are alike
+    for name, tensor in named.items():
+        shape = tuple(tensor.shape)
+        empty = torch.empty(shape, device="meta")
+        parts = convert({name: empty})
+        first = next(iter(parts))
+        if len(parts) == 1 and parts[first] is empty:
+            axes = tuple(range(len(shape)))
+            found[name] = [Piece(name=first, shape=shape, starts=(0,) * len(shape), sizes=shape, axes=axes)]
+            continue
+        kind = re.sub(r"\d+", "0", name), shape
+        if kind not in known:
+            known[kind] = _trace(name, shape, convert)
+        traced = known[kind]
+        if traced is None or len(traced) != len(parts):
+            return None
+        found[name] = [
+            Piece(name=own, shape=tuple(part.shape), starts=starts, sizes=sizes, axes=axes)
+            for (own, part), (starts, sizes, axes) in zip(parts.items(), traced, strict=True)
+        ]
+    return found
+
+
+def shapes_of(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the folder's tensors."""
+    return {piece.name: piece.shape for found in pieces.values() for piece in found}
+
+
+def read_shards(
+    named: Mapping[str, Tensor],
+    pieces: Mapping[str, Sequence[Piece]],
+    read: Callable[[str, tuple[slice, ...]], Tensor],
+) -> None:
+    """Fill this rank's part of every tensor in `named`, in place and in its own number format.
+
+    Args:
+        named: The model's tensors, sharded ones as DTensors.
+        pieces: From `find_pieces`.
+        read: Gives part of one tensor of the folder.
+    """
+    for name, tensor in named.items():
+        local, (offsets, lengths) = local_part(tensor), box_of(tensor)
+        for piece in pieces[name]:
+            source, target = [slice(None)] * len(piece.shape), list[slice]()
+            for axis, (start, size) in enumerate(zip(piece.starts, piece.sizes, strict=True)):
+                low, high = max(offsets[axis], start), min(offsets[axis] + lengths[axis], start + size)
+                target.append(slice(low - offsets[axis], high - offsets[axis]))
+                if (at := piece.axes[axis]) is not None:
+                    source[at] = slice(low - start, high - start)
+            sizes = [part.stop - part.start for part in target]
+            if any(size <= 0 for size in sizes):
+                continue
+            part = read(piece.name, tuple(source))
+            order = [at for at in piece.axes if at is not None]
+            order = [at for at in range(part.ndim) if at not in order] + order
+            local[tuple(target)].copy_(part.permute(order).reshape(sizes))
+
+
+def _trace(
+    name: str, shape: tuple[int, ...], convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> list[tuple[Any, ...]] | None:
+    """By tensor of the folder its `starts`, `sizes` and `axes`: found by converting every element's own index."""
+    dtype = torch.int16 if max(shape) <= torch.iinfo(torch.int16).max else torch.int32
+    lines: dict[str, list[tuple[int, int, int | None]]] = {}
+    for axis, size in enumerate(shape):
+        view = [-1 if other == axis else 1 for other in range(len(shape))]
+        index = torch.arange(size, dtype=dtype).view(view).expand(shape)
+        for own, part in convert({name: index}).items():
+            if (line := _line(part)) is None:
+                return None
+            lines.setdefault(own, []).append(line)
+    found = [(tuple(row[0] for row in rows), tuple(row[1] for row in rows), tuple(row[2] for row in rows))
+             for rows in lines.values()]  # fmt: skip
+    covered = sum(int(torch.tensor(sizes).prod()) for _, sizes, _ in found)
+    return found if covered == int(torch.tensor(shape).prod()) else None
+
+
+def _line(part: Tensor) -> tuple[int, int, int | None] | None:
+    """First index, length and axis of indices that run along one axis of `part` at most; None for others."""
+    corner = part[(slice(0, 2),) * part.ndim]
+    first, axis = int(corner[(0,) * part.ndim]), None
+    for at in range(part.ndim):
+        if corner.shape[at] == 1:
+            continue
+        step = int(corner.select(at, 1)[(0,) * (part.ndim - 1)]) - first
+        if step == 1 and axis is None:
+            axis = at
+        elif step:
+            return None
+    length = 1 if axis is None else part.shape[axis]
+    view = [-1 if at == axis else 1 for at in range(part.ndim)]
+    wanted = torch.arange(first, first + length, dtype=part.dtype).view(view)
+    return (first, length, axis) if torch.equal(part, wanted.expand(part.shape)) else None
