@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_engine import EngineConfig, create_engine
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.slices import find_pieces, read_shards
-from rl_engine.model.hf import HuggingFaceScorer
+from rl_engine.model.hf import HuggingFaceScorer, find_linear_head, without_layers
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 SCRIPT = Path(__file__).parents[1] / "support" / "load_ranks.py"
@@ -106,3 +106,19 @@ def test_tensors_that_are_more_than_pieces_are_left_to_transformers():
         return {name: tensor.reshape(2, -1, 4).transpose(0, 1).reshape(-1, 4) for name, tensor in named.items()}
 
     assert find_pieces({"a.weight": torch.empty(6, 4)}, interleaved) is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gemma2", "granite", "cohere", "deepseek_v3", "gpt_oss"])
+def test_a_head_is_known_without_the_layers(tmp_path, kind):
+    """As the whole model tells: scales and soft caps of logits are the architecture's, not the weights'."""
+    extra = {"gemma2": {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}, "granite": {"logits_scaling": 8.0},
+             "cohere": {"logit_scale": 0.25}, "gpt_oss": {"num_local_experts": 4},
+             "deepseek_v3": {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+                             "num_experts_per_tok": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8,
+                             "qk_nope_head_dim": 8, "v_head_dim": 8}}  # fmt: skip
+    write(tmp_path, kind, (EXPERTS if kind == "qwen3_moe" else SIZES | {"pad_token_id": 0}) | extra.get(kind, {}))
+    whole = hf_folder.load_model(tmp_path, init="pretrained", dtype=torch.float32, seed=0)
+    small = without_layers(hf_folder.empty_model(tmp_path, dtype=torch.float32, num_tokens=64))
+    found = find_linear_head(small)
+    assert found is not None
+    assert found == find_linear_head(whole)

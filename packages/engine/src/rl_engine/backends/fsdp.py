@@ -24,8 +24,16 @@ from rl_engine.checkpoint.slices import Piece, SliceReader, find_pieces, read_sh
 from rl_engine.errors import ConfigError, EngineError, ModelFolderError
 from rl_engine.model import lora
 from rl_engine.model.attention import SequenceGroup, check_heads
-from rl_engine.model.engine import ModuleEngine, check_candidates, compute_device, reshard, shares_prefixes
-from rl_engine.model.hf import HuggingFaceScorer, PolicyScorer, ValueScorer
+from rl_engine.model.engine import ModuleEngine, check_candidates, compute_device, shares_prefixes
+from rl_engine.model.hf import (
+    HuggingFaceScorer,
+    PolicyScorer,
+    ValueScorer,
+    find_linear_head,
+    make_buffers,
+    set_buffer,
+    without_layers,
+)
 from rl_engine.model.logprobs import LinearHead
 from rl_engine.model.moe import check_aux
 from rl_engine.types import EngineConfig, Head, LoraExport, ModelInit, ParallelConfig, PeftConfig, ShardSpec
@@ -138,8 +146,11 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer,
     if scorer is None:
         scorer, peft = _scorer_of(load_on_rank_0(config, world), config)
     has_whole = sliced is None and world.rank == 0
-    if has_whole or world.size == 1:
-        _find_head(scorer)
+    if isinstance(scorer, PolicyScorer):
+        if has_whole:
+            scorer.head = find_linear_head(scorer.model)
+        told = world.exchange(None if scorer.head is None else asdict(scorer.head))[0]
+        scorer.head = None if told is None else LinearHead(**told)
     source: dict[str, Tensor] = dict(scorer.named_parameters()) if has_whole and world.size > 1 else {}
     if config.torch_compile:
         compile_layers(scorer, world.device)
@@ -154,12 +165,6 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer,
     for module in scorer.modules() if config.cpu_offload else ():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(world.device))
-    if sliced is not None:
-        _find_head(scorer)
-        reshard(scorer)
-    if isinstance(scorer, PolicyScorer):
-        told = world.exchange(None if scorer.head is None else asdict(scorer.head))[0]
-        scorer.head = None if told is None else LinearHead(**told)
     scorer.sequence_group = _sequence_group(world, config.parallel.sp)
     if config.lora is None:
         scorer.requires_grad_(config.optimizer is not None)
@@ -237,18 +242,15 @@ def _slices_of(
     pieces = find_pieces(scorer.named_weights(), scorer.to_folder)
     if not open_slices(config, pieces, is_tied=bool(_ties(scorer)), world=world):
         return None, None, None
-    _make_buffers(model)
+    if isinstance(scorer, PolicyScorer):
+        try:
+            small = without_layers(hf_folder.empty_model(config.model_path, dtype=torch.float32, num_tokens=64))
+            scorer.head = find_linear_head(small)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            # it does not run without layers: its weights tell, read whole
+            return None, None, None
+    make_buffers(model)
     return scorer, peft, pieces
-
-
-def _make_buffers(model: transformers.PreTrainedModel) -> None:
-    """Compute what no folder has, such as the frequencies of rotary embeddings, on the CPU."""
-    for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue] - transformers leaves those alone
-    for name, buffer in list(model.named_non_persistent_buffers()):
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, torch.empty_like(buffer, device="cpu"))
-    model.initialize_weights()
 
 
 def _read_slices(
@@ -260,18 +262,12 @@ def _read_slices(
     scorer.to_empty(device=home)
     _tie(ties)
     for name, buffer in made.items():
-        owner, _, own = name.rpartition(".")
-        setattr(scorer.get_submodule(owner), own, buffer.to(home))
+        set_buffer(scorer, name, buffer.to(home))
     with (
         torch.no_grad(),
         SliceReader(config.model_path, shapes_of(pieces), head=config.head, is_tied=bool(ties)) as read,
     ):
         read_shards(scorer.named_weights(), pieces, read)
-
-
-def _find_head(scorer: HuggingFaceScorer) -> None:
-    if isinstance(scorer, PolicyScorer):
-        scorer.head = scorer.find_head()
 
 
 def needs_sharding(config: EngineConfig, size: int) -> bool:

@@ -93,8 +93,12 @@ def load_model(
     return _finished(model)
 
 
-def empty_model(path: str | Path, *, dtype: torch.dtype | None = None, head: Head = Head.LM) -> PreTrainedModel:
+def empty_model(
+    path: str | Path, *, dtype: torch.dtype | None = None, head: Head = Head.LM, num_tokens: int | None = None
+) -> PreTrainedModel:
     """The model that `load_model` builds, without memory for its weights (on the meta device).
+
+    With `num_tokens`, of a vocabulary of so many.
 
     Raises:
         ModelFolderError: no config, or an unknown architecture.
@@ -102,6 +106,9 @@ def empty_model(path: str | Path, *, dtype: torch.dtype | None = None, head: Hea
     folder = Path(path)
     config = read_config(folder)
     factory = _factory(config, head)
+    if num_tokens is not None:
+        text = config.get_text_config()
+        text.vocab_size, text.pad_token_id = num_tokens, None
     with torch.device("meta"):
         return _finished(_build(folder, lambda: factory.from_config(config, dtype=dtype)))
 

@@ -152,40 +152,8 @@ class PolicyScorer(HuggingFaceScorer):
 
     def __init__(self, model: PreTrainedModel, wanted: EngineConfig, *, is_compiled: bool = False) -> None:
         super().__init__(model, is_compiled=is_compiled)
-        self.head: LinearHead | None = None  # see `find_head`; with None the model makes its logits itself
+        self.head: LinearHead | None = None  # see `find_linear_head`; with None the model makes its logits itself
         self._wanted = wanted
-
-    def forward(self, rows: PackedRows | None, head_loss: HeadLoss | None = None) -> Any:
-        """See `Scorer`; with no rows, the logits of four tokens, and what a bare product with the head gives."""
-        if rows is not None:
-            return super().forward(rows, head_loss)
-        output: Any = self.model.get_output_embeddings()
-        probe = _probe_rows(self.model, output.weight.device)  # where a sharded model computes
-        return self.model(**probe).logits, output(self.model.base_model(**probe).last_hidden_state)
-
-    @torch.no_grad()
-    def find_head(self) -> LinearHead | None:
-        """Compare the model's logits with a bare product on four tokens; None where no scale of its config fits.
-
-        Collective, where the module is sharded.
-        """
-        output = self.model.get_output_embeddings()
-        if not isinstance(output, nn.Linear) or self.model.base_model is self.model:
-            return None
-        was_training = self.training
-        self.eval()
-        with torch.compiler.set_stance("force_eager"):
-            want, bare = (logits.double() for logits in self(None))
-        self.train(was_training)
-        config = self.model.config.get_text_config()
-        softcap = getattr(config, "final_logit_softcapping", None)
-        for scale in _scales(config):
-            logits = bare * scale
-            if softcap is not None:
-                logits = torch.tanh(logits / softcap) * softcap
-            if torch.allclose(logits, want, rtol=2e-2, atol=2e-2 * float(want.abs().max())):
-                return LinearHead(scale=scale, softcap=softcap)
-        return None
 
     def _score(self, rows: PackedRows, arguments: dict[str, Any], head_loss: HeadLoss | None = None) -> ModelOutput:
         """Log-prob (and what else is wanted) of each completion token, and of candidates."""
@@ -198,6 +166,68 @@ class PolicyScorer(HuggingFaceScorer):
         return score_states(hidden, output.weight, output.bias, rows, self.head, self._wanted, head_loss)
 
 
+def find_linear_head(model: PreTrainedModel) -> LinearHead | None:
+    """Compare the model's logits with a bare product on four tokens; None where no scale of its config fits."""
+    output = model.get_output_embeddings()
+    if not isinstance(output, nn.Linear) or model.base_model is model:
+        return None
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        rows = _probe_rows(model)
+        want = model(**rows).logits.double()
+        bare = output(model.base_model(**rows).last_hidden_state).double()
+    model.train(was_training)
+    for scale in _scales(config):
+        logits = bare * scale
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if torch.allclose(logits, want, rtol=2e-2, atol=2e-2 * float(want.abs().max())):
+            return LinearHead(scale=scale, softcap=softcap)
+    return None
+
+
+def without_layers(model: PreTrainedModel) -> PreTrainedModel:
+    """An empty model made real on the CPU without its layers, in place: what `find_linear_head` needs to look at.
+
+    Weights are drawn; those of a vision tower stay untouched memory.
+    """
+    layers = set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and any(type(layer).__name__ in layers for layer in module):
+            del module[:]
+    made = make_buffers(model)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for name, buffer in made.items():
+        set_buffer(model, name, buffer)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        tables = [table.weight for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table]
+        for parameter in model.parameters():
+            if parameter.ndim == 1 or any(parameter is table for table in tables):
+                parameter.normal_(generator=generator)
+    return model
+
+
+def make_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Compute what no folder has, such as the frequencies of rotary embeddings, on the CPU; the model is empty."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue] - transformers leaves those alone
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        set_buffer(model, name, torch.empty_like(buffer, device="cpu"))
+    model.initialize_weights()
+    return {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+
+
+def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    """Put a buffer in the place of the one of that name."""
+    owner, _, own = name.rpartition(".")
+    setattr(module.get_submodule(owner), own, value)
+
+
 def _can_pack(model: PreTrainedModel) -> bool:
     """Whether every layer attends through transformers' attention interface and takes positions from outside."""
     layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
@@ -205,10 +235,10 @@ def _can_pack(model: PreTrainedModel) -> bool:
     return model.is_backend_compatible() and takes_positions and layers <= _PACKABLE_LAYERS
 
 
-def _probe_rows(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
-    token_ids = torch.arange(4, device=device)[None] % model.config.get_text_config().vocab_size
-    positions = {"position_ids": torch.arange(4, device=device)[None]} if _can_pack(model) else {}
-    layout = {attention.LAYOUT_KWARG: attention.row_layout([4], device)} if _can_pack(model) else {}
+def _probe_rows(model: PreTrainedModel) -> dict[str, Any]:
+    token_ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
+    positions = {"position_ids": torch.arange(4, device=model.device)[None]} if _can_pack(model) else {}
+    layout = {attention.LAYOUT_KWARG: attention.row_layout([4], model.device)} if _can_pack(model) else {}
     return {"input_ids": token_ids, "use_cache": False, **positions, **layout}
 
 
