@@ -153,7 +153,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_two_and_on_one(two):
     torch.testing.assert_close(weights, straight[2], rtol=1e-6, atol=1e-9)
 
 
-def test_only_rank_0_ever_holds_the_whole_model(two):
+def test_only_rank_0_ever_holds_a_model_that_is_drawn(two):
     (first, second), whole, _ = two["memory"]
     assert first > whole
     assert second < 0.8 * whole  # half of it is its own shard
