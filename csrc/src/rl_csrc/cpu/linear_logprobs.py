@@ -21,7 +21,7 @@ CHUNK_BYTES = 64 << 20
 """Room for the logits, or their gradient, of one run of vocabulary rows."""
 
 
-KEPT_BYTES = 512 << 20
+KEPT_BYTES = 128 << 20
 """Memory for the logits of a chunk of tokens until their loss is known."""
 
 
