@@ -1,12 +1,18 @@
-"""`file://` against the published suites that need no votes."""
+"""`file://` against the published suites that need no votes.
+
+A folder's two ends never meet, so it has no receipts, no abort and no vote (17 tests of the other suites ask for them),
+no differences (6), and no ring of buckets whose views end, are held, or are poisoned (4).
+"""
 
 import shutil
 import tempfile
 
 import pytest
 
+from rl_ckpt.testing import sample_weights
 from rl_ckpt.testing.opening import OpeningSuite
 from rl_ckpt.testing.sources import SourceSuite
+from rl_ckpt.types import ReceiverState
 
 pytest.importorskip("safetensors")
 
@@ -21,3 +27,18 @@ class TestFile(OpeningSuite, SourceSuite):
 
     def new_address(self):
         return f"file://{tempfile.mkdtemp(dir=self._folder)}/policy"
+
+    def test_the_version_that_is_being_taken_is_told(self):
+        """As the other backends do; there is no receipt to look into."""
+
+        async def work(pair):
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            for version in (1, 2, 7):
+                report = await sender.send_weights(sample_weights(version).items(), version=version)
+                seen = [(receiver.version, receiver.state) async for _ in receiver.receive_weights()]
+                assert set(seen) == {(version, ReceiverState.PREPARING)}
+                assert (receiver.version, receiver.state) == (version, ReceiverState.COMMITTED)
+                assert (report.receipts, report.lost) == ((), ())
+                assert receiver.digest == report.digest
+
+        self.run(work)

@@ -220,6 +220,7 @@ class FileReceiver(WeightReceiver):
         self._worker = Worker(f"the receiver of {config.address}")
         self._state = ReceiverState.IDLE
         self._version: int | None = None
+        self._taking: int | None = None
         self._digest: int | None = None
         self._held: Callable[[], Mapping[str, Tensor] | None] | None = None
         self._alias_check = AliasCheck()
@@ -228,8 +229,8 @@ class FileReceiver(WeightReceiver):
 
     @property
     def version(self) -> int | None:
-        """Version that was taken last."""
-        return self._version
+        """Version that was taken last, or that is being taken."""
+        return self._taking if self._state is ReceiverState.PREPARING and self._taking is not None else self._version
 
     @property
     def digest(self) -> int | None:
@@ -282,8 +283,8 @@ class FileReceiver(WeightReceiver):
     async def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield the tensors of the newest version above the one that was taken last, each verified."""
         items = await self._worker.run(self._start)
-        is_touched = False
-        before, self._state = self._state, ReceiverState.PREPARING
+        is_touched, before = False, self._state
+        self._state = ReceiverState.PREPARING
         try:
             while (item := await self._worker.run(lambda: next(items, None))) is not None:
                 is_touched = True
@@ -305,6 +306,7 @@ class FileReceiver(WeightReceiver):
                     files = {name: safetensors.safe_open(path, framework="pt") for name, path in paths.items()}
                 except FileNotFoundError:
                     continue  # a newer one has taken its place
+                self._taking = version
                 return self._take(manifest, files)
             wait_for(self._worker.canceller, Deadline(min(LOOK_AGAIN_S, deadline.remaining_s())))
             if not deadline.remaining_s():
