@@ -178,12 +178,12 @@ class _Faults:
 
     def _end_of_step(self) -> None:
         if not (self._notes / "began").exists():
-            (self._notes / "began").write_text(str(time.time()))
+            _note(self._notes / "began", str(time.time()))
         self._num_checkpoints += 1
         if (
             self._unsettled is not None and self._has_struck and self._num_checkpoints == 2
         ):  # of the step that was under way, and one more
-            (self._notes / f"settled-{self._unsettled.number}").write_text(str(time.time()))
+            _note(self._notes / f"settled-{self._unsettled.number}", str(time.time()))
             self._unsettled = None
 
     def _strike(self, trial: Trial) -> None:
@@ -194,7 +194,7 @@ class _Faults:
             (self._notes / f"missed-{trial.number}").touch()
             self._unsettled = None
             return
-        (self._notes / f"fired-{trial.number}").write_text(json.dumps({"at": time.time(), "pid": target}))
+        _note(self._notes / f"fired-{trial.number}", json.dumps({"at": time.time(), "pid": target}))
         if fault in ("kill", "bit flip"):
             os.kill(target, signal.SIGKILL)
         elif fault == "stop":
@@ -207,6 +207,13 @@ class _Faults:
             _fill(self._output_dir.parent)
         elif fault == "dropped connections":
             _drop_connections(target)
+
+
+def _note(file: Path, text: str) -> None:
+    """Write it whole or not at all: a fault of this process may strike in between."""
+    draft = file.with_suffix(".part")
+    draft.write_text(text)
+    draft.rename(file)
 
 
 def _arm(faults: _Faults) -> None:
