@@ -16,6 +16,7 @@ def seeds():
     yield b'0{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}'
     yield b'1{"model": "m", "input": "hi", "max_output_tokens": 5, "stream": true}'
     yield b'2{"messages": [{"role": "user", "content": "hi"}], "stream": true, "stream_options": {"include_usage": true}}'
+    yield b'0{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 0}'
     yield b"2" + b"[" * 3000
 
 

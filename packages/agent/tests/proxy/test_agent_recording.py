@@ -146,6 +146,7 @@ def test_a_broken_call_is_text_to_a_framework():
         ({"parallel_tool_calls": False, "tools": [ADD]}, "parallel_tool_calls=False is not supported"),
         ({"max_tokens": 5, "max_completion_tokens": 7}, "max_tokens and max_completion_tokens are one setting"),
         ({"tools": [{"type": "function"}]}, "a tool is {'type': 'function'}"),
+        ({"max_tokens": 0}, "max_tokens is 0; at least 1 is needed"),
         ({"extra_body": {"tools": "add"}}, "tools is 'add'; a list is needed"),
         ({"extra_body": {"stream": "false"}}, "stream is 'false'; true or false is needed"),
         ({"extra_body": {"stream_options": []}}, "not of the format of this endpoint: AttributeError"),

@@ -126,7 +126,7 @@ def read_sampling(body: Mapping[str, Any], *limits: str) -> dict[str, Any]:
     """Sampling parameters of a request; `limits` are the names that it may give `max_new_tokens`.
 
     Raises:
-        RowError: one is not a number.
+        RowError: one is not a number, or a limit below 1.
     """
     for name, types in (*SAMPLING.items(), *((limit, (int,)) for limit in limits)):
         if name in body and (not isinstance(body[name], types) or isinstance(body[name], bool)):
@@ -136,6 +136,8 @@ def read_sampling(body: Mapping[str, Any], *limits: str) -> dict[str, Any]:
     given = {name: body[name] for name in SAMPLING if name in body}
     for limit in limits:
         if limit in body:
+            if body[limit] < 1:
+                raise RowError(f"{limit} is {body[limit]}; at least 1 is needed")
             given["max_new_tokens"] = body[limit]
     return given
 
