@@ -28,6 +28,7 @@ PUBLIC = [
     "ServerAddress",
     "ServerConfig",
     "ServerLostError",
+    "ServerParallel",
     "ServerStartError",
     "TokenChunk",
     "TokenOutput",

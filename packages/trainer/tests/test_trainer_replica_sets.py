@@ -158,12 +158,15 @@ def test_what_stopped_workers_failed_with_ends_the_run():
 
 
 class Replica:
+    num_receivers = 1
+
     def __init__(self, number):
         self.number, self.version, self.error, self.health = number, 0, None, None
 
-    def check_health(self):
+    def count_receivers(self):
         if self.health:
             raise self.health
+        return self.num_receivers
 
     def update_weights(self, version):
         if self.error:
@@ -223,6 +226,14 @@ def test_a_replica_whose_server_is_gone_is_found_before_the_sender_waits_for_it(
     weights.sync(5)
     assert actor.sent == [(5, 2)]
     assert "connection refused" in str(replicas.lost[2])
+
+
+def test_the_sender_waits_for_every_receiver_that_a_replica_of_several_ranks_declares():
+    actor = Actor()
+    replicas, _, weights = sync_of(actor, count=2)
+    replicas.workers[1].num_receivers = 4
+    weights.sync(5)
+    assert actor.sent == [(5, 5)]
 
 
 def test_a_new_replica_is_used_once_it_has_the_weights():

@@ -27,6 +27,7 @@ from rl_rollout.types import (
     SamplingParams,
     ServerAddress,
     ServerConfig,
+    ServerParallel,
     TokenChunk,
     TokenOutput,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "ServerAddress",
     "ServerConfig",
     "ServerLostError",
+    "ServerParallel",
     "ServerStartError",
     "TokenChunk",
     "TokenOutput",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import faulthandler
 import gc
 import json
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rl_rollout.errors import ConfigError, RolloutError
 from rl_rollout.http.client import API_TOKEN_VARIABLE, READY
 from rl_rollout.registry import create_server
-from rl_rollout.types import ServerConfig
+from rl_rollout.types import ServerConfig, ServerParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,6 +70,13 @@ def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
     )
     parser.add_argument("--kv-cache-bytes", type=int, default=0, help="most memory of keys and values; 0 chooses")
     parser.add_argument(
+        "--parallel",
+        type=parse_parallel,
+        default=default.parallel,
+        metavar="tp=2,pp=1,dp=1,ep=1",
+        help="layout over GPUs, for the backends vllm and sglang (default: one)",
+    )
+    parser.add_argument(
         "--option", dest="options", action="append", default=[], metavar="NAME=JSON", help="a setting of the backend"
     )
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input is closed")
@@ -78,6 +86,15 @@ def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
         raise ConfigError(f"--backend {backend} does nothing with --task score; leave it out")
     found["options"] = dict(map(parse_option, found["options"]))
     return task, backend, ServerConfig(api_token=os.environ.get(API_TOKEN_VARIABLE) or None, **found), exits_with_stdin
+
+
+def parse_parallel(text: str) -> ServerParallel:
+    """`tp=2,pp=2`, any of the fields of `ServerParallel`."""
+    known = {field.name for field in dataclasses.fields(ServerParallel)}
+    sizes = dict(part.partition("=")[::2] for part in text.split(",") if part)
+    if not sizes.keys() <= known or not all(size.isdecimal() for size in sizes.values()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form tp=2,pp=1,dp=1,ep=1")
+    return ServerParallel(**{name: int(size) for name, size in sizes.items()})
 
 
 def parse_option(option: str) -> tuple[str, Any]:

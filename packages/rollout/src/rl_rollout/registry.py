@@ -63,6 +63,12 @@ def check_config(config: ServerConfig) -> None:
     ):
         if getattr(config, name) < low:
             raise ConfigError(f"{name}={getattr(config, name)} must be at least {low}")
+    layout = config.parallel
+    if min(layout.tp, layout.pp, layout.dp, layout.ep) < 1 or layout.tp * layout.dp % layout.ep:
+        raise ConfigError(
+            f"parallel tp={layout.tp}, pp={layout.pp}, dp={layout.dp}, ep={layout.ep}: each must be at least 1, and ep "
+            "a divisor of tp x dp, whose ranks share out the experts"
+        )
     for name in ("timeout_s", "queue_timeout_s"):
         if getattr(config, name) <= 0:
             raise ConfigError(f"{name}={getattr(config, name)} must be above 0")

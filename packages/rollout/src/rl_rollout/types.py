@@ -159,6 +159,9 @@ class Capabilities:
     """`GenerateRequest.adapter`."""
     takes_images: bool = False
     """`GenerateRequest.images`."""
+    num_receivers: int = 1
+    """Weight receivers that one `update_weights` opens: a sender has to wait for exactly so many of this server. A
+    server of several ranks has one on each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +188,29 @@ class ServerAddress:
     """Name of the served model."""
     pid: int
     """Process that serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerParallel:
+    """Layout of one replica over `tp * pp * dp` ranks: one GPU each, or on a CPU one process each.
+
+    A backend refuses what it cannot do.
+    """
+
+    tp: int = 1
+    """Tensor-parallel ranks: every weight matrix is cut (Shoeybi et al., 1909.08053)."""
+    pp: int = 1
+    """Pipeline-parallel ranks: each has its share of the layers."""
+    dp: int = 1
+    """Data-parallel groups of `tp` ranks, each with requests of its own (data-parallel attention): they hold the
+    attention's weights whole, and share out the experts of a mixture where `ep` says so."""
+    ep: int = 1
+    """Expert-parallel ranks, of the `tp * dp` ones: each has its share of a mixture's experts."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the replica, and so its GPUs."""
+        return self.tp * self.pp * self.dp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,5 +255,7 @@ class ServerConfig:
     kv_cache_bytes: int = 0
     """Most memory that keys and values may take, bytes; 0 allows a quarter of the machine's memory, or half of what is
     free on a CUDA device."""
+    parallel: ServerParallel = field(default_factory=ServerParallel)
+    """Layout of the replica over GPUs; vllm and sglang take more than one."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Settings of one backend alone, JSON values; its module says which."""

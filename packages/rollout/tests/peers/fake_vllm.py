@@ -51,6 +51,7 @@ def parse():
     parser.add_argument("--enable-scale-out", action="store_true", required=True)
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     parser.add_argument("--enable-sleep-mode", action="store_true")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--max-loras", type=int)
     parser.add_argument("--max-lora-rank", type=int, choices=(1, 8, 16, 32, 64, 128, 256, 320, 512))

@@ -36,7 +36,8 @@ def settle(config: Config) -> Config:
 
 def gpu_roles(config: Config) -> dict[str, int]:
     """GPUs that each role asks for where none is shared."""
-    roles = {"engine": config.engine.world_size, "rollout": config.rollout.num_replicas}
+    per_replica = config.rollout.parallel.num_ranks
+    roles = {"engine": config.engine.world_size, "rollout": config.rollout.num_replicas * per_replica}
     has_reward_model = any(term.kind == "classifier" and term.path is not None for term in config.reward.parts.values())
     return roles | ({"reward": 1} if has_reward_model else {})
 
@@ -44,12 +45,14 @@ def gpu_roles(config: Config) -> dict[str, int]:
 def why_apart(config: Config, num_gpus: int) -> str | None:
     """What keeps servers from sharing the engine's GPUs, as the end of a sentence; None: nothing does."""
     world_size, num_replicas = config.engine.world_size, config.rollout.num_replicas
+    per_replica = config.rollout.parallel.num_ranks
     if not create_schedule(config).is_on_policy:
         return f"pipeline={config.pipeline} generates and trains at the same time: choose pipeline=sync"
     if config.batch.stream:
         return "batch.stream=true trains while the rest is generated: leave it out"
-    if num_replicas != world_size:
-        return f"rollout.num_replicas={num_replicas} and engine.world_size={world_size} differ: make them equal"
+    if num_replicas * per_replica != world_size:
+        replicas = f"rollout.num_replicas={num_replicas}" + (f" of {per_replica} GPUs" if per_replica > 1 else "")
+        return f"{replicas} and engine.world_size={world_size} differ: make them equal"
     if world_size > num_gpus:
         return f"the engine alone asks for {world_size}: make engine.world_size and rollout.num_replicas {num_gpus}"
     return None
@@ -87,6 +90,7 @@ def _can_share_memory(config: Config) -> bool:
     settings = "".join(os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS).replace(" ", "").lower()
     return (
         bool(config.rollout.colocated)
+        and config.rollout.parallel.num_ranks == 1  # the others' ranks compute on other GPUs than the sender's
         and config.runtime == "ray"
         and "RAY_ADDRESS" not in os.environ
         and local_gpus() > 0

@@ -213,6 +213,7 @@ def server_config(config: Config, model_path: Path) -> ServerConfig:
         max_model_len=config.rollout.max_model_len,
         max_num_seqs=config.rollout.max_num_seqs,
         dtype=config.engine.precision.partition("_")[0],  # how the engine multiplies is its own matter
+        parallel=config.rollout.parallel,
         options=config.rollout.options,
         seed=config.seed,
         timeout_s=config.timeout_s,

@@ -67,7 +67,8 @@ def resource_pools(config: Config) -> list[ResourcePool]:
         ResourcePool(name="queue", num_workers=1),
     ]
     if not config.rollout.colocated:
-        pools.append(ResourcePool(name="rollout", num_workers=config.rollout.num_replicas, num_gpus=num_gpus))
+        per_replica = num_gpus * config.rollout.parallel.num_ranks  # of one node: a bundle of Ray's is never spread
+        pools.append(ResourcePool(name="rollout", num_workers=config.rollout.num_replicas, num_gpus=per_replica))
         if reward_models(config):
             pools.append(ResourcePool(name="reward", num_workers=1, num_gpus=num_gpus))
     return pools
@@ -79,13 +80,14 @@ def check_gpus(config: Config) -> None:
     Raises:
         PlanError: there are fewer.
     """
-    pools = [pool for pool in resource_pools(config) if pool.num_gpus]
-    wanted, there = sum(pool.num_workers for pool in pools), count_gpus(config)
-    if config.runtime == "ray" and wanted > there:
+    there = count_gpus(config)
+    wanted = {pool.name: round(pool.num_workers * pool.num_gpus) for pool in resource_pools(config)}
+    if config.runtime == "ray" and sum(wanted.values()) > there:
+        asked = ", ".join(f"{name} {count}" for name, count in wanted.items() if count)
         obstacle = why_apart(config, there) or "rollout.colocated=false keeps servers on their own: leave it out"
         where, more = ("the cluster", "a larger one") if "RAY_ADDRESS" in os.environ else ("this machine", "a cluster")
         raise PlanError(
-            f"the run asks for {wanted} GPUs ({', '.join(f'{pool.name} {pool.num_workers}' for pool in pools)}), and "
+            f"the run asks for {sum(wanted.values())} GPUs ({asked}), and "
             f"{where} has {there}, which they cannot share because {obstacle}; or set RAY_ADDRESS of {more}"
         )
 
@@ -197,6 +199,7 @@ def create_servers(
         RolloutWorker,
         "engine" if config.rollout.colocated else "rollout",
         owns_pool=not config.rollout.colocated,
+        ranks_per_member=config.rollout.parallel.num_ranks if config.rollout.colocated else 1,
         backend=config.rollout.backend,
         config=server_config(config, model_path),
         weights_address=weights_address,

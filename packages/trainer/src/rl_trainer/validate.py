@@ -942,10 +942,12 @@ def _check_layout(config: Config) -> None:
             f"pipeline={config.pipeline} generates and trains at the same time, which rollout.colocated=true rules "
             "out; choose pipeline=sync, or colocated=false"
         )
-    if config.rollout.colocated and config.rollout.num_replicas != config.engine.world_size:
+    replica, num_replicas = config.rollout.parallel, config.rollout.num_replicas
+    if config.rollout.colocated and num_replicas * replica.num_ranks != config.engine.world_size:
         raise PlanError(
-            f"rollout.colocated=true puts one server beside every rank of the engine, but rollout.num_replicas="
-            f"{config.rollout.num_replicas} and engine.world_size={config.engine.world_size}; make them equal"
+            f"rollout.colocated=true puts the replicas on all GPUs of the engine, but rollout.num_replicas="
+            f"{num_replicas} of tp x pp x dp = {replica.num_ranks} GPUs and engine.world_size="
+            f"{config.engine.world_size}; make the product equal to it"
         )
     layout, world_size = config.engine.parallel, config.engine.world_size
     if world_size % (layout.tp * layout.pp * layout.cp):

@@ -10,7 +10,7 @@ from rl_trainer.errors import StaleWeightsError, WorkerDiedError
 from rl_trainer.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from rl_ckpt.types import SyncReport
     from rl_rollout.types import ServerAddress
@@ -88,8 +88,7 @@ class WeightSync:
 
     def _sync(self, version: int) -> SyncReport:
         for attempt in range(_SYNC_ATTEMPTS):
-            self._find_lost(self.servers.call(RolloutWorker.check_health, dict.fromkeys(self.servers.wait(), ())))
-            members = self.servers.wait()
+            members = self._declared_receivers()
             report, error, installed = self._send(version, members)
             lost = self._find_lost(installed)
             if report is not None and len(lost) < len(members):
@@ -103,12 +102,26 @@ class WeightSync:
                 raise self._reason(error, installed)
         raise AssertionError("the last attempt returned or raised")
 
+    def _declared_receivers(self) -> dict[int, int]:
+        """The replicas that are there, with the weight receivers that each declares."""
+        while True:
+            declared = self.servers.call(RolloutWorker.count_receivers, dict.fromkeys(self.servers.wait(), ()))
+            if not self._find_lost(declared):
+                break
+        for answer in declared.values():
+            if isinstance(answer, Exception):
+                raise answer
+        return {member: count for member, count in declared.items() if isinstance(count, int)}
+
     def _send(
-        self, version: int, members: tuple[int, ...]
+        self, version: int, members: Mapping[int, int]
     ) -> tuple[SyncReport | None, BaseException | None, dict[int, Any]]:
-        """One attempt: what the sender reports or fails with, and what each replica answered."""
+        """One attempt: what the sender reports or fails with, and what each replica answered.
+
+        `members` are the replicas with the receivers that each declares: the sync waits for all of them.
+        """
         with ThreadPoolExecutor(2, thread_name_prefix="weight-sync") as threads:
-            sent = threads.submit(self._actor.send_weights, version, len(members))
+            sent = threads.submit(self._actor.send_weights, version, sum(members.values()))
             update = threads.submit(self.servers.call, RolloutWorker.update_weights, dict.fromkeys(members, (version,)))
             while not sent.done():
                 wait([sent], timeout=_GONE_CHECK_S)

@@ -72,7 +72,7 @@ class OpenAIServer(RolloutServer):
 
     def __init__(self, config: ServerConfig) -> None:
         check_options(config.options, OPTIONS, "openai")
-        foreign = ("max_num_seqs", "seed", "num_threads", "device", "dtype", "kv_cache_bytes")
+        foreign = ("max_num_seqs", "seed", "num_threads", "device", "dtype", "kv_cache_bytes", "parallel")
         check_unused(config, foreign, "the model at a URL is started by somebody else, whose setting this is")
         url = config.options.get("url")
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):

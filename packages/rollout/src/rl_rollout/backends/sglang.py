@@ -26,12 +26,20 @@ from rl_rollout.backends.external.server import (
     COMMON_OPTIONS,
     ExternalServer,
     TornUpdateError,
+    check_arguments,
     find_preparer,
     has_vision,
     read_environment,
     words,
 )
-from rl_rollout.errors import ConfigError, GenerationError, RequestError, RolloutError, UnsupportedError
+from rl_rollout.errors import (
+    ConfigError,
+    GenerationError,
+    RequestError,
+    RolloutError,
+    ServerStartError,
+    UnsupportedError,
+)
 from rl_rollout.registry import check_options
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 from rl_rollout.validation import check_plain, versions_of
@@ -42,7 +50,7 @@ if TYPE_CHECKING:
     from rl_rollout.backends.external.server import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
-    from rl_rollout.types import GenerateRequest, ServerConfig
+    from rl_rollout.types import GenerateRequest, ServerConfig, ServerParallel
 
 OPTIONS = {
     "command": "what starts the server, a list or a line; default: this Python -m sglang.launch_server",
@@ -59,6 +67,15 @@ FEATURES_VARIABLE = "SGLANG_VLM_CACHE_SIZE_MB"
 QWEN2_5_PATCH = 1176
 """Numbers of a patch that SGLang's Qwen2.5-VL shows its vision tower; what has others, it takes for features."""
 LOADER = "rl_ckpt.adapters.sglang.load_weights"
+
+
+LAYOUT_ARGUMENTS = {
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "tp"),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "pp"),
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "--enable-dp-attention"), "dp"),
+    **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep"), "ep"),
+}
+"""Those that `ServerConfig.parallel` writes."""
 
 
 def create_server(config: ServerConfig) -> RolloutServer:
@@ -81,6 +98,8 @@ class SglangServer(ExternalServer):
                 "the option args='--max-total-tokens N'"
             )
         super().__init__(config, engine_name="sglang")
+        check_arguments(self.arguments, LAYOUT_ARGUMENTS)
+        self._layout = layout_arguments(config.parallel)
         for adapter in self.adapters.values():  # SGLang reads rank and alpha, and looks at nothing else
             check_plain(adapter.name, adapter.config, is_scaled_by_root=False)
         # SGLang keeps two positions of its context to itself.
@@ -91,7 +110,6 @@ class SglangServer(ExternalServer):
         self._has_vision = has_vision(self.model_config)
         if takes_patches(self.model_config):
             self.preparer = find_preparer(config.model_path, self.model_config)
-        self._num_ranks = 1
         self._cache_room = self.max_model_len
         # A connection per request: SGLang closes idle ones, perhaps while the next request is sent.
         self.run_as(
@@ -110,6 +128,7 @@ class SglangServer(ExternalServer):
             is_seeded=SEED_ARGUMENT in self.arguments,
             has_adapters=bool(self.adapters),
             takes_images=self.preparer is not None,
+            num_receivers=self.config.parallel.num_ranks,
         )
 
     def _environment(self) -> dict[str, str]:
@@ -134,13 +153,18 @@ class SglangServer(ExternalServer):
             *("--random-seed", str(config.seed), "--context-length", str(self._context)),
             *("--max-running-requests", str(config.max_num_seqs), "--skip-tokenizer-init"),
             *(VISION_ARGUMENTS if self._has_vision else ()),
+            *self._layout,
             *("--custom-weight-loader", LOADER, *lora_arguments(list(self.adapters.values())), *self.arguments),
         ]
 
     async def after_start(self) -> None:
         """The weights on disk are version 0."""
         told = await self.upstream.call("GET", "/server_info", timeout_s=self.config.timeout_s)
-        self._num_ranks = int(told["tp_size"])
+        if int(told["tp_size"]) != (num_ranks := self.config.parallel.num_ranks):
+            raise ServerStartError(
+                f"sglang was started with {told['tp_size']} ranks, and the layout of the replica has {num_ranks}: "
+                "leave the sizes out of args and of its configuration file"
+            )
         self._cache_room = int(told["max_total_num_tokens"]) - 2  # which it keeps to itself here too
         await self.upstream.command("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
 
@@ -215,7 +239,7 @@ class SglangServer(ExternalServer):
             await self.upstream.command(
                 "/update_weights_from_tensor",
                 {
-                    "serialized_named_tensors": [payload] * self._num_ranks,
+                    "serialized_named_tensors": [payload] * self.config.parallel.num_ranks,
                     "load_format": LOADER,
                     "flush_cache": True,
                     "weight_version": str(version),
@@ -238,6 +262,24 @@ class SglangServer(ExternalServer):
     async def post_wake(self, tags: Sequence[str]) -> None:
         """See `ExternalServer`."""
         await self.upstream.command("/resume_memory_occupation", {"tags": list(tags)})
+
+
+def layout_arguments(layout: ServerParallel) -> list[str]:
+    """How SGLang is told of the layout of a replica.
+
+    It counts the ranks of all data-parallel groups as tensor-parallel.
+
+    Raises:
+        ConfigError: layers or experts are to be shared out.
+    """
+    for name, size in (("pp", layout.pp), ("ep", layout.ep)):
+        if size > 1:
+            raise ConfigError(
+                f"parallel.{name}={size}: sglang's ranks would each hold a share of the tensors, and its weight loader "
+                f"reads all of them back before a commit; leave {name} at 1, or take the backend vllm"
+            )
+    groups = ["--dp-size", str(layout.dp), "--enable-dp-attention"] if layout.dp > 1 else []
+    return [*(["--tp-size", str(layout.num_ranks)] if layout.num_ranks > 1 else []), *groups]
 
 
 def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:

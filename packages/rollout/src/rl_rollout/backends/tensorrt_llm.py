@@ -20,7 +20,7 @@ from rl_rollout.backends.external.server import COMMON_OPTIONS, ExternalServer, 
 from rl_rollout.backends.external.upstream import closed, error_text
 from rl_rollout.errors import ConfigError, GenerationError, ServerLostError, UnsupportedError
 from rl_rollout.registry import check_options
-from rl_rollout.types import Capabilities, FinishReason, TokenChunk, TokenOutput
+from rl_rollout.types import Capabilities, FinishReason, ServerParallel, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +46,13 @@ class TensorrtLlmServer(ExternalServer):
 
     def __init__(self, config: ServerConfig) -> None:
         check_options(config.options, OPTIONS, "tensorrt_llm")
-        for name, default in (("device", "auto"), ("dtype", "auto"), ("kv_cache_bytes", 0), ("seed", 0)):
+        for name, default in (
+            ("device", "auto"),
+            ("dtype", "auto"),
+            ("kv_cache_bytes", 0),
+            ("seed", 0),
+            ("parallel", ServerParallel()),
+        ):
             if getattr(config, name) != default:
                 raise ConfigError(
                     f"{name}={getattr(config, name)!r}: trtllm-serve takes this from a file; leave it at {default!r}, "

@@ -26,6 +26,7 @@ from rl_rollout.backends.external.server import (
     COMMON_OPTIONS,
     ExternalServer,
     TornUpdateError,
+    check_arguments,
     find_preparer,
     has_vision,
     read_environment,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from rl_rollout.backends.external.server import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
-    from rl_rollout.types import GenerateRequest, ServerConfig
+    from rl_rollout.types import GenerateRequest, ServerConfig, ServerParallel
 
 
 OPTIONS = {
@@ -66,6 +67,13 @@ LEAST_TEMPERATURE = 0.01
 NORMALISE_ARGUMENT = "--mm-device-do-normalize"
 VISION_ARGUMENTS = ("--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}')
 """Of a model with a vision tower: images come normalised, and nobody shows it videos."""
+LAYOUT_ARGUMENTS = {
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tp"),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pp"),
+    **dict.fromkeys(("--data-parallel-size", "-dp"), "dp"),
+    **dict.fromkeys(("--enable-expert-parallel", "-ep"), "ep"),
+}
+"""Those that `ServerConfig.parallel` writes."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Room for ranks that vLLM can be told to make."""
 
@@ -90,6 +98,8 @@ class VllmServer(ExternalServer):
                 "choose among GPUs with the option env={'CUDA_VISIBLE_DEVICES': '0'}"
             )
         super().__init__(config, engine_name="vllm")
+        check_arguments(self.arguments, LAYOUT_ARGUMENTS)
+        self._layout = layout_arguments(config.parallel)
         self._check_cache()
         self._has_vision = has_vision(self.model_config)
         if NORMALISE_ARGUMENT in self.arguments:
@@ -119,6 +129,7 @@ class VllmServer(ExternalServer):
             gives_routed_experts=ROUTED_ARGUMENT in self.arguments,
             has_adapters=bool(self.adapters),
             takes_images=self.preparer is not None,
+            num_receivers=self.config.parallel.num_ranks,
         )
 
     def _check_cache(self) -> None:
@@ -165,7 +176,7 @@ class VllmServer(ExternalServer):
             *("--enable-scale-out", "--weight-transfer-config", '{"backend": "rl_ckpt"}', "--max-logprobs", "-1"),
             # Where there is a vision tower, vLLM needs the tokenizer at start, to try it with placeholders of its own.
             *(VISION_ARGUMENTS if self._has_vision else ("--skip-tokenizer-init",)),
-            *(*memory, *lora_arguments(list(self.adapters.values())), *self.arguments),
+            *(*self._layout, *memory, *lora_arguments(list(self.adapters.values())), *self.arguments),
         ]
 
     async def after_start(self) -> None:
@@ -227,7 +238,9 @@ class VllmServer(ExternalServer):
     async def post_update(self, address: str, version: int) -> None:
         """See `ExternalServer`. The plug-in verifies, installs and attests; after a failure it restores."""
         if address not in self._sessions:
-            info = {"url": address, "timeout_s": self.config.timeout_s}
+            layout = self.config.parallel  # a worker with a share of the tensors cannot attest all of them
+            is_spread = layout.pp > 1 or layout.ep > 1
+            info = {"url": address, "timeout_s": self.config.timeout_s, "attest": not is_spread}
             await self.upstream.command("/init_weight_transfer_engine", {"init_info": info})
             self._sessions = {address}  # a new session takes the place of the one before
         await self.upstream.command("/start_weight_update")
@@ -254,6 +267,23 @@ class VllmServer(ExternalServer):
         self._wakes_cache |= "kv_cache" in tags
         if "weights" in tags:
             await self.upstream.command("/wake_up", tags="weights")
+
+
+def layout_arguments(layout: ServerParallel) -> list[str]:
+    """How vLLM is told of the layout of a replica.
+
+    Raises:
+        ConfigError: experts are to be shared out over some of the ranks.
+    """
+    if layout.ep not in (1, layout.tp * layout.dp):
+        raise ConfigError(
+            f"parallel.ep={layout.ep}: vLLM shares the experts out over all tp x dp = {layout.tp * layout.dp} ranks or "
+            f"cuts them like other matrices; make it {layout.tp * layout.dp}, or 1"
+        )
+    sizes = {"--tensor-parallel-size": layout.tp, "--pipeline-parallel-size": layout.pp}
+    sizes |= {"--data-parallel-size": layout.dp}
+    told = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
+    return [*told, *(["--enable-expert-parallel"] if layout.ep > 1 else [])]
 
 
 def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -356,6 +357,7 @@ def serve_command(backend: str, config: ServerConfig) -> list[str]:
         *("--kv-cache-bytes", str(config.kv_cache_bytes), "--queue-timeout-s", str(config.queue_timeout_s)),
         *("--max-body-bytes", str(config.max_body_bytes), "--max-completions", str(config.max_completions)),
         *("--max-stops", str(config.max_stops), "--max-top-logprobs", str(config.max_top_logprobs)),
+        *("--parallel", ",".join(f"{name}={size}" for name, size in asdict(config.parallel).items())),
         *(word for name, value in config.options.items() for word in ("--option", f"{name}={json.dumps(value)}")),
     ]
 

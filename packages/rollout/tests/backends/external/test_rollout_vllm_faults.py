@@ -22,6 +22,7 @@ from rl_rollout import (
     ModelFolderError,
     ServerConfig,
     ServerLostError,
+    ServerParallel,
     ServerStartError,
     WeightUpdateError,
     connect_server,
@@ -61,6 +62,11 @@ def test_a_command_that_is_none(qwen3_folder):
         ({"options": {"adapters": ["one"]}}, "object of names and folders"),
         ({"options": {"adapters": {"tiny-qwen3": "here"}}}, "is the name of the model"),
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
+        ({"options": {"args": "--tensor-parallel-size 2"}}, "args have --tensor-parallel-size, .* set parallel tp"),
+        ({"options": {"args": "--tensor_parallel_size=2"}}, "args have --tensor_parallel_size=2, .* set parallel tp"),
+        ({"options": {"args": "--enable-expert-parallel"}}, "set parallel ep"),
+        ({"parallel": ServerParallel(tp=2, dp=2, ep=2)}, "ep=2: vLLM shares the experts out over all tp x dp = 4"),
+        ({"parallel": ServerParallel(tp=2, ep=3)}, "ep a divisor of tp x dp"),
         (
             {"options": {"args": "--enable-return-routed-experts", "env": {"VLLM_USE_V2_MODEL_RUNNER": 0}}},
             "VLLM_USE_V2_MODEL_RUNNER='0' and args have --enable-return-routed-experts, .* leave one of them out",
@@ -78,6 +84,25 @@ def test_a_command_that_is_none(qwen3_folder):
 def test_bad_settings_are_told_before_anything_starts(qwen3_folder, fields, told):
     with pytest.raises(ConfigError, match=told):
         create_server("vllm", ServerConfig(model_path=str(qwen3_folder), **fields))
+
+
+def test_every_rank_of_a_replica_is_a_receiver_and_its_command_has_the_layout(qwen3_folder):
+    layout = ServerParallel(tp=2, pp=2, dp=2, ep=4)
+    server = create_server("vllm", ServerConfig(model_path=str(qwen3_folder), parallel=layout))
+    assert server.capabilities.num_receivers == 8
+    command = " ".join(server.process._command)
+    told = "--tensor-parallel-size 2 --pipeline-parallel-size 2 --data-parallel-size 2 --enable-expert-parallel"
+    assert told in command
+    alone = create_server("vllm", ServerConfig(model_path=str(qwen3_folder)))
+    assert alone.capabilities.num_receivers == 1
+    assert "parallel" not in " ".join(alone.process._command)
+
+
+def test_a_backend_of_one_device_refuses_a_layout_of_several(qwen3_folder):
+    config = ServerConfig(model_path=str(qwen3_folder), parallel=ServerParallel(tp=2))
+    for backend, told in (("embedded", "computes on one device; take backend vllm"), ("tensorrt_llm", "parallel=")):
+        with pytest.raises(ConfigError, match=told):
+            create_server(backend, config)
 
 
 def test_a_folder_that_is_none_is_told_before_anything_starts(tmp_path):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from rl_engine.types import ParallelConfig
+from rl_rollout.types import ServerParallel
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -281,8 +282,10 @@ class RolloutSection:
     """Name of an installed rl-rollout backend."""
     num_replicas: Positive = 1
     """Servers, each a process of its own."""
+    parallel: ServerParallel = field(default_factory=ServerParallel)
+    """Layout of each replica, such as {tp: 2}: it takes tp x pp x dp GPUs of one node."""
     colocated: bool | None = None
-    """Servers share the GPUs of the engine, one on each: they give their memory back while it trains, and it gives its
+    """Servers share the GPUs of the engine, all of them: they give their memory back while it trains, and it gives its
     back while they generate. With pipeline=sync. None: where there are fewer GPUs than the roles ask for."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the trainer's log-probs use the same."""

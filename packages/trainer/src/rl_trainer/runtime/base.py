@@ -108,6 +108,8 @@ class WorkerContext:
     """Workers in its group."""
     host: str = "127.0.0.1"
     """Address at which the job's other processes reach this one's machine."""
+    devices: tuple[str, ...] = ()
+    """Of a replica: the GPUs of its whole group, as CUDA_VISIBLE_DEVICES names them; empty where there are none."""
 
 
 class ReplicaSet(ABC, Generic[W]):
@@ -202,16 +204,23 @@ class Runtime(ABC):
 
     @abstractmethod
     def create_replicas(
-        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, **kwargs: Any
+        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, ranks_per_member: int = 1, **kwargs: Any
     ) -> ReplicaSet[W]:
         """Place one worker of a class per process of a pool, each on its own: see `ReplicaSet`.
+
+        A member of several ranks lives in the process of the first of so many neighbouring ranks of a shared pool, and
+        is given the GPUs of all of them.
 
         Args:
             worker: A class.
             pool: Name of a pool that was started.
             owns_pool: No group shares the pool. In a shared one nobody is replaced and nobody joins: a process that
                 dies takes all of its workers along, and the run ends.
+            ranks_per_member: Processes of a shared pool whose GPUs one member has.
             kwargs: For the constructor.
+
+        Raises:
+            PlacementError: no such pool, or the ranks of a member are on several nodes.
         """
 
     def death(self, within_s: float) -> Exception | None:

@@ -36,6 +36,10 @@ class Whereabouts:
 
     node_id: str
     """Ray's name of the machine."""
+    node_address: str = ""
+    """IP address of the machine."""
+    devices: tuple[str, ...] = ()
+    """GPUs that Ray gave to the process, as CUDA_VISIBLE_DEVICES of the machine names them."""
     pid: int
     """Of the process."""
     logs: tuple[str, ...]
@@ -62,6 +66,8 @@ class PlacedHost:
     """A reference that is there when it closes, and an error when it dies."""
     where: Whereabouts | None = None
     """None until it has answered."""
+    devices: tuple[str, ...] = ()
+    """GPUs of the worker that it hosts alone: its own, or those of a group of ranks."""
 
 
 def on_machine_of(where: Whereabouts, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -71,10 +71,10 @@ class InlineRuntime(Runtime):
         return cast("W", _InlineGroup(instance, grid))
 
     def create_replicas(
-        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, **kwargs: Any
+        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, ranks_per_member: int = 1, **kwargs: Any
     ) -> ReplicaSet[W]:
         """A replica set of one, which can neither die nor grow."""
-        del owns_pool
+        del owns_pool, ranks_per_member
         self.create_group(worker, pool, **kwargs)
         return _InlineReplicas(self._workers[-1])
 

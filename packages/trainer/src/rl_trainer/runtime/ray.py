@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rl_trainer.errors import PlacementError, TrainerError, WorkerDiedError, WorkerHungError, WorkerTimeoutError
 from rl_trainer.runtime.base import Call, ReplicaSet, ResourcePool, Runtime
 from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
-from rl_trainer.runtime.heartbeat import Heartbeat, PlacedHost
+from rl_trainer.runtime.heartbeat import Heartbeat, PlacedHost, Whereabouts
 from rl_trainer.runtime.network import make_tokens
 from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, last_lines, reason_of, told_of
 from rl_trainer.runtime.reaper import Reaper
@@ -84,9 +84,12 @@ class RayRuntime(Runtime):
                 self._launch(pool, rank, groups[pool.name], rank) for rank in range(pool.num_workers)
             ]
         for name, hosts in self._hosts.items():
-            hosts[:] = [self._located(host) for host in hosts]
+            places = self.get([host.actor.whereabouts.remote() for host in hosts], hosts, "start", _START_TIMEOUT_S)
+            hosts[:] = in_rank_order(hosts, places)
+            for host in hosts:
+                self._heartbeat.watch(host)
             where = self.get([hosts[0].actor.free_address.remote()], hosts[:1], "start", _START_TIMEOUT_S)[0]
-            meet = [host.actor.set_rendezvous.remote(*where) for host in hosts]
+            meet = [host.actor.set_rendezvous.remote(*where, host.rank) for host in hosts]
             self.get(meet, hosts, f"start pool {name}", _START_TIMEOUT_S)
 
     def _init_ray(self, pools: Sequence[ResourcePool]) -> None:
@@ -160,7 +163,7 @@ class RayRuntime(Runtime):
 
     def _located(self, host: PlacedHost) -> PlacedHost:
         (where,) = self.get([host.actor.whereabouts.remote()], [host], "start", _START_TIMEOUT_S)
-        located = replace(host, where=where)
+        located = replace(host, where=where, devices=where.devices)
         self._heartbeat.watch(located)
         return located
 
@@ -175,10 +178,10 @@ class RayRuntime(Runtime):
         return cast("W", _RayGroup(self, name, hosts, grid, cast("type", worker)))
 
     def create_replicas(
-        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, **kwargs: Any
+        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, ranks_per_member: int = 1, **kwargs: Any
     ) -> ReplicaSet[W]:
-        """Construct one worker in every host of the pool."""
-        name, hosts = self._name_of(worker), self._hosts_of(pool)
+        """Construct one worker in every host of the pool, or in the first of every `ranks_per_member`."""
+        name, hosts = self._name_of(worker), members_of(self._hosts_of(pool), ranks_per_member)
         if owns_pool:
             del self._hosts[pool]  # members come and go: who waits for others does not hear of them
         replica_set: RayReplicas[W] = RayReplicas(self, pool, name, worker, kwargs, owns_pool=owns_pool)
@@ -374,6 +377,46 @@ def cluster_gpus() -> int:
             ray.shutdown()
 
 
+def in_rank_order(hosts: Sequence[PlacedHost], places: Sequence[Whereabouts]) -> list[PlacedHost]:
+    """The processes of a pool as ranks: those of a node side by side, in the order of their GPUs.
+
+    Ray promises no order, and neighbouring ranks are those that talk most and that share a replica.
+    """
+
+    def key(index: int) -> tuple[str, str, list[tuple[int, str]], int]:
+        place = places[index]
+        devices = [(int(name) if name.isdecimal() else 0, name) for name in place.devices]
+        return place.node_address, place.node_id, devices, index
+
+    order = sorted(range(len(hosts)), key=key)
+    return [replace(hosts[i], rank=rank, where=places[i], devices=places[i].devices) for rank, i in enumerate(order)]
+
+
+def members_of(hosts: Sequence[PlacedHost], ranks_per_member: int) -> list[PlacedHost]:
+    """The first of every `ranks_per_member` neighbouring ranks, with the GPUs of all of them.
+
+    Raises:
+        PlacementError: they do not divide, or those of a member are on several nodes.
+    """
+    if len(hosts) % ranks_per_member:
+        raise PlacementError(
+            f"pool {hosts[0].pool.name!r} has {len(hosts)} processes, which groups of {ranks_per_member} do not divide"
+        )
+    members: list[PlacedHost] = []
+    for start in range(0, len(hosts), ranks_per_member):
+        group = hosts[start : start + ranks_per_member]
+        nodes = {host.where.node_id: host.where.node_address for host in group if host.where is not None}
+        if len(nodes) > 1:
+            last, where = start + ranks_per_member - 1, ", ".join(nodes.values())
+            raise PlacementError(
+                f"ranks {start} to {last} of pool {group[0].pool.name!r} are to be one replica, and Ray placed them on "
+                f"{len(nodes)} nodes ({where}); make a node's GPUs a multiple of "
+                f"{ranks_per_member}, or rollout.parallel smaller"
+            )
+        members.append(replace(group[0], devices=tuple(name for host in group for name in host.devices)))
+    return members
+
+
 def _bundle(pool: ResourcePool) -> dict[str, float]:
     return {"CPU": pool.num_cpus} | ({"GPU": pool.num_gpus} if pool.num_gpus else {})
 
@@ -384,6 +427,13 @@ def _require_room(pools: Sequence[ResourcePool]) -> None:
     for pool in pools:
         wanted.update({kind: count * pool.num_workers for kind, count in _bundle(pool).items()})  # pyright: ignore[reportArgumentType] - a Counter of floats
     has = ray.cluster_resources()
+    largest = max((float(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0.0)
+    for pool in pools:
+        if pool.num_gpus > largest:
+            raise PlacementError(
+                f"a member of pool {pool.name!r} takes {pool.num_gpus:g} GPUs of one node, and the largest node of "
+                f"the cluster has {largest:g}; make rollout.parallel smaller, or take larger nodes"
+            )
     if any(count > has.get(kind, 0.0) for kind, count in wanted.items()):
         asked = ", ".join(f"{pool.name} {pool.num_workers} x {_bundle(pool)}" for pool in pools)
         there = {kind: has.get(kind, 0.0) for kind in wanted}
@@ -443,7 +493,7 @@ class RayReplicas(ReplicaSet[W]):
 
     def begin(self, hosts: list[PlacedHost]) -> None:
         """Construct the first members, side by side."""
-        create = [host.actor.create.remote(self._name, self._worker, self._kwargs) for host in hosts]
+        create = [host.actor.create.remote(self._name, self._worker, self._kwargs, host.devices) for host in hosts]
         self._runtime.get(create, hosts, f"create {self._name}")
         for host in hosts:
             self._hosts[next(self._numbers)] = host
@@ -529,7 +579,9 @@ class RayReplicas(ReplicaSet[W]):
         try:
             host = place()
             self._runtime.get(
-                [host.actor.create.remote(self._name, self._worker, self._kwargs)], [host], f"create {self._name}"
+                [host.actor.create.remote(self._name, self._worker, self._kwargs, host.devices)],
+                [host],
+                f"create {self._name}",
             )
         except (TrainerError, OSError, RuntimeError, ValueError) as error:
             with self._lock:

@@ -55,8 +55,15 @@ class Host:
         """Where this process is."""
         files = {Path(f"/proc/self/fd/{fd}").readlink() for fd in (1, 2)}
         logs = tuple(sorted(str(file) for file in files if file.is_file()))
-        node_id = ray.get_runtime_context().get_node_id()
-        return Whereabouts(node_id=node_id, pid=os.getpid(), logs=logs, dumps=self.dumps)
+        context = ray.get_runtime_context()
+        return Whereabouts(
+            node_id=context.get_node_id(),
+            node_address=ray.util.get_node_ip_address(),
+            devices=tuple(context.get_accelerator_ids().get("GPU", ())),
+            pid=os.getpid(),
+            logs=logs,
+            dumps=self.dumps,
+        )
 
     @ray.method(concurrency_group=HEARTBEAT)
     def beat(self) -> str:
@@ -72,8 +79,9 @@ class Host:
         """An address that others can meet this process at."""
         return free_address(ray.util.get_node_ip_address())
 
-    def set_rendezvous(self, address: str, port: int) -> None:
-        """Set what torch.distributed's `env://` reads."""
+    def set_rendezvous(self, address: str, port: int, rank: int) -> None:
+        """Take a rank, which nobody knows before all are placed, and set what torch.distributed's `env://` reads."""
+        self.rank = rank
         os.environ.update(
             MASTER_ADDR=address,
             MASTER_PORT=str(port),
@@ -82,10 +90,12 @@ class Host:
             LOCAL_RANK="0",
         )
 
-    def create(self, name: str, worker: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-        """Construct a worker."""
+    def create(
+        self, name: str, worker: Callable[..., Any], kwargs: dict[str, Any], devices: tuple[str, ...] = ()
+    ) -> None:
+        """Construct a worker; a replica's is told the GPUs of its group."""
         thread = self.threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
-        context = WorkerContext(rank=self.rank, world_size=self.world_size, host=self.host)
+        context = WorkerContext(rank=self.rank, world_size=self.world_size, host=self.host, devices=devices)
         self.workers[name] = thread.submit(worker, context, **kwargs).result()
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not walk all of torch again and again

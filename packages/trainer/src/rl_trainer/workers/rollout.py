@@ -45,7 +45,11 @@ class RolloutWorker:
         make = rl_rollout.launch_server if is_own_process else rl_rollout.create_server
         self._timeout_s, self._heartbeat_s = timeout_s, heartbeat_s
         self._loop = LoopThread("rollout")
-        self._server = make(backend, replace(config, host=context.host, api_token=server_token()))
+        config = replace(config, host=context.host, api_token=server_token())
+        if config.parallel.num_ranks > 1 and context.devices:  # a colocated one's process sees only its own GPU
+            variables = {"CUDA_VISIBLE_DEVICES": ",".join(context.devices), **config.options.get("env", {})}
+            config = replace(config, options={**config.options, "env": variables})
+        self._server = make(backend, config)
         self._address = self._loop.run(self._server.start(), timeout_s)
         self._receiver = rl_ckpt.connect(weights_address, role="receive", timeout_s=timeout_s)
         self._watch = self._loop.start(self._end_with_the_server()) if is_own_process else None
@@ -89,9 +93,10 @@ class RolloutWorker:
         """What the replica can do."""
         return self._server.capabilities
 
-    def check_health(self) -> None:
-        """Raise `ServerLostError` if the server is gone."""
+    def count_receivers(self) -> int:
+        """Weight receivers that the replica declares; raises `ServerLostError` if its server is gone."""
         self._loop.run(self._server.check_health(), self._timeout_s)
+        return self._server.capabilities.num_receivers
 
     def update_weights(self, version: int) -> int:
         """Install a version that is being sent."""

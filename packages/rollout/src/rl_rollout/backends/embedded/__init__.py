@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import ConfigError, ModelFolderError
 from rl_rollout.http.text import check_parser
-from rl_rollout.registry import check_options
+from rl_rollout.registry import check_options, check_unused
 from rl_rollout.validation import read_model_config
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def check_embedded_options(options: Mapping[str, Any]) -> None:
 def create_server(config: ServerConfig) -> RolloutServer:
     """A server whose engine lives in this process, in a thread of its own."""
     check_embedded_options(config.options)
+    check_unused(config, ("parallel",), "the embedded engine computes on one device; take backend vllm or sglang")
     check_model_folder(config.model_path)
     from rl_rollout.backends.embedded.server import EmbeddedServer  # imports transformers and aiohttp
 
@@ -67,6 +68,7 @@ def create_server(config: ServerConfig) -> RolloutServer:
 def launch_server(config: ServerConfig) -> RolloutServer:
     """A client whose `start` runs `rl-serve --backend embedded` as a process of its own."""
     check_embedded_options(config.options)
+    check_unused(config, ("parallel",), "the embedded engine computes on one device; take backend vllm or sglang")
     check_model_folder(config.model_path)
     from rl_rollout.http.client import LaunchedServer
 

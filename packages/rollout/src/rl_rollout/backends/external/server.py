@@ -141,6 +141,26 @@ def words(found: Any, name: str) -> list[str]:
     return [str(word) for word in found]
 
 
+def check_arguments(arguments: Sequence[str], given: Mapping[str, str]) -> None:
+    """Refuse arguments that the layout of `ServerConfig.parallel` writes: two of them could contradict each other.
+
+    Args:
+        arguments: Of the option `args`.
+        given: By argument, the field of `ServerParallel` that writes it.
+
+    Raises:
+        ConfigError: names the argument and the field.
+    """
+    for word in arguments:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag in given:
+            raise ConfigError(
+                f"args have {word}, which the layout of the replica gives: leave it out, and set parallel "
+                f"{given[flag]} (rollout.parallel={{{given[flag]}: N}} of rl-train, --parallel {given[flag]}=N of "
+                "rl-serve), so that GPUs and receivers of weights are counted by it"
+            )
+
+
 GRACE_S = 5.0
 """How long a request may take to end when its deadline is over, seconds."""
 CHECK_S = 0.2

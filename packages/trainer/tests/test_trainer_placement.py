@@ -1,0 +1,72 @@
+"""Which process gets which rank, node and GPUs: the order of ranks, and the pools of recipes in Ray's own tables."""
+
+import random
+
+import pytest
+
+from rl_trainer import gpus
+from rl_trainer.config import load_config
+from rl_trainer.errors import PlacementError, PlanError
+from rl_trainer.runtime.base import ResourcePool
+from rl_trainer.runtime.heartbeat import PlacedHost, Whereabouts
+from rl_trainer.runtime.ray import in_rank_order, members_of
+from rl_trainer.setup import check_gpus, resource_pools
+from rl_trainer.validate import make_plan
+
+POOL = ResourcePool(name="engine", num_workers=16, num_gpus=1.0)
+
+
+def placed(places):
+    """Host processes as Ray may have placed them: in any order."""
+    hosts = [PlacedHost(pool=POOL, rank=i, group=None, bundle=i, actor=None, watch=i) for i in range(len(places))]
+    found = [
+        Whereabouts(node_id=node, node_address=f"10.0.0.{node[-1]}", devices=(str(gpu),), pid=i, logs=(), dumps="")
+        for i, (node, gpu) in enumerate(places)
+    ]
+    return in_rank_order(hosts, found)
+
+
+def test_ranks_are_sorted_by_node_and_gpu_however_ray_placed_them():
+    places = [(node, gpu) for node in ("n1", "n2") for gpu in range(12)]
+    for seed in range(5):
+        shuffled = random.Random(seed).sample(places, len(places))
+        hosts = placed(shuffled)
+        assert [host.rank for host in hosts] == [*range(24)]
+        assert [(host.where.node_id, int(host.devices[0])) for host in hosts] == places  # 2 before 10
+        assert [shuffled[host.bundle] for host in hosts] == places  # each keeps what it was reserved by
+
+
+def test_a_replica_on_the_gpus_of_an_engine_has_those_of_neighbouring_ranks():
+    hosts = placed([(node, gpu) for gpu in range(4) for node in ("n1", "n2")])
+    members = members_of(hosts, 4)
+    assert [(member.rank, member.where.node_id, member.devices) for member in members] == [
+        (0, "n1", ("0", "1", "2", "3")),
+        (4, "n2", ("0", "1", "2", "3")),
+    ]
+    assert [member.devices for member in members_of(hosts, 1)] == [host.devices for host in hosts]
+    with pytest.raises(PlacementError, match=r"ranks 0 to 7 .* on 2 nodes \(10.0.0.1, 10.0.0.2\)"):
+        members_of(hosts, 8)
+    with pytest.raises(PlacementError, match="8 processes, which groups of 3 do not divide"):
+        members_of(hosts, 3)
+
+
+def test_a_replica_takes_a_gpu_for_each_of_its_ranks(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(gpus, "local_gpus", lambda: 16)
+    replicas = ["rollout.num_replicas=2", "rollout.parallel={tp: 2, dp: 2}", "engine.world_size=8"]
+    apart = load_config("quickstart", [*replicas, "rollout.colocated=false"])
+    pools = {pool.name: (pool.num_workers, pool.num_gpus) for pool in resource_pools(apart)}
+    assert pools == {"engine": (8, 1.0), "agent": (1, 0.0), "queue": (1, 0.0), "rollout": (2, 4.0)}
+    check_gpus(apart)
+    monkeypatch.setattr(gpus, "local_gpus", lambda: 15)
+    with pytest.raises(PlanError, match=r"asks for 16 GPUs \(engine 8, rollout 8\), and this machine has 15"):
+        check_gpus(apart)
+    together = load_config("quickstart", [*replicas, "rollout.colocated=true"])
+    assert {pool.name for pool in resource_pools(together)} == {"engine", "agent", "queue"}
+    make_plan(together)  # replicas of four GPUs each beside eight ranks
+
+
+def test_colocated_replicas_that_do_not_cover_the_engines_gpus_are_refused():
+    sizes = ["rollout.colocated=true", "rollout.parallel.tp=4", "engine.world_size=8", "rollout.num_replicas=3"]
+    with pytest.raises(PlanError, match=r"num_replicas=3 of tp x pp x dp = 4 GPUs and engine.world_size=8"):
+        make_plan(load_config("quickstart", sizes))
