@@ -91,7 +91,8 @@ def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
 def parse_parallel(text: str) -> ServerParallel:
     """`tp=2,pp=2`, any of the fields of `ServerParallel`."""
     known = {field.name for field in dataclasses.fields(ServerParallel)}
-    sizes = dict(part.partition("=")[::2] for part in text.split(",") if part)
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    sizes = {name: size for name, _, size in pairs}
     if not sizes.keys() <= known or not all(size.isdecimal() for size in sizes.values()):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form tp=2,pp=1,dp=1,ep=1")
     return ServerParallel(**{name: int(size) for name, size in sizes.items()})
