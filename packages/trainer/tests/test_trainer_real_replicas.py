@@ -36,6 +36,7 @@ def test_every_rank_of_every_replica_samples_from_the_weights_of_the_step_before
         *("batch.group_size=4", f"model.path={model}", f"output_dir={tmp_path / 'out'}", "steps=5", "timeout_s=900"),
         *("engine.lr=1e-2", "engine.lr_warmup_steps=0", "engine.precision=float32", "eval_every=0"),
         *("algorithm.old_logprobs=recompute", "algorithm.correction=tis", "rollout.backend=vllm"),
+        "algorithm.entropy_coef=0.1",  # so that the weights change whatever the rewards are
         *("rollout.parallel.tp=2", f"rollout.num_replicas={num_replicas}", f"rollout.options={json.dumps(options)}"),
     ]
     command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", *overrides]
@@ -44,4 +45,5 @@ def test_every_rank_of_every_replica_samples_from_the_weights_of_the_step_before
     records = [json.loads(line) for line in Path(tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     metrics = [record["metrics"] for record in records if record["metrics"]]
     assert len(metrics) == 5
+    assert all(m["grad_norm"] > 0 and m["lr"] > 0 for m in metrics), metrics
     assert all(m["mismatch_abs"] < 1e-4 for m in metrics), metrics
