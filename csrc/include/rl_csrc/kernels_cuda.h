@@ -105,6 +105,45 @@ int rl_cuda_masked_moments(const float* x, const uint8_t* mask, int64_t size, do
 int rl_cuda_whiten(const float* x, const uint8_t* mask, int64_t size, const double* moments, int32_t shift_mean, double eps,
                    float* out, void* stream);
 
+/* Attention of new tokens over a paged cache: their keys and values are written first. See rl_csrc.inference.paged. */
+typedef struct {
+  const void* query;             /* [T, H, D], of `dtype`, 16-byte aligned, as are the next five */
+  const void* key;               /* [T, K, D] */
+  const void* value;             /* [T, K, D] */
+  void* key_cache;               /* [N, S, K, D] */
+  void* value_cache;             /* [N, S, K, D] */
+  void* out;                     /* [T, H, D] */
+  const int64_t* block_tables;   /* [R, table_columns] */
+  const int64_t* rows;           /* [T] */
+  const int64_t* positions;      /* [T] */
+  const float* sinks;            /* [H], or NULL */
+  float* partial;                /* [T, H, splits, D], where splits > 1 */
+  float* stats;                  /* [T, H, splits, 2], where splits > 1 */
+  int64_t tokens, heads, kv_heads, size, page_size, table_columns, splits, window; /* window 0: none */
+  float scaling, softcap;        /* softcap 0: none */
+  int32_t page_shift;            /* log2 of page_size, or -1 */
+  int32_t dtype;
+} rl_device_attention;
+/* Of the most positions that a token may see. */
+int64_t rl_cuda_paged_splits(int64_t positions);
+/* RL_CUDA_NOT_SUPPORTED where a key is no whole number of 16 bytes, or longer than 1,024: nothing was done. */
+int rl_cuda_paged_attention(const rl_device_attention* attention, void* stream);
+
+/* A token drawn from each row of logits, and its log-prob. See rl_csrc.inference.sampling. */
+typedef struct {
+  const void* logits;            /* [B, V], of `dtype` */
+  const float* temperature;      /* [B] */
+  const int64_t* streams;        /* [B] */
+  const int64_t* positions;      /* [B] */
+  const uint8_t* is_greedy;      /* [B], or NULL */
+  int64_t* ids;                  /* [B] */
+  float* logprobs;               /* [B] */
+  int64_t rows, vocab, row_stride;
+  int32_t dtype;
+} rl_device_draw;
+/* RL_CUDA_NOT_SUPPORTED for vocabularies beyond 1,048,576. */
+int rl_cuda_draw(const rl_device_draw* draw, void* stream);
+
 /* Byte copies, many per launch; the arrays are host memory, read before the call returns. */
 int rl_cuda_bucket_copy(const uint64_t* sources, const uint64_t* destinations, const uint64_t* nbytes, int64_t count, void* stream);
 /* Digest (FRAMES.md): the unfinished sum of a piece whose first word has number `first_word` (0-based), into `total` [1].

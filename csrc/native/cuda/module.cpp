@@ -178,6 +178,40 @@ void bind_estimators(py::module_& m) {
   });
 }
 
+void bind_inference(py::module_& m) {
+  m.def("paged_splits", &rl_cuda_paged_splits);
+  // False where keys have a size that the kernel does not know: nothing was done.
+  m.def("paged_attention", [](const Arg& query, const Arg& key, const Arg& value, const Arg& key_cache, const Arg& value_cache, const Arg& block_tables,
+                              const Arg& rows, const Arg& positions, const Arg& sinks, const Arg& partial, const Arg& stats, const Arg& out,
+                              py::tuple sizes, double scaling, double softcap, int page_shift, int dtype, Stream stream) {
+    const auto size = [&](int i) { return sizes[size_t(i)].cast<int64_t>(); };
+    const rl_device_attention a{RL_AT(void, query), RL_AT(void, key), RL_AT(void, value), RL_AT(void, key_cache), RL_AT(void, value_cache),
+                               RL_AT(void, out), RL_AT(int64_t, block_tables), RL_AT(int64_t, rows), RL_AT(int64_t, positions),
+                               RL_AT(float, sinks), RL_AT(float, partial), RL_AT(float, stats),
+                               size(0), size(1), size(2), size(3), size(4), size(5), size(6), size(7),
+                               float(scaling), float(softcap), page_shift, dtype};
+    bool fits = true;
+    launch("paged_attention", [&] {
+      const int status = rl_cuda_paged_attention(&a, as_stream(stream));
+      fits = status != RL_CUDA_NOT_SUPPORTED;
+      return fits ? status : 0;
+    });
+    return fits;
+  });
+  m.def("draw", [](const Arg& logits, int64_t row_stride, int64_t vocab, int64_t rows, int dtype, const Arg& temperature, const Arg& streams,
+                   const Arg& positions, const Arg& is_greedy, const Arg& ids, const Arg& logprobs, Stream stream) {
+    const rl_device_draw a{RL_AT(void, logits), RL_AT(float, temperature), RL_AT(int64_t, streams), RL_AT(int64_t, positions), RL_AT(uint8_t, is_greedy),
+                    RL_AT(int64_t, ids), RL_AT(float, logprobs), rows, vocab, row_stride, dtype};
+    bool fits = true;
+    launch("draw", [&] {
+      const int status = rl_cuda_draw(&a, as_stream(stream));
+      fits = status != RL_CUDA_NOT_SUPPORTED;
+      return fits ? status : 0;
+    });
+    return fits;
+  });
+}
+
 // The copies of a bucket, made once and run many times.
 struct CopyPlan {
   std::vector<uint64_t> sources, destinations, nbytes;
@@ -244,6 +278,7 @@ PYBIND11_MODULE(_cuda, m) {
   bind_logprobs(m);
   bind_loss(m);
   bind_estimators(m);
+  bind_inference(m);
   bind_copies(m);
   m.def("runtime_version", [] {
     int version = 0;

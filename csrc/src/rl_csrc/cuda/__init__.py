@@ -7,6 +7,7 @@ rows, `V` vocabulary, `H` hidden, `B` sequences.
 
 from rl_csrc.cuda.advantages import group_norm, masked_moments, scan_reverse, whiten
 from rl_csrc.cuda.digest_delta import bucket_copy, delta_apply, delta_encode, digest_many, digest_sum, digest_sum_async
+from rl_csrc.cuda.inference import draw, paged_attention
 from rl_csrc.cuda.linear_logprobs import (
     linear_logprobs_backward,
     linear_logprobs_forward,
@@ -23,6 +24,7 @@ __all__ = [
     "digest_many",
     "digest_sum",
     "digest_sum_async",
+    "draw",
     "group_norm",
     "linear_logprobs_backward",
     "linear_logprobs_forward",
@@ -31,6 +33,7 @@ __all__ = [
     "logprobs_backward",
     "logprobs_forward",
     "masked_moments",
+    "paged_attention",
     "policy_loss",
     "policy_loss_from_hidden",
     "scan_reverse",

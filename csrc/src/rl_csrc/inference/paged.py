@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from rl_csrc.errors import ArgumentError
-from rl_csrc.native import cpu
+from rl_csrc.native import cpu, has_cuda
 
 _kernel: Any = getattr(cpu, "paged_attention", None)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Whether `attention` of such queries runs a kernel, and not plain torch."""
-    return query.is_cpu and query.dtype in _KERNEL_DTYPES and _kernel is not None
+    """Whether `attention` of such queries runs a kernel, and not plain torch. On a GPU it is made for decoding."""
+    if query.dtype not in _KERNEL_DTYPES:
+        return False
+    return has_cuda() if query.is_cuda else query.is_cpu and _kernel is not None
 
 
 def attention(
@@ -62,7 +64,16 @@ def attention(
     """
     if window is not None and window < 1:
         raise ArgumentError(f"window is {window}; wanted at least 1, or None for no window.")
-    if not has_kernel(query):
+    if query.is_cuda and has_kernel(query):
+        from rl_csrc import cuda
+
+        out = cuda.paged_attention(
+            *(query, key, value, key_cache, value_cache, block_tables, rows, positions),
+            *(scaling, window, softcap, sinks),
+        )
+        if out is not None:
+            return out
+    if query.is_cuda or not has_kernel(query):
         arguments = (query, key, value, key_cache, value_cache, block_tables, rows, positions)
         return reference(*arguments, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
     out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_csrc.native import cpu
+from rl_csrc.native import cpu, has_cuda
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
@@ -56,6 +56,12 @@ def draw(
     Raises:
         ArgumentError: a shape or dtype is wrong.
     """
+    if logits.is_cuda and has_cuda():
+        from rl_csrc import cuda
+
+        drawn = cuda.draw(logits, temperature, streams, positions, is_greedy)
+        if drawn is not None:
+            return drawn
     if _kernel is None or not logits.is_cpu or logits.dtype != torch.float32:
         return reference(logits, temperature=temperature, streams=streams, positions=positions, is_greedy=is_greedy)
     ids, logprobs = streams.new_empty(logits.shape[0]), logits.new_empty(logits.shape[0])

@@ -143,7 +143,7 @@ class PagedBatch:
         """Write keys and values, then let each token look at its row up to itself."""
         query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if not paged.has_kernel(query):
+        if not paged.has_kernel(query) or (query.is_cuda and self.chunks):  # the GPU's kernel is made for decoding
             return self._attend_with_torch(query, key, value, keys, values, settings)[None]
         out = paged.attention(
             query,
