@@ -393,6 +393,8 @@ class EmbeddedServer(RolloutServer):
             engine.has_weights = False
             self._weights.release()
             self._model.note_new_weights()
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for this process, the engine's could not take
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """See `RolloutServer.wake`. Decoding starts again with the tag `kv_cache`, and with an update after level 2."""
