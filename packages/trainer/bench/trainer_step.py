@@ -47,8 +47,8 @@ WRONG_SHARE = 0.7
 DATA = Path(__file__).with_name("_long_sums.py:LongSums")
 SIZES = [
     f"batch.batch_size={PROMPTS}", f"batch.mini_batch_size={PROMPTS}", f"batch.group_size={GROUP}",
-    f"rollout.max_new_tokens={MAX_NEW_TOKENS}", f"engine.lr={LR}", f"engine.lr_warmup_steps={LR_WARMUP_STEPS}",
-    "eval_every=0",
+    f"rollout.max_new_tokens={MAX_NEW_TOKENS}", f"engine.optimizer.lr={LR}",
+    f"engine.optimizer.warmup_steps={LR_WARMUP_STEPS}", "eval_every=0",
     f"data={{format: {DATA}, eval_size: 16, max_prompt_tokens: 16}}",
 ]  # fmt: skip
 

@@ -27,19 +27,29 @@ from rl_trainer.validate import check_backends, check_started
 EFFECTS = {
     "engine.backend": ("megatron", "engine"),
     "engine.world_size": ("2", "pools"),
-    "engine.lr": ("0.5", "engine"),
-    "engine.betas": ("[0.5, 0.6]", "engine"),
-    "engine.weight_decay": ("0.5", "engine"),
-    "engine.max_grad_norm": ("7", "engine"),
-    "engine.lr_warmup_steps": ("3", "engine"),
+    "engine.optimizer.lr": ("0.5", "engine"),
+    "engine.optimizer.betas": ("[0.5, 0.6]", "engine"),
+    "engine.optimizer.weight_decay": ("0.5", "engine"),
+    "engine.optimizer.max_grad_norm": ("7", "engine"),
+    "engine.optimizer.warmup_steps": ("3", "engine"),
+    "engine.optimizer.eps": ("1e-5", "engine"),
+    "engine.optimizer.total_steps": ("9", "engine"),
+    "engine.optimizer.min_lr_ratio": ("0.5", "engine"),
     "engine.lr_schedule": ("constant", "engine"),
     "engine.precision": ("bfloat16", "engine"),
+    "engine.matmul_precision": ("high", "engine"),
+    "engine.max_tokens_per_gpu": ("77", "engine"),
+    "engine.prefix_sharing": ("false", "engine"),
+    "engine.torch_compile": ("true", "engine"),
+    "engine.cpu_offload": ("true", "engine"),
     "engine.activation_checkpointing": ("true", "engine"),
     "engine.router_aux_loss_coef": ("0.5", "engine"),
     "engine.router_replay": ("true", "engine"),
     "engine.async_checkpoints": ("true", "engine"),
     "engine.lora.rank": ("3", "engine"),
     "engine.lora.alpha": ("3", "engine"),
+    "engine.lora.dropout": ("0.5", "engine"),
+    "engine.lora.export": ("adapter", "engine"),
     "engine.lora.target_modules": ("[q_proj]", "engine"),
     "engine.parallel.tp": ("2", "engine"),
     "engine.parallel.pp": ("2", "engine"),
@@ -61,6 +71,15 @@ EFFECTS = {
     "rollout.max_new_tokens": ("3", "sampling"),
     "rollout.max_num_seqs": ("3", "server"),
     "rollout.max_model_len": ("99", "server"),
+    "rollout.queue_timeout_s": ("7", "server"),
+    "rollout.max_body_bytes": ("70000", "server"),
+    "rollout.max_completions": ("7", "server"),
+    "rollout.max_stops": ("7", "server"),
+    "rollout.max_top_logprobs": ("7", "server"),
+    "rollout.num_threads": ("7", "server"),
+    "rollout.device": ("cpu", "server"),
+    "rollout.dtype": ("bfloat16", "server"),
+    "rollout.kv_cache_bytes": ("7000000", "server"),
     "rollout.options": ("{block_size: 8}", "server"),
     "rollout.backend": ("vllm", "server's kind"),
     "weights_transport": ("uds", "addresses"),
@@ -68,10 +87,12 @@ EFFECTS = {
 }
 # what a key's configuration has beside it, and the one that it is compared with
 BESIDE = {key: ["engine.lora={}"] for key in EFFECTS if key.startswith("engine.lora.")}
+BESIDE["engine.optimizer.total_steps"] = ["engine.lr_schedule=constant"]
+BESIDE["engine.optimizer.min_lr_ratio"] = ["engine.lr_schedule=constant", "engine.optimizer.total_steps=9"]
 
 
 def keys_of(section, prefix):
-    for field in fields(section):
+    for field in (each for each in fields(section) if each.init):
         hint = get_type_hints(section)[field.name]
         nested = next((t for t in (hint, *get_args(hint)) if is_dataclass(t)), None)
         yield from keys_of(nested, f"{prefix}.{field.name}") if nested else [f"{prefix}.{field.name}"]

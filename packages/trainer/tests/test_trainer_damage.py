@@ -21,7 +21,7 @@ STEPS = 3
 SIZES = [
     "runtime=inline", "data.options.num_rows=100", "data.eval_size=4", "batch.batch_size=2", "batch.mini_batch_size=2",
     "batch.group_size=2", "eval_every=0", "save_every=1", "tracking.trackers=[]",
-    "engine.lr=1e-2", "engine.lr_warmup_steps=0", "algorithm.entropy_coef=0.1",
+    "engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0", "algorithm.entropy_coef=0.1",
 ]  # fmt: skip
 
 

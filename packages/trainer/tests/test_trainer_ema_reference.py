@@ -101,8 +101,13 @@ def test_the_kl_is_to_where_the_reference_has_moved(model, tmp_path):
     """One update per step: with decay 0 the reference is the policy before it, whose KL is nothing."""
     sizes = ["data.options.num_rows=200", "data.eval_size=4", "batch.batch_size=4", "batch.mini_batch_size=4"]
     sizes += ["batch.group_size=4", "steps=4", "eval_every=0", "timeout_s=120", "runtime=inline", "save_every=2"]
-    sizes += ["engine.lr=1e-2", "engine.lr_warmup_steps=0", "algorithm.entropy_coef=0.1", "algorithm.kl_coef=0.1"]
-    sizes += ["engine.precision=float32", "algorithm.old_logprobs=recompute", f"model.path={model}"]
+    sizes += [
+        "engine.optimizer.lr=1e-2",
+        "engine.optimizer.warmup_steps=0",
+        "algorithm.entropy_coef=0.1",
+        "algorithm.kl_coef=0.1",
+    ]
+    sizes += ["engine.matmul_precision=highest", "algorithm.old_logprobs=recompute", f"model.path={model}"]
 
     def kl(name, *overrides):
         out = tmp_path / name

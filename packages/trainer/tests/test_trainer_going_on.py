@@ -52,10 +52,10 @@ def test_the_keys_that_are_others_than_before_are_told():
     state = saved(first, AdaptiveKl(coef=0.0, target=0.0))
     again = replace(first, output_dir="b", resume_from="a/checkpoint-1", model=replace(first.model, path="a/model"))
     assert state.changes(again) == []
-    other = load_config("quickstart", ["engine.lr=0.5", "batch.batch_size=64"])
+    other = load_config("quickstart", ["engine.optimizer.lr=0.5", "batch.batch_size=64"])
     assert set(state.changes(other)) == {
         "batch.batch_size=64 (was 128)",
-        "engine.lr=0.5 (was 0.0006)",
+        "engine.optimizer.lr=0.5 (was 0.0006)",
         "algorithm.advantage=grpo (was gae)",
         *(f"critic.{key}=None (was {value})" for key, value in as_tree(first)["critic"].items() if value is not None),
     }

@@ -58,7 +58,12 @@ def test_one_step_off_learns_from_tokens_of_the_weights_before(model, tmp_path):
     """On Ray: the sampler agrees with the engine on the first batch, and is one update behind it on the later ones."""
     output_dir = tmp_path / "out"
     overrides = ["pipeline=one_step_off", "algorithm.old_logprobs=recompute", "algorithm.correction=tis"]
-    overrides += ["engine.precision=float32", "engine.lr=1e-2", "engine.lr_warmup_steps=0", "steps=3"]
+    overrides += [
+        "engine.matmul_precision=highest",
+        "engine.optimizer.lr=1e-2",
+        "engine.optimizer.warmup_steps=0",
+        "steps=3",
+    ]
     overrides += ["algorithm.entropy_coef=0.1"]  # an untrained model earns nothing, and would not change for it
     assert start(model, output_dir, *overrides).wait(200) == 0, Path(f"{output_dir}.log").read_text()[-3000:]
     records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
@@ -70,8 +75,8 @@ def test_one_step_off_learns_from_tokens_of_the_weights_before(model, tmp_path):
 
 
 LEARNING = [  # an untrained model earns nothing, and would not change for it
-    "algorithm.old_logprobs=recompute", "algorithm.entropy_coef=0.1", "engine.precision=float32",
-    "engine.lr=1e-2", "engine.lr_warmup_steps=0", "eval_every=0",
+    "algorithm.old_logprobs=recompute", "algorithm.entropy_coef=0.1", "engine.matmul_precision=highest",
+    "engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0", "eval_every=0",
 ]  # fmt: skip
 
 

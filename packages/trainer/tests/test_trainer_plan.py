@@ -21,7 +21,7 @@ def test_counts_by_hand():
     assert plan.max_sequence_tokens == 512 + 1024
 
 
-@pytest.mark.parametrize("key", ["rollout.max_model_len", "batch.max_tokens_per_gpu"])
+@pytest.mark.parametrize("key", ["rollout.max_model_len", "engine.max_tokens_per_gpu"])
 def test_the_longest_sequence_may_fill_what_there_is(key):
     make_plan(load_config("quickstart", [f"{key}={16 + 5}", "reward.overlong_buffer=5"]))
     with pytest.raises(PlanError, match=f"= 21 tokens, more than {key}=20"):
@@ -53,14 +53,14 @@ JUDGE = [
             PlanError,
             "= 4 rows does not divide over engine.world_size=3",
         ),
-        (["batch.max_tokens_per_gpu=10"], PlanError, "more than batch.max_tokens_per_gpu=10"),
+        (["engine.max_tokens_per_gpu=10"], PlanError, "more than engine.max_tokens_per_gpu=10"),
         (["rollout.max_model_len=10"], PlanError, "more than rollout.max_model_len=10"),
         (["batch.group_size=1", "algorithm.advantage=rloo"], PlanError, "batch.group_size must be at least 2"),
         (["batch.group_size=1", "batch.dynamic_sampling=true"], PlanError, "group_size must be at least 2"),
         (["algorithm.advantage=gae2"], ConfigError, "algorithm.advantage='gae2' is not known; there are .*grpo"),
         (["algorithm.loss=pp0"], ConfigError, "algorithm.loss='pp0' is not known; there are .*ppo"),
         (["engine.world_size=2", "engine.parallel.tp=4"], PlanError, r"world_size=2 is no multiple of .* 4 x 1 x 1"),
-        (["engine.lora.rank=0"], ConfigError, "engine.lora.rank: Input should be greater than 0"),
+        (["engine.lora.rank=0"], ConfigError, "engine.lora: lora.rank is 0; it must be 1 or more"),
         (["runtime=inline", "engine.world_size=2"], PlanError, "use runtime=ray"),
         (
             ["rollout.colocated=true", "pipeline=one_step_off"],

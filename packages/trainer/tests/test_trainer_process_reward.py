@@ -70,13 +70,13 @@ def started(model, tmp_path, name, outcome, *overrides):
 @pytest.mark.slow
 def test_the_model_learns_the_outcome_and_resumes(model, tmp_path):
     even = "float(sum(map(ord, text)) % 2)"
-    whole = started(model, tmp_path, "whole", even, "engine.lr_warmup_steps=0")
+    whole = started(model, tmp_path, "whole", even, "engine.optimizer.warmup_steps=0")
     losses = [metrics["process_loss"] for metrics in whole.values()]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5), "it starts as the reference, and knows nothing"
     assert losses[-1] != losses[0]
     assert all(metrics["process_grad_norm"] > 0 for metrics in whole.values())
     resume = f"resume_from={tmp_path}/whole/checkpoint-2"
-    resumed = started(model, tmp_path, "resumed", even, "engine.lr_warmup_steps=0", resume)
+    resumed = started(model, tmp_path, "resumed", even, "engine.optimizer.warmup_steps=0", resume)
     assert {step: m["process_loss"] for step, m in resumed.items()} == {3: losses[2], 4: losses[3]}
     assert {step: m["policy_loss"] for step, m in resumed.items()} == {s: whole[s]["policy_loss"] for s in (3, 4)}
     with pytest.raises(TrainerError, match="a completion has the reward 2, and advantage=prime learns outcomes"):

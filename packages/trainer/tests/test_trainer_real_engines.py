@@ -57,7 +57,7 @@ def test_every_step_is_sampled_from_the_weights_of_the_step_before(backend, mode
     overrides = [
         *("data.options.num_rows=2000", "data.eval_size=16", "batch.batch_size=4", "batch.mini_batch_size=2"),
         *("batch.group_size=4", f"model.path={model}", f"output_dir={tmp_path / 'out'}", "steps=3", "timeout_s=600"),
-        *("engine.lr=1e-2", "engine.lr_warmup_steps=0", "engine.precision=float32"),
+        *("engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0", "engine.matmul_precision=highest"),
         *("algorithm.old_logprobs=recompute", "algorithm.entropy_coef=0.1", "algorithm.correction=tis"),
         *(f"rollout.backend={backend}", f"rollout.options={json.dumps(options)}"),
     ]

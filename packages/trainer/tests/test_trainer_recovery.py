@@ -96,7 +96,7 @@ def own_model(model, tmp_path):
 def test_a_run_whose_engine_and_queue_are_killed_has_the_losses_of_one_left_alone(own_model, tmp_path):
     num_steps = 6
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    common = ["save_every=2", f"steps={num_steps}", "engine.lr=1e-2", "engine.lr_warmup_steps=0"]
+    common = ["save_every=2", f"steps={num_steps}", "engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0"]
     assert start(own_model, whole, *common).wait(400) == 0, log_of(whole)
     process = start(own_model, killed, *common, "heartbeat_s=10")
     for step, role, number in ((3, "engine", signal.SIGKILL), (5, "queue", signal.SIGKILL), (6, "engine", None)):

@@ -13,9 +13,9 @@ from rl_trainer.run import run
 def metrics_of(output_dir, model, *overrides):
     settings = [
         "runtime=inline", "steps=2", "eval_every=0", "data.options.num_rows=200", "data.eval_size=4", "timeout_s=120",
-        "batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "engine.lora.rank=4", "engine.lr=1e-2",
-        "engine.lr_warmup_steps=0", "engine.precision=float32", "algorithm.entropy_coef=0.1",
-        "algorithm.kl_coef=0.1",
+        "batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "engine.lora.rank=4",
+        "engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0", "engine.matmul_precision=highest",
+        "algorithm.entropy_coef=0.1", "algorithm.kl_coef=0.1",
     ]  # fmt: skip
     run(
         load_config("quickstart", [*settings, *overrides, f"model.path={model}", f"output_dir={output_dir}"]),

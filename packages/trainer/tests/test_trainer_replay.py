@@ -165,7 +165,12 @@ def test_what_would_be_silently_wrong_is_refused(overrides, words):
 def test_a_run_that_replays_resumes_with_the_same_losses(model, tmp_path, pipeline):
     """Real components; every prompt is generated once, and the history is there after the resume."""
     sizes = ["data.options.num_rows=200", "data.eval_size=4", "rollout.max_new_tokens=5"]
-    learning = ["algorithm.entropy_coef=0.1", "engine.lr=1e-2", "engine.lr_warmup_steps=0", "timeout_s=120"]
+    learning = [
+        "algorithm.entropy_coef=0.1",
+        "engine.optimizer.lr=1e-2",
+        "engine.optimizer.warmup_steps=0",
+        "timeout_s=120",
+    ]
     reward = tmp_path / "rewards.py"
     reward.write_text("def f(text, row):\n    return sum(map(ord, text)) % 7 / 7\n")
     common = [

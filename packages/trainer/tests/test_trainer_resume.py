@@ -204,7 +204,8 @@ def test_kill_9_at_random_moments(model, tmp_path, pipeline):
     overrides = [
         f"pipeline={pipeline}", "data.options.num_rows=613", "data.eval_size=8",  # 600 prompts and 13 once more
         f"batch.batch_size={batch_size}", "batch.mini_batch_size=4", "batch.group_size=4", f"steps={num_steps}",
-        "save_every=1", "eval_every=0", "engine.lr=1e-2", "engine.lr_warmup_steps=0", "algorithm.entropy_coef=0.1",
+        "save_every=1", "eval_every=0", "engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0",
+        "algorithm.entropy_coef=0.1",
     ]  # fmt: skip
     overrides += ["staleness.max_staleness=2"] if pipeline == "fully_async" else []
     for _ in range(3):

@@ -76,7 +76,13 @@ def test_the_weights_are_those_of_the_same_mini_batches_learned_from_after_the_l
     reward = tmp_path / "rewards.py"
     reward.write_text("def f(text, row):\n    return sum(map(ord, text)) % 7 / 7\n")
     sizes = ["data.options.num_rows=200", "data.eval_size=4", "rollout.max_new_tokens=5", f"reward.path={reward}:f"]
-    learning = ["engine.lr=1e-2", "engine.lr_warmup_steps=0", "timeout_s=120", "runtime=inline", f"model.path={model}"]
+    learning = [
+        "engine.optimizer.lr=1e-2",
+        "engine.optimizer.warmup_steps=0",
+        "timeout_s=120",
+        "runtime=inline",
+        f"model.path={model}",
+    ]
     composed = {}
 
     def losses(name, *overrides):

@@ -49,7 +49,7 @@ def trained(folder, steps, *overrides, column="images"):
     sizes += ["batch.batch_size=8", "batch.mini_batch_size=8", "batch.group_size=8", f"steps={steps}", "eval_every=0"]
     model = write_tiny_vl_model(folder / "model")
     where = [f"data.path={folder / 'rows.jsonl'}", f"model.path={model}", f"output_dir={folder / 'out'}"]
-    reward = [f"reward.path={folder / 'rewards.py'}:names_the_colour", "engine.precision=float32"]
+    reward = [f"reward.path={folder / 'rewards.py'}:names_the_colour", "engine.matmul_precision=highest"]
     settings = ["runtime=inline", "save_every=0", "timeout_s=240", *sizes, *where, *reward, *overrides]
     summary = run(load_config("vlm", settings), Console(quiet=True))
     lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
@@ -67,7 +67,7 @@ def test_a_step_on_images_and_on_the_frames_of_videos(tmp_path, column):
 
 @pytest.mark.slow
 def test_a_policy_learns_to_name_a_colour_that_it_sees(tmp_path):
-    summary, records = trained(tmp_path, 40, "engine.lr=3e-3")
+    summary, records = trained(tmp_path, 40, "engine.optimizer.lr=3e-3")
     assert summary["accuracy_first"] < 0.75
     assert summary["accuracy_last"] > 0.9
     assert sum(record["reward"] for record in records[-5:]) / 5 > 0.8

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping  # noqa: TC003 - what nests ServerConfig in a schema reads its annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_rollout.errors import RequestError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class FinishReason(StrEnum):

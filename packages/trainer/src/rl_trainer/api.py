@@ -63,8 +63,8 @@ def train(
         callback: Called with every step's record, in the run's thread.
         wait: Return when the run has ended; False returns at once, and iterating gives the steps as they end.
         console: Shows the plan and the steps.
-        overrides: Any other keys: `steps=20`, `batch={"batch_size": 32}`, `**{"engine.lr": 1e-5}`. Where a key takes a
-            plug-in, a function or class may stand.
+        overrides: Any other keys: `steps=20`, `batch={"batch_size": 32}`, `**{"engine.optimizer.lr": 1e-5}`. Where
+            a key takes a plug-in, a function or class may stand.
 
     Raises:
         InputError: something cannot work; nothing was started.

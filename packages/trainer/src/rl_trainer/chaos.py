@@ -595,7 +595,7 @@ def _settings(job: _Job, output_dir: Path, model: Path) -> list[str]:
         f"model.path={model}", f"output_dir={output_dir}", f"pipeline={job.pipeline}", f"steps={job.steps}",
         f"batch.batch_size={BATCH}", f"batch.mini_batch_size={BATCH}", "batch.group_size=2", "data.eval_size=2",
         f"data.options.num_rows={num_rows}", "save_every=1", "eval_every=0", "tracking.trackers=[]",
-        "engine.lr=1e-2", "engine.lr_warmup_steps=0", "algorithm.entropy_coef=0.1",
+        "engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0", "algorithm.entropy_coef=0.1",
         f"heartbeat_s={20 if is_ray else 30}", f"timeout_s={300 if is_ray else 60}", f"max_restarts={job.steps}",
     ]  # fmt: skip
     found += ["staleness.max_staleness=2"] if job.pipeline == "fully_async" else []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from rl_engine.types import EngineConfig, Head, LoraConfig, MatmulPrecision, OptimizerConfig, Precision
+from rl_engine.types import EngineConfig, Head, OptimizerConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named, loss_named
 
@@ -149,28 +149,28 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 def actor_config(config: Config, model_path: Path) -> EngineConfig:
     """What the policy's engine is built from."""
-    algorithm, lora = config.algorithm, config.engine.lora
     num_idle = config.critic.warmup_steps if config.critic is not None else 0
-    return replace(
-        _trained_config(config, model_path, config.engine.lr, num_idle=num_idle),
-        lora=LoraConfig(**asdict(lora)) if lora is not None else None,
-        entropy=algorithm.entropy_coef > 0,
-        sum_pi_squared="sum_pi_squared" in estimator_named(algorithm.advantage).needs,
+    return _engine_config(
+        config,
+        model_path,
+        lora=config.engine.lora,
+        optimizer=_optimizer(config, num_idle=num_idle),
+        entropy=config.algorithm.entropy_coef > 0,
+        sum_pi_squared="sum_pi_squared" in estimator_named(config.algorithm.advantage).needs,
         router_aux_loss_coef=config.engine.router_aux_loss_coef,
     )
 
 
 def frozen_config(config: Config, model_path: Path, num_candidates: int = 0) -> EngineConfig:
     """What the engine of a reference or a teacher is built from."""
-    trained = _trained_config(config, model_path, config.engine.lr)
-    return replace(trained, optimizer=None, num_candidates=num_candidates)
+    return _engine_config(config, model_path, optimizer=None, num_candidates=num_candidates)
 
 
 def critic_config(config: Config, section: CriticSection, model_path: Path) -> EngineConfig:
     """What the value function's engine, or the process reward model's, is built from."""
     path = Path(section.path) if section.path is not None else model_path
-    trained = _trained_config(config, path, section.lr)
-    return trained if has_process_rewards(config) else replace(trained, head=Head.VALUE)
+    head = Head.LM if has_process_rewards(config) else Head.VALUE
+    return _engine_config(config, path, optimizer=replace(_optimizer(config), lr=section.lr), head=head)
 
 
 def candidates_of(teacher: TeacherSection) -> int:
@@ -178,46 +178,31 @@ def candidates_of(teacher: TeacherSection) -> int:
     return 0 if teacher.divergence == "reverse" else teacher.num_candidates
 
 
-def _trained_config(config: Config, model_path: Path, lr: float, *, num_idle: int = 0) -> EngineConfig:
-    """What every trained engine of a job has in common; one that is idle at first learns in fewer steps."""
-    section = config.engine
+def _engine_config(config: Config, model_path: Path, **values: Any) -> EngineConfig:
+    """The keys of `engine`, what the run says in other sections, and `values` of the one engine."""
+    keys: dict[str, Any] = {f.name: getattr(config.engine, f.name) for f in fields(EngineConfig)}
+    keys |= {"model_path": str(model_path), "temperature": config.rollout.temperature}
+    keys |= {"seed": config.seed, "timeout_s": config.timeout_s, "lora": None, "router_aux_loss_coef": 0.0}
+    keys |= values
+    return EngineConfig(**keys)
+
+
+def _optimizer(config: Config, *, num_idle: int = 0) -> OptimizerConfig:
+    """The keys of `engine.optimizer`; an engine that is idle at first learns in fewer steps."""
+    optimizer = config.engine.optimizer
+    if config.engine.lr_schedule == "constant":
+        return optimizer
     num_updates = config.batch.batch_size // config.batch.mini_batch_size
-    optimizer = OptimizerConfig(
-        lr=lr,
-        betas=section.betas,
-        weight_decay=section.weight_decay,
-        max_grad_norm=section.max_grad_norm,
-        warmup_steps=section.lr_warmup_steps,
-        total_steps=(config.steps - num_idle) * num_updates if section.lr_schedule == "cosine" else None,
-    )
-    precision, _, matmul = section.precision.partition("_")
-    return EngineConfig(
-        model_path=str(model_path),
-        optimizer=optimizer,
-        parallel=section.parallel,
-        precision=Precision(precision),
-        matmul_precision=MatmulPrecision(matmul or "highest"),
-        max_tokens_per_gpu=config.batch.max_tokens_per_gpu,
-        temperature=config.rollout.temperature,
-        activation_checkpointing=section.activation_checkpointing,
-        async_checkpoints=section.async_checkpoints,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
-    )
+    return replace(optimizer, total_steps=(config.steps - num_idle) * num_updates)
 
 
 def server_config(config: Config, model_path: Path) -> ServerConfig:
-    """What one rollout server is built from; it computes in the number format that the engine computes and sends in."""
-    return ServerConfig(
-        model_path=str(model_path),
-        max_model_len=config.rollout.max_model_len,
-        max_num_seqs=config.rollout.max_num_seqs,
-        dtype=config.engine.precision.partition("_")[0],  # how the engine multiplies is its own matter
-        parallel=config.rollout.parallel,
-        options=config.rollout.options,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
-    )
+    """The keys of `rollout`, and what the run says in other sections; it computes in the engine's number format."""
+    keys: dict[str, Any] = {f.name: getattr(config.rollout, f.name) for f in fields(ServerConfig)}
+    if config.rollout.dtype == "auto":
+        keys["dtype"] = str(config.engine.precision)
+    keys |= {"model_path": str(model_path), "seed": config.seed, "timeout_s": config.timeout_s}
+    return ServerConfig(**keys)
 
 
 def show_plan(console: Console, plan: BatchPlan, facts: Iterable[tuple[str, str]]) -> None:

@@ -22,7 +22,7 @@ import rl_engine
 import rl_rollout
 from rl_ckpt.errors import CkptError
 from rl_engine.errors import EngineError
-from rl_engine.types import ModelInit
+from rl_engine.types import LoraExport, ModelInit
 from rl_rollout.errors import RolloutError
 from rl_trainer import checkpoints, plugins
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES, PolicyLossFunction, estimator_named, loss_named
@@ -904,10 +904,10 @@ def make_plan(config: Config) -> BatchPlan:
             f"engine.world_size={engine.world_size} ranks"
         )
     longest, sum_ = longest_sequence(config)
-    if longest > batch.max_tokens_per_gpu:
+    if longest > engine.max_tokens_per_gpu:
         raise PlanError(
             f"a sequence may have {sum_} = {longest} tokens, more than "
-            f"batch.max_tokens_per_gpu={batch.max_tokens_per_gpu} of a micro-batch; raise it or lower the others"
+            f"engine.max_tokens_per_gpu={engine.max_tokens_per_gpu} of a micro-batch; raise it or lower the others"
         )
     if longest > config.rollout.max_model_len:
         raise PlanError(
@@ -949,7 +949,17 @@ def _check_layout(config: Config) -> None:
             f"{num_replicas} of tp x pp x dp = {replica.num_ranks} GPUs and engine.world_size="
             f"{config.engine.world_size}; make the product equal to it"
         )
-    layout, world_size = config.engine.parallel, config.engine.world_size
+    engine = config.engine
+    if engine.lr_schedule == "cosine" and engine.optimizer.total_steps is not None:
+        raise PlanError(
+            f"engine.lr_schedule=cosine falls to the end of the run, which engine.optimizer.total_steps="
+            f"{engine.optimizer.total_steps} contradicts; leave one of them out"
+        )
+    if engine.lora is not None and engine.lora.export != LoraExport.MERGED:
+        raise PlanError(
+            f"engine.lora.export={engine.lora.export}: servers take the model with the adapter added in; leave it out"
+        )
+    layout, world_size = engine.parallel, engine.world_size
     if world_size % (layout.tp * layout.pp * layout.cp):
         raise PlanError(
             f"engine.world_size={world_size} is no multiple of engine.parallel tp x pp x cp = "

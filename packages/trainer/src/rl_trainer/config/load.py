@@ -8,17 +8,19 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from rl_engine.types import ParallelConfig
 from rl_trainer.config.schema import AlgorithmConfig, Config
 from rl_trainer.errors import ConfigError
 from rl_trainer.plugins import absolute
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -42,12 +44,13 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
             _set(tree, key.strip(), yaml.safe_load(value))
         except yaml.YAMLError as error:
             raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from error
-    _reject_unknown(tree, Config, "")
-    tree = _with_absolute_files(tree)
     try:
-        return TypeAdapter(Config).validate_python(tree)
+        return TypeAdapter(Config).validate_python(_with_absolute_files(tree))
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors())
+        unknown = [e["loc"] for e in error.errors() if e["type"] == "unexpected_keyword_argument"]
+        if unknown:
+            raise ConfigError(_unknown_key(".".join(map(str, unknown[0])))) from None
+        problems = "; ".join(_problem(each) for each in error.errors())
         raise ConfigError(f"the configuration cannot be used: {problems}") from error
 
 
@@ -97,20 +100,20 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-def _reject_unknown(tree: Mapping[str, Any], cls: type, prefix: str) -> None:
-    known = {f.name for f in fields(cls)}
-    for key, value in tree.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), _all_keys(Config, ""), n=1, cutoff=0.0)
-            nested = difflib.get_close_matches(f"{prefix}{key}", _all_keys(Config, ""), n=1, cutoff=0.5)
-            raise ConfigError(f"unknown configuration key {prefix}{key!s}; the nearest one is {(nested or near)[0]}")
-        section = _section_of(cls, key)
-        if section is None or not isinstance(value, Mapping):
-            continue
-        below = {f"{prefix}{key}.{name}.": part for name, part in value.items()} if _is_by_name(cls, key) else {}
-        for name, part in (below or {f"{prefix}{key}.": value}).items():
-            if isinstance(part, Mapping):
-                _reject_unknown(part, section, name)
+def _problem(error: ErrorDetails) -> str:
+    """One key's complaint; what a section says of its keys together names the value itself."""
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "value_error":
+        return f"{key}: {error['msg'].removeprefix('Value error, ').removesuffix('.')}"
+    return f"{key}: {error['msg']}, got {error['input']!r}"
+
+
+def _unknown_key(key: str) -> str:
+    """A sentence that names the nearest key: one of the same section, or else one of the same last name anywhere."""
+    keys = _all_keys(Config, "")
+    last = [each for each in keys if each.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = difflib.get_close_matches(key, last or keys, n=1, cutoff=0.0)
+    return f"unknown configuration key {key}; the nearest one is {near[0]}"
 
 
 def _is_by_name(cls: type, key: str) -> bool:
@@ -125,7 +128,7 @@ def _section_of(cls: type, key: str) -> type | None:
 
 def _all_keys(cls: type, prefix: str) -> list[str]:
     keys: list[str] = []
-    for f in fields(cls):
+    for f in (each for each in fields(cls) if each.init):
         section = _section_of(cls, f.name)
         keys.append(prefix + f.name)
         if section is not None:
@@ -144,8 +147,12 @@ def _with_absolute_files(value: Any) -> Any:
 
 
 def as_tree(config: Config) -> dict[str, Any]:
-    """What `load_config` read, with every key that was left out; of the engine's layout only what was set."""
-    tree = asdict(config)
-    default = asdict(ParallelConfig())
-    tree["engine"]["parallel"] = {k: v for k, v in tree["engine"]["parallel"].items() if v != default[k]}
-    return json.loads(json.dumps(tree))
+    """What `load_config` read, with every key that was left out."""
+    return json.loads(json.dumps(_tree(config)))
+
+
+def _tree(value: Any) -> Any:
+    """A section as a mapping of its keys; what the run fills in later is no key."""
+    if is_dataclass(value):
+        return {f.name: _tree(getattr(value, f.name)) for f in fields(value) if f.init}
+    return {key: _tree(item) for key, item in value.items()} if isinstance(value, Mapping) else value

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from rl_engine.types import ParallelConfig
-from rl_rollout.types import ServerParallel
+from rl_engine.types import EngineConfig, Head, ModelInit, OptimizerConfig
+from rl_rollout.types import ServerConfig
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -175,8 +175,6 @@ class BatchConfig:
     """Completions per prompt."""
     mini_batch_size: Positive = 64
     """Prompts per optimizer step."""
-    max_tokens_per_gpu: Positive = 16384
-    """Tokens per micro-batch."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by other prompts."""
     over_sampling: Annotated[float, Field(ge=0)] = 0.0
@@ -225,65 +223,38 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSection:
-    """A low-rank adapter that is trained instead of the model; servers get the model with it added in."""
-
-    rank: Positive = 16
-    """Columns of A's transpose and of B."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The adapter is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] = ()
-    """Names of linear layers, such as q_proj; empty: every linear layer but the head."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSection:
-    """The model engine that trains."""
+class EngineSection(EngineConfig):
+    """The model engine that trains: rl-engine's own `EngineConfig`, but for what the run itself says."""
 
     backend: str = "fsdp"
     """Name of an installed rl-engine backend."""
     world_size: Positive = 1
     """Processes (one GPU each where there are GPUs)."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How the model is laid out over them, such as {tp: 2}; the rest is data parallel. A backend refuses what it cannot
-    do: fsdp takes sp and dp_replicate, megatron the others."""
-    lora: LoraSection | None = None
-    """Train an adapter; None trains the model."""
-    lr: float = 1e-6
-    """Learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW moment decays."""
-    weight_decay: float = 0.01
-    """AdamW decoupled decay."""
-    max_grad_norm: float = 1.0
-    """Gradient norm is clipped to this."""
-    lr_warmup_steps: NonNegative = 0
-    """Optimizer steps of linear warm-up."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: `cosine` falls to nothing at the end of the run."""
-    precision: Literal["float32", "float32_high", "float32_medium", "bfloat16"] = "float32"
-    """Of parameters and activations; float32_high and float32_medium compute the matrix products inside float32 in
-    TF32 or bfloat16 where the processor is faster so (torch.set_float32_matmul_precision)."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
-    router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the loss that evens out the load of a mixture's experts."""
+    """After the warm-up: `cosine` falls to optimizer.min_lr_ratio at the end of the run."""
     router_replay: bool = False
     """A mixture takes the experts that the server chose for each token (arXiv 2510.11370, R3)."""
-    async_checkpoints: bool = False
-    """Training goes on while a checkpoint is written; until it is whole, --resume takes the one before."""
+    model_path: str = field(init=False, default="")
+    init: ModelInit = field(init=False, default=ModelInit.PRETRAINED)
+    head: Head = field(init=False, default=Head.LM)
+    temperature: float = field(init=False, default=1.0)
+    entropy: bool = field(init=False, default=False)
+    sum_pi_squared: bool = field(init=False, default=False)
+    num_candidates: int = field(init=False, default=0)
+    seed: int = field(init=False, default=0)
+    timeout_s: float = field(init=False, default=600.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSection:
-    """The rollout engine that generates."""
+class RolloutSection(ServerConfig):
+    """The rollout engine that generates: rl-rollout's own `ServerConfig`, but for what the run itself says."""
 
     backend: str = "embedded"
     """Name of an installed rl-rollout backend."""
     num_replicas: Positive = 1
     """Servers, each a process of its own."""
-    parallel: ServerParallel = field(default_factory=ServerParallel)
-    """Layout of each replica, such as {tp: 2}: it takes tp x pp x dp GPUs of one node."""
     colocated: bool | None = None
     """Servers share the GPUs of the engine, all of them: they give their memory back while it trains, and it gives its
     back while they generate. With pipeline=sync. None: where there are fewer GPUs than the roles ask for."""
@@ -299,8 +270,14 @@ class RolloutSection:
     """Requests that one server decodes at a time."""
     max_model_len: Positive = 4096
     """Longest prompt plus completion, tokens."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of that backend alone, such as the command and arguments of a server of others."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16` or `float16`; `auto` is the number format of the engine, in which weights are sent."""
+    model_path: str = field(init=False, default="")
+    host: str = field(init=False, default="127.0.0.1")
+    port: int = field(init=False, default=0)
+    api_token: str | None = field(init=False, default=None)
+    seed: int = field(init=False, default=0)
+    timeout_s: float = field(init=False, default=600.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,6 +416,7 @@ class TrackingSection:
 class Config:
     """One training run."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: str = "run"
     """Shown in reports and in the default output folder."""
     seed: int = 0
