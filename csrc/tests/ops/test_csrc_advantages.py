@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_csrc
-from rl_csrc import cpu, reference
+from rl_csrc import reference
 from rl_csrc.types import GROUP_MODES, MASK_MODES, SCAN_KINDS
 
 
@@ -137,7 +137,7 @@ def test_moments_and_whitening_have_the_same_bits_with_any_number_of_threads():
     before, found = torch.get_num_threads(), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append((*cpu.masked_moments(x, mask)[:3], rl_csrc.whiten(x, mask)))
+        found.append((*rl_csrc.masked_moments(x, mask), rl_csrc.whiten(x, mask)))
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
 
@@ -146,16 +146,20 @@ def test_moments_and_whitening_match_float64_and_ignore_the_masked():
     x = torch.randn(3, 5001) * 3 + 1000
     mask = torch.rand(3, 5001) < 0.5
     dirty = torch.where(mask, x, float("nan"))
-    found, chosen = rl_csrc.Moments(*cpu.masked_moments(dirty, mask)), x[mask].double()
+    found, chosen = rl_csrc.masked_moments(dirty, mask), x[mask].double()
     assert found.num.item() == chosen.numel()
     torch.testing.assert_close(found.mean, chosen.mean(), rtol=1e-12, atol=0)
     torch.testing.assert_close(found.variance, chosen.var(), rtol=1e-10, atol=0)
     white = rl_csrc.whiten(dirty, mask)
     assert torch.equal(white[~mask], torch.zeros_like(white[~mask]))
     torch.testing.assert_close(white.double(), reference.whiten(x.double(), mask), rtol=1e-5, atol=1e-6)
-    kept = rl_csrc.whiten(x, shift_mean=False, moments=rl_csrc.Moments(*cpu.masked_moments(x, None)))
+    kept = rl_csrc.whiten(x, shift_mean=False, moments=rl_csrc.masked_moments(x))
     torch.testing.assert_close(kept.double(), reference.whiten(x.double(), shift_mean=False), rtol=1e-6, atol=1e-6)
-    assert cpu.masked_moments(x, torch.zeros_like(mask)) == (0, 0, 0)
+    assert rl_csrc.masked_moments(x, torch.zeros_like(mask)) == (0, 0, 0)
+
+
+def test_a_rank_without_groups_has_no_advantages():
+    assert rl_csrc.group_norm(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
 
 
 def test_bucket_copy_copies_every_pair_and_tells_autograd():

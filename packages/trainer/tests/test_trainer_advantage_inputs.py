@@ -8,6 +8,7 @@ from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, compute_advantages
 from rl_trainer.algorithms.advantages import value_scan
 from rl_trainer.algorithms.policy_loss import select_tokens
 from rl_trainer.config import AlgorithmConfig
+from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.workers.engine import EngineWorker
 
 OFFSETS = torch.tensor([0, 4, 6, 9, 11, 13])
@@ -34,6 +35,7 @@ def computed(weight=0.0, **keys):
     }
     worker = object.__new__(EngineWorker)
     worker._algorithm = AlgorithmConfig(gamma=GAMMA, lam=LAM, **keys)
+    worker._context = WorkerContext(rank=0, world_size=1)
     with rl_tq.serve("inproc://") as worker._queue:
         batch = worker._queue.put(jagged, partition="train")
         report = worker.compute_advantage(batch, weight, seed=5)

@@ -98,7 +98,7 @@ def test_a_policy_comes_nearer_to_its_teacher(model, tmp_path):
     lines = [{"question": f"{a} + {b} =", "answer": f"add them #### {a + b}"} for a in range(10, 20) for b in range(4)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     sizes = ["steps=8", "eval_every=0", "data.eval_size=4", "data.max_prompt_tokens=128", "rollout.max_new_tokens=16"]
-    sizes += ["batch.batch_size=8", "batch.mini_batch_size=8", "batch.group_size=2", "engine.matmul_precision=highest"]
+    sizes += ["batch.batch_size=8", "batch.mini_batch_size=8", "batch.group_size=2", "engine.precision=float32"]
     teaching = [
         f"teacher.path={teacher}",
         "teacher.divergence=mixed",

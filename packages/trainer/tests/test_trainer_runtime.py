@@ -110,6 +110,27 @@ def test_spread_cuts_what_can_be_cut():
 
 
 @pytest.mark.parametrize(
+    ("groups", "parts"),
+    [
+        ([7, 7, 7, 3, 3, 3, 5, 5, 5], [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+        ([7, 3, 7, 3], [[0, 2], [], [1, 3]]),
+        ([7] * 9, [[], [*range(9)], []]),
+        ([7, 7, 7, 7, 7, 7, 3, 5, 5], [[], [0, 1, 2, 3, 4, 5], [6, 7, 8]]),
+    ],
+)
+def test_a_group_stays_on_one_rank(groups, parts):
+    batch = BatchMeta(
+        partition="p",
+        sample_ids=tuple(map(str, range(len(groups)))),
+        columns=("c",),
+        tags=tuple({"group_id": g} for g in groups),
+    )
+    found = [own[0][0] for own in spread(call(Dispatch.SPLIT_GROUPS), Mesh(3), (batch, "x"), {})]
+    assert [[int(name) for name in part.sample_ids] for part in found] == parts
+    assert {*join(call(Dispatch.SPLIT_GROUPS), Mesh(3), found).sample_ids} == {*batch.sample_ids}
+
+
+@pytest.mark.parametrize(
     ("axes", "parts", "leaders"),
     [
         ({"dp": 2, "tp": 2}, [[1, 2], [1, 2], [3], [3]], [0, 2]),

@@ -139,7 +139,7 @@ def test_a_job_learns_from_a_teacher_that_is_served(model, tmp_path):
     lines = [{"question": f"{a} + {b} =", "answer": f"add them #### {a + b}"} for a in range(10, 20) for b in range(4)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     sizes = ["steps=1", "eval_every=0", "data.eval_size=4", "data.max_prompt_tokens=128", "rollout.max_new_tokens=16"]
-    sizes += ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "engine.matmul_precision=highest"]
+    sizes += ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "engine.precision=float32"]
     common = [*sizes, "runtime=inline", f"teacher.path={teacher}", "engine.optimizer.lr=1e-2", f"model.path={model}"]
     common += [f"data.path={data}", "save_every=0", "timeout_s=120"]
 

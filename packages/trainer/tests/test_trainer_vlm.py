@@ -49,7 +49,7 @@ def trained(folder, steps, *overrides, column="images"):
     sizes += ["batch.batch_size=8", "batch.mini_batch_size=8", "batch.group_size=8", f"steps={steps}", "eval_every=0"]
     model = write_tiny_vl_model(folder / "model")
     where = [f"data.path={folder / 'rows.jsonl'}", f"model.path={model}", f"output_dir={folder / 'out'}"]
-    reward = [f"reward.path={folder / 'rewards.py'}:names_the_colour", "engine.matmul_precision=highest"]
+    reward = [f"reward.path={folder / 'rewards.py'}:names_the_colour", "engine.precision=float32"]
     settings = ["runtime=inline", "save_every=0", "timeout_s=240", *sizes, *where, *reward, *overrides]
     summary = run(load_config("vlm", settings), Console(quiet=True))
     lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()

@@ -1,6 +1,6 @@
 """The public ops: log-probs, policy losses, advantages. Each file has checks, schema, gradient and documentation."""
 
-from rl_csrc.ops.advantages import group_norm, scan_reverse, whiten
+from rl_csrc.ops.advantages import group_norm, masked_moments, scan_reverse, whiten
 from rl_csrc.ops.linear_logprobs import linear_logprobs
 from rl_csrc.ops.linear_loss import linear_loss
 from rl_csrc.ops.logprobs import logprob_stats, logprobs, parallel_logprobs, stats_merge
@@ -12,6 +12,7 @@ __all__ = [
     "linear_loss",
     "logprob_stats",
     "logprobs",
+    "masked_moments",
     "parallel_logprobs",
     "policy_loss",
     "policy_loss_from_hidden",

@@ -112,6 +112,13 @@ def group_norm(
     return _GROUP_NORM(floats(rewards), optional_integers(group_ids), optional_integers(cu_groups), mode, eps)
 
 
+def masked_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
+    """Count, mean and centred second moment of the masked entries of x: what ranks merge to whiten one batch."""
+    _check_mask(x, mask)
+    x = floats(x)
+    return Moments(*kernel("masked_moments", x)(x, optional_booleans(mask)))
+
+
 def whiten(
     x: Tensor,
     mask: Tensor | None = None,
@@ -155,6 +162,8 @@ def _scan_fake(rewards: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
 
 
 def _group_norm(rewards: Tensor, group_ids: Tensor | None, cu_groups: Tensor | None, mode: str, eps: float) -> Tensor:
+    if rewards.numel() == 0:  # an empty tensor has no address, which is how native code is told of none
+        return torch.empty_like(rewards)
     return kernel("group_norm", rewards)(rewards, group_ids, cu_groups, mode, eps)
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from rl_trainer.algorithms import estimator_named
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import PhaseTimer, StepRecord
 from rl_trainer.plan import has_old_pass
@@ -118,7 +119,9 @@ def learn(
         source.collect()
     kl_coef = components.kl.coef
     with timer.phase("advantage"):
-        report = actor.compute_advantage(batch, kl_coef, hash_seed(f"{config.seed}/{step}"))
+        is_whole = estimator_named(config.algorithm.advantage).scope == "whole"
+        compute = actor.compute_whole_advantage if is_whole else actor.compute_advantage
+        report = compute(batch, kl_coef, hash_seed(f"{config.seed}/{step}"))
         batch = batch.union(report.batch)
     if components.samples is not None:
         with timer.phase("keep_samples"):

@@ -565,7 +565,7 @@ def _check_pipeline(config: Config) -> None:
 def _check_stream(config: Config, schedule: Schedule) -> None:
     """That a step's mini-batches may be learned from one by one as they come, with the gradients of a whole batch."""
     batch, algorithm = config.batch, config.algorithm
-    per_group = ", ".join(name for name, estimator in sorted(ADVANTAGES.items()) if estimator.is_of_groups)
+    per_group = ", ".join(name for name, estimator in sorted(ADVANTAGES.items()) if estimator.scope == "group")
     in_the_way = {
         "rollout.colocated=true, whose servers have to end before the engine may begin": bool(config.rollout.colocated),
         f"pipeline={config.pipeline}, which generates ahead": not schedule.is_on_policy,
@@ -584,7 +584,7 @@ def _check_stream(config: Config, schedule: Schedule) -> None:
             algorithm.loss
         ).selects_tokens,
         f"algorithm.advantage={algorithm.advantage}, which compares beyond a group; choose one of {per_group}": (
-            not estimator_named(algorithm.advantage).is_of_groups
+            estimator_named(algorithm.advantage).scope != "group"
         ),
     }
     for what, is_so in in_the_way.items():

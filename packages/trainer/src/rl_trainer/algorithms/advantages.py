@@ -28,8 +28,30 @@ Need = Literal["values", "components", "greedy_rewards", "logprobs", "sum_pi_squ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRanks:
+    """The ranks that share a batch, each with some of its groups. Collective: all of them call alike."""
+
+    rank: int = 0
+    """This one."""
+    size: int = 1
+    """How many there are."""
+    all_reduce: Callable[[Tensor], Tensor] | None = None
+    """Sum of a float64 tensor over the ranks; None with one rank."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of `values`, float64 of one shape on all ranks."""
+        return values if self.all_reduce is None else self.all_reduce(values)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """(ranks, ...) float64: the `values` of every rank, of one shape."""
+        all_values = values.new_zeros(self.size, *values.shape)
+        all_values[self.rank] = values
+        return self.sum(all_values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInput:
-    """A batch of completions, packed. Which of the optional fields are there is what the estimator registered."""
+    """Completions, packed: a batch's, or the groups of it that a rank holds. Estimators register what they read."""
 
     rewards: Tensor
     """(T,) float32, a completion's reward on its last model token, turn rewards on the last token of their turn."""
@@ -65,6 +87,19 @@ class AdvantageInput:
     """(T,) float32, beta times the log-ratio of the process reward model to its reference."""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
     """What `Estimator.reads` names: (T,) of ragged columns, (B, ...) of others."""
+    ranks: BatchRanks = field(default_factory=BatchRanks)
+    """Who holds the other groups of the batch."""
+
+    def whiten(self, per_token: Tensor) -> Tensor:
+        """(T,) float32, less the mean over the whole batch's model tokens, over their deviation; 0 elsewhere."""
+        if self.ranks.size == 1:
+            return rl_csrc.whiten(per_token, self.loss_mask) * self.loss_mask
+        own = rl_csrc.masked_moments(per_token, self.loss_mask)
+        nums, means, m2s = self.ranks.gather(torch.stack([*own])).unbind(1)
+        num = nums.sum()
+        mean = (nums * means).sum() / num.clamp(min=1)
+        moments = rl_csrc.Moments(num, mean, (m2s + nums * (means - mean).square()).sum())
+        return rl_csrc.whiten(per_token, self.loss_mask, moments=moments) * self.loss_mask
 
     def sum_rewards(self) -> Tensor:
         """(B,) float32, the reward of each completion."""
@@ -142,8 +177,10 @@ class Estimator:
     """Whether it looks at the weights of `algorithm.correction`, where there are any."""
     reads: tuple[str, ...] = ()
     """Further columns that it reads, such as those of stages."""
-    is_of_groups: bool = False
-    """Whether nothing but a group's own completions decides its advantages, so that groups may come one by one."""
+    scope: Literal["group", "batch", "whole"] = "whole"
+    """What decides a completion's advantages. `group`: its own group alone, so that groups may come one by one.
+    `batch`: also sums over the batch, taken by `AdvantageInput.ranks`. Both run on every rank, on the groups that it
+    holds. `whole`: the whole batch, which one rank is given."""
 
 
 ADVANTAGES: dict[str, Estimator] = {}
@@ -157,7 +194,7 @@ def register_advantage(
     compares_group: bool = False,
     keys: tuple[str, ...] = (),
     uses_weights: bool = False,
-    is_of_groups: bool = False,
+    scope: Literal["group", "batch", "whole"] = "whole",
 ) -> None:
     """Add an estimator under a name that `algorithm.advantage` can then choose, in this process.
 
@@ -169,7 +206,7 @@ def register_advantage(
         compares_group=compares_group,
         keys=keys,
         uses_weights=uses_weights,
-        is_of_groups=is_of_groups,
+        scope=scope,
     )
 
 
@@ -238,8 +275,7 @@ def rloo(data: AdvantageInput) -> Tensor:
 
 def group_whitened(data: AdvantageInput) -> Tensor:
     """Reward less its group's mean, whitened over the batch's model tokens: REINFORCE++-baseline, arXiv 2501.03262."""
-    centered = dr_grpo(data)
-    return rl_csrc.whiten(centered, data.loss_mask) * data.loss_mask
+    return data.whiten(dr_grpo(data))
 
 
 def best_of_group(data: AdvantageInput) -> Tensor:
@@ -281,8 +317,8 @@ def gpg(data: AdvantageInput) -> Tensor:
     has_signal = torch.zeros_like(rewards)
     for members in members_of(rollouts.group_ids):
         has_signal[members] = float(rewards[members].min() != rewards[members].max())
-    scale = rewards.numel() / has_signal.sum().clamp(min=1.0)
-    return data.broadcast(rollouts.to_rows(advantages * scale))
+    num, with_signal = data.ranks.sum(torch.stack([torch.ones_like(rewards).double().sum(), has_signal.double().sum()]))
+    return data.broadcast(rollouts.to_rows(advantages * (num / with_signal.clamp(min=1.0)).float()))
 
 
 def group_reward_decoupled(data: AdvantageInput) -> Tensor:
@@ -297,7 +333,7 @@ def group_reward_decoupled(data: AdvantageInput) -> Tensor:
     for rewards, weight in zip(components.float().unbind(1), weights.tolist(), strict=True):
         normed = rl_csrc.group_norm(rollouts.mean(rewards), rollouts.group_ids, mode="grpo")
         total += weight * rollouts.to_rows(normed)
-    return rl_csrc.whiten(data.broadcast(total), data.loss_mask) * data.loss_mask
+    return data.whiten(data.broadcast(total))
 
 
 def _against_group(data: AdvantageInput, mode: Literal["grpo", "dr_grpo", "rloo"]) -> Tensor:
@@ -335,7 +371,7 @@ def value_scan(data: AdvantageInput, kind: str) -> rl_csrc.Scan:
 
 def gae(data: AdvantageInput) -> Tensor:
     """Generalized advantage estimation over model tokens, whitened over those of the batch, arXiv 1506.02438."""
-    return rl_csrc.whiten(value_scan(data, "gae").advantages, data.loss_mask) * data.loss_mask
+    return data.whiten(value_scan(data, "gae").advantages)
 
 
 def vtrace(data: AdvantageInput) -> Tensor:
@@ -345,7 +381,7 @@ def vtrace(data: AdvantageInput) -> Tensor:
 
 def reinforce_plus_plus(data: AdvantageInput) -> Tensor:
     """Discounted reward-to-go, whitened over the batch's model tokens, arXiv 2501.03262."""
-    return rl_csrc.whiten(reward_to_go(data), data.loss_mask) * data.loss_mask
+    return data.whiten(reward_to_go(data))
 
 
 def remax(data: AdvantageInput) -> Tensor:
@@ -428,23 +464,25 @@ def _running(per_token: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     return total - before.repeat_interleave(lengths)
 
 
-register_advantage("grpo", grpo, is_of_groups=True)
-register_advantage("dr_grpo", dr_grpo, compares_group=True, is_of_groups=True)
-register_advantage("rloo", rloo, compares_group=True, is_of_groups=True)
-register_advantage("reinforce_pp_baseline", group_whitened, compares_group=True)
-register_advantage("grpo_passk", best_of_group, compares_group=True, is_of_groups=True)
-register_advantage("opo", length_weighted, compares_group=True, is_of_groups=True)
-register_advantage("gpg", gpg, compares_group=True)
-register_advantage("gdpo", group_reward_decoupled, needs=("components",))
+register_advantage("grpo", grpo, scope="group")
+register_advantage("dr_grpo", dr_grpo, compares_group=True, scope="group")
+register_advantage("rloo", rloo, compares_group=True, scope="group")
+register_advantage("reinforce_pp_baseline", group_whitened, compares_group=True, scope="batch")
+register_advantage("grpo_passk", best_of_group, compares_group=True, scope="group")
+register_advantage("opo", length_weighted, compares_group=True, scope="group")
+register_advantage("gpg", gpg, compares_group=True, scope="batch")
+register_advantage("gdpo", group_reward_decoupled, needs=("components",), scope="batch")
 _AHEAD, _LAMBDA = ("gamma",), ("gamma", "lam")
-register_advantage("gae", gae, needs=("values",), keys=_LAMBDA)
-register_advantage("vtrace", vtrace, needs=("values", "ratio"), keys=_LAMBDA)
-register_advantage("reinforce_pp", reinforce_plus_plus, keys=_AHEAD)
-register_advantage("remax", remax, needs=("greedy_rewards",), keys=_AHEAD, is_of_groups=True)
+register_advantage("gae", gae, needs=("values",), keys=_LAMBDA, scope="batch")
+register_advantage("vtrace", vtrace, needs=("values", "ratio"), keys=_LAMBDA, scope="group")
+register_advantage("reinforce_pp", reinforce_plus_plus, keys=_AHEAD, scope="batch")
+register_advantage("remax", remax, needs=("greedy_rewards",), keys=_AHEAD, scope="group")
 for _name, _compute in (
     ("optimal_token_baseline", optimal_token_baseline),
     ("tir_optimal_token_baseline", optimal_token_baseline_with_tools),
 ):
     _needs = ("logprobs", "sum_pi_squared")
-    register_advantage(_name, _compute, needs=_needs, compares_group=True, keys=_AHEAD, uses_weights=True)
-register_advantage("prime", prime, needs=("process_rewards",), compares_group=True, keys=_AHEAD)
+    register_advantage(
+        _name, _compute, needs=_needs, compares_group=True, keys=_AHEAD, uses_weights=True, scope="group"
+    )
+register_advantage("prime", prime, needs=("process_rewards",), compares_group=True, keys=_AHEAD, scope="group")

@@ -14,6 +14,7 @@ import torch
 import rl_csrc
 from rl_csrc import METRIC_NAMES
 from rl_trainer.algorithms import distillation
+from rl_trainer.algorithms.advantages import BatchRanks
 from rl_trainer.algorithms.aggregation import Aggregation, row_of, row_sums
 from rl_trainer.algorithms.rollout_correction import (
     REJECTED_PER_KEPT,
@@ -147,6 +148,7 @@ def select_tokens(
     low: float = 1.0,
     high: float = 5.0,
     seed: int = 0,
+    ranks: BatchRanks | None = None,
 ) -> Tensor:
     """(T,) uint8, 1 at the model tokens that Clip-Cov and KL-Cov (arXiv 2505.22617) treat apart.
 
@@ -164,20 +166,28 @@ def select_tokens(
         low: Lower bound; clip_cov only.
         high: Upper bound; clip_cov only.
         seed: Of the draw; clip_cov only.
+        ranks: That hold the other tokens of the batch; None: there are no others.
     """
+    ranks = ranks or BatchRanks()
     at = torch.nonzero(loss_mask.bool())[:, 0]
     chosen = torch.zeros(loss_mask.shape, dtype=torch.uint8, device=loss_mask.device)
-    if at.numel() == 0:
-        return chosen
     x, y = logprobs[at].double(), advantages[at].double()
-    covariance = (x - x.mean()) * (y - y.mean())
-    count = max(1, int(share * at.numel()))
-    if loss == "kl_cov":
-        chosen[at[covariance.topk(count).indices]] = 1
+    num, mean_x, mean_y = ranks.sum(torch.stack([x.new_tensor(float(at.numel())), x.sum(), y.sum()])).tolist()
+    if num == 0:
+        return chosen
+    covariance = (x - mean_x / num) * (y - mean_y / num)
+    count = max(1, int(share * num))
+    if loss == "kl_cov":  # of the largest of every rank, the largest of all
+        values, places = covariance.topk(min(count, at.numel()))
+        largest = ranks.gather(torch.cat([values, values.new_full((count - values.numel(),), -torch.inf)]))
+        ours = largest.flatten().topk(count).indices - ranks.rank * count
+        chosen[at[places[ours[(ours >= 0) & (ours < places.numel())]]]] = 1
         return chosen
     candidates = at[(covariance >= low) & (covariance <= high)]
-    order = torch.randperm(candidates.numel(), generator=torch.Generator().manual_seed(seed)).to(candidates.device)
-    chosen[candidates[order[:count]]] = 1
+    nums = ranks.gather(x.new_tensor(float(candidates.numel()))).long()
+    order = torch.randperm(int(nums.sum()), generator=torch.Generator().manual_seed(seed)).to(candidates.device)
+    ours = order[:count] - int(nums[: ranks.rank].sum())
+    chosen[candidates[ours[(ours >= 0) & (ours < candidates.numel())]]] = 1
     return chosen
 
 

@@ -38,6 +38,8 @@ class Dispatch(StrEnum):
     """Arguments that can be chunked are cut over the ranks; answers are joined in rank order."""
     SPLIT_REDUCED = "split_reduced"
     """Like `split`, but the ranks have reduced their answers to the same one; rank 0's comes back."""
+    SPLIT_GROUPS = "split_groups"
+    """Like `split`, but rows of one group (tag `group_id`) stay on one rank."""
     GATHER = "gather"
     """The same arguments to every rank; the list of all answers, joined."""
 

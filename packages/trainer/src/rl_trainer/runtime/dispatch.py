@@ -81,7 +81,7 @@ def spread(call: Call, mesh: Mesh, args: tuple[Any, ...], kwargs: Mapping[str, A
     """The arguments for each rank; None where a rank is not called.
 
     `SPLIT` cuts every argument that is a list or has `reorder` (a `BatchMeta`) into contiguous parts whose lengths
-    differ by at most one row; other arguments go to every rank.
+    differ by at most one row, `SPLIT_GROUPS` a `BatchMeta` into whole groups; other arguments go to every rank.
 
     Raises:
         TypeError: the arguments of an `all_to_all` or `direct` call are not what these take.
@@ -99,18 +99,18 @@ def spread(call: Call, mesh: Mesh, args: tuple[Any, ...], kwargs: Mapping[str, A
         for given in (*args, *kwargs.values()):
             if not isinstance(given, list) or len(given) != num_ranks:
                 raise TypeError(f"an all_to_all call takes lists of {num_ranks} entries, one per rank, not {given!r}")
-    elif mode not in {Dispatch.SPLIT, Dispatch.SPLIT_REDUCED}:
+    elif mode not in {Dispatch.SPLIT, Dispatch.SPLIT_REDUCED, Dispatch.SPLIT_GROUPS}:
         return [whole] * num_ranks
-    num_parts = mesh.size(call.axis)
-    parts = [_parts(given, num_parts) for given in args]
-    named = {name: _parts(given, num_parts) for name, given in kwargs.items()}
+    num_parts, cut_by = mesh.size(call.axis), cut_groups if mode is Dispatch.SPLIT_GROUPS else cut
+    parts = [_parts(given, num_parts, cut_by) for given in args]
+    named = {name: _parts(given, num_parts, cut_by) for name, given in kwargs.items()}
     places = [mesh.coordinate(rank, call.axis) for rank in range(num_ranks)]
     return [(tuple(p[at] for p in parts), {name: p[at] for name, p in named.items()}) for at in places]
 
 
-def _parts(argument: Any, num_parts: int) -> list[Any]:
+def _parts(argument: Any, num_parts: int, cut_by: Callable[[Any, int], list[Any]]) -> list[Any]:
     is_cut = isinstance(argument, list) or hasattr(argument, "reorder")
-    return cut(argument, num_parts) if is_cut else [argument] * num_parts
+    return cut_by(argument, num_parts) if is_cut else [argument] * num_parts
 
 
 def cut(argument: Any, num_parts: int) -> list[Any]:
@@ -120,6 +120,19 @@ def cut(argument: Any, num_parts: int) -> list[Any]:
     if isinstance(argument, list):
         return [argument[a:b] for a, b in itertools.pairwise(bounds)]
     return [argument.reorder(range(a, b)) for a, b in itertools.pairwise(bounds)]
+
+
+def cut_groups(batch: Any, num_parts: int) -> list[Any]:
+    """A `BatchMeta` in parts of whole groups, in their order, with about as many rows each; a part may be empty."""
+    groups: dict[Any, list[int]] = {}
+    for row, tags in enumerate(batch.tags):
+        groups.setdefault(tags["group_id"], []).append(row)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    before = 0
+    for rows in groups.values():
+        parts[(2 * before + len(rows)) * num_parts // (2 * len(batch))] += rows  # where the group's middle lies
+        before += len(rows)
+    return [batch.reorder(rows) for rows in parts]
 
 
 def join(call: Call, mesh: Mesh, answers: Sequence[Any]) -> Any:

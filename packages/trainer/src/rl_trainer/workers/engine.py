@@ -29,7 +29,7 @@ from rl_trainer.algorithms import (
     estimator_named,
     loss_named,
 )
-from rl_trainer.algorithms.advantages import value_scan
+from rl_trainer.algorithms.advantages import BatchRanks, value_scan
 from rl_trainer.algorithms.distillation import teacher_columns
 from rl_trainer.algorithms.kl_controller import estimate_kl
 from rl_trainer.algorithms.policy_loss import select_tokens
@@ -80,7 +80,16 @@ class AdvantageReport:
     batch: BatchMeta
     """The columns that were written."""
     reward_kl: float | None = None
-    """Mean KL per token that was taken off the rewards; None with the KL elsewhere."""
+    """Mean KL per token of the whole batch that was taken off the rewards; None with the KL elsewhere."""
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.batch)
+
+    @classmethod
+    def concat(cls, parts: Sequence[AdvantageReport]) -> AdvantageReport:
+        """The reports of ranks as one."""
+        return replace(parts[0], batch=type(parts[0].batch).concat([part.batch for part in parts]))
 
 
 class _EngineRank:
@@ -99,7 +108,7 @@ class _EngineRank:
         inputs: Sequence[str] = (),
         timeout_s: float = 600.0,
     ) -> None:
-        del context
+        self._context = context
         self._inputs, self._timeout_s = (*_TOKENS, *inputs), timeout_s
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._engine = rl_engine.create_engine(backend, config)
@@ -293,15 +302,27 @@ class EngineWorker(_EngineRank):
             raise TrainerError(f"algorithm.stages: {name} gave {made!r:.80}; columns by name are needed")
         return self._put(batch, made)
 
-    @register(Dispatch.RANK_ZERO)
+    @register(Dispatch.SPLIT_GROUPS)
     def compute_advantage(self, batch: BatchMeta, kl_coef: float, seed: int) -> AdvantageReport:
-        """Write `advantages`, and what a critic or the loss reads beside them; needs the whole batch.
+        """Write `advantages`, and what a critic or the loss reads beside them. Collective; a rank holds whole groups.
 
         Args:
             batch: Scored rows of one training step.
             kl_coef: Weight of the KL to the reference in the rewards; only with `algorithm.kl_in_reward`.
             seed: Of the choice of tokens that some losses treat apart.
         """
+        context = self._context
+        if context.world_size == 1:
+            return self._advantages(batch, kl_coef, seed, BatchRanks())
+        ranks = BatchRanks(rank=context.rank, size=context.world_size, all_reduce=_all_reduce)
+        return self._advantages(batch, kl_coef, seed, ranks)
+
+    @register(Dispatch.RANK_ZERO)
+    def compute_whole_advantage(self, batch: BatchMeta, kl_coef: float, seed: int) -> AdvantageReport:
+        """`compute_advantage` of an estimator that is given the whole batch (`Estimator.scope`)."""
+        return self._advantages(batch, kl_coef, seed, BatchRanks())
+
+    def _advantages(self, batch: BatchMeta, kl_coef: float, seed: int, ranks: BatchRanks) -> AdvantageReport:
         config, estimator = self._algorithm, estimator_named(self._algorithm.advantage)
         needs = estimator.needs
         is_weighted = estimator.uses_weights and config.correction != "none" and config.old_logprobs == "recompute"
@@ -321,7 +342,8 @@ class EngineWorker(_EngineRank):
         if has_kl:
             assert old is not None
             kl = torch.where(mask.bool(), estimate_kl(old, data["ref_logprobs"].values(), config.kl_estimator), 0.0)
-            reward_kl = float(kl.sum() / mask.sum().clamp(min=1))
+            total, num = ranks.sum(torch.stack([kl.double().sum(), mask.double().sum()])).tolist()
+            reward_kl = total / max(num, 1)
             rewards = rewards - kl_coef * kl
         inputs = AdvantageInput(
             rewards=rewards,
@@ -343,6 +365,7 @@ class EngineWorker(_EngineRank):
             else None,
             ratio=(old - data["rollout_logprobs"].values()).exp() if old is not None and "ratio" in needs else None,
             columns={name: data[name].values() if data[name].is_nested else data[name] for name in estimator.reads},
+            ranks=ranks,
         )
         written = {"advantages": compute_advantages(config.advantage, inputs)}
         if "values" in needs:
@@ -352,7 +375,9 @@ class EngineWorker(_EngineRank):
             options = {**loss.options, **config.loss_options}
             bounds = {name: options[name] for name in ("share", "low", "high") if name in options}
             kind: Any = config.loss
-            written["selected"] = select_tokens(old, written["advantages"], mask, loss=kind, seed=seed, **bounds)
+            written["selected"] = select_tokens(
+                old, written["advantages"], mask, loss=kind, seed=seed, ranks=ranks, **bounds
+            )
         jagged = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in written.items()}
         return AdvantageReport(batch=self._put(batch, jagged), reward_kl=reward_kl)
 
@@ -419,6 +444,13 @@ class EngineWorker(_EngineRank):
             self._sender = None
         self._loop.close()
         super().close()
+
+
+def _all_reduce(values: Tensor) -> Tensor:
+    """Sum over all ranks of the engine, whose process group it is."""
+    summed = values.cuda() if torch.distributed.get_backend() == "nccl" else values.clone()
+    torch.distributed.all_reduce(summed)
+    return summed.to(values.device)
 
 
 class ReferenceWorker(EngineWorker):
