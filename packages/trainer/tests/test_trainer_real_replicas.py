@@ -34,7 +34,12 @@ def test_every_rank_of_every_replica_samples_from_the_weights_of_the_step_before
     overrides = [
         *("data.options.num_rows=2000", "data.eval_size=16", "batch.batch_size=4", "batch.mini_batch_size=2"),
         *("batch.group_size=4", f"model.path={model}", f"output_dir={tmp_path / 'out'}", "steps=5", "timeout_s=900"),
-        *("engine.lr=1e-2", "engine.lr_warmup_steps=0", "engine.precision=float32", "eval_every=0"),
+        *(
+            "engine.optimizer.lr=1e-2",
+            "engine.optimizer.warmup_steps=0",
+            "engine.matmul_precision=highest",
+            "eval_every=0",
+        ),
         *("algorithm.old_logprobs=recompute", "algorithm.correction=tis", "rollout.backend=vllm"),
         "algorithm.entropy_coef=0.1",  # so that the weights change whatever the rewards are
         *("rollout.parallel.tp=2", f"rollout.num_replicas={num_replicas}", f"rollout.options={json.dumps(options)}"),
