@@ -42,11 +42,17 @@ def test_the_checkout_and_its_benchmarks_are_found_from_any_folder_inside(checko
     assert find_benchmarks(checkout) == {"toy_bench": checkout / "packages/toy/bench/toy_bench.py"}
 
 
-def test_the_rows_that_need_a_gpu_alone(checkout: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_rows_that_need_a_gpu_alone(
+    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     assert main(["toy_bench", "--gpu"]) == 2
     assert "has no rows that need a GPU" in capsys.readouterr().err
     file = checkout / "packages/toy/bench/toy_gpu.py"
     file.write_text('def gpu(run):\n    run.record("on a GPU", "ours", [1.0], unit="s")\n')
+    monkeypatch.setattr("rl_bench.cli.has_gpu", lambda: False)
+    assert main(["toy_gpu", "--gpu"]) == 2
+    assert capsys.readouterr().err.startswith("no GPU: torch sees no CUDA device here")
+    monkeypatch.setattr("rl_bench.cli.has_gpu", lambda: True)
     assert main(["toy_gpu", "--gpu"]) == 0
     assert "on a GPU" in capsys.readouterr().out
 

@@ -123,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = getattr(module, "gpu" if arguments.gpu else "main", None)
     if work is None:
         return _refuse(f"the benchmark {arguments.name!r} has no rows that need a GPU; leave out --gpu")
+    if arguments.gpu and not has_gpu():
+        return _refuse(f"no GPU: torch sees no CUDA device here, and the rows of {arguments.name} --gpu need one")
     result = run_benchmark(root, arguments.name, work, quick=arguments.quick, threads=threads)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(to_table(result))
@@ -131,6 +133,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
         console.print(f"written to {arguments.json}")
     return 0
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _refuse(sentence: str) -> int:

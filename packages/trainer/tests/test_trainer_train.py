@@ -71,8 +71,10 @@ def test_functions_of_one_s_own_train_a_model_on_rows_of_one_s_own(start, tmp_pa
         {"advantage": f"{EXAMPLES}/own_advantage.py:above_median"},
         {"loss": f"{EXAMPLES}/own_loss.py:importance_weighted"},
         {"algorithm.stages": [f"{EXAMPLES}/own_stage.py:variety"], "advantage": f"{EXAMPLES}/own_stage.py:varied"},
+        {"agent.loop": f"{EXAMPLES}/own_loop.py:RepeatedLoop"},
+        {"batch.filter": f"{EXAMPLES}/own_filter.py:is_mixed", "batch.max_refills": 50},
     ],
-    ids=["advantage", "loss", "stage"],
+    ids=["advantage", "loss", "stage", "loop", "filter"],
 )
 def test_an_example_s_plug_in_trains_by_its_path(start, plug_ins):
     run = start(reward=lambda text, row: float(len(text) % 3), steps=1, **plug_ins)
@@ -89,7 +91,7 @@ def test_the_example_s_schedule_runs_ahead_as_far_as_it_says():
     assert 0 < max(r.metrics["staleness_max"] for r in records) <= 1
 
 
-@pytest.mark.parametrize("name", ["advantage", "loss", "schedule"])
+@pytest.mark.parametrize("name", ["advantage", "loss", "stage", "schedule", "loop", "filter"])
 def test_an_example_is_short(name):
     code = [line for line in (EXAMPLES / f"own_{name}.py").read_text().splitlines()[1:] if line.strip()]
     assert len(code) <= 15

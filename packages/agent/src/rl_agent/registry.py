@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 GROUP = "rl_agent.loops"
 
 
-def create_loop(name: str, server: Generator, tokenizer: Tokenizer, **options: Any) -> AgentLoop:
-    """Build the installed agent loop called `name`.
+def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Tokenizer, **options: Any) -> AgentLoop:
+    """Build the installed agent loop called `name`, or one of a class of one's own.
 
     Args:
-        name: An entry point of the group `rl_agent.loops`, whose value is an `AgentLoop` subclass. This package ships
-            `single_turn`, `tool`, `gym`, `reasoning_gym`, `swe` and `gui`.
+        name: An entry point of the group `rl_agent.loops`, whose value is an `AgentLoop` subclass, or such a class.
+            This package ships `single_turn`, `tool`, `gym`, `reasoning_gym`, `swe` and `gui`.
         server: What generates: a rollout server, a client of one, or a router.
         tokenizer: The tokenizer of the model that is served.
         **options: Keyword arguments of the loop's own constructor; see its class.
@@ -29,9 +29,9 @@ def create_loop(name: str, server: Generator, tokenizer: Tokenizer, **options: A
     Raises:
         LoopError: no such loop is installed, it cannot be imported here, or it has no such option.
     """
-    loop, entry = _load(GROUP, name, f"agent loop {name!r}", LoopError)
+    loop: Any = _load(GROUP, name, f"agent loop {name!r}", LoopError)[0] if isinstance(name, str) else name
     if not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
-        raise LoopError(f"entry point {GROUP}:{name} is {entry.value}, which is not a subclass of rl_agent.AgentLoop")
+        raise LoopError(f"agent loop {name!r} is {loop!r}, which is not a subclass of rl_agent.AgentLoop")
     known = [p.name for p in inspect.signature(loop).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if unknown := [option for option in options if option not in known]:
         raise LoopError(f"agent loop {name!r} has no option {unknown[0]!r}; it has: {', '.join(known) or 'none'}")

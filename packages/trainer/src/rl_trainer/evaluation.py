@@ -15,6 +15,7 @@ import rl_rollout
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.plan import server_config
+from rl_trainer.plugins import loop_named
 from rl_trainer.rewards import Scorer, answer_of
 from rl_trainer.rollout_source import hash_seed
 from rl_trainer.samples import Order, Shown
@@ -123,8 +124,10 @@ async def sample(
     await router.start()
     try:
         runner = rl_agent.AgentRunner(
-            lambda name: rl_agent.create_loop(
-                name, router, tokenizer, **(config.agent.options if name == config.agent.loop else {})
+            lambda name: (
+                rl_agent.create_loop(loop_named(name), router, tokenizer, **config.agent.options)
+                if name == config.agent.loop  # a row may name an installed loop alone: data is no code
+                else rl_agent.create_loop(name, router, tokenizer)
             ),
             default_loop=config.agent.loop,
             max_concurrent=config.agent.max_concurrent,

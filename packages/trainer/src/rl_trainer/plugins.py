@@ -1,6 +1,7 @@
 """Plug-ins: whatever a key names by entry point, `FILE.py:NAME` or `MODULE:NAME`, or `rl_trainer.train` was given.
 
-Advantages, policy losses, stages, staleness policies, schedules, datasets, rewards and trackers are looked up here.
+Advantages, policy losses, stages, filters, staleness policies, schedules, agent loops, datasets, rewards and trackers
+are looked up here.
 Their code is the user's: it runs with the rights of the process that asks for it.
 """
 
@@ -12,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points, packages_distributions
 from pathlib import Path
@@ -22,12 +24,13 @@ import cloudpickle
 from rl_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection
     from types import ModuleType
 
     from tensordict import TensorDict
 
 T = TypeVar("T")
+LOOPS, FILTERS = "rl_agent.loops", "rl_trainer.filters"
 _STAGE_READS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "rewards")
 
 
@@ -190,6 +193,29 @@ def stage_named(name: str) -> Stage:
         key="algorithm.stages",
         make=lambda compute: Stage(compute=compute, reads=reads_of(compute, _STAGE_READS)),
     )
+
+
+def loop_named(name: str) -> Any:
+    """What `rl_agent.create_loop` makes the loop of `agent.loop` of: an installed name, or a class by its path."""
+    return find(name, LOOPS, key="agent.loop") if ":" in name or isinstance(name, Serialized) else name
+
+
+Filter = Callable[[Sequence[Mapping[str, Any]]], bool]
+"""Whether a group is learned from, by the tags of its samples: `reward`, `num_tokens`, `finish_reason` and the like."""
+
+
+def filter_named(name: str) -> Filter:
+    """The filter that `batch.filter` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found: Any = find(name, FILTERS, key="batch.filter")
+    if not inspect.isroutine(found):
+        raise ConfigError(
+            f"batch.filter={name!r} leads to a {type(found).__name__}; it has to be a function of a group's tags"
+        )
+    return found
 
 
 def reads(*columns: str) -> Callable[[T], T]:

@@ -20,6 +20,7 @@ from rl_tq import policies
 from rl_tq.errors import WaitTimeoutError
 from rl_trainer.errors import InputError, RolloutFailedError
 from rl_trainer.metrics import HeldGroup
+from rl_trainer.plugins import filter_named
 from rl_trainer.staleness import Span
 from rl_trainer.workers.agent import Job
 
@@ -58,7 +59,7 @@ class Generated:
     failures: dict[str, int]
     """Failed rollouts per kind; their prompts were replaced by others."""
     dropped_groups: int
-    """Groups without signal that were replaced (`batch.dynamic_sampling`)."""
+    """Groups that were replaced because of their rewards (`batch.dynamic_sampling`, `batch.filter`)."""
     stopped_groups: int = 0
     """Groups that were not waited for (`batch.over_sampling`); their prompts come next."""
     late_groups: int = 0
@@ -92,7 +93,7 @@ class _Outcome:
 
     failures: Counter[str] = field(default_factory=Counter[str])
     num_failed_groups: int = 0
-    num_without_signal: int = 0
+    num_dropped: int = 0
     num_late: int = 0
     num_stopped: int = 0
     rewards: list[float] = field(default_factory=list[float])
@@ -145,6 +146,7 @@ class RolloutSource:
         self._awaited = set(order.returned) if config.batch.over_sampling else set[int]()
         """Prompts whose groups are not stopped again."""
         self._outcome = _Outcome()
+        self._filter = filter_named(config.batch.filter) if config.batch.filter is not None else None
 
     @property
     def position(self) -> int:
@@ -234,7 +236,7 @@ class RolloutSource:
             groups=learned,
             reward=fmean([*outcome.rewards, *(tags["reward"] for tags in batch.tags)]),
             failures=dict(outcome.failures),
-            dropped_groups=outcome.num_without_signal,
+            dropped_groups=outcome.num_dropped,
             stopped_groups=outcome.num_stopped,
             late_groups=outcome.num_late,
         )
@@ -325,12 +327,12 @@ class RolloutSource:
             if (value := found()) is not None:
                 return value
             outcome = self._outcome
-            num_replaced = outcome.num_failed_groups + outcome.num_without_signal
+            num_replaced = outcome.num_failed_groups + outcome.num_dropped
             if num_replaced > sizes.max_refills * sizes.batch_size or time.monotonic() > deadline:
                 raise RolloutFailedError(
                     f"weights version {self._version}: {len(self._ready)} of {len(self._outstanding)} groups that were "
                     f"released are complete, {self._size} are needed; failed rollouts {dict(outcome.failures)}, groups "
-                    f"dropped because all their rewards are equal {outcome.num_without_signal}, groups replaced "
+                    f"dropped because of their rewards {outcome.num_dropped}, groups replaced "
                     f"{num_replaced} (at most batch.max_refills x batch.batch_size = "
                     f"{sizes.max_refills * sizes.batch_size}); the last failure: {outcome.last_failure or 'none'}; "
                     f"deadline timeout_s={self._config.timeout_s:g}"
@@ -402,8 +404,9 @@ class RolloutSource:
             return
         rewards = [tags["reward"] for tags in meta.tags]
         self.order.observe(self._jobs[group].row_index, rewards)
-        if self._config.batch.dynamic_sampling and len(set(rewards)) == 1:
-            self._outcome.num_without_signal += 1
+        has_signal = not self._config.batch.dynamic_sampling or len(set(rewards)) > 1
+        if not has_signal or not (self._filter is None or self._filter(meta.tags)):
+            self._outcome.num_dropped += 1
             self._outcome.rewards += rewards
             self._queue.clear(meta)
             self._give_up(group, replaces=replaces)

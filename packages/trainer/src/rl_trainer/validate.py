@@ -89,7 +89,7 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False) -> None:
         ("rl_rollout.backends", config.rollout.backend, "rollout.backend"),
         ("rl_ckpt.backends", scheme_of(config.weights_transport), "weights_transport"),
         ("rl_tq.storage", scheme_of(config.queue_storage), "queue_storage"),
-        ("rl_agent.loops", config.agent.loop, "agent.loop"),
+        (plugins.LOOPS, config.agent.loop, "agent.loop"),
         *((TRACKERS, name, "tracking.trackers") for name in config.tracking.trackers),
     ):
         check_installed(group, name, key)
@@ -152,8 +152,8 @@ def check_loop_options(agent: AgentSection) -> None:
     """
     if not agent.options:
         return
-    (point,) = entry_points(group="rl_agent.loops", name=agent.loop)
-    known = [p.name for p in inspect.signature(point.load()).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    loop = plugins.find(agent.loop, plugins.LOOPS, key="agent.loop")
+    known = [p.name for p in inspect.signature(loop).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for name in agent.options:
         if name not in known:
             raise ConfigError(
@@ -228,7 +228,7 @@ def check_installed(group: str, name: str, key: str) -> None:
     Raises:
         ConfigError: unknown (lists what is installed), or known but incomplete (the pip line).
     """
-    if ":" in name:
+    if ":" in name or isinstance(name, plugins.Serialized):
         plugins.check(name, group, key=key)
         return
     found = {point.name: point for point in entry_points(group=group)}
@@ -397,6 +397,8 @@ def _check_estimator(config: Config) -> None:
         raise PlanError(
             "batch.dynamic_sampling compares completions of one prompt: batch.group_size must be at least 2"
         )
+    if config.batch.filter is not None:
+        plugins.filter_named(config.batch.filter)
 
 
 def _check_process_reward(config: Config) -> None:

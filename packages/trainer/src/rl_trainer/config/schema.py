@@ -177,6 +177,8 @@ class BatchConfig:
     """Prompts per optimizer step."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by other prompts."""
+    filter: str | None = None
+    """Replace the groups that a function of yours says no to, by the tags of their samples: a plug-in."""
     over_sampling: Annotated[float, Field(ge=0)] = 0.0
     """Share of groups that are begun beyond those that are needed; when enough are complete the others are stopped, and
     their prompts come first in the next step, where they are waited for. Not with pipeline=fully_async."""
@@ -285,7 +287,7 @@ class AgentSection:
     """The agent loops that turn rows into trajectories."""
 
     loop: str = "single_turn"
-    """Name of an installed rl-agent loop, for rows that name none."""
+    """An installed rl-agent loop, or an `AgentLoop` class of yours as a plug-in, for rows that name none."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of that loop."""
     num_workers: Positive = 1

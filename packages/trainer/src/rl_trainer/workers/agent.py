@@ -22,6 +22,7 @@ from rl_agent.errors import RowError
 from rl_agent.types import Failure, FailureKind
 from rl_rollout.errors import ServerLostError
 from rl_trainer.errors import DataError
+from rl_trainer.plugins import loop_named
 from rl_trainer.rewards import Scorer
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.runtime.network import server_token
@@ -168,8 +169,10 @@ class AgentWorker:
         trace_requests(self._replicas.router)
         server = ExpertAsking(self._replicas.router) if self._asks_experts else self._replicas.router
         return rl_agent.AgentRunner(
-            lambda name: rl_agent.create_loop(
-                name, server, self._tokenizer, **(config.options if name == config.loop else {})
+            lambda name: (
+                rl_agent.create_loop(loop_named(name), server, self._tokenizer, **config.options)
+                if name == config.loop  # a row may name an installed loop alone: data is no code
+                else rl_agent.create_loop(name, server, self._tokenizer)
             ),
             default_loop=config.loop,
             max_concurrent=config.max_concurrent,
