@@ -243,11 +243,13 @@ def _slices_of(
     if not open_slices(config, pieces, is_tied=bool(_ties(scorer)), world=world):
         return None, None, None
     if isinstance(scorer, PolicyScorer):
+        is_found = True
         try:
             small = without_layers(hf_folder.empty_model(config.model_path, dtype=torch.float32, num_tokens=64))
             scorer.head = find_linear_head(small)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            # it does not run without layers: its weights tell, read whole
+            is_found = False  # it does not run without layers: its weights tell, read whole
+        if not all(world.exchange(is_found)):
             return None, None, None
     make_buffers(model)
     return scorer, peft, pieces

@@ -205,7 +205,8 @@ def without_layers(model: PreTrainedModel) -> PreTrainedModel:
         set_buffer(model, name, buffer)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        tables = [table.weight for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table]
+        tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        tables += [head.weight for head in (model.get_input_embeddings(), model.get_output_embeddings()) if head]
         for parameter in model.parameters():
             if parameter.ndim == 1 or any(parameter is table for table in tables):
                 parameter.normal_(generator=generator)
