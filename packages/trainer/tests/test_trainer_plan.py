@@ -67,7 +67,7 @@ JUDGE = [
             PlanError,
             "generates and trains at the same time, which",
         ),
-        (["rollout.colocated=true", "rollout.num_replicas=2"], PlanError, "num_replicas=2 of .* world_size=1;"),
+        (["rollout.colocated=true", "rollout.num_replicas=2"], PlanError, "num_replicas=2 of .*engine.world_size=1"),
         (["rollout.top_p=0.9", "algorithm.old_logprobs=recompute"], PlanError, "set top_p=1"),
         (["algorithm.advantage=gae"], PlanError, "reads values, which takes a critic: set a key of critic"),
         (
