@@ -1,7 +1,7 @@
 """`file://` against the published suites that need no votes.
 
-A folder's two ends never meet, so it has no receipts, no abort and no vote, no differences, and no ring of buckets whose
-views end, are held, or are poisoned: the suites that ask for those do not run here.
+A folder's two ends never meet, so it has no receipts, no abort and no vote, no differences, and no ring of buckets
+whose views end, are held, or are poisoned: the suites that ask for those do not run here.
 """
 
 import shutil

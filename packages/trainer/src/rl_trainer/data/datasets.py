@@ -1,9 +1,9 @@
 """The training and held-out rows of a run, from whatever `data` names.
 
-Datasets of the hub and saved ones are read by `datasets`. Local files and the shuffled stream are ours (measured, datasets
-5.2.0): a stream with a shuffle buffer of 100 that was stopped after 300 of 2,000 rows and resumed by `state_dict` lost 63
-rows and gave 13 twice, where a run promises each once; a field that some rows lack is None in them; and its import takes
-0.85 s of the time to the first reward.
+Datasets of the hub and saved ones are read by `datasets`. Local files and the shuffled stream are ours (measured with
+datasets 5.2.0): a stream with a shuffle buffer of 100 that was stopped after 300 of 2,000 rows and resumed by
+`state_dict` lost 63 rows and gave 13 twice, where a run promises each once; a field that some rows lack is None in
+them; and its import takes 0.85 s of the time to the first reward.
 """
 
 from __future__ import annotations
