@@ -31,7 +31,8 @@ def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Token
     """
     loop: Any = _load(GROUP, name, f"agent loop {name!r}", LoopError)[0] if isinstance(name, str) else name
     if not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
-        raise LoopError(f"agent loop {name!r} is {loop!r}, which is not a subclass of rl_agent.AgentLoop")
+        what = f"{getattr(loop, '__module__', '')}:{getattr(loop, '__qualname__', loop)}"
+        raise LoopError(f"agent loop {name!r} is {what}, which is not a subclass of rl_agent.AgentLoop")
     known = [p.name for p in inspect.signature(loop).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if unknown := [option for option in options if option not in known]:
         raise LoopError(f"agent loop {name!r} has no option {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
