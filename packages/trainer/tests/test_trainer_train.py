@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 
 import rl_trainer
+from rl_agent.loops.single_turn import SingleTurnLoop
 from rl_trainer.api import _config
 from rl_trainer.config import as_tree, load_config
 from rl_trainer.errors import ConfigError, DataError, TrainerError
@@ -82,6 +84,29 @@ def test_an_example_s_plug_in_trains_by_its_path(start, plug_ins):
     assert run.metrics[1]["grad_norm"] > 0
 
 
+def test_a_loop_and_a_filter_of_one_s_own_come_as_objects_too(start):
+    class Loop(SingleTurnLoop):
+        async def run(self, sampling_params, **row):
+            output = await super().run(sampling_params, **row)
+            return replace(output, reward=float(row["n"]))
+
+    def is_late(samples):
+        return samples[0]["reward"] >= 5
+
+    keys = {"agent.loop": Loop, "batch.filter": is_late, "batch.max_refills": 50}
+    run = start(**keys, **{"reward.parts": {"own": {"kind": "loop"}}}, steps=1)
+    assert run.metrics[1]["reward/own"] >= 5
+    assert run.metrics[1]["dropped_groups"] > 0
+
+
+def test_a_filter_that_fails_is_named(start):
+    def broken(samples):
+        raise ZeroDivisionError("by hand")
+
+    with pytest.raises(TrainerError, match=r"batch.filter=.*broken> raised ZeroDivisionError: by hand"):
+        start(**{"batch.filter": broken}, reward=lambda text, row: 1.0)
+
+
 def test_the_example_s_schedule_runs_ahead_as_far_as_it_says():
     sizes = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "steps=6", "eval_every=0"]
     config = load_config("quickstart", [*sizes, f"pipeline={EXAMPLES}/own_schedule.py:half_a_batch_ahead"])
@@ -145,6 +170,17 @@ def test_a_run_that_fails_raises_where_it_is_waited_for(start):
         ({"loss": f"{EXAMPLES}/own_loss.py:importance"}, ConfigError, "did you mean 'importance_weighted'"),
         ({"loss": f"{EXAMPLES}/nothing.py:f"}, ConfigError, "nothing.py is no file"),
         ({"reward": 3}, ConfigError, "reward.path"),
+        (
+            {"agent.loop": f"{EXAMPLES}/own_filter.py:is_mixed"},
+            ConfigError,
+            "is_mixed is no subclass of rl_agent.AgentLoop",
+        ),
+        ({"agent.loop": f"{EXAMPLES}/own_loop.py:Twice"}, ConfigError, "defines no 'Twice' at its top level"),
+        (
+            {"batch.filter": f"{EXAMPLES}/own_loop.py:RepeatedLoop"},
+            ConfigError,
+            "has to be a function of a group's tags",
+        ),
         ({"algorithm.stages": ["nothing"]}, ConfigError, "algorithm.stages='nothing' is not known"),
     ],
 )

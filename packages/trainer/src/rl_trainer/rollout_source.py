@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_tq import policies
 from rl_tq.errors import WaitTimeoutError
-from rl_trainer.errors import InputError, RolloutFailedError
+from rl_trainer.errors import InputError, RolloutFailedError, TrainerError
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.plugins import filter_named
 from rl_trainer.staleness import Span
@@ -405,13 +405,22 @@ class RolloutSource:
         rewards = [tags["reward"] for tags in meta.tags]
         self.order.observe(self._jobs[group].row_index, rewards)
         has_signal = not self._config.batch.dynamic_sampling or len(set(rewards)) > 1
-        if not has_signal or not (self._filter is None or self._filter(meta.tags)):
+        if not has_signal or not self._passes_filter(meta):
             self._outcome.num_dropped += 1
             self._outcome.rewards += rewards
             self._queue.clear(meta)
             self._give_up(group, replaces=replaces)
         else:
             self._keep(group, meta)
+
+    def _passes_filter(self, group: BatchMeta) -> bool:
+        if self._filter is None:
+            return True
+        try:
+            return bool(self._filter(group.tags))
+        except Exception as error:
+            name = self._config.batch.filter
+            raise TrainerError(f"batch.filter={name} raised {type(error).__name__}: {error}") from error
 
     def _replace_failed(self, report: FailureReport, *, replaces: bool = True) -> None:
         outcome = self._outcome

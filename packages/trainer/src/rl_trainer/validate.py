@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 import rl_ckpt
 import rl_engine
 import rl_rollout
+from rl_agent import AgentLoop
 from rl_ckpt.errors import CkptError
 from rl_engine.errors import EngineError
 from rl_engine.types import LoraExport, ModelInit
@@ -145,14 +146,18 @@ def check_output_dir(config: Config, output_dir: Path, *, is_resumed: bool = Fal
 
 
 def check_loop_options(agent: AgentSection) -> None:
-    """Check that the agent loop has the options that it is to be made with.
+    """Check that the agent loop has the options that it is to be made with, and that one by a path is a loop.
 
     Raises:
-        ConfigError: it has not; lists those that it has.
+        ConfigError: it has not (lists those that it has), or it is something else.
     """
-    if not agent.options:
-        return
-    loop = plugins.find(agent.loop, plugins.LOOPS, key="agent.loop")
+    loop = plugins.loop_named(agent.loop)
+    if isinstance(loop, str):
+        if not agent.options:
+            return
+        loop = plugins.find(loop, plugins.LOOPS, key="agent.loop")
+    elif not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
+        raise ConfigError(f"agent.loop={agent.loop} is no subclass of rl_agent.AgentLoop")
     known = [p.name for p in inspect.signature(loop).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for name in agent.options:
         if name not in known:
@@ -830,7 +835,8 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
     seeds = (
         "seeded requests" if can.is_seeded else "requests without seeds (the same seed samples other tokens each run)"
     )
-    return [*left.items(), ("server", f"{config.rollout.backend}: new weights, {seeds}, levels of sleep: {levels}")]
+    weights = "new weights" if can.attests_weights else "new weights, not attested with this rollout.parallel"
+    return [*left.items(), ("server", f"{config.rollout.backend}: {weights}, {seeds}, levels of sleep: {levels}")]
 
 
 def check_started(config: Config, can: Capabilities, *, has_images: bool) -> None:

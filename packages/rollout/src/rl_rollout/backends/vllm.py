@@ -130,7 +130,13 @@ class VllmServer(ExternalServer):
             has_adapters=bool(self.adapters),
             takes_images=self.preparer is not None,
             num_receivers=self.config.parallel.num_ranks,
+            attests_weights=not self._is_spread,
         )
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether whole tensors are shared out over the workers, so that none of them can attest all."""
+        return self.config.parallel.pp > 1 or self.config.parallel.ep > 1
 
     def _check_cache(self) -> None:
         found = {**os.environ, **read_environment(self.config.options.get("env", {}))}.get(CACHE_VARIABLE)
@@ -238,9 +244,7 @@ class VllmServer(ExternalServer):
     async def post_update(self, address: str, version: int) -> None:
         """See `ExternalServer`. The plug-in verifies, installs and attests; after a failure it restores."""
         if address not in self._sessions:
-            layout = self.config.parallel  # a worker with a share of the tensors cannot attest all of them
-            is_spread = layout.pp > 1 or layout.ep > 1
-            info = {"url": address, "timeout_s": self.config.timeout_s, "attest": not is_spread}
+            info = {"url": address, "timeout_s": self.config.timeout_s, "attest": not self._is_spread}
             await self.upstream.command("/init_weight_transfer_engine", {"init_info": info})
             self._sessions = {address}  # a new session takes the place of the one before
         await self.upstream.command("/start_weight_update")

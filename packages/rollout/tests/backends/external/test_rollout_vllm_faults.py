@@ -90,11 +90,13 @@ def test_every_rank_of_a_replica_is_a_receiver_and_its_command_has_the_layout(qw
     layout = ServerParallel(tp=2, pp=2, dp=2, ep=4)
     server = create_server("vllm", ServerConfig(model_path=str(qwen3_folder), parallel=layout))
     assert server.capabilities.num_receivers == 8
+    assert not server.capabilities.attests_weights, "each worker has some of the tensors"
     command = " ".join(server.process._command)
     told = "--tensor-parallel-size 2 --pipeline-parallel-size 2 --data-parallel-size 2 --enable-expert-parallel"
     assert told in command
     alone = create_server("vllm", ServerConfig(model_path=str(qwen3_folder)))
     assert alone.capabilities.num_receivers == 1
+    assert alone.capabilities.attests_weights
     assert "parallel" not in " ".join(alone.process._command)
 
 
