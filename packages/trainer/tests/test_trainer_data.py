@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pyarrow as pa
@@ -124,3 +125,23 @@ def test_order_uses_every_row_once_per_epoch_and_resumes_anywhere(num_rows, seed
         assert sorted(taken[at : at + num_rows]) == list(range(num_rows))
     resumed = PromptOrder(num_rows=num_rows, seed=seed, position=counts[0])
     assert resumed.take(sum(counts[1:])) == taken[counts[0] :]
+
+
+def test_a_shuffled_stream_of_datasets_that_goes_on_loses_rows(tmp_path):
+    """Why our stream is our own: each row once. Once this fails, `datasets` can take its place."""
+    datasets = pytest.importorskip("datasets")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(2000)))
+
+    def stream():
+        return datasets.load_dataset("json", data_files=str(file), split="train", streaming=True).shuffle(
+            seed=1, buffer_size=100
+        )
+
+    begun = stream()
+    first = [row["n"] for row in itertools.islice(begun, 300)]
+    resumed = stream()
+    resumed.load_state_dict(begun.state_dict())
+    rest = [row["n"] for row in resumed]
+    assert len({*range(2000)} - {*first, *rest}) > 0, "lost"
+    assert len({*first} & {*rest}) > 0, "given twice"
