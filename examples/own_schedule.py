@@ -1,6 +1,6 @@
 """A schedule of one's own: `rl-train quickstart pipeline=examples/own_schedule.py:half_a_batch_ahead`."""
 
-from rl_trainer.staleness import BatchRatio, Schedule
+from rl_trainer.pipeline.staleness import BatchRatio, Schedule
 
 
 def half_a_batch_ahead(config):

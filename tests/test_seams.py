@@ -209,7 +209,7 @@ BREACHES = {
     "engine-layers": ("rl_engine/batch/micro_batches.py", "import rl_engine.model.lora"),
     "engine-step-stands-apart": ("rl_engine/worker.py", "import rl_engine.losses"),
     "agent-layers": ("rl_agent/media.py", "import rl_agent.session"),
-    "trainer-layers": ("rl_trainer/staleness.py", "import rl_trainer.loop"),
+    "trainer-layers": ("rl_trainer/pipeline/staleness.py", "import rl_trainer.loop"),
     "nothing-needs-the-bench": ("rl_csrc/__init__.py", "import rl_bench"),
 }
 # Runs in a process of its own, whose working directory holds a copy of every package ahead of the installed ones.

@@ -12,7 +12,7 @@ import time
 from rl_bench import Run
 from rl_trainer.config import load_config
 from rl_trainer.loop import run_loop
-from rl_trainer.replicas import AgentReplicas
+from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.testing import FakeAgents, QueueJob
 
 GROUPS_PER_WORKER, GROUP = 2, 8

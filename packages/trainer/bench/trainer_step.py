@@ -34,7 +34,7 @@ from packages.trainer.bench._long_sums import mostly_wrong
 from rl_bench import Role, Run
 from rl_trainer.config import WarmupConfig, load_config
 from rl_trainer.data import load_datasets
-from rl_trainer.warmup import make_small_model
+from rl_trainer.data.warmup import make_small_model
 
 VARIABLE = "RL_BENCH_TRL_PYTHON"
 PROMPTS, GROUP, MAX_NEW_TOKENS, LR, LR_WARMUP_STEPS, SEED = 8, 8, 32, 2.0e-4, 2, 0

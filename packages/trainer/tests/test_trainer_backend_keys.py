@@ -16,12 +16,12 @@ from rl_rollout.types import Capabilities
 from rl_trainer.config import EngineSection, RolloutSection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError
-from rl_trainer.plan import server_config
-from rl_trainer.rollout_source import RolloutSource
+from rl_trainer.pipeline.rollout_source import RolloutSource
+from rl_trainer.planning.plan import server_config
+from rl_trainer.planning.validate import check_backends, check_started
 from rl_trainer.runtime.network import address_of
 from rl_trainer.setup import create_engine, resource_pools
 from rl_trainer.testing import FakeAgents
-from rl_trainer.validate import check_backends, check_started
 
 # key: (another value, the part of `built` that it changes)
 EFFECTS = {

@@ -1,5 +1,6 @@
 """Runs under random faults recover, or end with a sentence and go on; nothing is lost, doubled, leaked or wrong."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_trainer.chaos import Outcome, Trial, draw_trials, summary, table
-
+CHAOS = Path(__file__).parents[3] / "fuzz" / "chaos.py"
+_spec = importlib.util.spec_from_file_location("chaos_under_test", CHAOS)
+faults = sys.modules["chaos_under_test"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(faults)
 STAGES = ["standins", "inline", "ray"]
 
 
@@ -17,7 +20,7 @@ def chaos(tmp_path, *arguments, timeout_s):
     """As a process of its own: it forks runs, and takes a /dev/shm of its own where it may."""
     output = tmp_path / "chaos.json"
     ended = subprocess.run(
-        [sys.executable, "-m", "rl_trainer.chaos", "--output", output, *arguments],
+        [sys.executable, CHAOS, "--output", output, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -48,29 +51,30 @@ def test_two_hundred_faults(tmp_path):
 
 def test_a_schedule_is_its_seed_s():
     shares = {"standins": 3, "inline": 2, "ray": 1}
-    assert draw_trials(50, 3, STAGES, shares) == draw_trials(50, 3, STAGES, shares)[:50]
-    assert draw_trials(50, 3, STAGES, shares) != draw_trials(50, 4, STAGES, shares)
-    many = draw_trials(2000, 3, STAGES, shares)
+    assert faults.draw_trials(50, 3, STAGES, shares) == faults.draw_trials(50, 3, STAGES, shares)[:50]
+    assert faults.draw_trials(50, 3, STAGES, shares) != faults.draw_trials(50, 4, STAGES, shares)
+    many = faults.draw_trials(2000, 3, STAGES, shares)
     assert {trial.stage for trial in many} == set(STAGES)
     assert {trial.pipeline for trial in many if trial.stage == "inline"} == {"sync"}
     assert {trial.target for trial in many if trial.stage != "ray"} == {"controller"}
-    for stage, faults in (("inline", 5), ("ray", 6)):
-        assert len({trial.fault for trial in many if trial.stage == stage}) == faults
+    for stage, count in (("inline", 5), ("ray", 6)):
+        assert len({trial.fault for trial in many if trial.stage == stage}) == count
 
 
 def test_the_table_counts_what_struck():
-    trial = Trial(
+    trial = faults.Trial(
         number=1, stage="ray", pipeline="sync", fault="kill", target="engine", phase="update", occurrence=1, delay_s=0.0
     )
     outcomes = [
-        Outcome(trial=trial, fired=True, ended="recovered", seconds=3.0),
-        Outcome(trial=trial, fired=True, ended="sentence", seconds=5.0, resumed=True, problems=["lost"]),
-        Outcome(trial=trial, fired=False, ended="recovered", seconds=0.0),
+        faults.Outcome(trial=trial, fired=True, ended="recovered", seconds=3.0),
+        faults.Outcome(trial=trial, fired=True, ended="sentence", seconds=5.0, resumed=True, problems=["lost"]),
+        faults.Outcome(trial=trial, fired=False, ended="recovered", seconds=0.0),
     ]
     assert (
-        table(outcomes).splitlines()[2] == "| ray | sync | kill (engine) | update | 3 | 2 | 1 | 1 | 1 | 4.0 | 5.0 | 1 |"
+        faults.table(outcomes).splitlines()[2]
+        == "| ray | sync | kill (engine) | update | 3 | 2 | 1 | 1 | 1 | 4.0 | 5.0 | 1 |"
     )
-    told = summary(outcomes).splitlines()
+    told = faults.summary(outcomes).splitlines()
     assert told[0] == "3 trials. The fault struck in 2; 1 trials had a problem."
     assert told[1:3] == ["3 trials with Ray: 3 of `sync`;", "the fault struck engine 3."]
     assert told[-1] == "| `ray` | kill | 3 | 2 | 1 | 1 | 0 | 4.0 | 5.0 | 1 |"

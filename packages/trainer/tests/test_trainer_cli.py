@@ -62,7 +62,7 @@ def test_unknown_key(capsys):
 
 def test_too_few_gpus_are_told_with_the_numbers_before_anything_is_made(capsys, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("rl_trainer.gpus.local_gpus", lambda: 1)
+    monkeypatch.setattr("rl_trainer.planning.gpus.local_gpus", lambda: 1)
     apart = "the run asks for 2 GPUs (engine 1, rollout 1), and this machine has 1, which they cannot share because"
     assert f"{apart} rollout.colocated=false keeps" in refused(capsys, "quickstart", "rollout.colocated=false")
     assert f"{apart} pipeline=one_step_off" in refused(
@@ -156,7 +156,7 @@ def test_an_option_that_the_agent_loop_has_not(capsys):
     ],
 )
 def test_a_backend_that_lacks_a_package(capsys, monkeypatch, lost, told):
-    monkeypatch.setattr("rl_trainer.validate._is_installed", lambda name: name != lost)
+    monkeypatch.setattr("rl_trainer.planning.validate._is_installed", lambda name: name != lost)
     assert told in refused(capsys, "quickstart", "data.options.num_rows=2000", "data.eval_size=16")
 
 

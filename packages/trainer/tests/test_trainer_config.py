@@ -8,8 +8,8 @@ from rl_engine.types import EngineConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.config import RECIPES, as_tree, load_config
 from rl_trainer.errors import ConfigError
-from rl_trainer.plan import server_config
-from rl_trainer.validate import make_plan
+from rl_trainer.planning.plan import server_config
+from rl_trainer.planning.validate import make_plan
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))

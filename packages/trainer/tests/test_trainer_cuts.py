@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import POLICY_LOSSES, PolicyLoss, PolicyLossFunction
-from rl_trainer.algorithms.prime import ProcessRewardLoss
-from rl_trainer.algorithms.value_loss import ValueLossFunction
+from rl_trainer.algorithms.critic_losses import ProcessRewardLoss, ValueLossFunction
 from rl_trainer.config import AlgorithmConfig, TeacherSection
 
 AGGREGATIONS, CORRECTIONS, REJECTIONS = (

@@ -14,8 +14,8 @@ from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import PolicyLossFunction
 from rl_trainer.config import AlgorithmConfig, TeacherSection, load_config
 from rl_trainer.errors import InputError, PlanError
+from rl_trainer.planning.validate import check_teacher, make_plan
 from rl_trainer.run import run
-from rl_trainer.validate import check_teacher, make_plan
 
 OFFSETS = torch.tensor([0, 2, 3])
 MASK = torch.tensor([1, 0, 1])

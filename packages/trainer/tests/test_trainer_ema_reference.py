@@ -10,10 +10,10 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from rl_trainer.config import EmaSection, load_config
-from rl_trainer.ema_reference import EmaReference, start_of
 from rl_trainer.errors import InputError, PlanError
+from rl_trainer.pipeline.ema_reference import EmaReference, start_of
+from rl_trainer.planning.validate import make_plan
 from rl_trainer.run import run
-from rl_trainer.validate import make_plan
 from rl_trainer.workers.engine import average_folders
 
 EMA = ["algorithm.kl_coef=0.1", "algorithm.ref_ema.decay=0.75"]

@@ -8,9 +8,9 @@ from rl_trainer.config import ReplaySection, load_config
 from rl_trainer.errors import PlanError, RolloutFailedError, StaleWeightsError
 from rl_trainer.loop import ages_of, run_loop
 from rl_trainer.metrics import HeldGroup
-from rl_trainer.rollout_source import Generated
+from rl_trainer.pipeline.rollout_source import Generated
+from rl_trainer.planning.validate import make_plan
 from rl_trainer.testing import FakeAgents, QueueJob
-from rl_trainer.validate import make_plan
 
 
 def config(*overrides, staleness=1):

@@ -5,8 +5,8 @@ import pytest
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import RolloutFailedError
-from rl_trainer.rollout_source import RolloutSource
-from rl_trainer.staleness import create_schedule
+from rl_trainer.pipeline.rollout_source import RolloutSource
+from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.testing import FakeAgents
 
 ROWS = [{"rewards": (1.0, 1.0)}, {"rewards": (0.0, 1.0)}, {"rewards": (0.0, 0.0)}, {"rewards": None}]

@@ -17,12 +17,12 @@ from rl_trainer.config import as_tree, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import InputError
 from rl_trainer.metrics import StepRecord
-from rl_trainer.rollout_source import RolloutSource
+from rl_trainer.pipeline.rollout_source import RolloutSource
+from rl_trainer.pipeline.staleness import create_schedule
+from rl_trainer.planning.validate import check_output_dir
 from rl_trainer.run import run
 from rl_trainer.setup import kl_of
-from rl_trainer.staleness import create_schedule
 from rl_trainer.testing import FakeAgents, FakeJob
-from rl_trainer.validate import check_output_dir
 
 STATE = RunState(seed=0, num_rows=9)
 KL = ["algorithm.kl_coef=0.3", "algorithm.kl_in_reward=true"]

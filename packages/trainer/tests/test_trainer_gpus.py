@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from rl_trainer import cli, gpus
+from rl_trainer import cli
 from rl_trainer.config import load_config
-from rl_trainer.gpus import gpu_facts, settle
+from rl_trainer.planning import gpus
+from rl_trainer.planning.gpus import gpu_facts, settle
 from rl_trainer.setup import resource_pools
 
 CLUSTER = """

@@ -19,11 +19,11 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import InputError, TrainerError
+from rl_trainer.pipeline.rollout_source import RolloutSource
+from rl_trainer.planning.validate import check, check_model
 from rl_trainer.rewards import Score
-from rl_trainer.rollout_source import RolloutSource
 from rl_trainer.runtime import create_runtime
 from rl_trainer.setup import place
-from rl_trainer.validate import check, check_model
 from rl_trainer.workers.columns import IMAGES, ImageReader, takes_images, to_columns
 
 NOTHING = Score(reward=0.0)

@@ -14,12 +14,12 @@ from rl_trainer.data import load_datasets
 from rl_trainer.data.datasets import Record, Source, StreamedRows
 from rl_trainer.data.sampler import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder, make_prompts, short_enough
 from rl_trainer.errors import ConfigError, DataError, InputError
-from rl_trainer.rollout_source import RolloutSource
+from rl_trainer.pipeline.rollout_source import RolloutSource
+from rl_trainer.pipeline.staleness import create_schedule
+from rl_trainer.planning.validate import make_plan
 from rl_trainer.run import run
 from rl_trainer.samples import read_samples
-from rl_trainer.staleness import create_schedule
 from rl_trainer.testing import FakeAgents
-from rl_trainer.validate import make_plan
 
 LENGTHS = (3, 1, 9, 2, 4, 9, 9, 1, 2, 9, 3)
 

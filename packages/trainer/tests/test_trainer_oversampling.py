@@ -14,12 +14,12 @@ from rl_agent.types import AgentLoopOutput
 from rl_trainer.config import RewardSection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, RolloutFailedError, WorkerTimeoutError
+from rl_trainer.pipeline.rollout_source import RolloutSource
+from rl_trainer.pipeline.staleness import create_schedule
+from rl_trainer.planning.validate import make_plan
 from rl_trainer.rewards import Score
-from rl_trainer.rollout_source import RolloutSource
 from rl_trainer.run import run
-from rl_trainer.staleness import create_schedule
 from rl_trainer.testing import FakeAgents
-from rl_trainer.validate import make_plan
 from rl_trainer.workers.agent import AgentWorker, FailureReport, Job, _Failures
 from rl_trainer.workers.loop_thread import LoopThread
 

@@ -2,8 +2,8 @@ import pytest
 
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.plan import longest_sequence
-from rl_trainer.validate import make_plan
+from rl_trainer.planning.plan import longest_sequence
+from rl_trainer.planning.validate import make_plan
 
 
 def test_counts_by_hand():

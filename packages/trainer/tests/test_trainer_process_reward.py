@@ -9,11 +9,11 @@ from rich.console import Console
 from tensordict import TensorDict
 
 from rl_engine.types import BatchCounts, ModelOutput
-from rl_trainer.algorithms.prime import ProcessRewardLoss
+from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.config import load_config
 from rl_trainer.errors import PlanError, TrainerError
+from rl_trainer.planning.validate import make_plan
 from rl_trainer.run import run
-from rl_trainer.validate import make_plan
 
 PRIME = ["algorithm.advantage=prime", "critic.lr=1e-2"]
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rl_trainer.config import load_config
 from rl_trainer.run import run
-from rl_trainer.tracing import VARIABLE, chrome_trace, profiled, span
+from rl_trainer.runtime.tracing import VARIABLE, chrome_trace, profiled, span
 
 SIZES = [
     "data.options.num_rows=200", "data.eval_size=4", "batch.batch_size=4", "batch.mini_batch_size=2",

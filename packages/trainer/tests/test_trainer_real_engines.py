@@ -13,7 +13,7 @@ import pytest
 
 from rl_trainer.config import WarmupConfig, load_config
 from rl_trainer.data import load_datasets
-from rl_trainer.warmup import make_small_model
+from rl_trainer.data.warmup import make_small_model
 
 BACKENDS = {
     "vllm": {

@@ -8,10 +8,10 @@ from rl_ckpt.types import SyncReport
 from rl_rollout.errors import ServerLostError, WeightUpdateError
 from rl_rollout.types import ServerAddress
 from rl_trainer.errors import PlacementError, StaleWeightsError, WorkerDiedError
-from rl_trainer.replicas import AgentReplicas
+from rl_trainer.pipeline.replicas import AgentReplicas
+from rl_trainer.pipeline.weight_sync import WeightSync
 from rl_trainer.run import resize_as_asked
 from rl_trainer.runtime.base import ReplicaSet
-from rl_trainer.weight_sync import WeightSync
 from rl_trainer.workers.agent import EvalReport, FailureReport, Job
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from rl_trainer.config import RewardPart, RewardSection, load_config
 from rl_trainer.errors import InputError, RewardError
+from rl_trainer.planning.validate import check
 from rl_trainer.rewards import Scorer
 from rl_trainer.runtime.base import WorkerContext
-from rl_trainer.validate import check
 from rl_trainer.workers.reward_server import RewardServers
 
 ROW = {"prompt": [{"role": "user", "content": "2 + 2"}], "data_source": "mine", "reward_model": {"ground_truth": "4"}}

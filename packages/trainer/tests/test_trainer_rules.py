@@ -7,10 +7,10 @@ import pytest
 
 from rl_trainer.config import AgentSection, RewardPart, RewardSection, load_config
 from rl_trainer.errors import DataError, PlanError, RewardError
+from rl_trainer.planning.validate import check, check_reward
 from rl_trainer.rewards import Scorer, resolve_reward
 from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.rewards.rules import ISOLATED, RULES, isolated
-from rl_trainer.validate import check, check_reward
 
 
 def row(truth="4", source="math"):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_trainer import staleness
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError
-from rl_trainer.staleness import (
+from rl_trainer.pipeline import staleness
+from rl_trainer.pipeline.staleness import (
     POLICIES,
     Admission,
     BatchRatio,
@@ -24,7 +24,7 @@ from rl_trainer.staleness import (
     create_policy,
     create_schedule,
 )
-from rl_trainer.validate import make_plan
+from rl_trainer.planning.validate import make_plan
 
 
 def running(**released):

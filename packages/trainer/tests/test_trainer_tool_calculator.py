@@ -12,7 +12,7 @@ import rl_agent
 from rl_agent.testing import FakeGenerator
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
-from rl_trainer.warmup import demonstration, write_tokenizer
+from rl_trainer.data.warmup import demonstration, write_tokenizer
 
 SMALL = ["data.options.num_rows=300", "data.eval_size=8"]
 

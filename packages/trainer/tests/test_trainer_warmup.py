@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from rl_trainer.data.warmup import _run
 from rl_trainer.errors import TrainerError
-from rl_trainer.warmup import _run
 
 
 def python(code):

@@ -26,8 +26,8 @@ from rl_trainer.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_trainer.components import Components
     from rl_trainer.config import Config
+    from rl_trainer.loop import Components
     from rl_trainer.metrics import StepRecord
     from rl_trainer.workers.engine import CriticWorker, ProcessRewardWorker
 

@@ -1,7 +1,7 @@
 """THE training loop: generate, learn, hand the new weights to the servers, repeat.
 
-One loop for every schedule (`rl_trainer.staleness.Schedule`): what differs is which phases overlap, and how old a token
-may be. Knows the order of a step. Does not know where anything runs, how tensors travel, which engine trains or which
+One loop for every `Schedule` (`pipeline/staleness.py`): what differs is which phases overlap, and how old a token may
+be. Knows the order of a step. Does not know where anything runs, how tensors travel, which engine trains or which
 server generates.
 """
 
@@ -9,26 +9,73 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.algorithms import estimator_named
+from rl_trainer.algorithms.kl_controller import AdaptiveKl
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import PhaseTimer, StepRecord
-from rl_trainer.plan import has_old_pass
-from rl_trainer.rollout_source import Generated, hash_seed
-from rl_trainer.staleness import create_schedule
+from rl_trainer.pipeline.rollout_source import Generated, hash_seed
+from rl_trainer.pipeline.staleness import create_schedule
+from rl_trainer.planning.plan import has_old_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
-    from rl_trainer.components import Components
     from rl_trainer.config import Config, ReplaySection
     from rl_trainer.data import Row
-    from rl_trainer.rollout_source import RolloutSource
-    from rl_trainer.workers.engine import UpdateReport
+    from rl_trainer.metrics import HeldGroup
+    from rl_trainer.pipeline.ema_reference import EmaReference
+    from rl_trainer.pipeline.replay_buffer import Replay
+    from rl_trainer.pipeline.replicas import AgentReplicas
+    from rl_trainer.pipeline.rollout_source import RolloutSource
+    from rl_trainer.pipeline.weight_sync import WeightSync
+    from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker, UpdateReport
+    from rl_trainer.workers.queue import SampleWorker
+    from rl_trainer.workers.teacher import ServedTeacherWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """The components of one job, which the training loop drives."""
+
+    actor: EngineWorker
+    """The policy being trained."""
+    reference: EngineWorker | None
+    """The frozen start policy: an engine of its own, or the actor, if it trains an adapter; None without a penalty."""
+    ema_reference: EmaReference | None = None
+    """Has the reference follow the policy; None: it stands still."""
+    teacher: EngineWorker | ServedTeacherWorker | None = None
+    """A frozen model that the policy is pulled towards."""
+    critic: CriticWorker | None = None
+    """The value function; None without one."""
+    process_reward: ProcessRewardWorker | None = None
+    """The implicit process reward model; None without one."""
+    kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))
+    """Weight of the KL in the rewards."""
+    source: RolloutSource
+    """Generation."""
+    weights: WeightSync
+    """Actor to servers."""
+    queue: TransferQueue
+    """The controller's client: references only."""
+    agents: AgentReplicas
+    """What generation runs on."""
+    eval_rows: Sequence[Row]
+    """Held-out rows."""
+    samples: SampleWorker | None = None
+    """Writes what is learned from to disk; None keeps nothing."""
+    replay: Replay | None = None
+    """Groups that may be learned from again; None: every group is learned from once."""
+    held: tuple[HeldGroup, ...] = ()
+    """Groups that an earlier process finished and did not learn from; in the queue."""
+    num_too_long: int = 0
+    """Rows that were left out because their prompts are longer than `data.max_prompt_tokens`."""
 
 
 def run_loop(

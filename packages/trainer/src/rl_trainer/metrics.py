@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rl_trainer.tracing import span
+from rl_trainer.runtime.tracing import span
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping

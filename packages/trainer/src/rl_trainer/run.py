@@ -17,27 +17,28 @@ from rich.console import Console
 
 from rl_engine import hold_lock
 from rl_engine.errors import FolderInUseError
-from rl_trainer import checkpoints, validate
+from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDiedError, sentence_of
-from rl_trainer.gpus import gpu_facts, settle
 from rl_trainer.metrics import Report
-from rl_trainer.plan import memory_estimate, show_plan
+from rl_trainer.planning import validate
+from rl_trainer.planning.gpus import gpu_facts, settle
+from rl_trainer.planning.plan import memory_estimate, show_plan
+from rl_trainer.planning.validate import check_backends
 from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.runtime import create_runtime
-from rl_trainer.tracing import profiled
+from rl_trainer.runtime.tracing import profiled
 from rl_trainer.trackers import RunInfo, TrackerGroup
-from rl_trainer.validate import check_backends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
     from types import FrameType
 
-    from rl_trainer.components import Components
     from rl_trainer.config import Config
     from rl_trainer.data.datasets import Datasets
+    from rl_trainer.loop import Components
     from rl_trainer.metrics import StepRecord
     from rl_trainer.runtime.base import ReplicaSet, Runtime
 
@@ -457,7 +458,7 @@ def _stop_when_asked(console: Console, asked: threading.Event) -> Generator[None
 def _model(config: Config, datasets: Datasets, output_dir: Path, console: Console) -> Path:
     if config.model.path is not None:
         return Path(config.model.path)
-    from rl_trainer.warmup import make_small_model
+    from rl_trainer.data.warmup import make_small_model
 
     assert config.model.warmup is not None, "validate has checked it"
     with console.status("making the small model") as status:

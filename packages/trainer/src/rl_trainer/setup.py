@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import rl_tq
-from rl_trainer import ema_reference
 from rl_trainer.algorithms import Aggregation, estimator_named
 from rl_trainer.algorithms.kl_controller import AdaptiveKl
 from rl_trainer.checkpoints import queue_snapshot
-from rl_trainer.components import Components
 from rl_trainer.data import shows_images
 from rl_trainer.data.sampler import make_prompts
-from rl_trainer.ema_reference import EmaReference
 from rl_trainer.errors import PlanError
-from rl_trainer.gpus import count_gpus, why_apart
+from rl_trainer.loop import Components
 from rl_trainer.metrics import HeldGroup
-from rl_trainer.plan import (
+from rl_trainer.pipeline import ema_reference
+from rl_trainer.pipeline.ema_reference import EmaReference
+from rl_trainer.pipeline.replay_buffer import Replay
+from rl_trainer.pipeline.replicas import AgentReplicas
+from rl_trainer.pipeline.rollout_source import RolloutSource
+from rl_trainer.pipeline.staleness import create_schedule
+from rl_trainer.pipeline.weight_sync import WeightSync
+from rl_trainer.planning.gpus import count_gpus, why_apart
+from rl_trainer.planning.plan import (
     actor_config,
     candidates_of,
     critic_config,
@@ -29,15 +34,10 @@ from rl_trainer.plan import (
     has_reference,
     server_config,
 )
-from rl_trainer.replay_buffer import Replay
-from rl_trainer.replicas import AgentReplicas
-from rl_trainer.rollout_source import RolloutSource
+from rl_trainer.planning.validate import check_started
 from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime.network import address_of, check_reach
 from rl_trainer.samples import FOLDER
-from rl_trainer.staleness import create_schedule
-from rl_trainer.validate import check_started
-from rl_trainer.weight_sync import WeightSync
 from rl_trainer.workers.agent import AgentWorker
 from rl_trainer.workers.columns import EXPERTS, IMAGES, takes_images
 from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker, ReferenceWorker

@@ -18,16 +18,15 @@ from rl_engine import digest_files, hold_lock, write_manifest
 from rl_tq.types import BatchMeta
 from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
-from rl_trainer.components import Components
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlacementError, sentence_of
-from rl_trainer.loop import run_loop
+from rl_trainer.loop import Components, run_loop
 from rl_trainer.metrics import HeldGroup, Report
-from rl_trainer.rollout_source import Generated, RolloutSource
+from rl_trainer.pipeline.rollout_source import Generated, RolloutSource
+from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.run import follow, resumed
 from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
-from rl_trainer.staleness import create_schedule
 from rl_trainer.workers.agent import EvalReport, FailureReport
 from rl_trainer.workers.engine import AdvantageReport, UpdateReport
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from rl_tq import TransferQueue
     from rl_trainer.config import Config
     from rl_trainer.data import Row
-    from rl_trainer.replay_buffer import Replay
+    from rl_trainer.pipeline.replay_buffer import Replay
     from rl_trainer.runtime.base import Runtime
     from rl_trainer.workers.agent import Job
 

@@ -9,8 +9,8 @@ from rl_trainer.algorithms.advantages import (
     register_advantage,
 )
 from rl_trainer.algorithms.aggregation import Aggregation
+from rl_trainer.algorithms.critic_losses import ValueLossFunction
 from rl_trainer.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss, PolicyLossFunction, PolicyLossInput, loss_named
-from rl_trainer.algorithms.value_loss import ValueLossFunction
 
 __all__ = [
     "ADVANTAGES",

@@ -12,7 +12,7 @@ from rl_trainer.errors import PlacementError
 from rl_trainer.runtime.base import Call, ReplicaSet, ResourcePool, Runtime, WorkerContext
 from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
 from rl_trainer.runtime.network import free_address
-from rl_trainer.tracing import span
+from rl_trainer.runtime.tracing import span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -26,7 +26,7 @@ from rl_trainer.runtime.heartbeat import Heartbeat, PlacedHost, Whereabouts
 from rl_trainer.runtime.network import make_tokens
 from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, last_lines, reason_of, told_of
 from rl_trainer.runtime.reaper import Reaper
-from rl_trainer.tracing import environment
+from rl_trainer.runtime.tracing import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence

@@ -18,7 +18,7 @@ from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.runtime.heartbeat import Whereabouts, description_of, on_machine_of
 from rl_trainer.runtime.network import free_address
 from rl_trainer.runtime.processes import enable_stack_dumps, end_sessions
-from rl_trainer.tracing import span
+from rl_trainer.runtime.tracing import span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -26,7 +26,7 @@ from rl_trainer.plugins import loop_named
 from rl_trainer.rewards import Scorer
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.runtime.network import server_token
-from rl_trainer.tracing import trace_requests
+from rl_trainer.runtime.tracing import trace_requests
 from rl_trainer.workers.columns import ROLLOUT, ImageReader, takes_images, to_columns
 from rl_trainer.workers.loop_thread import LoopThread
 

@@ -30,15 +30,15 @@ from rl_trainer.algorithms import (
     loss_named,
 )
 from rl_trainer.algorithms.advantages import BatchRanks, value_scan
+from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.algorithms.distillation import teacher_columns
 from rl_trainer.algorithms.kl_controller import estimate_kl
 from rl_trainer.algorithms.policy_loss import select_tokens
-from rl_trainer.algorithms.prime import ProcessRewardLoss
 from rl_trainer.algorithms.rollout_correction import configured_weights, drop_rejected, finished_metrics
 from rl_trainer.errors import InputError, TrainerError
 from rl_trainer.plugins import stage_named
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
-from rl_trainer.tracing import span
+from rl_trainer.runtime.tracing import span
 from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:

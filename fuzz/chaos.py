@@ -1,6 +1,6 @@
 """Chaos testing: short runs under a seeded schedule of faults, over every process and every phase of a step.
 
-    python -m rl_trainer.chaos --trials 200 --seed 1 --stages standins,inline --output chaos.json
+    python fuzz/chaos.py --trials 200 --seed 1 --stages standins,inline --output chaos.json
 
 A trial starts a run of a tiny model, lets one fault strike when a phase begins or a little later, and waits for the
 run's end. A run that did not reach its last step then goes on with `--resume`. After both it asks: did everything end
@@ -724,7 +724,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run trials; the exit code is 0 where nothing was lost, doubled, leaked, hung or wrong."""
-    parser = argparse.ArgumentParser(prog="python -m rl_trainer.chaos", description="Runs under a schedule of faults.")
+    parser = argparse.ArgumentParser(prog="python fuzz/chaos.py", description="Runs under a schedule of faults.")
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the schedule of faults")
     parser.add_argument("--stages", default="standins,inline", help="of standins, inline, ray; separated by commas")
@@ -738,7 +738,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.table:
         outcomes = [outcome for file in arguments.table for outcome in read_outcomes(Path(file))]
-        print(summary(outcomes), table(outcomes), sep="\n\n")  # noqa: T201
+        print(summary(outcomes), table(outcomes), sep="\n\n")
         return 0
     stages = arguments.stages.split(",")
     has_own_disk = _own_mounts()
@@ -751,7 +751,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept / "model" if stages == ["standins"] else _tiny_model(kept / "model"),
         deadline_s=arguments.deadline_s,
         has_own_disk=has_own_disk,
-        note=lambda line: print(line, flush=True),  # noqa: T201 - a command line
+        note=lambda line: print(line, flush=True),
         references=arguments.keep,
     )
     outcomes: list[Outcome] = []
@@ -767,10 +767,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(outcome)
         if arguments.output:
             _write(Path(arguments.output), arguments.seed, outcomes, time.monotonic() - start)
-    print(table(outcomes))  # noqa: T201
+    print(table(outcomes))
     num_bad = sum(bool(outcome.problems) for outcome in outcomes)
     struck = sum(outcome.fired for outcome in outcomes)
-    print(f"{len(outcomes)} trials, {struck} faults struck, {num_bad} with problems")  # noqa: T201
+    print(f"{len(outcomes)} trials, {struck} faults struck, {num_bad} with problems")
     if not num_bad:
         shutil.rmtree(work, ignore_errors=True)
     return 1 if num_bad else 0
@@ -779,7 +779,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tiny_model(folder: Path) -> Path:
     from rl_trainer.config import WarmupConfig, load_config
     from rl_trainer.data import load_datasets
-    from rl_trainer.warmup import make_small_model
+    from rl_trainer.data.warmup import make_small_model
 
     if (folder / "model" / "config.json").exists():
         return folder / "model"
@@ -794,7 +794,7 @@ def _tiny_model(folder: Path) -> Path:
 def _say(outcome: Outcome) -> None:
     trial = outcome.trial
     told = re.sub(r"\s+", " ", "; ".join(outcome.problems))[:2000]
-    print(  # noqa: T201
+    print(
         f"{trial.number} {trial.stage} {trial.pipeline}: {trial.fault} ({trial.target}) at {trial.phase} "
         f"{trial.occurrence}: {outcome.ended if outcome.fired else 'not reached'} {outcome.seconds:.1f} s"
         + (f" PROBLEM {told}" if told else ""),
@@ -804,7 +804,7 @@ def _say(outcome: Outcome) -> None:
 
 def _write(file: Path, seed: int, outcomes: Sequence[Outcome], seconds: float) -> None:
     about = {
-        "command": " ".join(["python -m rl_trainer.chaos", *sys.argv[1:]]),
+        "command": " ".join(["python fuzz/chaos.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()},
         "seed": seed,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.runtime.network import SHARED_MEMORY
-from rl_trainer.staleness import create_schedule
 
 if TYPE_CHECKING:
     from rl_trainer.config import Config

@@ -20,8 +20,8 @@ from rl_tq import policies
 from rl_tq.errors import WaitTimeoutError
 from rl_trainer.errors import InputError, RolloutFailedError, TrainerError
 from rl_trainer.metrics import HeldGroup
+from rl_trainer.pipeline.staleness import Span
 from rl_trainer.plugins import filter_named
-from rl_trainer.staleness import Span
 from rl_trainer.workers.agent import Job
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
     from rl_trainer.data import Order, Row
     from rl_trainer.data.sampler import StreamOrder
-    from rl_trainer.replay_buffer import Replay
-    from rl_trainer.replicas import AgentReplicas
-    from rl_trainer.staleness import StalenessPolicy
+    from rl_trainer.pipeline.replay_buffer import Replay
+    from rl_trainer.pipeline.replicas import AgentReplicas
+    from rl_trainer.pipeline.staleness import StalenessPolicy
     from rl_trainer.workers.agent import FailureReport
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rl_ckpt.types import SyncReport
     from rl_rollout.types import ServerAddress
-    from rl_trainer.replicas import AgentReplicas
+    from rl_trainer.pipeline.replicas import AgentReplicas
     from rl_trainer.runtime.base import ReplicaSet
     from rl_trainer.workers.engine import EngineWorker
     from rl_trainer.workers.reward_server import RewardServers

@@ -43,7 +43,8 @@ from rl_trainer.data import shows_images
 from rl_trainer.data.datasets import HUB, is_saved_dataset
 from rl_trainer.data.rows import check_options
 from rl_trainer.errors import ConfigError, InputError, PlanError
-from rl_trainer.plan import (
+from rl_trainer.pipeline.staleness import Schedule, create_schedule
+from rl_trainer.planning.plan import (
     BatchPlan,
     actor_config,
     candidates_of,
@@ -58,7 +59,6 @@ from rl_trainer.rewards.code import CodeTests
 from rl_trainer.rewards.rules import RULES
 from rl_trainer.rewards.worker import GROUP as REWARDS
 from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, scheme_of
-from rl_trainer.staleness import Schedule, create_schedule
 from rl_trainer.trackers.group import GROUP as TRACKERS
 
 if TYPE_CHECKING:
@@ -882,7 +882,7 @@ def _folder(config: Config) -> Generator[str]:
     if config.model.path is not None:
         yield config.model.path
         return
-    from rl_trainer.warmup import write_config
+    from rl_trainer.data.warmup import write_config
 
     assert config.model.warmup is not None, "it was checked that there is a model"
     with TemporaryDirectory(prefix="rl-trainer-") as folder:

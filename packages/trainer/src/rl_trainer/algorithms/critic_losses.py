@@ -1,4 +1,4 @@
-"""The loss that the trainer injects into the critic's engine."""
+"""Losses of what learns beside the policy: the value function, and the implicit process reward model (PRIME)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from rl_trainer.algorithms.aggregation import Aggregation
+from rl_trainer.algorithms.aggregation import Aggregation, row_of, row_sums
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -45,3 +46,33 @@ class ValueLossFunction:
             metrics["value_clipped"] = clipped.sum().float() / count
         loss = self.aggregation.share(0.5 * error, mask, output.cu_seqlens, output.counts)
         return loss, metrics | {"value_loss": loss.detach()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRewardLoss:
+    """Cross-entropy of a completion's outcome and `sigmoid(beta * log-ratio)`: PRIME, arXiv 2502.01456, equation 5.
+
+    The log-ratio is that of the whole completion under the model and under the reference, so that what each token adds
+    to it comes to be its reward. Mean over completions. Reads the columns `ref_logprobs`, `rewards` (which add up to
+    the outcome, 0 to 1) and `loss_mask`.
+    """
+
+    beta: float = 0.05
+    """Scale of the log-ratio; by default that of the paper's experiments."""
+
+    def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss share and metric shares of one micro-batch."""
+        mask = rows["loss_mask"].values().bool()
+        rows_of = row_of(output.cu_seqlens, mask.numel())
+
+        def per_row(values: Tensor) -> Tensor:
+            return row_sums(values, rows_of, output.cu_seqlens)
+
+        ratio = torch.where(mask, output.logprobs - rows["ref_logprobs"].values(), 0.0)
+        logits, outcomes = self.beta * per_row(ratio), per_row(rows["rewards"].values().float())
+        counts = per_row(mask.float()) > 0
+        losses = binary_cross_entropy_with_logits(logits, outcomes, reduction="none")
+        count = max(output.counts.sequences, 1.0)
+        loss = torch.where(counts, losses, 0.0).sum() / count
+        is_right = ((logits > 0) == (outcomes > 0.5)) & counts
+        return loss, {"process_loss": loss.detach(), "process_accuracy": is_right.sum().float() / count}

@@ -1,0 +1,1 @@
+"""What the loop drives: rollouts, their staleness and replay, the agent workers, weights and the reference."""

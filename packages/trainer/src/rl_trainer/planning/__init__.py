@@ -1,0 +1,1 @@
+"""Known before anything starts: the batch plan, memory, GPUs, and what in a configuration cannot work."""
