@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SessionConfig
 
 ChannelFactory: TypeAlias = "Callable[[socket.socket, str, Sequence[Tensor]], Channel]"
-"""Makes a link out of a connected socket, the peer's name and the ring."""
+"""Makes a channel out of a connected socket, the peer's name and the ring."""
 
 _lock = threading.Lock()
 _rendezvous: dict[str, Rendezvous] = {}
@@ -47,7 +47,7 @@ class Backend(Transport):
 
 
 def set_channel_factory(name: str, factory: ChannelFactory | None) -> None:
-    """Make the links of sessions of this name by `factory`, from now on; None: ordinary ones. For fault injectors."""
+    """Make channels of sessions of this name by `factory`, from now on; None: ordinary ones. For fault injectors."""
     with _lock:
         if factory is None:
             _factories.pop(name, None)
@@ -99,7 +99,7 @@ class Rendezvous:
 
 
 class InprocSend(SendTransport):
-    """Owns the hub of its name."""
+    """Owns the rendezvous of its name."""
 
     def __init__(self, config: SessionConfig) -> None:
         require_name(config)
@@ -108,7 +108,7 @@ class InprocSend(SendTransport):
         self._rendezvous: Rendezvous | None = None
 
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-        """Make the hub; raises `AddressError` if there is one."""
+        """Make the rendezvous; raises `AddressError` if there is one."""
         with _lock:
             if self._name in _rendezvous:
                 raise AddressError(f"{self.address} is taken by another sender; close it or choose another name")
@@ -117,7 +117,7 @@ class InprocSend(SendTransport):
         return self._rendezvous.slots
 
     def fileno(self) -> int:
-        """The hub's waker."""
+        """The rendezvous's waker."""
         if self._rendezvous is None:
             raise AddressError(f"{self.address} is not open")
         return self._rendezvous.fileno()
@@ -128,7 +128,7 @@ class InprocSend(SendTransport):
             return self._rendezvous.accept() if self._rendezvous is not None else None
 
     def close(self) -> None:
-        """Take the hub away."""
+        """Take the rendezvous away."""
         with _lock:
             if self._rendezvous is not None:
                 del _rendezvous[self._name]
@@ -137,7 +137,7 @@ class InprocSend(SendTransport):
 
 
 class InprocReceive(ReceiveTransport):
-    """Looks the hub up."""
+    """Looks the rendezvous up."""
 
     def __init__(self, config: SessionConfig) -> None:
         require_name(config)
@@ -156,5 +156,5 @@ class InprocReceive(ReceiveTransport):
     def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
         """The sender's own slots."""
         if [slot.numel() for slot in self._slots] != [session.bucket_bytes] * session.num_slots:
-            raise ProtocolError(f"{channel.peer} announced {session}, which is not the ring of its hub")
+            raise ProtocolError(f"{channel.peer} announced {session}, which is not the ring of its session")
         return self._slots

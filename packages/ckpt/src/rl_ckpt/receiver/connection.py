@@ -61,7 +61,7 @@ PULL_PAUSE_S = 0.001
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """The connection to a sender and what it has said about the session. Owns the link and the streams."""
+    """The connection to a sender and what it has said about the session. Owns the channel and the streams."""
 
     channel: Channel
     transport: ReceiveTransport

@@ -126,6 +126,6 @@ class RelayPipe:
         self.outcome.wake()
 
     def close(self) -> None:
-        """Free both bells."""
+        """Free both wakers."""
         self.news.close()
         self.outcome.close()

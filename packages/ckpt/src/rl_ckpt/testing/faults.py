@@ -50,7 +50,7 @@ class Injector:
 
 
 class FaultyChannel(Channel):
-    """A link on which the fault happens when something is sent."""
+    """A channel on which the fault happens when something is sent."""
 
     def __init__(self, connection: socket.socket, peer: str, slots: Sequence[Tensor], injector: Injector) -> None:
         super().__init__(connection, peer)
