@@ -6,8 +6,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from rl_ckpt.errors import TensorError
-
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
     from types import TracebackType
@@ -211,6 +209,7 @@ class WeightReceiver(CheckpointEngine):
         """
         return Hold(lambda: None)  # where tensors are the consumer's own there is nothing to keep
 
+    @abstractmethod
     async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """Receive one sync into tensors of the caller, by name, and return its version.
 
@@ -229,23 +228,6 @@ class WeightReceiver(CheckpointEngine):
             TensorError: a tensor came that is not in `targets` or differs from it, or one did not come (`strict`).
             CkptError: as `receive_weights`.
         """
-        left = dict(targets)
-        landed: dict[str, Tensor] = {}
-        async for name, tensor in self.receive_weights(clone=staged):
-            target = left.pop(name, None)
-            if target is None or (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
-                raise TensorError(f"{name!r} came as {tensor.dtype} {list(tensor.shape)}; the target is {target!r}")
-            if staged:
-                landed[name] = tensor
-            else:
-                target.detach().copy_(tensor)
-        if strict and left:
-            raise TensorError(f"{len(left)} tensors did not come, {next(iter(left))!r} the first")
-        for name, tensor in landed.items():
-            targets[name].detach().copy_(tensor)
-        if self.version is None:
-            raise TensorError("the sync ended without a version")
-        return self.version
 
     @abstractmethod
     def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:

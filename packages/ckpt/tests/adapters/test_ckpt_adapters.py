@@ -12,7 +12,7 @@ from torch import nn
 
 import rl_ckpt
 from rl_ckpt.adapters import sglang
-from rl_ckpt.adapters.installer import Installer, Staging
+from rl_ckpt.adapters.installer import Installer
 from rl_ckpt.adapters.load_recorder import Held, LoadRecorder, filled_by
 from rl_ckpt.testing import assert_same, new_name
 
@@ -136,47 +136,6 @@ def test_every_copy_that_a_tied_layer_keeps_is_looked_at():
     assert not torch.equal(held["embed.weight"], weights["embed.weight"])
     packed["head.weight"].copy_(weights["embed.weight"])
     assert torch.equal(held["embed.weight"], weights["embed.weight"])
-
-
-def test_staging_keeps_the_version_before_until_the_next_is_committed():
-    staging, first, second = Staging(), weights_of(1), weights_of(2)
-    for name, tensor in first.items():
-        staging.put(name, tensor)
-    staging.commit()
-    memory = {name: tensor.data_ptr() for name, tensor in staging.current.items()}
-    staging.put("q", second["q"])
-    assert_same(staging.current, first)
-    assert_same(staging.merged(), {**first, "q": second["q"]})
-    staging.abort()
-    assert_same(staging.merged(), first)
-    for weights in (second, first, second):
-        for name, tensor in weights.items():
-            staging.put(name, tensor)
-        staging.commit()
-    assert_same(staging.current, second)
-    after = {name: tensor.data_ptr() for name, tensor in staging.current.items()}
-    assert set(memory.values()) != set(after.values())  # three syncs later the two sets have changed places
-    for name, tensor in first.items():
-        staging.put(name, tensor)
-    staging.commit()
-    assert {name: tensor.data_ptr() for name, tensor in staging.current.items()} == memory
-
-
-def test_staging_forgets_names_that_a_whole_version_does_not_have():
-    staging = Staging()
-    staging.put("old", torch.ones(2))
-    staging.commit(is_whole=True)
-    staging.put("new", torch.zeros(2))
-    staging.commit(is_whole=True)
-    assert_same(staging.current, {"new": torch.zeros(2)})
-
-
-def test_staging_takes_a_tensor_that_has_changed_its_shape():
-    staging = Staging()
-    for shape in ((2, 3), (4,), (2, 3)):
-        staging.put("t", torch.ones(shape))
-        staging.commit()
-        assert staging.current["t"].shape == shape
 
 
 class Pair:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import rl_ckpt
 from rl_ckpt.errors import AttestationError, TensorError, UsageError, VersionError
+from rl_ckpt.receiver.staging import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -164,39 +165,3 @@ class Installer:
             if name in self._hidden:
                 parameter.detach().copy_(self._hidden[name])
         self._hidden = {}
-
-
-class Staging:
-    """Two copies of the weights on the CPU, whose memory changes places with every version.
-
-    `put` what lands; then `commit` it, or `abort`. Neither copies anything.
-    """
-
-    def __init__(self) -> None:
-        self.current: dict[str, Tensor] = {}
-        """What was committed."""
-        self.incoming: dict[str, Tensor] = {}
-        """What has come of the sync under way."""
-        self._spare: dict[str, Tensor] = {}
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Keep a copy of a tensor that has landed."""
-        spare = self._spare.pop(name, None)
-        if spare is None or (spare.dtype, spare.shape) != (tensor.dtype, tensor.shape):
-            spare = tensor.new_empty(tensor.shape, device="cpu")
-        self.incoming[name] = spare.copy_(tensor.detach())
-
-    def merged(self) -> dict[str, Tensor]:
-        """All weights as they are with what has landed."""
-        return {**self.current, **self.incoming}
-
-    def commit(self, *, is_whole: bool = False) -> None:
-        """Commit what has arrived, in place of the tensors of the same names or, if it is whole, of all."""
-        self._spare |= {name: tensor for name, tensor in self.current.items() if is_whole or name in self.incoming}
-        self.current = self.incoming if is_whole else self.merged()
-        self.incoming = {}
-
-    def abort(self) -> None:
-        """What has landed is worthless; its memory is kept."""
-        self._spare |= self.incoming
-        self.incoming = {}

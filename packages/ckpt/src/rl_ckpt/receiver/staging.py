@@ -1,4 +1,4 @@
-"""Host memory for a whole version: it lands there and, when all of it is verified, changes places with what was."""
+"""Host memory for a whole version of the weights: it lands there, and is put in force when all of it is verified."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_ckpt.errors import TensorError
 from rl_ckpt.tensors.digest import LEAF_BYTES
 from rl_ckpt.tensors.spec import as_bytes, require_memory
 
@@ -16,46 +17,88 @@ if TYPE_CHECKING:
 
 
 class Staging:
-    """As large as the targets; kept from one sync to the next."""
+    """Tensors of the sync under way, in memory that is kept from one sync to the next.
+
+    Whoever knows the names and shapes that will come makes room for all (`open`), and later lets them change places
+    with the tensors of the consumer (`install`, `undo`). Whoever does not adds them one by one (`put`), and reads what
+    came from here (`incoming`, `merged`). Either way `commit` or `abort` ends the sync.
+    """
 
     def __init__(self) -> None:
+        self.current: dict[str, Tensor] = {}
+        """What was committed and is still here; nothing of what was installed."""
+        self.incoming: dict[str, Tensor] = {}
+        """The tensors of the sync under way, contiguous, on the CPU."""
         self.targets: Mapping[str, Tensor] = {}
-        """Where what lands is to be installed."""
-        self._tensors: dict[str, Tensor] = {}
+        """Where they are to be installed."""
+        self._spare: dict[str, Tensor] = {}
         self._installed: list[str] = []
+        self._torn: str | None = None
+        """The tensor that is changing places: if that is interrupted, its contents are in neither."""
 
     def open(self, targets: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Where the next version for these targets is to land: contiguous CPU tensors of the same names.
+        """Make room for a version for these targets: contiguous CPU tensors of the same names, dtypes and shapes.
 
         Raises:
             TensorError: a target has no memory to install it in.
         """
-        before, self._tensors = self._tensors, {}
+        self.abort()
         for name, target in targets.items():
             require_memory(name, target)
-            mine = before.get(name)
-            if mine is None or (mine.dtype, mine.shape) != (target.dtype, target.shape):
-                mine = torch.empty(target.shape, dtype=target.dtype)
-            self._tensors[name] = mine
-        self.targets, self._installed = targets, []
-        return self._tensors
+            self._make_room(name, target)
+        self.targets, self._spare = targets, {}
+        return self.incoming
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Keep a copy of a tensor that has landed."""
+        self._make_room(name, tensor).copy_(tensor.detach())
+
+    def merged(self) -> dict[str, Tensor]:
+        """What is here, each tensor as it landed last."""
+        return {**self.current, **self.incoming}
 
     def install(self, names: Iterable[str]) -> None:
-        """Let what landed and the targets change places. What fails half way is undone by `undo`."""
+        """Let what landed and the targets change places. What fails between two of them is undone by `undo`."""
         for name in names:
+            self._exchange(name)
             self._installed.append(name)
-            _exchange(self.targets[name].detach(), self._tensors[name])
 
     def undo(self) -> None:
-        """Let them change back, the last first: targets may share memory."""
+        """Let them change back, the last first: targets may share memory.
+
+        Raises:
+            TensorError: one was interrupted half way, so that it is neither.
+        """
+        if self._torn is not None:
+            raise TensorError(f"{self._torn!r} was interrupted while it was installed, and may be mixed")
         while self._installed:
-            name = self._installed[-1]
-            _exchange(self.targets[name].detach(), self._tensors[name])
+            self._exchange(self._installed[-1])
             self._installed.pop()
 
-    def close(self) -> None:
-        """The version is committed: forget the targets."""
-        self.targets, self._installed = {}, []
+    def commit(self, *, is_whole: bool = False) -> None:
+        """Put in force what has come, in place of the tensors of the same names or, if it is whole, of all."""
+        if not self._installed:
+            self._spare |= {name: tensor for name, tensor in self.current.items() if is_whole or name in self.incoming}
+            self.current, self.incoming = self.incoming if is_whole else self.merged(), {}
+        self.abort()
+
+    def abort(self) -> None:
+        """Forget the sync, but not its memory."""
+        self._spare |= self.incoming
+        self.incoming, self.targets, self._installed, self._torn = {}, {}, [], None
+
+    def _exchange(self, name: str) -> None:
+        target, mine = self.targets[name].detach(), self.incoming[name]
+        self._torn = name
+        _exchange(target, mine)
+        self._torn = None
+
+    def _make_room(self, name: str, like: Tensor) -> Tensor:
+        room = self._spare.pop(name, None)
+        if room is None or (room.dtype, room.shape) != (like.dtype, like.shape):
+            room = torch.empty(like.shape, dtype=like.dtype)
+        self.incoming[name] = room
+        return room
 
 
 def _exchange(target: Tensor, mine: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -29,6 +30,7 @@ from rl_ckpt.errors import (
 )
 from rl_ckpt.protocol.channel import Deadline, wait_for
 from rl_ckpt.protocol.worker import Worker
+from rl_ckpt.receiver.staging import Staging
 from rl_ckpt.sender.runner import SourceSender
 from rl_ckpt.tensors.aliasing import AliasCheck
 from rl_ckpt.tensors.digest import combine, leaves_of, model_digest, tree_digest
@@ -37,7 +39,7 @@ from rl_ckpt.tensors.spec import TensorSpec, as_bytes, require_memory, spec_of
 from rl_ckpt.types import Metadata, ReceiverState, Role, SyncReport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -224,8 +226,7 @@ class FileReceiver(WeightReceiver):
         self._digest: int | None = None
         self._held: Callable[[], Mapping[str, Tensor] | None] | None = None
         self._alias_check = AliasCheck()
-        self._taken: dict[TensorSpec, int] = {}
-        """The digests of the version that was taken last."""
+        self._staging = Staging()
 
     @property
     def version(self) -> int | None:
@@ -259,41 +260,61 @@ class FileReceiver(WeightReceiver):
         self._held = held
 
     async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
-        """See `WeightReceiver`. Staged, it installs what it has taken, so that there is nothing yet to attest."""
-        if staged and self._held is not None:
-            raise UsageError(
-                "staged=True installs when a sync has ended, and attest_with looks before; use one of them"
-            )
+        """Write tensors where they belong, or have them change places when all are verified. See `WeightReceiver`."""
         for name, target in targets.items():
             require_memory(name, target)
-        before = self._state, self._version, self._digest
-        is_written = not staged
-        try:
-            version = await super().receive_into(targets, strict=strict, staged=staged)
-            is_written = True
-            self._alias_check.require_equal(targets, self._taken.items())
-        except BaseException:
-            is_mixed = is_written and (self._state, self._version, self._digest) != before
-            self._state, self._version, self._digest = before
-            if is_mixed:
-                self._state = ReceiverState.POISONED
-            raise
-        return version
+        into = self._staging.open(targets) if staged else targets
+
+        def finish(landed: Mapping[TensorSpec, int]) -> None:
+            names = {spec.name for spec in landed}
+            if strict and (missing := [name for name in targets if name not in names]):
+                raise TensorError(f"{len(missing)} tensors did not come, {missing[0]!r} the first")
+            if staged:
+                self._staging.install(names)
+            self._alias_check.require_equal(targets, landed.items())
+
+        async with aclosing(self._receive(finish, is_staged=staged)) as tensors:
+            async for name, tensor in tensors:
+                target = into.get(name)
+                if target is None or (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
+                    raise TensorError(f"{name!r} came as {tensor.dtype} {list(tensor.shape)}; the target is {target!r}")
+                target.detach().copy_(tensor)
+        if self._version is None:
+            raise UsageError("the sync ended without a version")
+        return self._version
 
     async def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield the tensors of the newest version above the one that was taken last, each verified."""
-        items = await self._worker.run(self._start)
+        async with aclosing(self._receive(lambda _: None, is_staged=False)) as tensors:
+            async for item in tensors:
+                yield item
+
+    async def _receive(
+        self, finish: Callable[[Mapping[TensorSpec, int]], None], *, is_staged: bool
+    ) -> AsyncGenerator[tuple[str, Tensor]]:
+        """One version, of which `finish` is told when all of it is verified, before the engine is looked into."""
+        items = await self._worker.run(lambda: self._start(finish))
         is_touched, before = False, self._state
         self._state = ReceiverState.PREPARING
         try:
             while (item := await self._worker.run(lambda: next(items, None))) is not None:
-                is_touched = True
+                is_touched = not is_staged
                 yield item
         finally:
+            if is_staged:
+                is_touched = not self._put_back()
             if self._state is ReceiverState.PREPARING:
                 self._state = ReceiverState.POISONED if is_touched else before
 
-    def _start(self) -> Iterator[tuple[str, Tensor]]:
+    def _put_back(self) -> bool:
+        """Undo what was installed and not committed. False if that failed: the tensors may be mixed."""
+        try:
+            self._staging.undo()
+        except Exception:  # noqa: BLE001  # the error that ended the sync is the one to raise; the state tells of this one
+            return False
+        return True
+
+    def _start(self, finish: Callable[[Mapping[TensorSpec, int]], None]) -> Iterator[tuple[str, Tensor]]:
         """Wait for a version, and open its files, so that they stay if they are removed."""
         deadline = Deadline(self._config.timeout_s)
         last = -1 if self._version is None else self._version
@@ -307,14 +328,19 @@ class FileReceiver(WeightReceiver):
                 except FileNotFoundError:
                     continue  # a newer one has taken its place
                 self._taking = version
-                return self._take(manifest, files)
+                return self._take(manifest, files, finish)
             wait_for(self._worker.canceller, Deadline(min(LOOK_AGAIN_S, deadline.remaining_s())))
             if not deadline.remaining_s():
                 raise PeerTimeoutError(
                     f"no version above {last} appeared in {self._folder.path} within {deadline.timeout_s:g} s"
                 )
 
-    def _take(self, manifest: Manifest, files: dict[str, safetensors.safe_open]) -> Iterator[tuple[str, Tensor]]:
+    def _take(
+        self,
+        manifest: Manifest,
+        files: dict[str, safetensors.safe_open],
+        finish: Callable[[Mapping[TensorSpec, int]], None],
+    ) -> Iterator[tuple[str, Tensor]]:
         digests: dict[TensorSpec, int] = {}
         for entry in manifest.tensors:
             tensor = cast("Tensor", files[entry.file].get_tensor(entry.stored_as))
@@ -331,9 +357,10 @@ class FileReceiver(WeightReceiver):
             raise DigestError(
                 f"version {manifest.version} has digest {found:016x}; its manifest says {manifest.digest}"
             )
+        finish(digests)
         self._attest({spec.name for spec in digests}, found)
+        self._staging.commit()
         self._version, self._digest, self._state = manifest.version, found, ReceiverState.COMMITTED
-        self._taken = digests
 
     def _attest(self, names: set[str], digest: int) -> None:
         engine = None if self._held is None else self._held()
