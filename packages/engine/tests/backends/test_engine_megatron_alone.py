@@ -128,6 +128,18 @@ def test_rope_of_llama3_is_taken_over(tmp_path):
     torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-6)
 
 
+def test_layers_with_and_without_a_window_see_what_they_see_on_fsdp(tmp_path):
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True}
+    write_tiny_model(tmp_path, **kinds)
+    seen = []
+    for backend in ("fsdp", "megatron"):
+        engine = build(tmp_path, backend=backend)
+        seen.append((*ranks.one_step(engine, BATCH), ranks.ranks.weights(engine)))
+        engine.close()
+    assert seen[0][:2] == pytest.approx(seen[1][:2], rel=1e-6)
+    torch.testing.assert_close(seen[0][2], seen[1][2], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -173,7 +185,7 @@ def test_fsdp_refuses_layouts_that_it_has_not(tmp_path, parallel):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("gpt2", None, "Model type 'gpt2' has no built-in mapping"),
+        ("gpt2", None, "Model type 'gpt2' has no mapping to megatron-core here; mapped are llama, mistral"),
         ("llama", {"attention_bias": True}, "attention_bias=true"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act=gelu"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "dense layers among expert layers"),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
@@ -15,11 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rl_engine.backends.megatron.config import (
     check_divides,
-    difference,
-    plan,
-    probe_row,
     read_architecture,
-    refusal,
     transformer_config,
 )
 from rl_engine.backends.megatron.layout import (
@@ -36,6 +31,7 @@ from rl_engine.backends.megatron.weights import (
     export,
     local_parts,
     own_entries,
+    plan_weights,
     read_into,
     shapes_of,
 )
@@ -67,6 +63,8 @@ from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, PeftCon
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tensordict import TensorDict
+
     from rl_engine.backends.megatron.layout import Layout
     from rl_engine.backends.megatron.weights import Architecture, Entry
     from rl_engine.batch.micro_batches import CostModel
@@ -96,7 +94,7 @@ class MegatronEngine(Engine):
         _, arch = self._checked(world_size)
         if config.init == ModelInit.PRETRAINED:
             layout = config.parallel
-            wanted = shapes_of(plan(arch, pp=layout.pp, vpp=layout.vpp, ep=layout.ep))
+            wanted = shapes_of(plan_weights(arch, pp=layout.pp, vpp=layout.vpp, ep=layout.ep))
             with SliceReader(config.model_path, wanted, head=config.head, is_tied=arch.is_tied):
                 pass
         return settings_status(config, _NO_SHARING)
@@ -106,10 +104,9 @@ class MegatronEngine(Engine):
         config = self._config
         settings_status(config, _NO_SHARING)
         refuse_fsdp_only(config, "megatron")
-        folder = Path(config.model_path)
-        source = hf_folder.read_config(folder)
+        source = hf_folder.read_config(Path(config.model_path))
         check_parallel(config.parallel)
-        arch = read_architecture(folder, source, config.head)
+        arch = read_architecture(source, config.head)
         check_divides(arch, config.parallel)
         check_world(config.parallel, world_size)
         check_candidates(config.num_candidates, arch.vocab_size)
@@ -130,8 +127,6 @@ class MegatronEngine(Engine):
             raise
         try:
             self._state = State(config, source, arch, world, layout)
-            if arch.registry is not None:
-                self._check_scores()
         except BaseException:
             self._state = None
             leave_layout()
@@ -149,27 +144,6 @@ class MegatronEngine(Engine):
         finally:
             leave_layout()
             state.world.leave()
-
-    def _check_scores(self) -> None:
-        """Compare a probe row with transformers' own model, which rank 0 loads whole. Collective.
-
-        Raises:
-            ModelFolderError: the layers of an architecture that Megatron-Bridge maps compute something else.
-        """
-        state = self._built()
-        row, wrong = probe_row(state.arch), None
-        tokens = torch.tensor([row], device=state.world.device)
-        sizes = {"prompt_token_ids": slice(0, 1), "completion_token_ids": slice(1, None)}
-        columns = {
-            name: torch.nested.as_nested_tensor(tokens[:, part], layout=torch.jagged) for name, part in sizes.items()
-        }
-        batch = TensorDict(columns, batch_size=[1])
-        with self.eval_mode():
-            scored = self.forward_backward_batch(batch, None).columns["logprobs"].values()
-        if state.world.rank == 0:
-            wrong = difference(self._config, row, scored)
-        if (wrong := state.world.exchange(wrong)[0]) is not None:
-            raise refusal(state.arch.model_type, wrong)
 
     # Modes and places
 
@@ -339,7 +313,7 @@ class State:
     def __init__(self, config: EngineConfig, source: Any, arch: Architecture, world: World, layout: Layout) -> None:
         dtype = hf_folder.DTYPES[config.precision]
         self.source, self.arch, self.world, self.layout = source, arch, world, layout
-        self.entries = plan(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
+        self.entries = plan_weights(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
         self.experts = arch.experts
         self.cost = _cost(source, self.entries)
         self.replicas = _replicas(world, layout)

@@ -6,6 +6,7 @@ Legend: `T` tokens fed, `C` completion tokens, `V` vocabulary, `H` hidden, `D` h
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,11 +61,13 @@ class RmsNorm(nn.RMSNorm):
 
 
 class RowAttention(nn.Module):
-    """Causal attention within each packed row."""
+    """Causal attention within each packed row; a query of layer i (from 1) sees `windows[i - 1]` tokens."""
 
-    def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, layer_number: int, windows: Sequence[int | None], softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
-        self._scale = softmax_scale
+        self._scale, self._window = softmax_scale, windows[layer_number - 1]
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, packed_seq_params: RowParams, **_: Any
@@ -72,7 +75,7 @@ class RowAttention(nn.Module):
         """(T, 1, heads, D) in, (T, 1, heads * D) out."""
         q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         rows: dict[str, Any] = {LAYOUT_KWARG: packed_seq_params.rows}
-        out, _nothing = packed_attention(self, q, k, v, mask, scaling=self._scale, **rows)
+        out, _nothing = packed_attention(self, q, k, v, mask, scaling=self._scale, sliding_window=self._window, **rows)
         return out[0].flatten(1, 2)[:, None]
 
 
@@ -84,7 +87,7 @@ def layer_spec(config: TransformerConfig, arch: Architecture, chunk: int) -> Tra
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = RowAttention
+    attention.core_attention = partial(RowAttention, windows=arch.windows)
     if arch.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     norm: Any = RmsNorm

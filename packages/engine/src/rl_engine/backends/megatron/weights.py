@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -302,14 +302,6 @@ def _gather(part: Tensor, shape: tuple[int, ...], cut: Cut, tp: Axis) -> Tensor:
     return torch.cat(list(tp.all_gather(part)), dim=dim).narrow(dim, 0, shape[dim]).contiguous()
 
 
-class Registry(Protocol):
-    """What is asked of its `MegatronMappingRegistry`."""
-
-    def megatron_to_hf_lookup(self, megatron_param_name: str) -> Any:
-        """The mapping of a parameter, with `hf_param` (a name, or several by their role), or None."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A decoder-only transformer with grouped-query attention, gated SiLU MLPs (or experts), RMSNorm and rotary."""
@@ -352,8 +344,8 @@ class Architecture:
     """Inner size of an expert."""
     norm_top_k: bool
     """The chosen experts' probabilities are scaled to sum to 1."""
-    registry: Registry | None = None
-    """Megatron-Bridge's names of the tensors; None: the built-in ones."""
+    windows: tuple[int | None, ...]
+    """By layer, the tokens that a query sees, itself included; None: all before it."""
 
     @property
     def experts(self) -> Experts | None:
