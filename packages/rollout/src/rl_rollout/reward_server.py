@@ -28,7 +28,7 @@ from rl_rollout.errors import (
     ServerLostError,
 )
 from rl_rollout.http import messages as wire
-from rl_rollout.http.server import NOT_ALLOWED, http_error, is_allowed, not_bound, url_of
+from rl_rollout.http.server import NOT_ALLOWED, http_error, is_allowed, json_body, not_bound, url_of
 from rl_rollout.http.text import LazyTokenizer, plain_messages
 from rl_rollout.registry import LOOPBACK_HOSTS, check_unused
 from rl_rollout.types import ServerAddress
@@ -271,7 +271,7 @@ class ScoreServer:
         try:
             return await handler(request)
         except RolloutError as error:
-            return web.json_response(wire.error_to_json(error), status=wire.status_of(error))
+            return json_body(wire.error_to_body(error), wire.status_of(error))
         except web.HTTPException as error:
             return http_error(request, error, self._config.max_body_bytes)
 

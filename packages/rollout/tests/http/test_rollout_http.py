@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rl_rollout import (
     FinishReason,
@@ -237,6 +239,35 @@ def test_a_server_that_is_not_there(site):
         with pytest.raises(ServerLostError, match=url):
             site.run(client.start())
         site.run(client.stop())
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            b'{"request_id": "r", "finished": true}',
+            'answered what is no message: {"request_id": "r", "finished": true}',
+        ),
+        (b'+{"request_id": "r", "token_ids": "5"}', "answered what is no message"),
+        (b'{"error": {"type": "RequestError", "message": "no", "code": 400}, "request_id": "r"}', "^no$"),
+    ],
+)
+def test_an_answer_that_is_no_message_ends_the_request_with_a_sentence(line, told):
+    async def answer(request):
+        return web.Response(body=line + b"\n")
+
+    async def scenario():
+        app = web.Application()
+        app.router.add_post("/generate_batch", answer)
+        async with TestServer(app) as server:
+            client = connect_server(str(server.make_url("")))
+            try:
+                await client.generate(request())
+            finally:
+                await client.stop()
+
+    with pytest.raises(RolloutError, match=told):
+        asyncio.run(scenario())
 
 
 def test_a_port_in_use(site, qwen3_folder):

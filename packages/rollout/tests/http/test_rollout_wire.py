@@ -6,26 +6,30 @@ import json
 import struct
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
 from rl_rollout import (
     FinishReason,
     GenerateRequest,
+    RequestError,
     RolloutError,
     SamplingParams,
     ServerConfig,
+    TokenChunk,
     TokenOutput,
     connect_server,
     create_server,
 )
 from rl_rollout.http.messages import (
-    chunk_from_json,
-    line_of,
-    message_of,
-    output_from_json,
-    output_to_json,
-    partial_from_json,
+    capabilities_from_json,
+    chunk_from_body,
+    chunk_to_body,
+    error_from_body,
+    error_to_body,
+    output_from_body,
+    output_to_body,
 )
 from rl_rollout.testing import write_tiny_model
 
@@ -42,8 +46,8 @@ OUTPUT = TokenOutput(
 
 
 def told(output):
-    """As it comes out of JSON."""
-    return json.loads(json.dumps(output_to_json(output)))
+    """As it comes out of JSON, read as the standard allows."""
+    return json.loads(output_to_body(output), parse_constant=pytest.fail)
 
 
 def test_experts_are_bytes_where_they_fit_and_else_two_each_the_low_one_first():
@@ -56,47 +60,79 @@ def test_experts_are_bytes_where_they_fit_and_else_two_each_the_low_one_first():
 @pytest.mark.parametrize("experts", [EXPERTS, WIDE, (((-1,),),), ()])
 def test_an_output_comes_back_as_it_was(experts):
     output = replace(OUTPUT, routed_experts=experts)
-    assert output_from_json(told(output)) == output
+    assert output_from_body(output_to_body(output)) == output
 
 
-def test_a_line_keeps_every_bit_and_tells_nan_as_null():
+def test_an_output_keeps_every_bit_and_tells_nan_as_null():
     logprobs = (-0.1, -1e-45, -(2.0**-149), float("nan"), -3.4028234663852886e38)
-    output = replace(OUTPUT, logprobs=logprobs, top_logprobs=(), prompt_logprobs=())
-    line = line_of(output_to_json(output))
-    assert line.count(b"\n") == line.count(b"null") == 1
+    output = replace(OUTPUT, logprobs=logprobs)
+    assert output_to_body(output).count(b"null") == 1
     # repr tells one NaN from a number, and not from another NaN
-    assert repr(output_from_json(message_of(line))) == repr(output)
-    message = message_of(line)
-    assert repr(chunk_from_json(message).logprobs) == repr(logprobs)
-    assert repr(partial_from_json("r", [message, message]).logprobs) == repr(2 * logprobs)
+    assert repr(output_from_body(output_to_body(output))) == repr(output)
+    chunk = TokenChunk(token_ids=(1,) * 5, logprobs=logprobs, weight_versions=(2,) * 5, finish_reason=None)
+    assert repr(chunk_from_body(chunk_to_body(chunk, "r"))) == repr(("r", chunk))
+    last = replace(chunk, finish_reason=FinishReason.ABORT)
+    assert repr(chunk_from_body(chunk_to_body(last))) == repr(("", last))
 
 
-def test_a_line_tells_minus_infinity_from_nan():
+def test_an_output_tells_minus_infinity_from_nan_in_standard_json():
     """A token that cannot be drawn may be in the prompt, or among the most likely ones."""
     top = (((5, -0.25), (6, float("nan")), (7, float("-inf"))), ())
     output = replace(OUTPUT, top_logprobs=top, prompt_logprobs=(0.0, float("-inf")))
-    assert repr(output_from_json(message_of(line_of(output_to_json(output))))) == repr(output)
-
-
-def test_lists_are_read_too():
-    assert output_from_json({**told(OUTPUT), "routed_experts": [[[0, 1]], [[2, 3]]]}).routed_experts == (
-        ((0, 1),),
-        ((2, 3),),
-    )
+    assert told(output)["top_logprobs"] == [[[5, -0.25], [6, None], [7, "-inf"]], []]
+    assert repr(output_from_body(output_to_body(output))) == repr(output)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"shape": [3, 2, 3]}, r"12 numbers for the shape \[3, 2, 3\]"),
-        ({"dtype": "int64"}, "'int64'.*wanted shape, dtype and data"),
-        ({"data": "?"}, "wanted shape, dtype and data"),
+        ({"finished": True}, "unknown field `finished`"),
+        ({"token_ids": ["5", "6"]}, "Expected `int`"),
+        ({"finish_reason": "boredom"}, "boredom"),
+        ({"weight_versions": None}, "Expected `array`"),
+    ],
+)
+def test_an_answer_with_an_unknown_field_or_another_type_is_refused(changed, message):
+    with pytest.raises(msgspec.ValidationError, match=message):
+        output_from_body(json.dumps(told(OUTPUT) | changed).encode())
+    known = told(OUTPUT)
+    del known["routed_experts"]
+    with pytest.raises(msgspec.ValidationError, match=message):
+        chunk_from_body(json.dumps(known | changed).encode())
+
+
+def test_an_error_comes_back_as_its_class_with_the_id_of_its_request():
+    body = error_to_body(RequestError("no prompt"), "r")
+    assert json.loads(body) == {
+        "error": {"type": "RequestError", "message": "no prompt", "code": 400},
+        "request_id": "r",
+    }
+    request_id, error = error_from_body(body, "http://a")
+    assert (request_id, type(error), str(error)) == ("r", RequestError, "no prompt")
+    _, other = error_from_body(error_to_body(KeyError("x")), "http://a")
+    assert (type(other), str(other)) == (RolloutError, "http://a: KeyError: 'x'")
+    _, neither = error_from_body(b"<html>Bad Gateway", "http://a")
+    assert str(neither) == "http://a answered what is no message: <html>Bad Gateway"
+
+
+def test_capabilities_of_another_version_are_a_sentence():
+    with pytest.raises(RolloutError, match="unknown field `flies`.*same rl-rollout at both ends"):
+        capabilities_from_json({"flies": True}, "http://a")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"shape": [3, 2, 3]}, r"12 numbers for the shape \(3, 2, 3\)"),
+        ({"shape": [-3, -2, 2]}, r"12 numbers for the shape \(-3, -2, 2\)"),
+        ({"dtype": "int64"}, "'int64'"),
+        ({"data": "?"}, "base64"),
     ],
 )
 def test_what_is_no_packed_experts_is_a_sentence(changed, message):
     packed = told(OUTPUT)["routed_experts"] | changed
-    with pytest.raises(RolloutError, match=message):
-        output_from_json({**told(OUTPUT), "routed_experts": packed})
+    with pytest.raises((RolloutError, msgspec.ValidationError), match=message):
+        output_from_body(json.dumps({**told(OUTPUT), "routed_experts": packed}).encode())
 
 
 def test_a_client_gets_the_experts_that_the_server_tells(tmp_path):

@@ -17,13 +17,13 @@ from rl_rollout.base import RolloutServer
 from rl_rollout.errors import ConfigError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
 from rl_rollout.http import messages as wire
 from rl_rollout.process import STOP_TIMEOUT_S, ChildProcess
-from rl_rollout.types import Capabilities, ServerAddress
+from rl_rollout.types import Capabilities, FinishReason, ServerAddress, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 
     from rl_rollout.base import PauseMode, WeightReceiver
-    from rl_rollout.types import GenerateRequest, ServerConfig, TokenChunk, TokenOutput
+    from rl_rollout.types import GenerateRequest, ServerConfig
 
 
 CONNECT_TIMEOUT_S = 10.0
@@ -58,7 +58,7 @@ class HttpServer(RolloutServer):
         """Requests whose callers have left, to be aborted together."""
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Aborts on their way, by request id: the next request of that id is sent after it."""
-        self._told: dict[str, list[dict[str, Any]]] = {}
+        self._told: dict[str, list[TokenChunk]] = {}
         """New tokens of the requests in flight, as they were told."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._capabilities = Capabilities()
@@ -71,7 +71,7 @@ class HttpServer(RolloutServer):
     async def start(self) -> ServerAddress:
         """See that the server answers. It has been started by somebody else."""
         health = await self._call("GET", "/health")
-        self._capabilities = wire.capabilities_from_json(health["capabilities"])
+        self._capabilities = wire.capabilities_from_json(health["capabilities"], self.url)
         return ServerAddress(url=self.url, model=health["model"], pid=health["pid"])
 
     async def stop(self) -> None:
@@ -154,10 +154,10 @@ class HttpServer(RolloutServer):
     def _read_chunk(self, line: bytes | None) -> TokenChunk:
         if line is None:
             raise ServerLostError(f"{self.url} closed the connection before the end of a stream")
-        message = wire.message_of(line)
-        if "error" in message:
-            raise wire.error_from_json(message["error"], self.url)
-        return wire.chunk_from_json(message)
+        try:
+            return wire.chunk_from_body(line)[1]
+        except wire.NO_MESSAGE:
+            raise wire.error_from_body(line, self.url)[1] from None
 
     def _enter(self, request: GenerateRequest) -> None:
         if request.request_id in self._in_flight:
@@ -223,16 +223,25 @@ class HttpServer(RolloutServer):
         waiting: dict[str, asyncio.Future[TokenOutput]],
     ) -> None:
         async for line in _lines(response):
-            message = wire.message_of(line.removeprefix(b"+"))
-            future = waiting[message["request_id"]]
+            try:
+                if line.startswith(b"+"):
+                    request_id, told = wire.chunk_from_body(line[1:])
+                else:
+                    told = wire.output_from_body(line)
+                    request_id = told.request_id
+            except wire.NO_MESSAGE:
+                request_id, told = wire.error_from_body(line, self.url)
+                if request_id not in waiting:
+                    raise told from None
+            future = waiting[request_id]
             if future.done():
                 continue  # its caller gave up
-            if line.startswith(b"+"):
-                self._told.setdefault(message["request_id"], []).append(message)
-            elif "error" in message:
-                future.set_exception(wire.error_from_json(message["error"], self.url))
+            if isinstance(told, TokenChunk):
+                self._told.setdefault(request_id, []).append(told)
+            elif isinstance(told, TokenOutput):
+                future.set_result(told)
             else:
-                future.set_result(wire.output_from_json(message))
+                future.set_exception(told)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutServer.abort`."""
@@ -310,11 +319,7 @@ class HttpServer(RolloutServer):
 
     async def _failure(self, response: aiohttp.ClientResponse) -> RolloutError:
         """The error that an answer tells."""
-        text = await response.text()
-        try:
-            return wire.error_from_json(json.loads(text)["error"], self.url)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return RolloutError(f"{response.url} answered {response.status}: {text[:500]}")
+        return wire.error_from_body(await response.read(), f"{response.url}, status {response.status},")[1]
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -327,13 +332,20 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
                 yield line
 
 
-def _with_partial(error: Exception, request_id: str, told: Sequence[dict[str, Any]]) -> Exception:
+def _with_partial(error: Exception, request_id: str, told: Sequence[TokenChunk]) -> Exception:
     """The same loss, with what this request had got until then."""
     if not isinstance(error, ServerLostError):
         return error
     lost = ServerLostError(str(error))
     lost.__cause__ = error.__cause__
-    lost.partial = wire.partial_from_json(request_id, told)
+    if told:
+        lost.partial = TokenOutput(
+            request_id=request_id,
+            token_ids=tuple(i for chunk in told for i in chunk.token_ids),
+            logprobs=tuple(x for chunk in told for x in chunk.logprobs),
+            weight_versions=tuple(v for chunk in told for v in chunk.weight_versions),
+            finish_reason=FinishReason.ABORT,
+        )
     return lost
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import json
 import math
 import re
-import sys
+import struct
 import uuid
-from array import array
 from difflib import get_close_matches
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
@@ -21,21 +18,21 @@ from rl_rollout import errors
 from rl_rollout.errors import RequestError, RolloutError
 from rl_rollout.types import Capabilities, FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
+NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading raises of bytes that are not the message that is wanted."""
 
 M = TypeVar("M", bound=msgspec.Struct)
 
 
 def _message_of(value: type, **changed: tuple[Any, ...]) -> Any:
-    """The message of a value type: its fields, with their defaults, and no others."""
+    """The message of a value type: its fields, with their defaults; `changed` tells other types, and further fields."""
     hints = get_type_hints(value)
     fields: list[tuple[Any, ...]] = []
     for field in dataclasses.fields(value):
         told = changed.get(field.name, (hints[field.name],))
         default = () if field.default is dataclasses.MISSING else (field.default,)
         fields.append((field.name, told[0], *(told[1:] or default)))
+    fields += [(name, *told) for name, told in changed.items() if name not in hints]
     return msgspec.defstruct(
         f"{value.__name__}Message", fields, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     )
@@ -45,6 +42,52 @@ SamplingMessage = _message_of(SamplingParams)
 RequestMessage = _message_of(
     GenerateRequest, request_id=(str, ""), sampling_params=(SamplingMessage, SamplingMessage())
 )
+
+
+class ExpertsMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """Routed experts: packed numbers in place of digits."""
+
+    shape: tuple[int, int, int]
+    """Tokens, layers, experts per token."""
+    dtype: Literal["uint8", "int16"]
+    data: bytes
+    """Little-endian; base64 in JSON."""
+
+
+_CODES = {"uint8": "B", "int16": "h"}
+"""Formats of `struct`, by dtype."""
+_LOGPROB = float | Literal["-inf"] | None
+"""JSON has neither NaN, which is null, nor infinity."""
+_LOGPROBS = tuple[float | None, ...]
+"""Of tokens that were drawn."""
+
+OutputMessage = _message_of(
+    TokenOutput,
+    logprobs=(_LOGPROBS,),
+    top_logprobs=(tuple[tuple[tuple[int, _LOGPROB], ...], ...], ()),
+    prompt_logprobs=(tuple[_LOGPROB, ...], ()),
+    routed_experts=(ExpertsMessage | None, None),
+)
+ChunkMessage = _message_of(
+    TokenChunk, logprobs=(_LOGPROBS,), finish_reason=(FinishReason | None, None), request_id=(str, "")
+)
+CapabilitiesMessage = _message_of(Capabilities)
+
+
+class ErrorDetail(msgspec.Struct, forbid_unknown_fields=True):
+    """Class, sentence and HTTP status."""
+
+    type: str
+    message: str
+    code: int = 500
+
+
+class ErrorMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """An error in place of an answer."""
+
+    error: ErrorDetail
+    request_id: Any = None
+    """As it came, where several requests share a connection."""
 
 
 class BatchMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -94,9 +137,6 @@ class PoolingMessage(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
 
 
-_EXTRAS = ("top_logprobs", "prompt_logprobs")
-"""Fields of an output that are sent as they are, if they were asked for; routed experts are packed."""
-
 STATUS_OF = {
     errors.RequestError: 400,
     errors.UnsupportedError: 501,
@@ -109,21 +149,6 @@ STATUS_OF = {
     errors.RequestTimeoutError: 504,
 }
 """HTTP status of each error; every other one is 500."""
-
-
-def line_of(message: Mapping[str, Any]) -> bytes:
-    """A message as a line of JSON, in a tenth of the time that the standard library takes. NaN becomes null."""
-    if any(name in message for name in _EXTRAS):  # may hold minus infinity, which must not become null too
-        return json.dumps(message).encode() + b"\n"
-    return msgspec.json.encode(message) + b"\n"
-
-
-def message_of(line: bytes) -> dict[str, Any]:
-    """The reverse."""
-    try:
-        return msgspec.json.decode(line)
-    except msgspec.DecodeError:  # it does not know the standard library's Infinity
-        return json.loads(line)
 
 
 _UNKNOWN = re.compile("unknown field `(.*?)`")
@@ -139,7 +164,7 @@ def read_body(body: bytes, kind: type[M], path: str) -> M:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.ValidationError as error:
         raise RequestError(f"{path}: {error}{_hint(str(error), kind)}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NO_MESSAGE as error:
         raise RequestError(f"the body of {path} is not JSON, or nested too deeply: {error}") from error
 
 
@@ -151,11 +176,15 @@ def _hint(told: str, kind: type[msgspec.Struct]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
 
 
+def _fields(kind: Any, value: Any) -> dict[str, Any]:
+    """What a message and the value that it stands for have in common, by the fields of one of them."""
+    return {name: getattr(value, name) for name in getattr(kind, "__struct_fields__", None) or kind.__slots__}
+
+
 def request_to_body(request: GenerateRequest) -> bytes:
     """A request as JSON; only what differs from the defaults is sent."""
-    fields = {name: getattr(request, name) for name in RequestMessage.__struct_fields__}
-    params = {name: getattr(request.sampling_params, name) for name in SamplingMessage.__struct_fields__}
-    return msgspec.json.encode(RequestMessage(**{**fields, "sampling_params": SamplingMessage(**params)}))
+    params = SamplingMessage(**_fields(SamplingMessage, request.sampling_params))
+    return msgspec.json.encode(RequestMessage(**_fields(RequestMessage, request) | {"sampling_params": params}))
 
 
 def request_from_body(body: bytes, path: str = "the request") -> GenerateRequest:
@@ -164,12 +193,9 @@ def request_from_body(body: bytes, path: str = "the request") -> GenerateRequest
     Raises:
         RequestError: unknown field, wrong type, or no prompt.
     """
-    message: Any = read_body(body, RequestMessage, path)
-    fields: dict[str, Any] = {name: getattr(message, name) for name in RequestMessage.__struct_fields__}
-    given = message.sampling_params
-    sampling: dict[str, Any] = {name: getattr(given, name) for name in SamplingMessage.__struct_fields__}
-    fields["request_id"] = message.request_id or uuid.uuid4().hex
-    fields["sampling_params"] = SamplingParams(**sampling)
+    fields = _fields(RequestMessage, read_body(body, RequestMessage, path))
+    fields["request_id"] = fields["request_id"] or uuid.uuid4().hex
+    fields["sampling_params"] = SamplingParams(**_fields(SamplingMessage, fields["sampling_params"]))
     return GenerateRequest(**fields)
 
 
@@ -181,92 +207,91 @@ def request_id_of(body: bytes) -> Any:
     """The id in a request that cannot be served, whatever else it holds; None where there is none."""
     try:
         return msgspec.json.decode(body, type=_Id).request_id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NO_MESSAGE:
         return None
 
 
-def output_to_json(output: TokenOutput) -> dict[str, Any]:
-    """The fields of a `TokenOutput`."""
-    return {
-        "request_id": output.request_id,
-        "token_ids": output.token_ids,
-        "logprobs": output.logprobs,
-        "weight_versions": output.weight_versions,
-        "finish_reason": output.finish_reason,
-        **{name: getattr(output, name) for name in _EXTRAS if getattr(output, name)},
-        **({"routed_experts": experts_to_json(output.routed_experts)} if output.routed_experts else {}),
-    }
+def output_to_body(output: TokenOutput) -> bytes:
+    """An output as JSON; extras only where there are some."""
+    fields = _fields(OutputMessage, output)
+    fields["top_logprobs"] = tuple(tuple((token, _told(x)) for token, x in top) for top in output.top_logprobs)
+    fields["prompt_logprobs"] = tuple(map(_told, output.prompt_logprobs))
+    fields["routed_experts"] = pack_experts(output.routed_experts) if output.routed_experts else None
+    return msgspec.json.encode(OutputMessage(**fields))
 
 
-def output_from_json(message: Mapping[str, Any]) -> TokenOutput:
-    """The reverse of `output_to_json`."""
-    return TokenOutput(
-        request_id=message["request_id"],
-        token_ids=tuple(message["token_ids"]),
-        logprobs=_numbers(message["logprobs"]),
-        weight_versions=tuple(message["weight_versions"]),
-        finish_reason=FinishReason(message["finish_reason"]),
-        **{name: _tuples(message[name]) for name in _EXTRAS if name in message},
-        routed_experts=experts_from_json(message.get("routed_experts", [])),
-    )
+def output_from_body(body: bytes) -> TokenOutput:
+    """The reverse.
+
+    Raises:
+        NO_MESSAGE: it is none.
+        RolloutError: its routed experts do not fit their shape.
+    """
+    fields = _fields(OutputMessage, msgspec.json.decode(body, type=OutputMessage))
+    fields["logprobs"] = _numbers(fields["logprobs"])
+    fields["top_logprobs"] = tuple(tuple((i, _number(x)) for i, x in top) for top in fields["top_logprobs"])
+    fields["prompt_logprobs"] = tuple(map(_number, fields["prompt_logprobs"]))
+    fields["routed_experts"] = unpack_experts(experts) if (experts := fields["routed_experts"]) else ()
+    return TokenOutput(**fields)
 
 
-def capabilities_from_json(message: Mapping[str, Any]) -> Capabilities:
-    """The reverse of `dataclasses.asdict`."""
-    return Capabilities(**{name: _tuples(found) for name, found in message.items()})
+def chunk_to_body(chunk: TokenChunk, request_id: str = "") -> bytes:
+    """A piece of an output as JSON, with its request's id where several share a connection."""
+    return msgspec.json.encode(ChunkMessage(**_fields(TokenChunk, chunk), request_id=request_id))
 
 
-def _tuples(found: Any) -> Any:
-    """Nested lists as nested tuples."""
-    return tuple(map(_tuples, found)) if isinstance(found, list) else found
+def chunk_from_body(body: bytes) -> tuple[str, TokenChunk]:
+    """Request id and chunk.
+
+    Raises:
+        NO_MESSAGE: it is none.
+    """
+    message: Any = msgspec.json.decode(body, type=ChunkMessage)
+    fields = _fields(TokenChunk, message)
+    fields["logprobs"] = _numbers(message.logprobs)
+    return message.request_id, TokenChunk(**fields)
 
 
-def _numbers(found: list[Any]) -> tuple[Any, ...]:
-    """Numbers, with NaN where there is null: JSON has none."""
-    return tuple(found) if None not in found else tuple(math.nan if each is None else each for each in found)
+def _told(logprob: float) -> Any:
+    return "-inf" if logprob == -math.inf else logprob
 
 
-def chunk_to_json(chunk: TokenChunk) -> dict[str, Any]:
-    """The fields of a `TokenChunk`; the reason only where there is one."""
-    told = {"token_ids": chunk.token_ids, "logprobs": chunk.logprobs, "weight_versions": chunk.weight_versions}
-    return told if chunk.finish_reason is None else {**told, "finish_reason": chunk.finish_reason}
+def _number(told: Any) -> float:
+    return math.nan if told is None else float(told)
 
 
-def chunk_from_json(message: Mapping[str, Any]) -> TokenChunk:
-    """The reverse of `chunk_to_json`."""
-    reason = message.get("finish_reason")
-    return TokenChunk(
-        token_ids=tuple(message["token_ids"]),
-        logprobs=_numbers(message["logprobs"]),
-        weight_versions=tuple(message["weight_versions"]),
-        finish_reason=None if reason is None else FinishReason(reason),
-    )
+def _numbers(told: tuple[Any, ...]) -> tuple[float, ...]:
+    return tuple(map(_number, told)) if None in told else told
 
 
-def partial_from_json(request_id: str, messages: Sequence[Mapping[str, Any]]) -> TokenOutput | None:
-    """Partial output of a lost request from its progress messages; None without any."""
-    if not messages:
-        return None
-    return TokenOutput(
-        request_id=request_id,
-        token_ids=tuple(i for message in messages for i in message["token_ids"]),
-        logprobs=tuple(x for message in messages for x in _numbers(message["logprobs"])),
-        weight_versions=tuple(v for message in messages for v in message["weight_versions"]),
-        finish_reason=FinishReason.ABORT,
-    )
+def capabilities_from_json(found: Any, peer: str) -> Capabilities:
+    """What a server says that it can do.
+
+    Raises:
+        RolloutError: a field is not known here, or of another type.
+    """
+    try:
+        return Capabilities(**_fields(Capabilities, msgspec.convert(found, CapabilitiesMessage)))
+    except msgspec.ValidationError as error:
+        raise RolloutError(f"{peer}: capabilities: {error}; run the same rl-rollout at both ends") from error
 
 
-def error_to_json(error: BaseException) -> dict[str, Any]:
+def error_to_body(error: BaseException, request_id: Any = None) -> bytes:
     """`{"error": {...}}`, the shape that OpenAI's clients read too."""
-    return {"error": {"type": type(error).__name__, "message": str(error), "code": status_of(error)}}
+    detail = ErrorDetail(type(error).__name__, str(error), status_of(error))
+    return msgspec.json.encode(ErrorMessage(detail, request_id))
 
 
-def error_from_json(message: Mapping[str, Any], peer: str) -> RolloutError:
-    """The error that a server reported, as the class that it has here."""
-    kind = getattr(errors, str(message.get("type")), None)
-    if not (isinstance(kind, type) and issubclass(kind, RolloutError)):
-        return RolloutError(f"{peer}: {message.get('type')}: {message.get('message')}")
-    return kind(str(message.get("message")))
+def error_from_body(body: bytes, peer: str) -> tuple[Any, RolloutError]:
+    """Request id and the error that a server told, as the class that it has here; or what it answered instead."""
+    try:
+        message = msgspec.json.decode(body, type=ErrorMessage)
+    except NO_MESSAGE:
+        return None, RolloutError(f"{peer} answered what is no message: {body[:500].decode(errors='replace')}")
+    kind = getattr(errors, message.error.type, None)
+    if isinstance(kind, type) and issubclass(kind, RolloutError):
+        return message.request_id, kind(message.error.message)
+    return message.request_id, RolloutError(f"{peer}: {message.error.type}: {message.error.message}")
 
 
 def status_of(error: BaseException) -> int:
@@ -277,40 +302,26 @@ def status_of(error: BaseException) -> int:
 Experts = tuple[tuple[tuple[int, ...], ...], ...]
 """[tokens][layers][experts per token] expert ids."""
 
-_CODES: dict[str, Literal["B", "h"]] = {"uint8": "B", "int16": "h"}
-"""Of Python's arrays, by dtype."""
 
-
-def experts_to_json(experts: Experts) -> dict[str, Any]:
+def pack_experts(experts: Experts) -> ExpertsMessage:
     """Pack ids of at least one token; all tokens have the same layers, and all layers the same number of experts."""
     flat = list(chain.from_iterable(chain.from_iterable(experts)))
     dtype = "uint8" if min(flat) >= 0 and max(flat) < 2**8 else "int16"
-    numbers = _little_endian(array(_CODES[dtype], flat))
-    shape = [len(experts), len(experts[0]), len(experts[0][0])]
-    return {"shape": shape, "dtype": dtype, "data": base64.b64encode(numbers.tobytes()).decode()}
+    shape = len(experts), len(experts[0]), len(experts[0][0])
+    return ExpertsMessage(shape, dtype, struct.pack(f"<{len(flat)}{_CODES[dtype]}", *flat))
 
 
-def experts_from_json(found: Any) -> Experts:
-    """The reverse of `experts_to_json`.
+def unpack_experts(packed: ExpertsMessage) -> Experts:
+    """The reverse.
 
     Raises:
-        RolloutError: it is neither that nor nested lists.
+        RolloutError: the numbers do not fill the shape.
     """
-    if isinstance(found, list):
-        return tuple(tuple(map(tuple, token)) for token in found)
-    try:
-        shape, code = found["shape"], _CODES[found["dtype"]]
-        numbers = array(code, base64.b64decode(found["data"], validate=True))
-    except (KeyError, TypeError, ValueError) as error:
-        raise RolloutError(f"routed_experts cannot be read: {error!r}; wanted shape, dtype and data") from error
-    if prod(shape) != len(numbers):
-        raise RolloutError(f"routed_experts has {len(numbers)} numbers for the shape {shape}")
-    rows: Any = memoryview(_little_endian(numbers)).cast("B").cast(code, shape).tolist()
-    return tuple(tuple(map(tuple, token)) for token in rows)
-
-
-def _little_endian(numbers: array[int]) -> array[int]:
-    """To the order of the wire, or from it."""
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers
+    _, num_layers, num_experts = packed.shape
+    code = _CODES[packed.dtype]
+    count = len(packed.data) // struct.calcsize(code)
+    if min(packed.shape) < 1 or count != prod(packed.shape):
+        raise RolloutError(f"routed_experts has {count} numbers for the shape {packed.shape}")
+    flat = struct.unpack_from(f"<{count}{code}", packed.data)
+    layers = [flat[i : i + num_experts] for i in range(0, count, num_experts)]
+    return tuple(tuple(layers[i : i + num_layers]) for i in range(0, len(layers), num_layers))

@@ -394,7 +394,7 @@ class OpenAIRoutes:
                     break
                 index, piece = await queue.get()
             else:
-                await _send(response, wire.error_to_json(piece))
+                await response.write(b"data: " + wire.error_to_body(piece) + b"\n\n")
             if call.includes_usage:
                 await _send(response, {**self._envelope(call, []), "usage": _usage(call, num_tokens)})
             await response.write(b"data: [DONE]\n\n")

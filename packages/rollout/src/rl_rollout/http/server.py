@@ -65,9 +65,14 @@ def progress_line(request_id: str, lines: asyncio.Queue[bytes]) -> Callable[[Tok
     """Callback that writes a progress line for every chunk."""
 
     def tell(chunk: TokenChunk) -> None:
-        lines.put_nowait(PROGRESS + wire.line_of({"request_id": request_id, **wire.chunk_to_json(chunk)}))
+        lines.put_nowait(PROGRESS + wire.chunk_to_body(chunk, request_id) + b"\n")
 
     return tell
+
+
+def json_body(body: bytes, status: int = 200) -> web.Response:
+    """Response of a message."""
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 def not_bound(config: ServerConfig, error: OSError) -> ServerStartError:
@@ -190,16 +195,16 @@ class Endpoint:
         try:
             return await handler(request)
         except RolloutError as error:
-            return web.json_response(wire.error_to_json(error), status=wire.status_of(error))
+            return json_body(wire.error_to_body(error), wire.status_of(error))
         except web.HTTPException as error:
             return http_error(request, error, self._config.max_body_bytes)
         except Exception as error:  # noqa: BLE001  logged, and told to the caller; the server stays up
             _log.exception("%s %s failed", request.method, request.path)
-            return web.json_response(wire.error_to_json(error), status=500)
+            return json_body(wire.error_to_body(error), 500)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         output = await self._server.generate(wire.request_from_body(await request.read(), request.path))
-        return web.json_response(wire.output_to_json(output))
+        return json_body(wire.output_to_body(output))
 
     async def _generate_batch(self, request: web.Request) -> web.StreamResponse:
         """`{"requests": [...]}` in; one JSON line per request out, as they end, each an output or an error.
@@ -245,11 +250,11 @@ class Endpoint:
                 async for chunk in _with_beats(chunks):
                     if not response.prepared:  # an error before the first token is an ordinary answer, if it comes soon
                         await response.prepare(request)
-                    await response.write(b"\n" if chunk is None else wire.line_of(wire.chunk_to_json(chunk)))
+                    await response.write((b"" if chunk is None else wire.chunk_to_body(chunk)) + b"\n")
             except RolloutError as error:
                 if not response.prepared:
                     raise
-                await response.write(wire.line_of(wire.error_to_json(error)))
+                await response.write(wire.error_to_body(error) + b"\n")
         await response.write_eof()
         return response
 
@@ -261,11 +266,11 @@ class Endpoint:
                 output = await self._teller.generate(request, progress_line(request.request_id, done))
             else:
                 output = await self._server.generate(request)
-            answer = wire.output_to_json(output)
+            answer = wire.output_to_body(output)
         except Exception as error:  # noqa: BLE001  it is this line's answer; the others go on
             known_id = request.request_id if request else wire.request_id_of(body)
-            answer = {"request_id": known_id, **wire.error_to_json(error)}
-        done.put_nowait(wire.line_of(answer))
+            answer = wire.error_to_body(error, known_id)
+        done.put_nowait(answer + b"\n")
 
     async def _abort(self, request: web.Request) -> web.StreamResponse:
         message = wire.read_body(await request.read(), wire.AbortMessage, request.path)
