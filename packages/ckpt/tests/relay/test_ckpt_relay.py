@@ -186,7 +186,7 @@ def test_a_tensor_that_is_whole_does_not_wait_in_a_bucket_for_the_rest_of_the_ne
                     pipe.news.wake()
 
             async def serve():
-                prepared = await sender.prepare_version(pipe, 1, num_peers=1)
+                prepared = await sender.prepare_version(1, num_peers=1, pipe=pipe)
                 await asyncio.to_thread(prepared.commit)
 
             await asyncio.gather(serve(), take())

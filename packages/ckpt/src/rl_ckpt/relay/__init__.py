@@ -167,7 +167,7 @@ class Relay(Holder):
         receiver, sender = cast("Receiver", self._receiver), cast("Sender", self._sender)
         unpacker = await receiver.begin(targets, staged=staged)
         pipe = RelayPipe(unpacker)
-        preparing = asyncio.ensure_future(sender.prepare_version(pipe, unpacker.version, num_peers=num_peers))
+        preparing = asyncio.ensure_future(sender.prepare_version(unpacker.version, num_peers=num_peers, pipe=pipe))
         preparing.add_done_callback(pipe.set_result)
         try:
             await receiver.take(unpacker, strict=strict, pipe=pipe)

@@ -140,23 +140,31 @@ class Sender(SourceSender):
         self._require_codecs(participants)
         return self._stage(peers, participants, source, version, clock, self._base_copy, pipe)
 
-    async def prepare_version(self, pipe: RelayPipe, version: int, *, num_peers: int) -> PreparedVersion:
-        """Send what lands at a relay as far as the votes, and leave the decision to the caller.
+    async def prepare_version(
+        self,
+        version: int,
+        *,
+        num_peers: int,
+        weights: Iterable[tuple[str, Tensor]] = (),
+        pipe: RelayPipe | None = None,
+    ) -> PreparedVersion:
+        """Send `weights`, or what lands at a relay, as far as the votes, and leave the decision to the caller.
 
         Raises:
             SyncAbortedError: it failed, and is off.
         """
         self._require(num_peers)
         clock = Clock()
-        source = Source((), clock)
-
         prepared: list[Transaction] = []
 
         def attempt() -> None:
+            source = Source(weights, clock)
             try:
                 prepared.append(self._attempt(source, version, clock, pipe))
             except Exception as error:
                 raise SyncAbortedError(f"version {version} was not taken over {self.address}: {error}") from error
+            finally:
+                source.close()
 
         def abort(text: str) -> None:
             self._worker.call(lambda: prepared[0].abort(AbortReason.FAILED, text))

@@ -1,0 +1,533 @@
+"""Weights from shard to shard: every rank of a trainer sends what it holds, every rank of a server takes its slices.
+
+One transaction over all pairs of ranks. Each pair has a session, each rank of the server votes when what it takes from
+all of them has landed and was verified, and whoever drives the trainer's ranks decides for all of them at once:
+
+    addresses = await sender.prepare()                                 # every rank of the trainer, once
+    share = await sender.stage(engine.get_local_shards, version=7)     # every rank of the trainer: all have voted
+    digest = join_digest(shares)                                       # one process, which has the shares of all ranks
+    report = await sender.commit(digest)                               # every rank; or abort("why")
+
+    version = await receiver.receive_into(parameters)                  # every rank of a server, meanwhile
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+
+from rl_ckpt.errors import SyncAbortedError, TensorError, UsageError, VersionError
+from rl_ckpt.receiver.receiver import Receiver
+from rl_ckpt.registry import connect
+from rl_ckpt.resharding import Resharding
+from rl_ckpt.sender.sender import Sender
+from rl_ckpt.tensors.digest_share import DigestShare, join_digest
+from rl_ckpt.types import ShardSpec, SyncReport
+from rl_csrc.ipc import Waker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from typing import Self
+
+    from torch import Tensor
+
+    from rl_ckpt.receiver.unpacker import Unpacker
+    from rl_ckpt.resharding import Box, Move
+    from rl_ckpt.sender.sender import PreparedVersion
+
+__all__ = ["DigestShare", "ShardPlan", "ShardedReceiver", "ShardedSender", "join_digest", "merge_reports"]
+
+T = TypeVar("T")
+_SLICE = re.compile(r"(?P<name>.*)\[(?P<box>[0-9:,]*)\]", re.DOTALL)
+
+
+class Shard(Protocol):
+    """A `ShardSpec`, or another package's description of a shard with the same fields."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+
+def spec_of_shard(shard: Shard) -> ShardSpec:
+    """As this package's own."""
+    return ShardSpec(name=shard.name, shape=shard.shape, offsets=shard.offsets, sizes=shard.sizes)
+
+
+class ShardPlan:
+    """Who sends which slice to whom: made once, used for every sync while neither side is cut anew. Picklable.
+
+    Args:
+        sources: For each rank of the trainer, what it holds.
+        targets: For each rank of one replica of the server, what it takes; None: one rank takes the whole model. All
+            replicas are cut alike, and those of a rank's number share what is sent to it.
+
+    Raises:
+        TensorError: nobody holds a part that is wanted, or the two sides disagree about a shape.
+    """
+
+    def __init__(self, sources: Sequence[Sequence[Shard]], targets: Sequence[Sequence[Shard]] | None = None) -> None:
+        held = [[spec_of_shard(shard) for shard in shards] for shards in sources]
+        shapes = {spec.name: spec.shape for specs in held for spec in specs}
+        whole = [
+            ShardSpec(name=name, shape=shape, offsets=(0,) * len(shape), sizes=shape) for name, shape in shapes.items()
+        ]
+        wanted = [whole] if targets is None else [[spec_of_shard(shard) for shard in shards] for shards in targets]
+        self.num_sources, self.num_targets = len(held), len(wanted)
+        self.moves = Resharding(held, wanted)
+        """The slices, by pair of ranks."""
+        self._counted = self.moves if targets is None else Resharding(held, [whole])
+
+    def counted(self, source: int) -> Sequence[Move]:
+        """Slices whose digest a rank of the source tells: over all ranks, each element of the model once."""
+        return self._counted.moves(source, 0)
+
+    def num_elements(self, source: int, target: int) -> int:
+        """Elements that go from one rank to another in every sync."""
+        return sum(move.num_elements for move in self.moves.moves(source, target))
+
+
+class ShardedSender:
+    """One rank of the trainer: a session to each rank of the server that it has something for.
+
+    Args:
+        plan: The same on every rank.
+        rank: Of the trainer.
+        url: Of a session, for each rank of the server: `shm://job-0-{target}`. The address that peers dial may differ;
+            `prepare` tells it.
+        timeout_s: Longest wait for a peer, seconds.
+        token: Of the sessions, where their backend wants one.
+        delta: Send differences to receivers that hold the version before.
+    """
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        rank: int,
+        url: Callable[[int], str],
+        *,
+        timeout_s: float = 60.0,
+        token: str | None = None,
+        delta: bool = False,
+    ) -> None:
+        self._plan, self._rank = plan, rank
+        self._ends: dict[int, Sender] = {}
+        for target in plan.moves.targets_of(rank):
+            end = connect(url(target), role="send", timeout_s=timeout_s, token=token, delta=delta)
+            if not isinstance(end, Sender):
+                raise UsageError(f"slices need votes from {end.address}; file:// has none, so send whole tensors to it")
+            self._ends[target] = end
+        self._moves = {target: _by_name(plan.moves.moves(rank, target)) for target in self._ends}
+        self._counted = _by_name(plan.counted(rank))
+        self._share: dict[str, DigestShare] = {}
+        self._prepared: list[PreparedVersion] = []
+
+    async def prepare(self) -> dict[int, str]:
+        """Open the sessions. By rank of the server, the address that its receivers dial. Idempotent."""
+        await _all(end.prepare() for end in self._ends.values())
+        return {target: end.address for target, end in self._ends.items()}
+
+    async def stage(
+        self, shards: Callable[[], Iterable[tuple[Shard, Tensor]]], *, version: int, num_replicas: int = 1
+    ) -> dict[str, DigestShare]:
+        """Send this rank's slices, and wait until every receiver holds and verified all that it takes from all ranks.
+
+        Args:
+            shards: Gives this rank's shards, each of which is valid until the next one is asked for. It is called once
+                for each session, in threads of their own.
+            version: Greater than the last committed one.
+            num_replicas: Receivers that each session waits for.
+
+        Returns:
+            This rank's shares of the digest, for `join_digest`. `commit` or `abort` must follow.
+
+        Raises:
+            SyncAbortedError: it failed here or elsewhere, and is off for this rank's sessions.
+        """
+        self._share = {}
+        targets = list(self._ends)
+        work = [
+            self._ends[target].prepare_version(
+                version, num_peers=num_replicas, weights=self._slices(shards, target, is_first=target == targets[0])
+            )
+            for target in targets
+        ]
+        tasks = [asyncio.ensure_future(each) for each in work]
+        try:
+            await _settle(tasks)
+        except BaseException as error:
+            self._prepared = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+            await asyncio.shield(self.abort(f"another session of rank {self._rank} failed: {error}"))
+            raise
+        self._prepared = [task.result() for task in tasks]
+        if not targets:
+            await asyncio.to_thread(lambda: [None for _ in self._slices(shards, -1, is_first=True)])
+        return self._share
+
+    async def commit(self, digest: int, version: int) -> SyncReport:
+        """All ranks have staged the version: commit it. What this rank sent, under the digest of the whole model."""
+        prepared, self._prepared = self._prepared, []
+        reports = await asyncio.gather(*(asyncio.to_thread(each.commit) for each in prepared))
+        return merge_reports(reports, version=version, digest=digest)
+
+    async def abort(self, text: str) -> None:
+        """Call off what is staged, and say why. Nothing where nothing is."""
+        prepared, self._prepared = self._prepared, []
+        await asyncio.gather(*(asyncio.to_thread(each.abort, text) for each in prepared))
+
+    async def close(self) -> None:
+        """Leave all sessions. Idempotent."""
+        await asyncio.gather(*(end.close() for end in self._ends.values()))
+
+    def _slices(
+        self, shards: Callable[[], Iterable[tuple[Shard, Tensor]]], target: int, *, is_first: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What goes to one rank of the server. The first session's pass counts the digest as well."""
+        moves, left = self._moves.get(target, {}), set(self._moves.get(target, {}))
+        for shard, tensor in shards():
+            spec = spec_of_shard(shard)
+            if tuple(tensor.shape) != spec.sizes:
+                raise TensorError(
+                    f"the shard of {spec.name!r} is {tuple(tensor.shape)}; its ShardSpec says {spec.sizes}"
+                )
+            counted = self._counted.get(spec.name, ()) if is_first else ()
+            if counted or 0 in spec.shape:
+                self._share.setdefault(spec.name, DigestShare(tensor.dtype, spec.shape))
+            for move in counted:
+                self._require_same(spec, move)
+                self._share[spec.name].add(_cut(tensor, spec, move.box), move.box)
+            for move in moves.get(spec.name, ()):
+                self._require_same(spec, move)
+                yield move.name, _cut(tensor, spec, move.box)
+            left.discard(spec.name)
+        if left:
+            raise TensorError(f"rank {self._rank} does not hold {min(left)!r} any more, which the plan has it send")
+
+    def _require_same(self, spec: ShardSpec, move: Move) -> None:
+        if spec != move.source:
+            raise TensorError(
+                f"rank {self._rank} holds {spec}, and the plan was made of {move.source}; make another plan"
+            )
+
+
+@dataclass(slots=True)
+class _Joint:
+    """What the sessions of one receiver have in common during a sync: they vote together, or not at all."""
+
+    num_ends: int
+    on_landed: Callable[[Sequence[Unpacker]], None]
+    """Called once, when all have landed."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    gates: list[_Gate] = field(default_factory=list["_Gate"])
+    landed: list[Unpacker] = field(default_factory=list["Unpacker"])
+    error: BaseException | None = None
+    has_voted: bool = False
+
+    def land(self, unpacker: Unpacker) -> None:
+        """All that one session brings is there and verified; called in its thread."""
+        with self.lock:
+            self.landed.append(unpacker)
+            if len(self.landed) < self.num_ends or self.error is not None:
+                return
+            try:
+                if len({each.version for each in self.landed}) > 1:
+                    versions = ", ".join(f"{each.version} from {each.sender}" for each in self.landed)
+                    raise VersionError(f"slices of different versions came: {versions}")
+                self.on_landed(self.landed)
+                self.has_voted = True
+            except BaseException as error:  # noqa: BLE001 - every session raises it
+                self.error = error
+            for gate in self.gates:
+                gate.outcome.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """One session has failed: before the vote, so have all; after it, what the others hear stands."""
+        with self.lock:
+            self.error = self.error if self.has_voted else self.error or error
+            for gate in self.gates:
+                gate.outcome.wake()
+
+
+class _Gate:
+    """Where one session waits for the others before it votes; see `RelayPipe` of the receiver."""
+
+    def __init__(self, joint: _Joint, unpacker: Unpacker) -> None:
+        self.outcome = Waker()
+        self._joint, self._unpacker = joint, unpacker
+        with joint.lock:
+            joint.gates.append(self)
+            if joint.error is not None:
+                self.outcome.wake()
+
+    def landed(self) -> None:
+        if self._joint.error is not None:
+            raise SyncAbortedError(f"another session of this receiver failed: {self._joint.error}")
+
+    def end(self) -> None:
+        self._joint.land(self._unpacker)
+
+    def require_votes(self, digest: int) -> None:
+        del digest
+        self.landed()
+
+    def close(self) -> None:
+        with self._joint.lock:
+            self._joint.gates.remove(self)
+        self.outcome.close()
+
+
+class ShardedReceiver:
+    """One rank of a server: a session with every rank of the trainer that has something for it.
+
+    Args:
+        addresses: Of the sessions, as the `prepare` of each sender tells for this rank.
+        timeout_s: Longest wait for a peer, seconds.
+        token: Of the sessions, where their backend wants one.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, timeout_s: float = 60.0, token: str | None = None) -> None:
+        self.address = " ".join(addresses)
+        self._ends: list[Receiver] = []
+        for address in addresses:
+            end = connect(address, role="receive", timeout_s=timeout_s, token=token)
+            if not isinstance(end, Receiver):
+                raise UsageError(f"slices need votes to {address}; file:// has none")
+            self._ends.append(end)
+        self._views: dict[Receiver, _Slices] = {}
+        self._whole: set[str] = set()
+        """Names of the slices that were found to cover the targets."""
+        self._version: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """Version of the last committed sync, or of the one that is landing."""
+        return next((end.version for end in self._ends if end.version != self._version), self._version)
+
+    async def receive_into(
+        self,
+        targets: Mapping[str, Tensor],
+        shards: Mapping[str, Shard] | None = None,
+        *,
+        on_landed: Callable[[], None] | None = None,
+    ) -> int:
+        """Receive one sync into tensors of the caller, and return its version. Ends normally only after the commit.
+
+        Args:
+            targets: Name to tensor: whole ones, or the parts that `shards` describes. The same mapping as before can
+                take differences.
+            shards: By name, which part of it a target is; those that it leaves out are whole.
+            on_landed: Called when everything has landed and was verified, before the vote: it installs, for example.
+
+        Raises:
+            TensorError: a slice belongs to no target or is of another dtype, or a part of a target did not come.
+            VersionError: the senders began different versions.
+            CkptError: as `WeightReceiver.receive_into`; what it wrote to `targets` is worthless then.
+        """
+        shards = shards or {}
+
+        def check(landed: Sequence[Unpacker]) -> None:
+            self._require_whole(targets, shards, [spec.name for each in landed for spec in each.digests])
+            if on_landed is not None:
+                on_landed()
+
+        joint = _Joint(len(self._ends), check)
+        tasks = [asyncio.ensure_future(self._take(end, joint, targets, shards)) for end in self._ends]
+        try:
+            await _settle(tasks, is_kept=lambda: joint.has_voted)
+        except BaseException as error:
+            committed = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+            if isinstance(error, asyncio.CancelledError) or not (committed or joint.error):
+                raise
+            if joint.error is not None:
+                raise joint.error from error  # why all failed
+            self._version = committed[0]  # the decision is one for all: who lost its sender has heard it here
+        else:
+            self._version = tasks[0].result()
+        return self._version
+
+    async def close(self) -> None:
+        """Leave all sessions. Idempotent."""
+        await asyncio.gather(*(end.close() for end in self._ends))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _take(
+        self, end: Receiver, joint: _Joint, targets: Mapping[str, Tensor], shards: Mapping[str, Shard]
+    ) -> int:
+        """One session of the sync, to the commit."""
+        views = self._views.get(end)
+        if views is None or views.targets is not targets:
+            views = self._views[end] = _Slices(targets, shards, end.address)
+            end.attest_with(lambda: views)
+        try:
+            unpacker = await end.begin(views)
+            with closing(_Gate(joint, unpacker)) as gate:
+                await end.take(unpacker, strict=False, pipe=gate)
+        except BaseException as error:
+            joint.fail(error)
+            raise
+        return unpacker.version
+
+    def _require_whole(self, targets: Mapping[str, Tensor], shards: Mapping[str, Shard], landed: Sequence[str]) -> None:
+        if self._whole == set(landed) and len(self._whole) == len(landed):
+            return
+        boxes: dict[str, list[Box]] = {}
+        for name, box in map(_parse, landed):
+            boxes.setdefault(name, []).append(box)
+        for name, target in targets.items():
+            own = boxes.get(name, [])
+            count = sum(_volume(box) for box in own)
+            twice = any(_overlap(a, b) for index, a in enumerate(own) for b in own[:index])
+            if count != target.numel() or twice:
+                part = f" (part {shards[name].offsets} + {shards[name].sizes})" if name in shards else ""
+                raise TensorError(
+                    f"{count} elements of {name!r}{part} came, and it has {target.numel()}"
+                    f"{': some came twice' if twice else ''}; the plan was made for another layout than this receiver's"
+                )
+        self._whole = set(landed)
+
+
+class _Slices(Mapping[str, "Tensor"]):
+    """The caller's tensors by the names that slices travel under; views are made when they are asked for."""
+
+    def __init__(self, targets: Mapping[str, Tensor], shards: Mapping[str, Shard], address: str) -> None:
+        self.targets = targets
+        self._shards, self._address = shards, address
+        self._views: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if (view := self._views.get(name)) is not None:
+            return view
+        whole, box = _parse(name)
+        target = self.targets[whole]
+        shard = self._shards.get(whole)
+        shape = tuple(target.shape) if shard is None else shard.shape
+        spec = ShardSpec(
+            name=whole,
+            shape=shape,
+            offsets=(0,) * target.ndim if shard is None else shard.offsets,
+            sizes=tuple(target.shape) if shard is None else shard.sizes,
+        )
+        is_inside = len(box) == target.ndim and all(
+            start <= first and end <= start + size
+            for (first, end), start, size in zip(box, spec.offsets, spec.sizes, strict=True)
+        )
+        if not is_inside or tuple(target.shape) != spec.sizes:
+            raise TensorError(
+                f"{name!r} came over {self._address}; this receiver holds {spec.sizes} at {spec.offsets} of {whole!r}, "
+                f"{spec.shape} in all: it has another layout than it declared"
+            )
+        view = self._views[name] = _cut(target, spec, box)
+        return view
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (_SLICE.fullmatch(name) is not None) and _parse(name)[0] in self.targets
+
+    def __bool__(self) -> bool:
+        return True  # the names are not known before they come
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+
+def merge_reports(reports: Sequence[SyncReport], *, version: int, digest: int) -> SyncReport:
+    """One report of several pairs: sums of bytes, the longest of each time, every receipt."""
+    if not reports:
+        zero = dict.fromkeys(("export_s", "pack_s", "wire_s", "verify_s", "wall_s"), 0.0)
+        return SyncReport(version=version, digest=digest, num_tensors=0, num_bytes=0, **zero)
+    longest = {
+        name: max(getattr(each, name) for each in reports)
+        for name in ("export_s", "pack_s", "wire_s", "verify_s", "install_s", "pause_s", "wall_s")
+    }
+    summed = {
+        name: sum(getattr(each, name) for each in reports)
+        for name in ("num_tensors", "num_bytes", "num_wire_bytes", "num_deltas")
+    }
+    return replace(
+        reports[0],
+        version=version,
+        digest=digest,
+        receipts=tuple(receipt for each in reports for receipt in each.receipts),
+        lost=tuple(dict.fromkeys(name for each in reports for name in each.lost)),
+        **longest,
+        **summed,
+    )
+
+
+async def _all(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
+    tasks = [asyncio.ensure_future(each) for each in work]
+    await _settle(tasks)
+    return [task.result() for task in tasks]
+
+
+async def _settle(tasks: Sequence[asyncio.Future[T]], *, is_kept: Callable[[], bool] = lambda: False) -> None:
+    """Wait for all; where one fails, cancel the others (unless they are to be kept) and raise its error."""
+    left, first = set(tasks), None
+    try:
+        while left:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [task.exception() for task in done if not task.cancelled() and task.exception() is not None]
+            if failed and first is None:
+                first = failed[0]
+                if not is_kept():
+                    for task in left:
+                        task.cancel(str(first))
+    except asyncio.CancelledError:
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+        raise
+    if first is not None:
+        raise first
+
+
+def _by_name(moves: Iterable[Move]) -> dict[str, list[Move]]:
+    found: dict[str, list[Move]] = {}
+    for move in moves:
+        found.setdefault(move.source.name, []).append(move)
+    return found
+
+
+def _parse(name: str) -> tuple[str, Box]:
+    """Tensor and box that `Move.name` tells."""
+    match = _SLICE.fullmatch(name)
+    if match is None:
+        raise TensorError(
+            f"{name!r} came where slices are due, named `tensor[first:end,...]`; send them by a ShardPlan"
+        )
+    ends = [tuple(map(int, pair.split(":"))) for pair in match["box"].split(",") if pair]
+    return match["name"], cast("Box", tuple(ends))
+
+
+def _cut(tensor: Tensor, spec: ShardSpec, box: Box) -> Tensor:
+    local = tuple(slice(first - start, end - start) for (first, end), start in zip(box, spec.offsets, strict=True))
+    return tensor.detach()[local]
+
+
+def _volume(box: Box) -> int:
+    count = 1
+    for first, end in box:
+        count *= end - first
+    return count
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))

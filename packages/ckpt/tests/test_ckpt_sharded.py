@@ -1,0 +1,319 @@
+"""Weights from shard to shard: one transaction over all pairs of ranks, one digest however the model is cut."""
+
+import asyncio
+import math
+from contextlib import AsyncExitStack
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rl_ckpt
+from rl_ckpt import ShardSpec
+from rl_ckpt.errors import SyncAbortedError, TensorError, VersionError
+from rl_ckpt.sharded import DigestShare, ShardedReceiver, ShardedSender, ShardPlan, join_digest
+from rl_ckpt.testing import new_name
+
+SHAPES = {"up": (17, 6), "down": (6, 17), "norm": (6,), "scale": (), "embed": (2048, 1030), "none": (0, 3)}
+TIMEOUT_S = 20.0
+
+
+def model(version, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def cut_over(num_ranks, axis_of):
+    """By rank its shards: each tensor along one axis, or held by every rank where that is None."""
+    return [
+        [
+            ShardSpec.on_mesh(name, shape, mesh=(num_ranks,), placements=(axis_of(name, shape),), coordinate=(rank,))
+            for name, shape in SHAPES.items()
+        ]
+        for rank in range(num_ranks)
+    ]
+
+
+def rows(name, shape):
+    return 0 if shape else None
+
+
+def columns(name, shape):
+    return 1 if len(shape) > 1 else None
+
+
+def part(tensor, spec):
+    return tensor[tuple(slice(a, a + n) for a, n in zip(spec.offsets, spec.sizes, strict=True))].contiguous()
+
+
+def box_of(spec):
+    return tuple((start, start + size) for start, size in zip(spec.offsets, spec.sizes, strict=True))
+
+
+def shards_of(weights, specs):
+    return lambda: ((spec, part(weights[spec.name], spec)) for spec in specs)
+
+
+class Cluster:
+    """Ranks of a trainer, and replicas of a server, in this process."""
+
+    def __init__(self, sources, targets=None, num_replicas=1, **options):
+        self.sources, self.targets, self.num_replicas = sources, targets, num_replicas
+        self.plan = ShardPlan(sources, targets)
+        self.name, self.options = new_name(), options
+        self.stack = AsyncExitStack()
+
+    async def __aenter__(self):
+        self.senders = [
+            ShardedSender(
+                self.plan, rank, lambda t, r=rank: f"inproc://{self.name}-{r}-{t}", timeout_s=TIMEOUT_S, **self.options
+            )
+            for rank in range(len(self.sources))
+        ]
+        for sender in self.senders:
+            self.stack.push_async_callback(sender.close)
+        addresses = [await sender.prepare() for sender in self.senders]
+        self.receivers = {
+            (replica, target): await self.stack.enter_async_context(
+                ShardedReceiver([each[target] for each in addresses if target in each], timeout_s=TIMEOUT_S)
+            )
+            for replica in range(self.num_replicas)
+            for target in range(self.plan.num_targets)
+        }
+        self.held = {key: self.empty(key[1]) for key in self.receivers}
+        return self
+
+    async def __aexit__(self, *details):
+        await self.stack.aclose()
+
+    def empty(self, target):
+        if self.targets is None:
+            return {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        return {spec.name: torch.zeros(spec.sizes) for spec in self.targets[target]}
+
+    def receive(self, key, **options):
+        shards = None if self.targets is None else {spec.name: spec for spec in self.targets[key[1]]}
+        return self.receivers[key].receive_into(self.held[key], shards, **options)
+
+    async def stage(self, weights, version):
+        return await asyncio.gather(
+            *(
+                sender.stage(shards_of(weights, specs), version=version, num_replicas=self.num_replicas)
+                for sender, specs in zip(self.senders, self.sources, strict=True)
+            ),
+            return_exceptions=True,
+        )
+
+    async def sync(self, weights, version, **options):
+        """What a trainer does: all ranks stage, and one decision for all."""
+        receiving = [asyncio.ensure_future(self.receive(key, **options)) for key in self.receivers]
+        shares = await self.stage(weights, version)
+        errors = [share for share in shares if isinstance(share, BaseException)]
+        if errors:
+            await asyncio.gather(*(sender.abort(str(errors[0])) for sender in self.senders))
+            return errors, await asyncio.gather(*receiving, return_exceptions=True)
+        digest = join_digest(shares)
+        reports = [await sender.commit(digest, version) for sender in self.senders]
+        return reports, await asyncio.gather(*receiving, return_exceptions=True)
+
+    def whole(self, replica):
+        """The model that a replica holds, put together."""
+        if self.targets is None:
+            return self.held[replica, 0]
+        weights = {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
+        for target, specs in enumerate(self.targets):
+            for spec in specs:
+                box = tuple(slice(a, a + n) for a, n in zip(spec.offsets, spec.sizes, strict=True))
+                weights[spec.name][box] = self.held[replica, target][spec.name]
+        return weights
+
+
+LAYOUTS = {
+    "rows to one": (cut_over(2, rows), None),
+    "rows to columns": (cut_over(3, rows), cut_over(2, columns)),
+    "columns to rows": (cut_over(2, columns), cut_over(3, rows)),
+    "one to one": (cut_over(1, rows), None),
+    "replicas to columns": (cut_over(2, lambda name, shape: None), cut_over(2, columns)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_every_rank_gets_its_slices_in_one_version_with_one_digest_of_the_whole_model(layout, num_replicas):
+    sources, targets = LAYOUTS[layout]
+
+    async def main():
+        async with Cluster(sources, targets, num_replicas) as cluster:
+            for version in (1, 2):
+                weights = model(version)
+                reports, versions = await cluster.sync(weights, version)
+                assert versions == [version] * len(cluster.receivers)
+                assert {report.digest for report in reports} == {rl_ckpt.tree_digest(weights)}
+                sizes = SHAPES.values() if targets is None else [spec.sizes for specs in targets for spec in specs]
+                wanted = sum(4 * math.prod(each) for each in sizes)
+                assert sum(report.num_bytes for report in reports) == wanted, "every byte that is wanted moves once"
+                receipts = [receipt for report in reports for receipt in report.receipts]
+                assert all(receipt.is_attested and receipt.num_bound == receipt.num_tensors for receipt in receipts)
+                for replica in range(num_replicas):
+                    held = cluster.whole(replica)
+                    assert all(torch.equal(held[name], weights[name]) for name in weights)
+
+    asyncio.run(main())
+
+
+def test_what_one_rank_fails_with_is_committed_nowhere_and_the_next_sync_is_whole():
+    sources, targets = LAYOUTS["rows to columns"]
+
+    async def main():
+        async with Cluster(sources, targets, 2) as cluster:
+            await cluster.sync(model(1), 1)
+            good, cluster.sources = cluster.sources, [*cluster.sources[:2], []]
+            errors, answers = await cluster.sync(model(2), 2)
+            assert "does not hold 'down' any more" in " ".join(map(str, errors))
+            assert all(isinstance(answer, rl_ckpt.CkptError) for answer in answers), answers
+            assert {receiver.version for receiver in cluster.receivers.values()} == {1}
+            cluster.sources = good
+            _, versions = await cluster.sync(model(3), 3)
+            assert versions == [3] * 4
+            assert all(torch.equal(cluster.whole(1)[name], tensor) for name, tensor in model(3).items())
+
+    asyncio.run(main())
+
+
+def test_the_decision_is_one_for_all_ranks_also_after_every_vote():
+    async def main():
+        async with Cluster(*LAYOUTS["rows to columns"]) as cluster:
+            receiving = [asyncio.ensure_future(cluster.receive(key)) for key in cluster.receivers]
+            shares = await cluster.stage(model(1), 1)
+            assert not any(isinstance(share, BaseException) for share in shares)
+            assert not any(task.done() for task in receiving), "nobody is committed before the decision"
+            await asyncio.gather(*(sender.abort("the controller has changed its mind") for sender in cluster.senders))
+            for answer in await asyncio.gather(*receiving, return_exceptions=True):
+                assert isinstance(answer, SyncAbortedError)
+                assert "changed its mind" in str(answer)
+
+    asyncio.run(main())
+
+
+def test_a_commit_that_one_session_heard_stands_for_the_others_of_its_receiver():
+    """A sender that dies after every vote takes nothing back, once another one has told the decision."""
+
+    async def main():
+        async with Cluster(*LAYOUTS["rows to columns"]) as cluster:
+            receiving = [asyncio.ensure_future(cluster.receive(key)) for key in cluster.receivers]
+            digest = join_digest(await cluster.stage(model(1), 1))
+            await cluster.senders[2].close()
+            await asyncio.gather(*(sender.commit(digest, 1) for sender in cluster.senders[:2]))
+            assert await asyncio.gather(*receiving) == [1, 1]
+            assert all(torch.equal(cluster.whole(0)[name], tensor) for name, tensor in model(1).items())
+
+    asyncio.run(main())
+
+
+def test_a_receiver_whose_own_step_before_the_vote_fails_calls_it_off_for_everybody():
+    async def main():
+        async with Cluster(*LAYOUTS["rows to columns"]) as cluster:
+
+            def refuse():
+                raise RuntimeError("the loader has no room")
+
+            errors, answers = await cluster.sync(model(1), 1, on_landed=refuse)
+            assert len(errors) == 3
+            assert any("no room" in str(error) for error in errors)
+            assert any("no room" in str(answer) for answer in answers)
+            _, versions = await cluster.sync(model(2), 2)
+            assert versions == [2, 2]
+
+    asyncio.run(main())
+
+
+def test_a_receiver_that_holds_another_layout_than_it_declared_is_named():
+    sources, targets = cut_over(2, rows), cut_over(2, rows)
+
+    async def main():
+        async with Cluster(sources, targets) as cluster:
+            cluster.targets = targets[::-1]
+            cluster.held = {key: cluster.empty(key[1]) for key in cluster.receivers}
+            errors, answers = await cluster.sync(model(1), 1)
+            told = " ".join(map(str, [*errors, *answers]))
+            assert "it has another layout than it declared" in told
+            assert f"inproc://{cluster.name}-" in told
+        async with Cluster(sources, None) as cluster:
+            cluster.held[0, 0]["more"] = torch.zeros(3)
+            _, answers = await cluster.sync(model(1), 1)
+            assert isinstance(answers[0], TensorError)
+            assert "0 elements of 'more' came, and it has 3" in str(answers[0])
+
+    asyncio.run(main())
+
+
+def test_slices_of_two_versions_are_never_one_model():
+    async def main():
+        async with Cluster(cut_over(2, rows), None) as cluster:
+            receiving = asyncio.ensure_future(cluster.receive((0, 0)))
+            staging = [
+                sender.stage(shards_of(model(version), specs), version=version)
+                for version, (sender, specs) in enumerate(zip(cluster.senders, cluster.sources, strict=True), start=1)
+            ]
+            shares = await asyncio.gather(*staging, return_exceptions=True)
+            assert all(isinstance(share, SyncAbortedError) for share in shares)
+            with pytest.raises(VersionError, match="slices of different versions came"):
+                await receiving
+
+    asyncio.run(main())
+
+
+def test_differences_travel_alone_to_receivers_that_hold_the_version_before():
+    async def main():
+        async with Cluster(cut_over(2, rows), cut_over(2, rows), 2, delta=True) as cluster:
+            weights = model(1)
+            whole, _ = await cluster.sync(weights, 1)
+            weights = {**weights, "embed": weights["embed"].clone()}
+            weights["embed"].view(-1)[::100] += 1
+            told, versions = await cluster.sync(weights, 2)
+            assert versions == [2] * 4
+            assert {report.digest for report in told} == {rl_ckpt.tree_digest(weights)}
+            bytes_of = [sum(report.num_wire_bytes for report in reports) for reports in (whole, told)]
+            assert bytes_of[1] <= 0.06 * bytes_of[0]
+            assert all(torch.equal(cluster.whole(1)[name], tensor) for name, tensor in weights.items())
+            del cluster.receivers[0, 1], cluster.held[0, 1]
+            await cluster.stack.aclose()
+
+    asyncio.run(main())
+
+
+SHAPE = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shape=SHAPE, num_ranks=st.integers(1, 4), axis=st.integers(0, 2), size=st.sampled_from([1, 2, 4, 8]))
+def test_shares_of_any_cut_add_up_to_the_digest_of_the_whole(shape, num_ranks, axis, size):
+    dtype = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}[size]
+    tensor = torch.randint(-100, 100, shape).to(dtype)
+    axis = axis % len(shape) if shape else None
+    shares = []
+    for rank in range(num_ranks):
+        spec = ShardSpec.on_mesh("w", shape, mesh=(num_ranks,), placements=(axis,), coordinate=(rank,))
+        share = DigestShare(dtype, shape)
+        if axis is not None or rank == 0:
+            share.add(part(tensor, spec), box_of(spec))
+        shares.append({"w": share})
+    assert join_digest(shares) == rl_ckpt.tree_digest({"w": tensor})
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((1050, 4099), 0), ((1050, 4099), 1), ((5, 1 << 20), 1), ((3, 700_001), 0)]
+)
+def test_shares_add_up_over_leaves_and_words_that_cuts_go_through(shape, axis):
+    tensor = torch.randint(-100, 100, shape).to(torch.bfloat16)
+    shares = []
+    for rank in range(3):
+        spec = ShardSpec.on_mesh("w", shape, mesh=(3,), placements=(axis,), coordinate=(rank,))
+        shares.append({"w": DigestShare(tensor.dtype, shape)})
+        shares[-1]["w"].add(
+            part(tensor, spec), tuple((a, a + n) for a, n in zip(spec.offsets, spec.sizes, strict=True))
+        )
+    assert join_digest(shares) == rl_ckpt.tree_digest({"w": tensor})
+    with pytest.raises(TensorError, match="elements of 'w' were counted"):
+        join_digest(shares[:2])
