@@ -18,7 +18,7 @@ from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.planning.plan import server_config
-from rl_trainer.planning.validate import check_backends, check_started
+from rl_trainer.planning.preflight import check_backends, check_started
 from rl_trainer.runtime.network import address_of
 from rl_trainer.setup import create_engine, resource_pools
 from rl_trainer.testing import FakeAgents
@@ -87,6 +87,7 @@ EFFECTS = {
 }
 # what a key's configuration has beside it, and the one that it is compared with
 BESIDE = {key: ["engine.lora={}"] for key in EFFECTS if key.startswith("engine.lora.")}
+BESIDE |= {f"engine.parallel.{axis}": ["engine.world_size=2"] for axis in ("tp", "pp", "cp")}
 BESIDE["engine.optimizer.total_steps"] = ["engine.lr_schedule=constant"]
 BESIDE["engine.optimizer.min_lr_ratio"] = ["engine.lr_schedule=constant", "engine.optimizer.total_steps=9"]
 

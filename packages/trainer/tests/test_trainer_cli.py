@@ -156,7 +156,7 @@ def test_an_option_that_the_agent_loop_has_not(capsys):
     ],
 )
 def test_a_backend_that_lacks_a_package(capsys, monkeypatch, lost, told):
-    monkeypatch.setattr("rl_trainer.planning.validate._is_installed", lambda name: name != lost)
+    monkeypatch.setattr("rl_trainer.planning.preflight._is_installed", lambda name: name != lost)
     assert told in refused(capsys, "quickstart", "data.options.num_rows=2000", "data.eval_size=16")
 
 

@@ -12,14 +12,13 @@ from rl_engine import read_manifest, write_manifest
 from rl_engine.errors import CheckpointError
 from rl_trainer import checkpoints
 from rl_trainer.algorithms.kl_controller import AdaptiveKl
-from rl_trainer.checkpoints import RunState
+from rl_trainer.checkpoints import RunState, check_output_dir
 from rl_trainer.config import as_tree, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import InputError
 from rl_trainer.metrics import StepRecord
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.planning.validate import check_output_dir
 from rl_trainer.run import run
 from rl_trainer.setup import kl_of
 from rl_trainer.testing import FakeAgents, FakeJob

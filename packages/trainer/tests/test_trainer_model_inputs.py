@@ -20,7 +20,7 @@ from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import InputError, TrainerError
 from rl_trainer.pipeline.rollout_source import RolloutSource
-from rl_trainer.planning.validate import check, check_model
+from rl_trainer.planning.preflight import check, check_model
 from rl_trainer.rewards import Score
 from rl_trainer.runtime import create_runtime
 from rl_trainer.setup import place

@@ -12,7 +12,7 @@ import pytest
 
 from rl_trainer.config import RewardPart, RewardSection, load_config
 from rl_trainer.errors import InputError, RewardError
-from rl_trainer.planning.validate import check
+from rl_trainer.planning.preflight import check
 from rl_trainer.rewards import Scorer
 from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.workers.reward_server import RewardServers

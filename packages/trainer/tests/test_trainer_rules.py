@@ -7,10 +7,11 @@ import pytest
 
 from rl_trainer.config import AgentSection, RewardPart, RewardSection, load_config
 from rl_trainer.errors import DataError, PlanError, RewardError
-from rl_trainer.planning.validate import check, check_reward
+from rl_trainer.planning.preflight import check
 from rl_trainer.rewards import Scorer, resolve_reward
 from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.rewards.rules import ISOLATED, RULES, isolated
+from rl_trainer.rewards.scorer import check_rule
 
 
 def row(truth="4", source="math"):
@@ -20,8 +21,12 @@ def row(truth="4", source="math"):
 def parts(**rules):
     """A reward of rules: `name=(rule, options)`."""
     made = {name: RewardPart(kind="rule", rule=rule, options=options) for name, (rule, options) in rules.items()}
-    section = RewardSection(parts=made)
-    check_reward(section)
+    return checked(RewardSection(parts=made))
+
+
+def checked(section):
+    for name, part in section.parts.items():
+        check_rule(f"reward.parts.{name}", part)
     return section
 
 
@@ -193,7 +198,7 @@ def test_code_that_hangs_or_takes_too_much_fails_its_test_alone():
 )
 def test_what_is_no_rule_or_no_option_of_it_is_told_before_anything_starts(part, words):
     with pytest.raises(PlanError, match=words):
-        check_reward(RewardSection(parts={"a": RewardPart(**{"kind": "rule", **part})}))
+        checked(RewardSection(parts={"a": RewardPart(**{"kind": "rule", **part})}))
 
 
 def test_a_rule_comes_from_the_command_line_and_its_package_has_to_be_there(monkeypatch):

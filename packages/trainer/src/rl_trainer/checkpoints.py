@@ -55,7 +55,7 @@ class RunState:
     held: tuple[tuple[int, int, int, int, int], ...] = ()
     """Groups among them that are finished and in the queue: `HeldGroup`s as tuples."""
     history: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What may be learned from again: the state of `pipelines.replay.Replay`, whose rows are in the queue."""
+    """What may be learned from again: the state of `Replay`, whose rows are in the queue."""
     kl_coef: float | None = None
     """Where the weight of the KL in the rewards stood, if it follows a target; None: where the configuration has it."""
     order: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -308,3 +308,70 @@ def _time_of(line: str) -> float:
         return float("inf")
     is_evaluation = found.get("reward", 0.0) is None and not found["metrics"]
     return found["step"] + (0.5 if is_evaluation and found["step"] else 0.0)
+
+
+def check_output_dir(config: Config, output_dir: Path, *, is_resumed: bool = False) -> None:
+    """Refuse a folder in which two runs would become one.
+
+    Args:
+        config: Of the run.
+        output_dir: The folder.
+        is_resumed: The run goes on with what is there, from the start if that had no checkpoint yet.
+
+    Raises:
+        InputError: says which is there.
+    """
+    start = None if config.resume_from is None else Path(config.resume_from)
+    own = start if start is not None and start.resolve().parent == output_dir.resolve() else None
+    if own is None and (output_dir / "summary.json").exists():
+        raise InputError(
+            f"output_dir={config.output_dir} already holds a finished run; choose another, so that nothing is "
+            "overwritten"
+        )
+    last = newest(output_dir)
+    if own is not None and last is not None and last.resolve() != own.resolve():
+        last, _ = newest_whole(output_dir)  # a damaged one is set aside by the run
+    is_another = last is not None or (has_lines(output_dir) and not is_resumed)
+    if own is None and is_another:
+        raise InputError(
+            f"output_dir={config.output_dir} already holds a run that did not end; go on with it (--resume), choose "
+            "another, or take it away: its steps would be counted among this one's"
+        )
+    if own is not None and last is not None and last.resolve() != own.resolve():
+        raise InputError(
+            f"resume_from={config.resume_from} is not the newest checkpoint in output_dir, which is {last.name}; "
+            "choose another output_dir, or take the newer ones away: a later --resume would go on from them"
+        )
+
+
+def check_resume(config: Config, num_rows: int, *, is_known_whole: bool = False) -> None:
+    """Check that the checkpoint to resume from is whole, has steps left, and was made of the same prompts.
+
+    Args:
+        config: Of the run.
+        num_rows: Of its data.
+        is_known_whole: Its files have been compared with their digests a moment ago.
+
+    Raises:
+        InputError: it is not, or the order of prompts would be another one.
+    """
+    if config.resume_from is None:
+        return
+    folder = Path(config.resume_from)
+    if not is_known_whole and is_complete(folder) and (lines := damage(folder)):
+        more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
+        raise InputError(f"{lines[0]}{more}; give an earlier checkpoint, or let --resume find one")
+    state = RunState.read(folder)
+    if state.step >= config.steps:
+        raise InputError(
+            f"resume_from={config.resume_from} is at step {state.step} already, and steps={config.steps}; raise steps"
+        )
+    if (state.num_rows, state.seed) != (num_rows, config.seed):
+        raise InputError(
+            f"resume_from={config.resume_from} took its prompts from {state.num_rows} rows with seed "
+            f"{state.seed}, but this run has {num_rows} rows and seed={config.seed}; give it the same"
+        )
+    if config.model.path is None:
+        raise InputError(
+            "resume_from needs model.path: the folder that the first run started from (its output_dir/model)"
+        )

@@ -224,7 +224,7 @@ def main_sample(argv: Sequence[str] | None = None) -> int:
 def _config_of_a_policy(recipe: str, overrides: Sequence[str]) -> Config:
     from rl_trainer.config import load_config
     from rl_trainer.errors import ConfigError
-    from rl_trainer.planning.validate import check_model
+    from rl_trainer.planning.preflight import check_model
 
     config = load_config(recipe, overrides)
     if config.model.path is None:

@@ -23,10 +23,10 @@ from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDiedError, sentence_of
 from rl_trainer.metrics import Report
-from rl_trainer.planning import validate
+from rl_trainer.planning import preflight
 from rl_trainer.planning.gpus import gpu_facts, settle
 from rl_trainer.planning.plan import memory_estimate, show_plan
-from rl_trainer.planning.validate import check_backends
+from rl_trainer.planning.validate import make_plan
 from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.tracing import profiled
@@ -62,12 +62,12 @@ def plan(config: Config, console: Console | None = None, *, is_resumed: bool = F
     from rl_trainer.setup import check_gpus
 
     config = settle(config)
-    counts = validate.make_plan(config)
+    counts = make_plan(config)
     check_gpus(config)
     datasets = load_datasets(config.data, seed=config.seed)
-    validate.check(config, [*datasets.train, *datasets.eval], is_resumed=is_resumed)
-    validate.check_resume(config, len(datasets.train), is_known_whole=is_resumed)  # no rows of a stream
-    backends = check_backends(config)
+    preflight.check(config, [*datasets.train, *datasets.eval], is_resumed=is_resumed)
+    checkpoints.check_resume(config, len(datasets.train), is_known_whole=is_resumed)  # no rows of a stream
+    backends = preflight.check_backends(config)
     show_plan(console or Console(), counts, [*_facts(config, datasets), *_resumed(config), *backends])
     return datasets
 
@@ -460,7 +460,7 @@ def _model(config: Config, datasets: Datasets, output_dir: Path, console: Consol
         return Path(config.model.path)
     from rl_trainer.data.warmup import make_small_model
 
-    assert config.model.warmup is not None, "validate has checked it"
+    assert config.model.warmup is not None, "preflight has checked it"
     with console.status("making the small model") as status:
         return make_small_model(
             output_dir,

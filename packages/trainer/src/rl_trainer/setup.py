@@ -34,7 +34,7 @@ from rl_trainer.planning.plan import (
     has_reference,
     server_config,
 )
-from rl_trainer.planning.validate import check_started
+from rl_trainer.planning.preflight import check_started
 from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime.network import address_of, check_reach
 from rl_trainer.samples import FOLDER

@@ -23,6 +23,7 @@ from rl_trainer.algorithms.rollout_correction import (
     correction_bounds,
     mismatch_metrics,
 )
+from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.plugins import named, reads_of
 
 if TYPE_CHECKING:
@@ -136,6 +137,36 @@ def loss_named(name: str) -> PolicyLoss:
             is_token_local=bool(getattr(compute, "is_token_local", False)),
         ),
     )
+
+
+_MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
+    **{name: (lambda value: value >= 0, "0 or more") for name in ("clip_low", "clip_high", "kl_coef", "dro_beta")},
+    **{name: (lambda value: value > 0, "above 0") for name in ("tau_pos", "tau_neg", "ratio_max")},
+    "clip_dual": (lambda value: value == 0 or value > 1, "0 (off), or above 1"),
+}
+"""By option of our losses: whether a value can be meant, and which can."""
+
+
+def check_loss(algorithm: AlgorithmConfig) -> None:
+    """Check the options of the chosen loss.
+
+    Raises:
+        ConfigError: the loss or an option of it does not exist.
+        PlanError: a value that cannot be meant.
+    """
+    loss = loss_named(algorithm.loss)
+    for name in algorithm.loss_options:
+        if name not in loss.options:
+            raise ConfigError(
+                f"algorithm.loss_options.{name} is not read by algorithm.loss={algorithm.loss}; its options are: "
+                f"{', '.join(loss.options) or 'none'}"
+            )
+    options = {**loss.options, **algorithm.loss_options}
+    for name, (is_meant, wanted) in _MEANT.items() if loss.compute is None else ():
+        if name in options and not is_meant(value := options[name]):
+            raise PlanError(f"algorithm.loss_options.{name}={value:g} cannot be meant; it has to be {wanted}")
+    if loss.selects_tokens and not 0 < options["share"] <= 1:
+        raise PlanError(f"algorithm.loss_options.share={options['share']:g} is a share of the tokens; give 0 to 1")
 
 
 def select_tokens(

@@ -16,7 +16,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rl_trainer.config.schema import AlgorithmConfig, Config
-from rl_trainer.errors import ConfigError
+from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.plugins import absolute
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         ConfigError: no such recipe, an unknown key (names the nearest), or a value of the wrong type or range.
+        PlanError: keys of one section that cannot work together.
     """
     tree = _read_recipe(recipe)
     algorithm: dict[str, Any] = tree.get("algorithm") or {}
@@ -47,6 +48,9 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     try:
         return TypeAdapter(Config).validate_python(_with_absolute_files(tree))
     except ValidationError as error:
+        for each in error.errors():
+            if isinstance(own := each.get("ctx", {}).get("error"), PlanError):  # a section's own sentence
+                raise own from None
         unknown = [e["loc"] for e in error.errors() if e["type"] == "unexpected_keyword_argument"]
         if unknown:
             raise ConfigError(_unknown_key(".".join(map(str, unknown[0])))) from None

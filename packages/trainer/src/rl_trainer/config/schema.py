@@ -1,15 +1,20 @@
-"""Types that several config sections share."""
+"""The configuration's sections. What a section asks of its own keys, it checks when it is made.
+
+Errors of keys together are `PlanError`s, each a sentence; rules between sections are in `planning/validate.py`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from rl_engine.types import EngineConfig, Head, ModelInit, OptimizerConfig
 from rl_rollout.types import ServerConfig
+from rl_trainer.errors import PlanError
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -28,6 +33,25 @@ Rejection = Literal[
     "sequence_mean_k1", "sequence_mean_k2", "sequence_mean_k3",
     "sequence_max_k1", "sequence_max_k2", "sequence_max_k3",
 ]  # fmt: skip
+
+
+def refuse_unused(section: Any, where: str, unless: str, *keys: str) -> None:
+    """Refuse keys of `section` that are set and would do nothing.
+
+    Raises:
+        PlanError: names the key, and what it needs.
+    """
+    for key in keys:
+        value, usual = getattr(section, key), _default(section, key)
+        if value != usual:
+            raise PlanError(
+                f"{where}.{key}={value} does nothing unless {unless}; leave it out, or set it back to {usual}"
+            )
+
+
+def _default(section: Any, key: str) -> Any:
+    found = next(f for f in fields(section) if f.name == key)
+    return found.default if found.default_factory is MISSING else found.default_factory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +119,45 @@ class AlgorithmConfig:
     that a token's weight does not depend on what else was rejected, or those left `after` it (with
     old_logprobs=recompute, in a pass of its own)."""
 
+    def __post_init__(self) -> None:
+        if self.kl_coef == 0:
+            self._refuse("algorithm.kl_coef is positive", "kl_in_reward", "kl_estimator", "ref_ema")
+        if not self.kl_in_reward:
+            self._refuse("algorithm.kl_in_reward is set", "kl_target")
+        elif self.kl_estimator.endswith("+"):
+            raise PlanError(
+                f"algorithm.kl_estimator={self.kl_estimator} is a gradient's, and a penalty in the rewards has none; "
+                f"set kl_estimator={self.kl_estimator[:-1]}"
+            )
+        if self.rejection == "none":
+            self._refuse("algorithm.rejection is chosen", "rejection_bounds", "rejection_counts")
+        if self.correction == "none":
+            self._refuse("algorithm.correction is chosen", "correction_bounds")
+        self._check_bounds("correction", has_low="icepop")
+        self._check_bounds("rejection", has_low="k1")
+        if self.old_logprobs == "rollout" and self.rejection_counts == "after":
+            raise PlanError(
+                "algorithm.rejection_counts=after counts what is left before the update, and with "
+                "algorithm.old_logprobs=rollout the update itself tells what is rejected; set rejection_counts=before, "
+                "or old_logprobs=recompute"
+            )
+
+    def _refuse(self, unless: str, *keys: str) -> None:
+        refuse_unused(self, "algorithm", unless, *keys)
+
+    def _check_bounds(self, key: str, *, has_low: str) -> None:
+        scheme, bounds = getattr(self, key), getattr(self, f"{key}_bounds")
+        if bounds is None:
+            return
+        low, high = bounds
+        if low >= high:
+            raise PlanError(f"algorithm.{key}_bounds={[low, high]} are no bounds: the first has to be the lower one")
+        if not scheme.endswith(has_low) and low > 0:
+            raise PlanError(
+                f"algorithm.{key}={scheme} has an upper bound alone, but algorithm.{key}_bounds={[low, high]}; give "
+                f"[0, {high:g}]"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessSection:
@@ -129,6 +192,10 @@ class CurriculumSection:
     """Mean reward up to which a row is too hard, and from which it is too easy."""
     revisit: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Probability that such a row is taken all the same."""
+
+    def __post_init__(self) -> None:
+        if self.pass_rate[0] >= self.pass_rate[1]:
+            raise PlanError(f"data.curriculum.pass_rate={list(self.pass_rate)}: the first has to be the lower")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +315,20 @@ class EngineSection(EngineConfig):
     seed: int = field(init=False, default=0)
     timeout_s: float = field(init=False, default=600.0)
 
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)  # `super()` does not find a class with slots before Python 3.14
+        if self.lr_schedule == "cosine" and self.optimizer.total_steps is not None:
+            raise PlanError(
+                f"engine.lr_schedule=cosine falls to the end of the run, which engine.optimizer.total_steps="
+                f"{self.optimizer.total_steps} contradicts; leave one of them out"
+            )
+        layout = self.parallel
+        if self.world_size % (layout.tp * layout.pp * layout.cp):
+            raise PlanError(
+                f"engine.world_size={self.world_size} is no multiple of engine.parallel tp x pp x cp = "
+                f"{layout.tp} x {layout.pp} x {layout.cp}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection(ServerConfig):
@@ -334,6 +415,18 @@ class TeacherSection:
     num_candidates: Positive = 16
     """Of the teacher's likeliest tokens that the forward part compares."""
 
+    def __post_init__(self) -> None:
+        for name, kinds in (("forward_weight", ("mixed",)), ("num_candidates", ("forward", "mixed"))):
+            if self.divergence not in kinds:
+                refuse_unused(self, "teacher", f"teacher.divergence is {' or '.join(kinds)}", name)
+        if self.url is None and self.model is not None:
+            raise PlanError(f"teacher.model={self.model} names a model of a server, and teacher.url is not set; set it")
+        if self.url is not None and self.divergence != "reverse":
+            raise PlanError(
+                f"teacher.divergence={self.divergence} compares the teacher's likeliest tokens, which the server at "
+                "teacher.url does not tell of a prompt; choose reverse, or leave url out"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
@@ -375,6 +468,65 @@ class RewardPart:
     api_key_env: str | None = None
     """Environment variable that holds the server's key."""
 
+    def check(self, key: str) -> None:
+        """Check that every key does something with this kind.
+
+        Args:
+            key: Of this part, `reward.parts.NAME`.
+
+        Raises:
+            PlanError: one does nothing, is missing, or cannot be meant.
+        """
+        for name in _NEEDED_KEYS.get(self.kind, ()):
+            if getattr(self, name) is None:
+                raise PlanError(f"{key} is of kind={self.kind}, which needs {key}.{name}")
+        for name, kinds in _KEYS_OF_KINDS.items():
+            if self.kind not in kinds and getattr(self, name) != _default(self, name):
+                raise PlanError(
+                    f"{key}.{name} does nothing with kind={self.kind}, only with {' or '.join(kinds)}; leave it out"
+                )
+        if self.kind == "classifier" and (self.url is None) == (self.path is None):
+            raise PlanError(
+                f"{key} is of kind=classifier, which needs one of {key}.url (of a server that is there) and {key}.path "
+                "(of a model that the run serves)"
+            )
+        for name in ("model", "score_at", "api_key_env"):
+            if self.kind == "classifier" and self.path is not None and getattr(self, name) != _default(self, name):
+                raise PlanError(
+                    f"{key}.{name} is of a server at {key}.url, and the run serves {key}.path; leave it out"
+                )
+        if self.prompt is not None and "{completion}" not in self.prompt:
+            raise PlanError(
+                f"{key}.prompt has no {{completion}} in it, so that every completion would be asked about alike"
+            )
+        try:
+            num_groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise PlanError(f"{key}.pattern={self.pattern!r} is no regular expression: {error}") from error
+        if num_groups != 1:
+            raise PlanError(f"{key}.pattern={self.pattern!r} has {num_groups} groups; one is needed, around the score")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise PlanError(f"{key}.url={self.url!r} is no URL; it starts with http:// or https://")
+
+
+_KEYS_OF_KINDS = {
+    "rule": ("rule",),
+    "options": ("rule",),
+    "path": ("function", "classifier"),
+    "url": ("classifier", "judge"),
+    "model": ("classifier", "judge"),
+    "prompt": ("classifier", "judge"),
+    "max_attempts": ("classifier", "judge"),
+    "max_concurrent": ("classifier", "judge"),
+    "requests_per_minute": ("classifier", "judge"),
+    "tokens_per_minute": ("classifier", "judge"),
+    "api_key_env": ("classifier", "judge"),
+    "pattern": ("judge",),
+    "max_tokens": ("judge",),
+    "score_at": ("classifier",),
+}
+_NEEDED_KEYS = {"function": ("path",), "judge": ("url", "model", "prompt")}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSection:
@@ -392,6 +544,23 @@ class RewardSection:
     """Deadline of one call or request, seconds; a function that is stuck is killed."""
     overlong_buffer: NonNegative = 0
     """Last tokens of rollout.max_new_tokens over which a longer completion is punished, linearly, up to 1; 0: none."""
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.parts:
+            raise PlanError(
+                "reward.path gives the whole reward, and reward.parts its parts; set one of them (a part of "
+                "kind=function has a path of its own)"
+            )
+        if self.overlong_buffer and "overlong" in self.parts:
+            raise PlanError(
+                "reward.parts.overlong has the name of what reward.overlong_buffer takes off, and one would hide the "
+                "other; give it another"
+            )
+        kinds = {part.kind for part in self.parts.values()}
+        if kinds and not kinds & {"function", "rule"} and self.num_processes != _default(self, "num_processes"):
+            raise PlanError("reward.num_processes does nothing without a part of kind=function or rule; leave it out")
+        for name, part in self.parts.items():
+            part.check(f"reward.parts.{name}")
 
 
 def _with_options(trackers: object) -> object:

@@ -18,14 +18,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl_trainer.data.rows import ReasoningGymOptions, Row, checked, reasoning_gym_options, record_options, row_maker
-from rl_trainer.errors import DataError
+from rl_trainer.config import DataConfig
+from rl_trainer.data.rows import (
+    ReasoningGymOptions,
+    Row,
+    check_options,
+    checked,
+    reasoning_gym_options,
+    record_options,
+    row_maker,
+)
+from rl_trainer.errors import DataError, PlanError
 from rl_trainer.plugins import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from rl_trainer.config import DataConfig
 
 GROUP = "rl_trainer.datasets"
 """Entry points of `data.format`s: callables `(config: DataConfig, *, seed: int)` that give an object with `train` and
@@ -84,6 +91,39 @@ def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
             "them; lower it or give data.eval_path"
         )
     return Datasets(train=train[: -config.eval_size], eval=train[-config.eval_size :])
+
+
+def check_data(data: DataConfig) -> None:
+    """Check that every key of `data` does something with this source.
+
+    Raises:
+        ConfigError: as `record_options`.
+        PlanError: one does nothing.
+    """
+    default = DataConfig()
+    is_file = data.format in {"rows", "gsm8k"}
+    is_streamed = is_file and data.options.get("stream_buffer") is not None
+    is_dataset = is_file and data.path is not None and (data.path.startswith(HUB) or is_saved_dataset(data.path))
+
+    def refuse(is_used: bool, why: str, *names: str) -> None:
+        for name in names:
+            if not is_used and getattr(data, name) != getattr(default, name):
+                raise PlanError(f"data.{name}={getattr(data, name)!r} does nothing {why}; leave it out")
+
+    with_format = f"with data.format={data.format}"
+    refuse(data.format != "reasoning_gym", with_format, "path", "eval_path")
+    refuse(is_file, with_format, "mixture")
+    refuse(not data.mixture, "beside data.mixture", "path", "eval_path")
+    if data.curriculum is not None and (is_streamed or data.mixture):
+        raise PlanError(
+            "data.curriculum chooses among all rows of one dataset, so it goes with neither data.options.stream_buffer "
+            "nor data.mixture; leave it out"
+        )
+    uses_datasets = is_dataset or any(
+        part.path.startswith(HUB) or is_saved_dataset(part.path) for part in data.mixture.values()
+    )
+    refuse(not is_dataset, "with a dataset of the datasets package: set data.options.eval_split", "eval_path")
+    check_options(data, uses_datasets=uses_datasets)
 
 
 def _mixture(config: DataConfig, seed: int) -> Datasets:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rl_engine.types import EngineConfig, Head, OptimizerConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named, loss_named
+from rl_trainer.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,6 +46,48 @@ class BatchPlan:
     """Longest prompt plus completion."""
     total_completions: int
     """Completions of the whole run."""
+
+    @classmethod
+    def of(cls, config: Config) -> BatchPlan:
+        """Of a configuration.
+
+        Raises:
+            PlanError: numbers that do not divide, or a sequence that is longer than something takes.
+        """
+        batch, engine = config.batch, config.engine
+        if batch.batch_size % batch.mini_batch_size:
+            raise PlanError(
+                f"batch.batch_size={batch.batch_size} prompts cannot be cut into mini-batches of "
+                f"batch.mini_batch_size={batch.mini_batch_size}; "
+                "choose a divisor"
+            )
+        per_optimizer_step = batch.mini_batch_size * batch.group_size
+        if per_optimizer_step % engine.world_size:
+            raise PlanError(
+                f"a mini-batch of {batch.mini_batch_size} prompts x {batch.group_size} completions = "
+                f"{per_optimizer_step} rows does not divide over "
+                f"engine.world_size={engine.world_size} ranks"
+            )
+        longest, sum_ = longest_sequence(config)
+        if longest > engine.max_tokens_per_gpu:
+            raise PlanError(
+                f"a sequence may have {sum_} = {longest} tokens, more than "
+                f"engine.max_tokens_per_gpu={engine.max_tokens_per_gpu} of a micro-batch; raise it or lower the others"
+            )
+        if longest > config.rollout.max_model_len:
+            raise PlanError(
+                f"a sequence may have {sum_} = {longest} tokens, more than rollout.max_model_len="
+                f"{config.rollout.max_model_len}"
+            )
+        return cls(
+            prompts=batch.batch_size,
+            completions=batch.batch_size * batch.group_size,
+            optimizer_steps=batch.batch_size // batch.mini_batch_size,
+            completions_per_optimizer_step=per_optimizer_step,
+            completions_per_rank=per_optimizer_step // engine.world_size,
+            max_sequence_tokens=longest,
+            total_completions=config.steps * batch.batch_size * batch.group_size,
+        )
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """(what, how many) for the screen."""

@@ -1,6 +1,6 @@
 """Rules: reward functions that need nothing but the text and the ground truth. By name in `reward.parts.NAME.rule`.
 
-A rule's options are its keyword-only parameters; `rl_trainer.planning.validate` holds a configuration to them.
+A rule's options are its keyword-only parameters; `scorer.check_rule` holds a configuration to them.
 """
 
 from __future__ import annotations

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from rl_trainer.config import RewardPart, RewardSection
-from rl_trainer.errors import RewardError
+from rl_trainer.errors import PlanError, RewardError
 from rl_trainer.rewards.code import CodeTests
 from rl_trainer.rewards.process_pool import FunctionPool
 from rl_trainer.rewards.rules import ISOLATED, RULES, isolated, resolve_reward
 from rl_trainer.rewards.served import ServedReward
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,3 +167,45 @@ class Scorer:
         for source in (*self._sources.values(), self._isolated):
             if source is not None:
                 await source.close()
+
+
+def check_rule(key: str, part: RewardPart) -> None:
+    """Check the rule of a part, and its options.
+
+    Args:
+        key: Of the part, `reward.parts.NAME`.
+        part: What is checked.
+
+    Raises:
+        PlanError: no such rule, or options that it does not have, lacks or cannot use.
+    """
+    names = sorted([*RULES, "code"])
+    if part.rule is None:
+        if part.options:
+            raise PlanError(
+                f"{key}.options are those of a rule, and {key}.rule names none: the data source's has no options. Name "
+                f"one of {', '.join(names)}, or leave them out"
+            )
+        return
+    if part.rule not in names:
+        raise PlanError(f"{key}.rule={part.rule!r} is no rule; there are {', '.join(names)}")
+    _check_options(f"{key}.options", part.options, part.rule, CodeTests if part.rule == "code" else RULES[part.rule])
+
+
+def _check_options(key: str, options: Mapping[str, Any], rule: str, function: Callable[..., Any]) -> None:
+    """Check options against a function's keyword-only parameters."""
+    known = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    there = ", ".join(known)
+    for name in options:
+        if name not in known:
+            raise PlanError(f"{key}.{name} does nothing with rule={rule}, whose options are {there}; leave it out")
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise PlanError(f"{key} lacks {name}, without which there is no rule={rule}")
+    hints = get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
+    for name, value in options.items():
+        try:
+            TypeAdapter(hints[name]).validate_python(value, strict=isinstance(value, (bool, str)))
+        except ValidationError as error:
+            said = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise PlanError(f"{key}.{name}={value!r} cannot be used: {said}") from error

@@ -1,0 +1,420 @@
+"""What of a run can be known to fail on this machine before a process is started: packages, folders, backends."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
+
+import rl_ckpt
+import rl_engine
+import rl_rollout
+from rl_agent import AgentLoop
+from rl_ckpt.errors import CkptError
+from rl_engine.errors import EngineError
+from rl_engine.types import ModelInit
+from rl_rollout.errors import RolloutError
+from rl_trainer import plugins
+from rl_trainer.algorithms import PolicyLossFunction
+from rl_trainer.checkpoints import check_output_dir
+from rl_trainer.data import shows_images
+from rl_trainer.errors import ConfigError, InputError
+from rl_trainer.planning.plan import (
+    actor_config,
+    candidates_of,
+    critic_config,
+    frozen_config,
+    longest_sequence,
+    model_config,
+    server_config,
+)
+from rl_trainer.rewards import check_packages, resolve_reward
+from rl_trainer.rewards.worker import GROUP as REWARDS
+from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, scheme_of
+from rl_trainer.trackers.group import GROUP as TRACKERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from rl_rollout.types import Capabilities
+    from rl_trainer.config import AgentSection, Config, TeacherSection, TrackingSection
+    from rl_trainer.data import Row
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+_OWN = "rl-post-trainer"
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def check(config: Config, rows: list[Row], *, is_resumed: bool = False) -> None:
+    """Check backends, model folder, output folder and reward rules.
+
+    Args:
+        config: Of the run.
+        rows: Of its data.
+        is_resumed: The run goes on with what is in its output folder.
+
+    Raises:
+        InputError: the first thing that cannot work, in one sentence.
+    """
+    for group, name, key in (
+        ("rl_engine.backends", config.engine.backend, "engine.backend"),
+        ("rl_rollout.backends", config.rollout.backend, "rollout.backend"),
+        ("rl_ckpt.backends", scheme_of(config.weights_transport), "weights_transport"),
+        ("rl_tq.storage", scheme_of(config.queue_storage), "queue_storage"),
+        (plugins.LOOPS, config.agent.loop, "agent.loop"),
+        *((TRACKERS, name, "tracking.trackers") for name in config.tracking.trackers),
+    ):
+        check_installed(group, name, key)
+    if config.runtime == "ray" and not _is_installed("ray"):
+        raise ConfigError("runtime=ray needs ray: pip install ray, or choose runtime=inline")
+    check_loop_options(config.agent)
+    check_tracking(config.tracking)
+    check_model(config)
+    if config.teacher is not None:
+        check_teacher(config.teacher, config.model.path)
+    if config.engine.router_replay and any(shows_images(row) for row in rows):
+        raise InputError(
+            "engine.router_replay=true takes the experts that the servers chose, and they do not tell those of prompts "
+            "with images or videos, which rows of the data have; leave router_replay out, or those rows"
+        )
+    _check_rewards(config, rows)
+    if config.output_dir is not None:
+        check_output_dir(config, Path(config.output_dir), is_resumed=is_resumed)
+
+
+def check_loop_options(agent: AgentSection) -> None:
+    """Check that the agent loop has the options that it is to be made with, and that one by a path is a loop.
+
+    Raises:
+        ConfigError: it has not (lists those that it has), or it is something else.
+    """
+    loop = plugins.loop_named(agent.loop)
+    if isinstance(loop, str):
+        if not agent.options:
+            return
+        loop = plugins.find(loop, plugins.LOOPS, key="agent.loop")
+    elif not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
+        raise ConfigError(f"agent.loop={agent.loop} is no subclass of rl_agent.AgentLoop")
+    known = [p.name for p in inspect.signature(loop).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for name in agent.options:
+        if name not in known:
+            raise ConfigError(
+                f"agent.options.{name} is no option of agent.loop={agent.loop}; it has: {', '.join(known) or 'none'}"
+            )
+
+
+def check_tracking(tracking: TrackingSection) -> None:
+    """Check that samples can be written."""
+    if tracking.keep_samples and not _is_installed("pyarrow"):
+        raise ConfigError("tracking.keep_samples needs pyarrow: pip install 'rl-post-trainer[parquet]'")
+
+
+def _check_rewards(config: Config, rows: list[Row]) -> None:
+    reward = config.reward
+    own = {f"reward.parts.{name}.path": part.path for name, part in reward.parts.items() if part.kind == "function"}
+    for key, path in ({"reward.path": reward.path} | own).items():
+        if path is not None:
+            plugins.check(path, REWARDS, key=key)
+    for name, part in reward.parts.items():
+        if part.kind == "classifier" and part.path is not None and not (Path(part.path) / "config.json").is_file():
+            raise InputError(
+                f"reward.parts.{name}.path={part.path} has no config.json, so it is no folder of a reward model"
+            )
+        if part.api_key_env is not None and not os.environ.get(part.api_key_env):
+            raise ConfigError(f"reward.parts.{name}.api_key_env={part.api_key_env} is not set in the environment")
+        if part.rule is not None:
+            check_packages(part.rule, f"reward.parts.{name}.rule={part.rule} and its like")
+    is_by_rule = any(part.kind == "rule" and part.rule is None for part in reward.parts.values())
+    is_by_rule |= not (reward.path or reward.parts)
+    if is_by_rule:
+        for source in {row["data_source"] for row in rows}:
+            resolve_reward(source)
+
+
+def check_installed(group: str, name: str, key: str) -> None:
+    """Check that an entry point exists and that what it and its extra need is installed, importing none of it.
+
+    Raises:
+        ConfigError: unknown (lists what is installed), or known but incomplete (the pip line).
+    """
+    if ":" in name or isinstance(name, plugins.Serialized):
+        plugins.check(name, group, key=key)
+        return
+    found = {point.name: point for point in entry_points(group=group)}
+    if name not in found:
+        raise ConfigError(f"{key}={name!r} is not installed; installed are {', '.join(sorted(found)) or 'none'}")
+    missing = _missing_requirements(found[name])
+    if missing:
+        dist = found[name].dist
+        assert dist is not None, "entry points of installed packages know their distribution"
+        raise ConfigError(f"{key}={name} needs {', '.join(missing)}: pip install '{dist.name}[{name}]'")
+
+
+def _missing_requirements(point: EntryPoint) -> list[str]:
+    if point.dist is None:
+        return []
+    requirements = [Requirement(text) for text in point.dist.requires or []]
+    is_ours = point.dist.name == _OWN  # runs already; ray, which it may lack, is the runtime's alone
+    wanted = [
+        r for r in requirements if (not is_ours if r.marker is None else r.marker.evaluate({"extra": point.name}))
+    ]
+    return [r.name for r in wanted if not _is_installed(r.name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def check_model(config: Config) -> None:
+    """Check that the policy is a folder with a config and a tokenizer, or that there is a recipe to make one."""
+    if config.model.path is None:
+        if config.model.warmup is None:
+            raise ConfigError("model.path is not set: give a Hugging Face model folder")
+        return
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise InputError(f"model.path={folder} is not a folder; download the model first, and give the folder")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"model.path={folder} has no config.json, so it is not a Hugging Face model folder")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise InputError(
+            f"model.path={folder} has no tokenizer ({' or '.join(_TOKENIZER_FILES[:3])}); copy the model's tokenizer "
+            "files into it"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"model.path={folder} has no .safetensors file, so it has no weights; give a complete folder")
+    model, engine = model_config(folder), config.engine
+    longest, (wanted, keys) = model.get("max_position_embeddings"), longest_sequence(config)
+    if longest is not None and wanted > longest:
+        raise InputError(
+            f"a sequence may have {keys} = {wanted} tokens, but the model in {folder} has a context of {longest} tokens"
+        )
+    from rl_csrc.inference.decoder import longrope_limit  # torch: a plan alone is printed without it
+
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    limit = longrope_limit(rope, model.get("original_max_position_embeddings"))
+    if limit is not None and wanted > limit:
+        raise InputError(
+            f"a sequence may have {keys} = {wanted} tokens, but beyond {limit} the model in {folder} (longrope) turns "
+            "all rows of a pass by other frequencies, so that log-probs would depend on their neighbours"
+        )
+    for is_set, does in (
+        (engine.router_aux_loss_coef > 0, f"router_aux_loss_coef={engine.router_aux_loss_coef:g} evens out the load"),
+        (engine.router_replay, "router_replay=true replays the servers' choice"),
+    ):
+        if is_set and not any(model.get(key) for key in _EXPERTS):
+            raise InputError(
+                f"engine.{does} of experts, but the model in {folder} is no mixture of experts; leave it out"
+            )
+
+
+def check_teacher(teacher: TeacherSection, model_path: str | None) -> None:
+    """Check that the teacher is a folder whose token ids mean what the policy's do.
+
+    Raises:
+        InputError: it is not, or a tokenizer is in no `tokenizer.json`, which is what can be compared.
+    """
+    from rl_trainer.workers.columns import takes_images
+
+    if model_path is None:
+        raise ConfigError(
+            "teacher.path needs model.path: a policy that learns a teacher's words has the same tokenizer"
+        )
+    if teacher.url is not None and takes_images(Path(model_path)):
+        raise InputError(
+            f"the policy in {model_path} takes images, which a teacher at teacher.url is not shown; leave url out"
+        )
+    if teacher.url is None and not (Path(teacher.path) / "config.json").is_file():
+        raise InputError(f"teacher.path={teacher.path} has no config.json, so it is not a Hugging Face model folder")
+    policy, other = (_vocabulary(Path(path)) for path in (model_path, teacher.path))
+    if policy != other:
+        raise InputError(
+            f"the tokenizers in {model_path} and teacher.path={teacher.path} differ ({len(policy)} and {len(other)} "
+            "tokens); a policy learns from a teacher with the same one"
+        )
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise InputError(f"{folder} has no tokenizer.json, by which the tokenizers of policy and teacher are compared")
+    values = json.loads(file.read_text())
+    entries = values["model"]["vocab"]
+    if not isinstance(entries, dict):  # a unigram model has them in order
+        entries = {piece: index for index, (piece, *_) in enumerate(entries)}
+    return entries | {token["content"]: token["id"] for token in values.get("added_tokens", [])}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Need:
+    """Something that a run may ask of its servers."""
+
+    asks: Callable[[Config], bool]
+    """Whether a configuration does."""
+    is_met: Callable[[Capabilities], bool]
+    """Whether a server can."""
+    sentence: str
+    """What is wrong otherwise, and what to do; after the backend's name."""
+    is_known_early: bool = True
+    """Whether a server can tell before it has loaded its model."""
+
+
+_NEEDS = (
+    _Need(
+        asks=lambda _: True,
+        is_met=lambda can: can.takes_token_ids and can.has_logprobs,
+        sentence="does not give the ids and log-probs of the tokens that it sampled, so that nothing can be learned "
+        "from them; choose another backend",
+    ),
+    _Need(
+        asks=lambda _: True,
+        is_met=lambda can: can.updates_weights,
+        sentence="takes no new weights with these rollout.options, so that the policy could not be updated; choose "
+        "other options, or another backend",
+    ),
+    _Need(
+        asks=lambda config: bool(config.rollout.colocated),
+        is_met=lambda can: 2 in can.sleep_levels,
+        sentence="cannot give the memory of its weights back with these rollout.options, which rollout.colocated=true "
+        "needs; have its options turn sleeping on (vllm: --enable-sleep-mode among args), or set colocated=false",
+    ),
+    _Need(
+        asks=lambda config: config.engine.router_replay,
+        is_met=lambda can: can.gives_routed_experts,
+        sentence="does not tell the experts that it chose, which engine.router_replay=true needs; have its options "
+        "turn that on (vllm: --enable-return-routed-experts among args), or leave router_replay out",
+        is_known_early=False,
+    ),
+)
+_IMAGES = _Need(
+    asks=lambda _: True,
+    is_met=lambda can: can.takes_images,
+    sentence="takes no images for this model, and rows of the data have some; choose another backend, or other rows",
+    is_known_early=False,
+)
+
+
+def check_backends(config: Config) -> list[tuple[str, str]]:
+    """Check the backends' own settings, and what they can do; returns `(what, how)` for the screen.
+
+    Raises:
+        ConfigError: a setting does nothing, or asks for what its backend cannot do; names the backend.
+    """
+    for key in ("weights_transport", "queue_storage"):
+        backend: str | None = getattr(config, key)
+        if scheme_of(backend) == IN_ONE_PROCESS and config.runtime != "inline":
+            raise ConfigError(
+                f"{key}={backend} moves data inside one process, and runtime={config.runtime} has several; choose "
+                "another, or runtime=inline"
+            )
+    _check_transport(config)
+    with _folder(config) as folder:
+        left = check_engines(config, Path(folder), is_made=config.model.path is not None)
+        can = _server_capabilities(config, folder)
+    _require(config, can, [need for need in _NEEDS if need.is_known_early])
+    levels = " and ".join(str(level) for level in can.sleep_levels) or "none"
+    seeds = (
+        "seeded requests" if can.is_seeded else "requests without seeds (the same seed samples other tokens each run)"
+    )
+    weights = "new weights" if can.attests_weights else "new weights, not attested with this rollout.parallel"
+    return [*left.items(), ("server", f"{config.rollout.backend}: {weights}, {seeds}, levels of sleep: {levels}")]
+
+
+def check_started(config: Config, can: Capabilities, *, has_images: bool) -> None:
+    """Check what a server that is there can do.
+
+    Raises:
+        ConfigError: less than is asked for.
+    """
+    _require(config, can, [*_NEEDS, *([_IMAGES] if has_images else [])])
+
+
+def _require(config: Config, can: Capabilities, needs: list[_Need]) -> None:
+    for need in needs:
+        if need.asks(config) and not need.is_met(can):
+            raise ConfigError(f"rollout.backend={config.rollout.backend} {need.sentence}")
+
+
+def _check_transport(config: Config) -> None:
+    address = address_of(config.weights_transport, "plan", ("127.0.0.1", 1))
+    try:
+        token = "of the plan" if scheme_of(address) in LISTENING else None
+        session = rl_ckpt.connect(address, role="receive", token=token, timeout_s=config.timeout_s)
+        asyncio.run(session.close())
+    except CkptError as error:
+        raise ConfigError(f"weights_transport={config.weights_transport or address} cannot be used: {error}") from error
+
+
+def _server_capabilities(config: Config, folder: str) -> Capabilities:
+    backend = config.rollout.backend
+    asked = replace(server_config(config, Path(folder)), dtype="auto")  # a backend that takes none has worse to say
+    try:
+        server = rl_rollout.create_server(backend, asked)
+        can = server.capabilities
+        asyncio.run(server.stop())
+    except RolloutError as error:
+        raise ConfigError(f"rollout.backend={backend} cannot be used as configured: {error}") from error
+    return can
+
+
+@contextmanager
+def _folder(config: Config) -> Generator[str]:
+    """The model's folder; where the model is yet to be made, one with its description."""
+    if config.model.path is not None:
+        yield config.model.path
+        return
+    from rl_trainer.data.warmup import write_config
+
+    assert config.model.warmup is not None, "it was checked that there is a model"
+    with TemporaryDirectory(prefix="rl-trainer-") as folder:
+        write_config(Path(folder), config.model.warmup)
+        yield folder
+
+
+def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[str, str]:
+    """Hold what the job's engines are to be built from against what their backend takes; starts nothing.
+
+    Args:
+        config: The run's.
+        model_path: The policy's folder.
+        is_made: Whether it is complete; otherwise it has a `config.json` alone.
+
+    Returns:
+        By key, what settings that are left to the policy's engine come to.
+
+    Raises:
+        ConfigError: the backend refuses; in its words.
+    """
+    teacher, critic = config.teacher, config.critic
+    engines = {"the policy": actor_config(config, model_path)}
+    if teacher is not None and teacher.url is None:
+        engines["the teacher"] = frozen_config(config, Path(teacher.path), candidates_of(teacher))
+    if critic is not None:
+        engines["the critic"] = critic_config(config, critic, model_path)
+    found: dict[str, dict[str, str]] = {}
+    for name, engine in engines.items():
+        init = engine.init if is_made or engine.model_path != str(model_path) else ModelInit.RANDOM
+        try:
+            found[name] = rl_engine.check(config.engine.backend, replace(engine, init=init), config.engine.world_size)
+        except EngineError as error:
+            raise ConfigError(f"engine.backend={config.engine.backend} cannot be used for {name}: {error}") from error
+    left = found["the policy"]
+    row_term = PolicyLossFunction(config=config.algorithm, teacher=teacher).row_term
+    if row_term is not None and left.get("loss_in_head", "no").startswith("yes"):
+        left["loss_in_head"] = f"no: {row_term}"
+    return left
