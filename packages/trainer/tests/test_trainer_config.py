@@ -30,7 +30,7 @@ def test_overrides_reach_nested_keys_with_their_types():
 @pytest.mark.parametrize(
     ("override", "nearest"),
     [
-        ("engine.learning_rate=1", "engine"),
+        ("engine.optimizer.learningrate=1", "engine.optimizer"),
         ("stepz=3", "steps"),
         ("batch.groupsize=3", "batch.group_size"),
         ("model.warmup.hiden_size=3", "model.warmup.hidden_size"),

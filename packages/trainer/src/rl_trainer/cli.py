@@ -91,8 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rl_trainer.config import RECIPES, as_tree, load_config
 
     recipes = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["--from-verl"]:  # all that follows is verl's, in Hydra's syntax
+        return _from_verl(argv[1:])
     parser = argparse.ArgumentParser(
-        prog="rl-train", description="Reinforcement-learning post-training of a language model."
+        prog="rl-train",
+        description="Reinforcement-learning post-training of a language model.",
+        epilog="rl-train --from-verl FILE.sh|FILE.yaml|key=value... prints the recipe that settings of verl come to.",
     )
     parser.add_argument("recipe", nargs="?", help=f"a shipped recipe ({recipes}), or a YAML file")
     parser.add_argument(
@@ -126,6 +131,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan(resumed(config) if arguments.resume else config, is_resumed=arguments.resume)
         return 0
     return 130 if run(config, resume=arguments.resume)["interrupted"] else 0
+
+
+def _from_verl(argv: Sequence[str]) -> int:
+    """Print the recipe that verl's settings come to, and above it what did not become part of it."""
+    from rl_trainer.errors import ConfigError
+    from rl_trainer.from_verl import convert
+
+    if not argv:
+        raise ConfigError("--from-verl needs verl's settings: a .yaml or .sh file, or the overrides of a command line")
+    print(convert(argv).text(), end="")
+    return 0
 
 
 def _verify(folder: Path) -> int:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
+from rl_trainer.equivalents import hint
 from rl_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -257,8 +258,8 @@ def _installed(name: str, group: str, key: str, known: Collection[str] = ()):  #
     if name not in installed:
         there = ", ".join([*sorted(known), *sorted(installed)]) or "none"
         raise ConfigError(
-            f"{key}={name!r} is not known; there are {there}. One of your own is given as FILE.py:NAME or "
-            f"MODULE:NAME, or installed as an entry point of {group}"
+            f"{key}={name!r} is not known{hint(key, name)}; there are {there}. One of your own is given as "
+            f"FILE.py:NAME or MODULE:NAME, or installed as an entry point of {group}"
         )
     return installed[name]
 

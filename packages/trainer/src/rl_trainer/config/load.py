@@ -16,6 +16,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rl_trainer.config.schema import AlgorithmConfig, Config
+from rl_trainer.equivalents import keys_named
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.plugins import absolute
 
@@ -116,6 +117,9 @@ def _unknown_key(key: str) -> str:
     """A sentence that names the nearest key: one of the same section, or else one of the same last name anywhere."""
     keys = _all_keys(Config, "")
     last = [each for each in keys if each.rpartition(".")[2] == key.rpartition(".")[2]]
+    if not last and (others := keys_named(key)):
+        named = " or ".join(f"{ours} ({libraries})" for ours, libraries in others.items())
+        return f"unknown configuration key {key}; here it is {named}"
     near = difflib.get_close_matches(key, last or keys, n=1, cutoff=0.0)
     return f"unknown configuration key {key}; the nearest one is {near[0]}"
 

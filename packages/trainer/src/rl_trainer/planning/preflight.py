@@ -27,6 +27,7 @@ from rl_trainer import plugins
 from rl_trainer.algorithms import PolicyLossFunction
 from rl_trainer.checkpoints import check_output_dir
 from rl_trainer.data import shows_images
+from rl_trainer.equivalents import hint
 from rl_trainer.errors import ConfigError, InputError
 from rl_trainer.planning.plan import (
     actor_config,
@@ -153,7 +154,8 @@ def check_installed(group: str, name: str, key: str) -> None:
         return
     found = {point.name: point for point in entry_points(group=group)}
     if name not in found:
-        raise ConfigError(f"{key}={name!r} is not installed; installed are {', '.join(sorted(found)) or 'none'}")
+        there = ", ".join(sorted(found)) or "none"
+        raise ConfigError(f"{key}={name!r} is not installed{hint(key, name)}; installed are {there}")
     missing = _missing_requirements(found[name])
     if missing:
         dist = found[name].dist

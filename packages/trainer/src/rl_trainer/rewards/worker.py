@@ -52,6 +52,7 @@ def main() -> None:
         function = find(name, GROUP, key="reward.path")
         if not callable(function):
             raise TypeError(f"{function!r} is no function of the completion's text and the row")
+        function = of_text_and_row(function)
     except BaseException as error:  # noqa: BLE001 - a file of the user's may raise anything
         _write(answers, (-1, "error", f"{type(error).__name__}: {error}"))
         return
@@ -66,6 +67,40 @@ def main() -> None:
         number, text, row, _ = inbox.get()
         kind, told = _call(function, text, row)
         _write(answers, (number, kind, told))
+
+
+_VERL = ("data_source", "solution_str", "ground_truth")
+"""Parameters of a `compute_score` as verl calls it, beside `extra_info`."""
+
+
+def of_text_and_row(function: Callable[..., Any]) -> Callable[[str, Mapping[str, Any]], Any]:
+    """A reward function as it is called here: `(text, row)`.
+
+    One written for verl, `compute_score(data_source, solution_str, ground_truth, extra_info)`, is known by the names of
+    its parameters. Of the mapping that it may give, `score` is the reward, as there.
+    """
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return function
+    if not all(name in names for name in _VERL):
+        return function
+
+    def arguments(text: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        truth = row.get("reward_model", {}).get("ground_truth")
+        given = {"data_source": row.get("data_source"), "solution_str": text, "ground_truth": truth}
+        return given | ({"extra_info": row.get("extra_info") or {}} if "extra_info" in names else {})
+
+    def score_of(value: Any) -> Any:
+        return value["score"] if isinstance(value, Mapping) and "score" in value else value
+
+    if inspect.iscoroutinefunction(function):
+
+        async def scores(text: str, row: Mapping[str, Any]) -> Any:
+            return score_of(await function(**arguments(text, row)))
+
+        return scores
+    return lambda text, row: score_of(function(**arguments(text, row)))
 
 
 def _read_aside(requests: IO[bytes], deliver: Callable[[Request], object]) -> None:

@@ -1,0 +1,213 @@
+"""verl's settings become recipes that run; names of other libraries are understood in errors."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_trainer import cli, equivalents, load_config
+from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
+from rl_trainer.config import RewardSection
+from rl_trainer.config.load import _all_keys
+from rl_trainer.config.schema import Config
+from rl_trainer.errors import ConfigError
+from rl_trainer.from_verl import convert
+from rl_trainer.planning.validate import make_plan
+from rl_trainer.rewards import Scorer
+
+LINES = yaml.safe_load((Path(__file__).parent / "verl_command_lines.yaml").read_text())
+COMMON = {"algorithm.loss": "ppo", "algorithm.loss_options.clip_high": 0.2, "rollout.backend": "vllm"}
+EXPECTED = {
+    "grpo_trainer/run_qwen2-7b": COMMON
+    | {"batch.batch_size": 1024, "batch.group_size": 5, "batch.mini_batch_size": 256, "algorithm.kl_coef": 0.001}
+    | {"algorithm.kl_estimator": "k3", "rollout.parallel.tp": 2, "rollout.num_replicas": 4, "eval_every": 5},
+    "grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora": {"engine.lora.rank": 64, "engine.lora.alpha": 32.0}
+    | {"engine.world_size": 2, "engine.optimizer.lr": 3e-6},
+    "grpo_trainer/run_qwen2_5_vl-7b": {"algorithm.kl_coef": 0.01, "rollout.max_new_tokens": 2048}
+    | {"rollout.max_model_len": 3072, "data.max_prompt_tokens": 1024},
+    "grpo_trainer/run_qwen2-7b_math_megatron": {"engine.backend": "megatron", "engine.parallel.tp": 2}
+    | {"engine.parallel.pp": 2, "data.path": None},
+    "grpo_trainer/run_qwen3-8b": {"engine.max_tokens_per_gpu": 49152, "rollout.num_replicas": 4},
+    "ppo_trainer/run_deepseek7b_llm": {"algorithm.advantage": "gae", "critic.lr": 1e-5, "critic.clip": 0.5}
+    | {"eval_every": 1, "engine.max_tokens_per_gpu": 16384},
+    "ppo_trainer/run_qwen2-7b_rm": {"reward.parts.model.kind": "classifier", "rollout.num_replicas": 8},
+    "ppo_trainer/run_deepseek7b_llm_sp2": {"engine.parallel.sp": 2, "engine.max_tokens_per_gpu": 32768},
+    "ppo_trainer/run_gemma": {"engine.world_size": 2, "batch.batch_size": 512, "critic.path": "google/gemma-2-2b-it"},
+    "rloo_trainer/run_qwen2-7b": {"algorithm.advantage": "rloo", "algorithm.kl_in_reward": True}
+    | {"algorithm.kl_estimator": "k1", "save_every": 0},
+    "remax_trainer/run_qwen2.5-3b_seq_balance": {"algorithm.advantage": "remax", "engine.max_tokens_per_gpu": 30000},
+    "reinforce_plus_plus_trainer/run_qwen2-7b_math_rf": {"algorithm.advantage": "reinforce_pp"}
+    | {"engine.world_size": 16, "algorithm.kl_in_reward": True, "batch.mini_batch_size": 1024},
+    "reinforce_plus_plus_trainer/run_qwen2-7b_math_rf_baseline": {"algorithm.advantage": "reinforce_pp_baseline"},
+    "gspo_trainer/test_gspo_3b_math": {"algorithm.loss": "gspo", "algorithm.loss_options.clip_high": 4e-4}
+    | {"algorithm.aggregation": "seq-mean-token-mean", "steps": 500, "engine.optimizer.warmup_steps": 100},
+    "sapo_trainer/run_qwen30b_sapo": {"algorithm.loss": "sapo", "algorithm.loss_options.tau_neg": 1.05}
+    | {"algorithm.aggregation": "seq-mean-token-mean", "engine.parallel.sp": 4, "reward.overlong_buffer": 4096},
+    "gpg_trainer/run_qwen2-7b_math": {"algorithm.loss": "reinforce", "algorithm.advantage": "gpg"},
+    "cispo_trainer/run_cispo_qwen2_5_0_5b_gsm8k": {"algorithm.loss": "cispo", "algorithm.loss_options.clip_low": 10.0}
+    | {"engine.world_size": 1, "rollout.num_replicas": 1},
+    "otb_trainer/run_qwen2_5-7b": {"algorithm.advantage": "optimal_token_baseline", "batch.batch_size": 128},
+    "rollout_correction/run_with_rollout_corr": {"algorithm.loss": "reinforce", "algorithm.old_logprobs": "rollout"}
+    | {"algorithm.correction": "sequence_tis", "algorithm.correction_bounds": (0.0, 2.0)},
+    "rollout_correction/run_with_rollout_corr_multi_rs": {"algorithm.rejection": "token_k1"}
+    | {"algorithm.rejection_bounds": (1 / 1.6, 1 / 0.6), "algorithm.correction": "none"},
+    "sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn": {"rollout.backend": "sglang", "agent.loop": "tool"}
+    | {"batch.over_sampling": 0.1},
+    "router_replay/run_qwen30_a3b_megatron_vllm": {
+        "engine.backend": "megatron",
+        "engine.parallel.ep": 8,
+        "steps": 50000,
+    },
+}
+
+
+def overrides(settings):
+    return [f"{key}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
+            for key, value in settings.items()]  # fmt: skip
+
+
+def at(config, key):
+    for name in key.split("."):
+        config = config[name] if isinstance(config, dict) else getattr(config, name)
+    return config
+
+
+def recipe_of(arguments, folder):
+    file = folder / "recipe.yaml"
+    file.write_text(convert(arguments).text())
+    return load_config(str(file))
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_a_command_line_becomes_a_recipe_with_a_plan(name, tmp_path):
+    config = recipe_of(overrides(LINES[name]), tmp_path)
+    make_plan(config)
+    assert {key: at(config, key) for key in EXPECTED[name]} == EXPECTED[name]
+
+
+def test_every_stored_command_line_is_looked_at():
+    assert set(LINES) == set(EXPECTED)
+    assert len(LINES) >= 20
+
+
+def test_every_key_is_converted_or_told():
+    settings = LINES["sapo_trainer/run_qwen30b_sapo"] | {"trainer.of_tomorrow": 3, "data.shuffle": False}
+    made = convert(overrides(settings))
+    assert made.missing["trainer.of_tomorrow"] == "nothing here does that"
+    assert "shuffled" in made.missing["data.shuffle"]
+    assert "sapo" in made.ignored.get("actor_rollout_ref.actor.loss_agg_mode", "sapo")
+
+
+def test_what_verl_ignores_is_told():
+    made = convert(["actor_rollout_ref.actor.clip_ratio=0.3", "algorithm.adv_estimator=grpo", "critic.optim.lr=1e-5"])
+    assert made.recipe["algorithm"]["loss_options"]["clip_high"] == 0.2  # as in verl 0.9.1, whose own default wins
+    assert "stand above it" in made.ignored["actor_rollout_ref.actor.clip_ratio"]
+    assert "has no critic" in made.ignored["critic.optim.lr"]
+
+
+def test_a_script_is_read_and_not_run(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"set -x\ntouch {tmp_path}/ran\nN=${{N:-4}}\nlength=$((1024 * (1 + 1)))\nfiles=\"['a.parquet', 'b.parquet']\"\n"
+        'python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\\n  data.train_files="$files" \\\n'
+        "  data.max_response_length=$length actor_rollout_ref.rollout.n=$N trainer.n_gpus_per_node=2 $@\n"
+    )
+    made = convert([str(script), "data.max_prompt_length=100"]).recipe
+    assert (made["batch"]["group_size"], made["rollout"]["max_new_tokens"]) == (4, 2048)
+    assert made["data"]["max_prompt_tokens"] == 100
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_whole_configuration_is_read_with_its_references(tmp_path):
+    file = tmp_path / "verl.yaml"
+    actor = {"_target_": "verl.Actor", "ppo_mini_batch_size": "${data.train_batch_size}"}
+    tree = {"data": {"train_batch_size": 32}, "actor_rollout_ref": {"actor": actor, "rollout": {"n": 8}}}
+    file.write_text(yaml.safe_dump(tree | {"algorithm": {"adv_estimator": "rloo"}}))
+    assert convert([str(file)]).recipe["batch"] == {"batch_size": 32, "group_size": 8, "mini_batch_size": 32}
+
+
+def test_epochs_are_counted_where_the_file_is_there(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"prompt": ["p"] * 100}), tmp_path / "train.parquet")
+    made = convert([f"data.train_files={tmp_path}/train.parquet", "data.train_batch_size=16", "trainer.total_epochs=3",
+                    "actor_rollout_ref.actor.ppo_mini_batch_size=16"])  # fmt: skip
+    assert made.recipe["steps"] == 18
+    assert "trainer.total_epochs" not in made.missing
+
+
+def test_the_command_prints_a_recipe(capsys, tmp_path):
+    assert cli.main(["--from-verl", *overrides(LINES["grpo_trainer/run_qwen2-7b"])]) == 0
+    printed = capsys.readouterr().out
+    assert "No equivalent here" in printed
+    assert yaml.safe_load(printed)["batch"]["group_size"] == 5
+    assert cli.main(["--from-verl", "no_override"]) == 2
+    assert "neither key=value nor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.adv_estimator=grpo", "here it is algorithm.advantage (verl)"),
+        ("clip_ratio_high=0.28", "here it is algorithm.loss_options.clip_high (verl)"),
+        ("algorithm.epsilon_high=0.28", "here it is algorithm.loss_options.clip_high (TRL)"),
+        ("loss_agg_mode=token-mean", "here it is algorithm.aggregation (verl)"),
+        ("algorithm.rollout_is=token", "here it is algorithm.correction (verl)"),
+        ("num_generations=8", "here it is batch.group_size (TRL)"),
+        ("rollouts_per_example=8", "here it is batch.group_size (prime-rl)"),
+    ],
+)
+def test_an_error_knows_the_names_of_other_libraries(override, words):
+    with pytest.raises(ConfigError) as error:
+        load_config("quickstart", [override])
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.advantage=reinforce_plus_plus", "reinforce_plus_plus is reinforce_pp here"),
+        ("algorithm.loss=vanilla", "vanilla is ppo here"),
+        ("algorithm.loss=geo_mean", "geo_mean is gmpo here"),
+    ],
+)
+def test_an_error_knows_the_values_of_other_libraries(override, words):
+    with pytest.raises(ConfigError) as error:
+        make_plan(load_config("quickstart", [override]))
+    assert words in str(error.value)
+
+
+def test_the_table_names_keys_and_algorithms_that_exist():
+    keys = {*_all_keys(Config, "")}
+    for row in equivalents.EQUIVALENTS:
+        for key in row.ours.split(", "):
+            free = any(key.startswith(p) for p in ("algorithm.loss_options.", "agent.options.", "rollout.options."))
+            assert free or key.replace("parts.model", "parts.NAME") in keys, key
+    assert {*equivalents.ADVANTAGES.values()} <= {*ADVANTAGES}
+    assert {*equivalents.LOSSES.values()} <= {*POLICY_LOSSES}
+
+
+COMPUTE_SCORE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return {"score": float(solution_str == ground_truth) + extra_info["bonus"], "acc": True, "pred": solution_str}
+
+def plain(data_source, solution_str, ground_truth):
+    return data_source == "gsm8k"
+"""
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("compute_score", 1.5), ("plain", 1.0)])
+def test_a_reward_function_of_verl_runs_as_it_is(tmp_path, name, wanted):
+    (tmp_path / "score.py").write_text(COMPUTE_SCORE)
+    row = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4"}, "extra_info": {"bonus": 0.5}}
+
+    async def main():
+        scorer = Scorer(RewardSection(path=f"{tmp_path}/score.py:{name}"))
+        try:
+            return await scorer.score("4", row)
+        finally:
+            await scorer.close()
+
+    assert asyncio.run(main()).reward == wanted
