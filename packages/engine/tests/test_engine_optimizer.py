@@ -3,7 +3,7 @@ import torch
 
 from rl_engine import BatchCounts, ModelOutput, NonFiniteError, OptimizerConfig
 from rl_engine.losses import sft_loss
-from rl_engine.optimizer import build_optimizer, clip_grad_norm, learning_rate
+from rl_engine.optimizer import ClippedAdamW, clip_grad_norm, learning_rate
 from rl_engine.testing import ragged_batch
 
 
@@ -16,7 +16,7 @@ def test_the_schedule_warms_up_and_decays():
 
 def test_only_matrices_decay():
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = build_optimizer([matrix, vector], OptimizerConfig(lr=0.1, weight_decay=0.5))
+    optimizer = ClippedAdamW([matrix, vector], OptimizerConfig(lr=0.1, weight_decay=0.5))
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
     optimizer.step()
     torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 0.95))
@@ -25,7 +25,7 @@ def test_only_matrices_decay():
 
 def test_the_first_step_moves_by_the_rate_against_the_sign():
     weight = torch.nn.Parameter(torch.zeros(2, 2))
-    optimizer = build_optimizer([weight], OptimizerConfig(lr=0.1))
+    optimizer = ClippedAdamW([weight], OptimizerConfig(lr=0.1))
     weight.grad = torch.tensor([[4.0, -3.0], [2.0, 0.0]])
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.tensor([[-0.1, 0.1], [-0.1, 0.0]]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,32 +12,71 @@ from torch.distributed.tensor import DTensor
 from rl_engine.errors import NonFiniteError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from rl_engine.types import OptimizerConfig
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+class StepOptimizer(Protocol):
+    """An optimizer as engines use it."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As torch's; the rate is `lr` of each."""
+        ...
+
+    @property
+    def state(self) -> Mapping[Any, dict[str, Tensor]]:
+        """As torch's."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop what has accumulated."""
+        ...
+
+    def clip_and_step(self) -> float:
+        """Clip, step, and return the global gradient norm before clipping. Collective.
+
+        Raises:
+            NonFiniteError: the norm is NaN or infinite; parameters and state are as before.
+        """
+        ...
+
+
+class ClippedAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter, 1711.05101) with its state allocated; one-dimensional parameters do not decay."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=learning_rate(config, 0),
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
-    for parameter in trained:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
-    return optimizer
+
+    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        groups = [
+            {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+        ]
+        super().__init__(
+            [group for group in groups if group["params"]],
+            lr=learning_rate(config, 0),
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+        self._trained, self._max_norm = trained, config.max_grad_norm
+        for parameter in trained:
+            self.state[parameter] = adamw_state(parameter)
+
+    def clip_and_step(self) -> float:
+        """See `StepOptimizer`."""
+        norm = clip_grad_norm(self._trained, self._max_norm)
+        self.step()
+        return norm
+
+
+def adamw_state(parameter: Tensor) -> dict[str, Tensor]:
+    """What AdamW keeps of a parameter, before its first step."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+    }
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -82,7 +121,7 @@ def refuse_non_finite(norm: float) -> None:
         )
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: StepOptimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     """Every state tensor under `name.key`."""
     return {
         f"{name}.{key}": value for name, parameter in named for key, value in optimizer.state.get(parameter, {}).items()

@@ -14,7 +14,7 @@ from rl_engine import (
     Precision,
     create_engine,
 )
-from rl_engine.optimizer import build_optimizer
+from rl_engine.optimizer import ClippedAdamW
 
 pytestmark = pytest.mark.timeout(600)  # fourteen engines in one start of two processes, on a machine that may be busy
 SCRIPT = Path(__file__).parents[1] / "support" / "megatron_ranks.py"
@@ -58,7 +58,7 @@ class Oracle:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
         self.model.set_experts_implementation("eager")
         self.columns = self.scores()
-        optimizer = build_optimizer(self.model.parameters(), ranks.OPTIMIZER)
+        optimizer = ClippedAdamW(self.model.parameters(), ranks.OPTIMIZER)
         self.steps, self.weights = [], []
         for step in range(2):
             for group in optimizer.param_groups:

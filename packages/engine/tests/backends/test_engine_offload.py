@@ -42,14 +42,13 @@ def freed_by(act):
 
 
 def model_of(engine):
-    return engine._scorer if hasattr(engine, "_scorer") else engine._state.stage.model
+    return engine._scorer.model
 
 
 def sizes_of(engine):
     """Bytes of the parameters, and of their two moments."""
-    optimizer = engine._optimizer if hasattr(engine, "_scorer") else engine._state.optimizer._adamw
     parameters = sum(tensor.numel() * 4 for tensor in model_of(engine).parameters())
-    moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    moments = sum(value.nbytes for state in engine._optimizer.state.values() for value in state.values())
     return parameters, moments
 
 
@@ -59,7 +58,7 @@ BACKENDS = ("fsdp", "megatron", "torchtitan")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_modes_take_gradients_home_and_back(tmp_path, backend):
     engine, away = built(tmp_path, backend), torch.device("cpu", 0)  # to an engine not the place where it computes
-    places = engine._places if hasattr(engine, "_scorer") else engine._state.places
+    places = engine._places
     engine.forward_backward_batch(DATA, sft_loss)
     engine.to(away)
     with engine.eval_mode():

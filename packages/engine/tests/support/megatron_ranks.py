@@ -114,10 +114,10 @@ def initial(folder, factory=AutoModelForCausalLM):
 
 def run(folder, kind, layout, before):
     engine = build(folder, kind, layout, entropy=True, sum_pi_squared=True, num_candidates=CANDIDATES)
-    world = engine._state.world
+    world = engine._world
     mine = [row for row, rank in zip(ranks.draw_rows(SEED), owners(world.size), strict=True) if rank == world.rank]
     inputs = []
-    layer = engine._state.stage.model[0].decoder.layers[0]
+    layer = engine._scorer.model[0].decoder.layers[0]
     watch = layer.register_forward_pre_hook(lambda _, given: inputs.append(len(given[0])))
     with engine.eval_mode():
         output = engine.forward_backward_batch(ranks.batch_of(mine), None)
@@ -204,7 +204,7 @@ def experts(folder, rank, size):
         options = {"optimizer": still, "max_tokens_per_gpu": 20, "activation_checkpointing": layout == "pp2"}
         engine = build(folder, "experts", layout, router_aux_loss_coef=oracle.COEF, **options)
         seen[layout] = ranks.experts_step(engine, rank, size)
-        seen[f"{layout} share"] = ranks.shards_are_the_weights(engine, engine._state.world)
+        seen[f"{layout} share"] = ranks.shards_are_the_weights(engine, engine._world)
         engine.close()
     return seen
 

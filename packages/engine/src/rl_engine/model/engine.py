@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,11 @@ from rl_engine.distributed.world import World, expected_size, join_world
 from rl_engine.errors import BatchError, ConfigError, EngineError
 from rl_engine.model.logprobs import HeadLoss, head_loss_obstacle
 from rl_engine.model.moe import ExpertLoad, check_replay, counts_of_column
-from rl_engine.optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
-from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, PeftConfig, ShardSpec
+from rl_engine.optimizer import ClippedAdamW, StepOptimizer, learning_rate, optimizer_tensors
+from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, OptimizerConfig, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from tensordict import TensorDict
 
@@ -100,11 +101,14 @@ class Scorer(nn.Module):
 class ModuleEngine(Engine):
     """See `Engine`. Parameters are plain tensors or DTensors; groups of `parallel.sp` ranks share their rows."""
 
+    _grads_follow = True
+    """Gradients lie where their parameters lie; False: in a buffer of their own."""
+
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._world: World | None = None
         self._scorer: Scorer | None = None
-        self._optimizer: torch.optim.AdamW | None = None
+        self._optimizer: StepOptimizer | None = None
         self._schedule_step = 0
         self._compute_device = torch.device("cpu")
         self._places: dict[str, torch.device] = {}
@@ -139,13 +143,31 @@ class ModuleEngine(Engine):
             ModelFolderError: the folder cannot be loaded; on every rank.
         """
 
+    def _check_weights(self) -> None:
+        """Refuse a folder whose weights cannot be loaded, by the headers of its files."""
+        hf_folder.check_weights(Path(self._config.model_path))
+
+    def _group_ranks(self, world: World) -> ModelReplicas:
+        """Which ranks share a replica of the model. Collective."""
+        sp = self._config.parallel.sp
+        return ModelReplicas(
+            replica_of=tuple(rank // sp for rank in range(world.size)), leaders=tuple(range(0, world.size, sp))
+        )
+
+    def _make_optimizer(self, scorer: Scorer, config: OptimizerConfig) -> StepOptimizer:
+        return ClippedAdamW(scorer.parameters(), config)
+
+    def _leave(self, world: World) -> None:
+        """Take down the process groups that were made here."""
+        world.leave()
+
     # Building
 
     def check(self, world_size: int) -> dict[str, str]:
         """See `Engine`."""
         found = self._check_config(world_size)
         if self._config.init == ModelInit.PRETRAINED:
-            hf_folder.check_weights(Path(self._config.model_path))
+            self._check_weights()
         return found
 
     def _check_config(self, world_size: int) -> dict[str, str]:
@@ -161,20 +183,16 @@ class ModuleEngine(Engine):
         try:
             with world.together():
                 scorer = self._build(world)
+                self._replicas = self._group_ranks(world)
+            if config.optimizer is not None:
+                self._optimizer = self._make_optimizer(scorer, config.optimizer)
+            self._writer = CheckpointWriter(world, is_async=config.async_checkpoints, timeout_s=config.timeout_s)
         except BaseException:
-            world.leave()
+            self._leave(world)
             raise
-        sp = config.parallel.sp
-        self._cost = scorer.cost()
-        self._replicas = ModelReplicas(
-            replica_of=tuple(rank // sp for rank in range(world.size)), leaders=tuple(range(0, world.size, sp))
-        )
-        self._world, self._scorer = world, scorer
+        self._world, self._scorer, self._cost = world, scorer, scorer.cost()
         self._compute_device = compute_device(config, world)
         self._places = dict.fromkeys(("model", "optimizer", "grad"), self._compute_device)
-        if config.optimizer is not None:
-            self._optimizer = build_optimizer(scorer.parameters(), config.optimizer)
-        self._writer = CheckpointWriter(world, is_async=config.async_checkpoints, timeout_s=config.timeout_s)
         torch.manual_seed(config.seed + world.rank)
 
     def close(self) -> None:
@@ -188,18 +206,34 @@ class ModuleEngine(Engine):
                 writer.wait()
         finally:
             if world is not None:
-                world.leave()
+                self._leave(world)
 
     # Modes and places
 
     def train_mode(self) -> Any:
         """Everything onto the device; back on exit."""
         self._frozen_error("be trained")
-        return mode(self, self._built(), self._compute_device, self._places, train=True, grad=True)
+        return self._mode(train=True, grad=True)
 
     def eval_mode(self) -> Any:
         """The model onto the device, dropout and gradients off; back on exit."""
-        return mode(self, self._built(), self._compute_device, self._places, train=False, grad=True)
+        return self._mode(train=False, grad=self._grads_follow)
+
+    @contextmanager
+    def _mode(self, *, train: bool, grad: bool) -> Generator[None]:
+        """Bring the model, and the optimizer or gradients, to where it computes; on exit back to where they were."""
+        scorer = self._built()
+        before, was_training = dict(self._places), scorer.training
+        self.to(self._compute_device, model=True, optimizer=train, grad=grad)
+        scorer.train(train)
+        try:
+            with torch.set_grad_enabled(train):
+                yield
+        finally:
+            scorer.train(was_training)
+            moved = {part: device for part, device in before.items() if self._places[part] != device}
+            for device in set(moved.values()):
+                self.to(device, **{part: moved.get(part) == device for part in before})
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move what is asked for; what is there already is not touched."""
@@ -230,9 +264,10 @@ class ModuleEngine(Engine):
     # A step
 
     def optimizer_zero_grad(self) -> None:
-        """Set every gradient to None."""
-        for parameter in self._built().parameters():
-            parameter.grad = None
+        """Drop every gradient."""
+        self._built()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -241,51 +276,45 @@ class ModuleEngine(Engine):
         has_backward = loss_function is not None and not forward_only
         if has_backward:
             self._frozen_error("run a backward pass (say forward_only=True)")
-        world = self._group()
+        config, world, scorer = self._config, self._group(), self._built()
 
         def make(rows: TensorDict) -> RowBatch:
             batch = RowBatch(
                 rows,
                 needs_mask=loss_function is not None,
                 device=world.device,
-                feeds_last=self._config.head == Head.REWARD,
-                shares_prefixes=self._built().shares_prefixes,
+                feeds_last=config.head == Head.REWARD,
+                shares_prefixes=scorer.shares_prefixes,
             )
             self._check_fit(batch)
             return batch
 
         assert self._replicas is not None
         assert self._cost is not None
-        budget = self._config.max_tokens_per_gpu * self._config.parallel.sp
+        budget = config.max_tokens_per_gpu * config.parallel.sp * config.parallel.cp
         plan = plan_batch(world, self._replicas, data, make, budget, self._cost, work_of(loss_function, has_backward))
-        if (multimodal := self._built().multimodal) is not None:
-            multimodal.num_passes = max(world.exchange(multimodal.passes_for(plan.batch)))
-            multimodal.place(plan.batch)
-        results = MicroBatchResults()
+        if scorer.multimodal is not None:
+            scorer.multimodal.num_passes = max(world.exchange(scorer.multimodal.passes_for(plan.batch)))
+            scorer.multimodal.place(plan.batch)
         before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self._config.matmul_precision)
+        torch.set_float32_matmul_precision(config.matmul_precision)
         try:
             with world.together(), torch.set_grad_enabled(has_backward):
-                load = self._expert_load(plan) if has_backward else None
-                for index in range(plan.num_micro_batches):
-                    self._run(plan, index, loss_function, results, load, has_backward)
+                results = self._run(plan, loss_function, self._expert_load(plan) if has_backward else None)
         finally:
             torch.set_float32_matmul_precision(before)
-            reshard(self._built())  # a forward pass alone leaves gathered weights in the place of the trained ones
+            reshard(scorer)  # a forward pass alone leaves gathered weights in the place of the trained ones
         shares = results.metric_values(is_leader=world.rank in self._replicas.leaders)
         metrics = add_up(world, shares) if loss_function is not None else {}
         place = data.get("completion_token_ids").device
-        columns = columns_of(world, plan, results, place, "logprobs" if self._config.head == Head.LM else "values")
+        columns = columns_of(world, plan, results, place, "logprobs" if config.head == Head.LM else "values")
         return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=plan.num_micro_batches)
 
     def optimizer_step(self) -> float:
-        """Clip, then AdamW."""
+        """Clip, then step."""
         optimizer = self._frozen_error("step")
-        assert self._config.optimizer is not None
         with self._group().together():
-            norm = clip_grad_norm(self._built().parameters(), self._config.optimizer.max_grad_norm)
-        optimizer.step()
-        return norm
+            return optimizer.clip_and_step()
 
     def learning_rate(self) -> float:
         """Where the schedule stands."""
@@ -298,71 +327,67 @@ class ModuleEngine(Engine):
         return self._apply_schedule()
 
     def _check_fit(self, batch: RowBatch) -> None:
-        config = self._built().config
-        check_lengths(batch.lengths, config)
-        check_columns(batch, config.vocab_size, self._config.head)
-        if (multimodal := self._built().multimodal) is not None:
-            multimodal.check(batch)
+        scorer = self._built()
+        check_lengths(batch.lengths, scorer.config)
+        check_columns(batch, scorer.config.vocab_size, self._config.head)
+        if scorer.multimodal is not None:
+            scorer.multimodal.check(batch)
         else:
             for name in VISUAL:
                 if batch.has(name):
                     raise BatchError(f"The batch has {name} and the model takes no images in that way. Drop it.")
-        check_replay(batch, self._built().experts)
+        check_replay(batch, scorer.experts)
 
     def _run(
         self,
         plan: BatchPlan,
-        index: int,
         loss_function: LossFunction | None,
-        results: MicroBatchResults,
-        load: ExpertLoad | None,
-        has_backward: bool,
-    ) -> None:
-        """Run micro-batch `index`. A rank that has fewer runs a one-token dummy, so that collectives match."""
-        scorer, packed = self._built(), plan.pack(index)
-        if plan.is_idle(index):
-            scorer.route(packed, None)
-            idle: ModelOutput = scorer(packed)
-            if has_backward:
-                (idle.scores.sum() * 0.0).backward()
-            return
-        rows = plan.micro_batches[index]
-        routing = scorer.route(packed, load)
-        metrics: dict[str, Tensor] = {}
-        if loss_function is None:
-            output: ModelOutput = scorer(packed)
-        else:
-            columns = plan.batch.select(rows)
-            head_loss = HeadLoss(lambda output: apply_loss(loss_function, output, columns))
-            output = scorer(packed, head_loss if has_backward and is_token_local(loss_function) else None)
-            metrics = head_loss.shares or apply_loss(loss_function, output, columns)
-        if has_backward:
-            share, loss = None if routing is None else routing.aux_share(), metrics["loss"]
-            if load is not None and share is not None:
-                metrics[AUX_LOSS] = share
-                loss = loss + load.coef * share
-            loss.backward()
-        results.add(rows, output, metrics)
+        load: ExpertLoad | None = None,
+        counts: Tensor | None = None,
+    ) -> MicroBatchResults:
+        """Run all micro-batches, forward and, where gradients are enabled and there is a loss, backward. Collective.
+
+        Args:
+            plan: The batch. A rank that has fewer micro-batches runs one-token dummies, so that collectives match.
+            loss_function: None computes scores only.
+            load: Of the experts, where their auxiliary loss is wanted.
+            counts: (L, E) float64, to which the load of this rank's experts is added.
+        """
+        scorer, results = self._built(), MicroBatchResults()
+        for index in range(plan.num_micro_batches):
+            packed, is_idle = plan.pack(index), plan.is_idle(index)
+            routing = scorer.route(packed, None if is_idle else load, is_counting=counts is not None)
+            if is_idle:
+                idle: ModelOutput = scorer(packed)
+                if torch.is_grad_enabled():
+                    (idle.scores.sum() * 0.0).backward()
+                continue
+            output, shares = score_rows(plan, index, loss_function, partial(scorer, packed))
+            if counts is not None:
+                assert routing is not None
+                routing.add_counts(counts)
+            if torch.is_grad_enabled():
+                share, loss = None if routing is None else routing.aux_share(), shares["loss"]
+                if load is not None and share is not None:
+                    shares[AUX_LOSS] = share
+                    loss = loss + load.coef * share
+                loss.backward()
+            results.add(plan.micro_batches[index], output, shares)
+        return results
 
     def _expert_load(self, plan: BatchPlan) -> ExpertLoad | None:
         """Where the whole batch's tokens go: as `routed_experts` says, or found out by a forward pass. Collective."""
-        world, scorer, coef = self._group(), self._built(), self._config.router_aux_loss_coef
-        experts = scorer.experts
+        experts, coef = self._built().experts, self._config.router_aux_loss_coef
         if not coef or experts is None:
             return None
         if plan.own.routed_experts() is not None:
             counts = counts_of_column(plan.own, experts)
         else:
-            counts = torch.zeros(experts.num_layers, experts.num_experts, dtype=torch.float64, device=world.device)
+            device = self._group().device
+            counts = torch.zeros(experts.num_layers, experts.num_experts, dtype=torch.float64, device=device)
             with torch.no_grad():
-                for index in range(plan.num_micro_batches):
-                    packed = plan.pack(index)
-                    routing = scorer.route(packed, None, is_counting=True)
-                    scorer(packed)
-                    assert routing is not None
-                    if not plan.is_idle(index):
-                        counts += torch.stack([routing.counts[layer] for layer in range(experts.num_layers)])
-        if world.size > 1:
+                self._run(plan, None, counts=counts)
+        if self._group().size > 1:
             dist.all_reduce(counts)
         return ExpertLoad(counts=counts, coef=coef)
 
@@ -415,21 +440,29 @@ class ModuleEngine(Engine):
         world, tensors = self._group(), self._state()
         assert self._writer is not None
         self._writer.wait()
-        manifest = restore(path, tensors, world, self._config.seed)
+        manifest = restore(path, tensors, world, self._config.seed, self._described())
+        self._take_state(tensors)
         self._schedule_step = manifest.schedule_step
         if self._optimizer is not None:
             self._apply_schedule()
         return manifest.step
 
-    # Small helpers
-
     def _state(self) -> dict[str, Tensor]:
+        """This rank's part of a checkpoint: what `restore` fills, and `_take_state` then takes. Collective."""
         named = self._built().named_weights()
         state = {f"model.{name}": tensor for name, tensor in named.items()}
         if self._optimizer is not None:
             trained = [(name, tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)]
             state |= {f"optim.{name}": value for name, value in optimizer_tensors(self._optimizer, trained).items()}
         return state
+
+    def _described(self) -> dict[str, Tensor] | None:
+        """Names and shapes of what all ranks hold of a checkpoint, where that is not what this one holds."""
+
+    def _take_state(self, tensors: dict[str, Tensor]) -> None:
+        """Take what was read into `_state`, where that is not the live tensors themselves. Collective."""
+
+    # Small helpers
 
     def _apply_schedule(self) -> float:
         assert self._optimizer is not None
@@ -454,44 +487,29 @@ class ModuleEngine(Engine):
         assert self._world is not None
         return self._world
 
-    def _frozen_error(self, what: str) -> torch.optim.AdamW:
+    def _frozen_error(self, what: str) -> StepOptimizer:
         self._built()
         if self._optimizer is None:
             raise ConfigError(f"A frozen engine cannot {what}; give EngineConfig an optimizer.")
         return self._optimizer
 
 
-@contextmanager
-def mode(
-    engine: Engine,
-    module: nn.Module,
-    home: torch.device,
-    places: Mapping[str, torch.device],
-    *,
-    train: bool,
-    grad: bool,
-) -> Generator[None]:
-    """Bring `engine` home on entry, and back on exit to where it was.
+def score_rows(
+    plan: BatchPlan,
+    index: int,
+    loss_function: LossFunction | None,
+    score: Callable[[HeadLoss | None], ModelOutput],
+) -> tuple[ModelOutput, dict[str, Tensor]]:
+    """Micro-batch `index` scored by `score`, and its shares of the loss (under `loss`) and of the metrics.
 
-    Args:
-        engine: To be moved.
-        module: What it trains.
-        home: Where it computes.
-        places: Where its model, optimizer and gradients are, as `engine.to` keeps it.
-        train: Whether to train.
-        grad: Whether gradients come along.
+    A token-local loss is made by the head, with its gradient, where there is to be one and the head can.
     """
-    before, was_training = dict(places), module.training
-    engine.to(home, model=True, optimizer=train, grad=grad)
-    module.train(train)
-    try:
-        with torch.set_grad_enabled(train):
-            yield
-    finally:
-        module.train(was_training)
-        moved = {part: device for part, device in before.items() if places[part] != device}
-        for device in set(moved.values()):
-            engine.to(device, **{part: moved.get(part) == device for part in before})
+    if loss_function is None:
+        return score(None), {}
+    columns = plan.batch.select(plan.micro_batches[index])
+    head_loss = HeadLoss(lambda output: apply_loss(loss_function, output, columns))
+    output = score(head_loss if torch.is_grad_enabled() and is_token_local(loss_function) else None)
+    return output, head_loss.shares or apply_loss(loss_function, output, columns)
 
 
 def compute_device(config: EngineConfig, world: World) -> torch.device:

@@ -97,6 +97,11 @@ class Routing:
         weights = counts / counts.sum() * (logits.shape[-1] * chosen.shape[-1] / counts.sum())
         self.shares[layer] = (weights.to(wide) * probabilities).sum()
 
+    def add_counts(self, counts: Tensor) -> None:
+        """Add what was counted of this rank's layers to (L, E) float64 `counts`."""
+        for layer, own in self.counts.items():
+            counts[layer] += own
+
     def aux_share(self) -> Tensor | None:
         """This rank's share of the auxiliary loss, summed over its layers; None where there is none."""
         return torch.stack(list(self.shares.values())).sum() if self.shares else None

@@ -22,11 +22,17 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rl_csrc import parallel_logprobs
-from rl_engine.backends.megatron.weights import padded_vocab
+from rl_engine.backends.megatron.config import transformer_config
+from rl_engine.backends.megatron.layout import megatron_calls
+from rl_engine.backends.megatron.weights import WeightMap, padded_vocab, shapes_of
+from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
+from rl_engine.checkpoint.hf_folder import DTYPES
 from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, SequenceGroup, packed_attention, row_layout
+from rl_engine.model.engine import Scorer
 from rl_engine.model.logprobs import LinearHead, head_loss_obstacle, score_states, score_values
 from rl_engine.model.moe import routing_of
 
@@ -37,9 +43,10 @@ if TYPE_CHECKING:
 
     from rl_engine.backends.megatron.layout import Axis, Layout
     from rl_engine.backends.megatron.weights import Architecture
+    from rl_engine.batch.micro_batches import CostModel
     from rl_engine.batch.packed import PackedRows
     from rl_engine.model.logprobs import HeadLoss
-    from rl_engine.model.moe import ExpertLoad, Routing
+    from rl_engine.model.moe import ExpertLoad, Experts, Routing
     from rl_engine.types import EngineConfig, ModelOutput
 
 
@@ -173,29 +180,55 @@ class StageModel(GPTModel):
         """Nothing: both stages of a tied embedding read the same tensor, and the optimizer sums its gradients."""
 
 
-class Stage(nn.Module):
+class Stage(Scorer):
     """One pipeline stage as a function of packed rows, which every method but `padded` takes padded."""
 
-    def __init__(
-        self,
-        chunks: Sequence[StageModel],
-        config: TransformerConfig,
-        arch: Architecture,
-        layout: Layout,
-        *,
-        inv_freq: Tensor,
-        wanted: EngineConfig,
-        recompute: bool,
-    ) -> None:
-        super().__init__()
-        self.model = nn.ModuleList(chunks)
-        self._config, self._arch, self._layout = config, arch, layout
-        self._inv_freq = inv_freq
-        self._wanted, self._recompute = wanted, recompute
+    model: nn.ModuleList
+    """Its pieces, `StageModel`s."""
+    inv_freq: Tensor
+    """(D / 2,) float32, the rotary table that transformers makes of the folder's config."""
+
+    def __init__(self, wanted: EngineConfig, source: Any, arch: Architecture, layout: Layout) -> None:
+        """Build it with memory for its weights, on the CPU.
+
+        Args:
+            wanted: The engine's.
+            source: The folder's transformers config.
+            arch: What was read of it.
+            layout: Where this rank stands.
+        """
+        self.settings = transformer_config(arch, wanted.parallel, DTYPES[wanted.precision])
+        with megatron_calls():
+            chunks = [StageModel(self.settings, arch, layout, chunk) for chunk in range(layout.vpp)]
+        super().__init__(nn.ModuleList(chunks))
+        self.arch, self.layout, self.weights = arch, layout, WeightMap(arch, layout)
+        self._source, self._wanted = source, wanted
+        self.register_buffer("inv_freq", LlamaRotaryEmbedding(source).inv_freq, persistent=False)
         self._sequence_group: SequenceGroup | None = None
         if layout.cp.size > 1:
             self._sequence_group = SequenceGroup(group=layout.cp.group, rank=layout.cp.rank, size=layout.cp.size)
-        self._shares = layout.cp.size * (layout.tp.size if config.sequence_parallel else 1)
+        self._shares = layout.cp.size * (layout.tp.size if self.settings.sequence_parallel else 1)
+
+    @property
+    def config(self) -> Any:
+        """See `Scorer`."""
+        return self._source
+
+    @property
+    def experts(self) -> Experts | None:
+        """See `Scorer`."""
+        return self.arch.experts
+
+    def cost(self) -> CostModel:
+        """See `Scorer`."""
+        return cost_model(
+            self._source,
+            shapes_of([entry for entry in self.weights.entries if ".decoder.layers." in entry.parameter]),
+        )
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """This rank's parameters by megatron-core's names."""
+        return dict(self.model.named_parameters())
 
     def padded(self, rows: PackedRows) -> PackedRows:
         """With as many tokens as the ranks that share them can share evenly."""
@@ -205,13 +238,13 @@ class Stage(nn.Module):
         """Tokens that this rank's activations hold: its share under context and sequence parallelism."""
         return sum(rows.lengths) // self._shares
 
-    def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool) -> Routing | None:
-        """What the routers of this rank do with a micro-batch; None without experts."""
-        if not self._arch.num_experts:
+    def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool = False) -> Routing | None:
+        """See `Scorer`."""
+        if not self.arch.num_experts:
             return None
-        share, place = self.num_tokens(rows), self._layout.cp.rank
-        if self._config.sequence_parallel:
-            place = place * self._layout.tp.size + self._layout.tp.rank
+        share, place = self.num_tokens(rows), self.layout.cp.rank
+        if self.settings.sequence_parallel:
+            place = place * self.layout.tp.size + self.layout.tp.rank
         return routing_of(rows, load, is_counting=is_counting, start=place * share, stop=(place + 1) * share)
 
     def hidden(self, chunk: int, rows: PackedRows, received: Tensor | None, routing: Routing | None = None) -> Tensor:
@@ -226,7 +259,7 @@ class Stage(nn.Module):
         start, stop = (0, sum(rows.lengths)) if self._sequence_group is None else self._sequence_group.token_range(rows)
         model: Any = self.model[chunk]
         hidden = self._embed(model, rows.token_ids[start:stop]) if received is None else received
-        freqs = rows.position_ids[start:stop, None].to(torch.float32) * self._inv_freq.to(rows.position_ids.device)
+        freqs = rows.position_ids[start:stop, None].to(torch.float32) * self.inv_freq
         rotary = torch.cat([freqs, freqs], dim=-1)[:, None, None]
         params = RowParams(rows=row_layout(rows.lengths, rows.token_ids.device, self._sequence_group))
         for layer in model.decoder.layers:
@@ -235,7 +268,7 @@ class Stage(nn.Module):
                 "rotary_pos_emb": rotary,
                 "packed_seq_params": params,
             }
-            if self._recompute and torch.is_grad_enabled():
+            if self._wanted.activation_checkpointing and torch.is_grad_enabled():
                 hidden = checkpoint(self._layer, layer, hidden, routing, arguments, use_reentrant=False)
             else:
                 hidden = self._layer(layer, hidden, routing, arguments)
@@ -253,14 +286,14 @@ class Stage(nn.Module):
 
         The head makes `head_loss` itself where it can.
         """
-        score = self._values if self._arch.has_scalar_head else self._logprobs
+        score = self._values if self.arch.has_scalar_head else self._logprobs
         if self._sequence_group is None:
             return score(hidden, rows, head_loss)
         return self._sequence_group.gather_scores(score(hidden, self._sequence_group.share(rows)), rows)
 
     def _values(self, hidden: Tensor, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
         """Every tensor-parallel rank computes all of them, so the gradient of each is whole already."""
-        if self._config.sequence_parallel:
+        if self.settings.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         last: Any = self.model[-1]
         return score_values(last.score(take_rows(hidden[:, 0], rows.score_index)), rows)
@@ -270,19 +303,19 @@ class Stage(nn.Module):
 
         Only five numbers per token are exchanged.
         """
-        if self._config.sequence_parallel:
+        if self.settings.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
         states = take_rows(hidden[:, 0], rows.score_index)
         weight = self._head_weight()
-        if self._layout.tp.size == 1:
+        if self.layout.tp.size == 1:
             return score_states(states, weight, None, rows, LinearHead(), self._wanted, head_loss)
-        if not self._config.sequence_parallel:
+        if not self.settings.sequence_parallel:
             states = copy_to_tensor_model_parallel_region(states)
-        start, gather = self._layout.tp.rank * self._vocab_rows(), self._layout.tp.all_gather
+        start, gather = self.layout.tp.rank * self._vocab_rows(), self.layout.tp.all_gather
         if head_loss is not None and rows.candidates is None and head_loss_obstacle(self._wanted) is None:
             return head_loss.score(states, weight, rows, self._wanted, vocab_start=start, gather=gather)
         logits = states @ weight.T
-        shard = VocabShard(logits, self._layout.tp, start, self._wanted)
+        shard = VocabShard(logits, self.layout.tp, start, self._wanted)
         others = shard.with_labels(rows) if rows.candidates is not None or self._wanted.num_candidates else None
         found = parallel_logprobs(
             logits,
@@ -301,26 +334,26 @@ class Stage(nn.Module):
         return output if others is None else shard.add_candidates(output, others)
 
     def _vocab_rows(self) -> int:
-        return padded_vocab(self._arch.vocab_size, self._layout.tp.size) // self._layout.tp.size
+        return padded_vocab(self.arch.vocab_size, self.layout.tp.size) // self.layout.tp.size
 
     def _head_weight(self) -> Tensor:
         """This rank's rows of the head, without those that pad the vocabulary."""
         model: Any = self.model[-1]
-        weight = model.shared_embedding_or_output_weight() if self._arch.is_tied else model.output_layer.weight
+        weight = model.shared_embedding_or_output_weight() if self.arch.is_tied else model.output_layer.weight
         assert weight is not None
-        count = min(self._vocab_rows(), self._arch.vocab_size - self._layout.tp.rank * self._vocab_rows())
+        count = min(self._vocab_rows(), self.arch.vocab_size - self.layout.tp.rank * self._vocab_rows())
         return weight[:count]
 
     def _embed(self, model: Any, token_ids: Tensor) -> Tensor:
         """`[T, 1, H]`, this rank's tokens of it under sequence parallelism."""
         embedded = model.embedding.word_embeddings(token_ids[None])
         if model.embedding.reduce_scatter_embeddings:
-            token_ids = token_ids.chunk(self._layout.tp.size)[self._layout.tp.rank]
+            token_ids = token_ids.chunk(self.layout.tp.size)[self.layout.tp.rank]
         else:
             embedded = embedded.transpose(0, 1)
-        if self._arch.pad_id is None:
+        if self.arch.pad_id is None:
             return embedded
-        return torch.where((token_ids == self._arch.pad_id)[:, None, None], embedded.detach(), embedded)
+        return torch.where((token_ids == self.arch.pad_id)[:, None, None], embedded.detach(), embedded)
 
 
 class VocabShard:

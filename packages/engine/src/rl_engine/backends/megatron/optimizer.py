@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_engine.backends.megatron.weights import Cut
-from rl_engine.optimizer import learning_rate, refuse_non_finite
+from rl_engine.optimizer import adamw_state, learning_rate, refuse_non_finite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -83,10 +83,7 @@ class ShardedAdamW:
             groups, lr=learning_rate(config, 0), betas=config.betas, eps=config.eps, fused=True
         )
         for buffer in self._buffers:
-            self._adamw.state[buffer.master] = {
-                STEP: torch.zeros((), dtype=torch.float32, device=buffer.master.device),
-                **{state: torch.zeros_like(buffer.master, requires_grad=False) for state in STATES},
-            }
+            self._adamw.state[buffer.master] = adamw_state(buffer.master)
 
     def zero_grad(self) -> None:
         """Drop what has accumulated."""
@@ -94,21 +91,17 @@ class ShardedAdamW:
             buffer.grad.zero_()
 
     @property
-    def rate(self) -> float:
-        """The learning rate of the next step."""
-        return self._adamw.param_groups[0]["lr"]
+    def param_groups(self) -> list[dict[str, Any]]:
+        """See `StepOptimizer`."""
+        return self._adamw.param_groups
 
-    def set_rate(self, rate: float) -> None:
-        """The learning rate of the next step."""
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
+    @property
+    def state(self) -> Mapping[Any, dict[str, Tensor]]:
+        """See `StepOptimizer`; of the flat buffers."""
+        return self._adamw.state
 
-    def step(self) -> float:
-        """Reduce, clip, step, gather; return the global norm before clipping. Collective.
-
-        Raises:
-            NonFiniteError: parameters and state are as before; the gradients are gone.
-        """
+    def clip_and_step(self) -> float:
+        """See `StepOptimizer`: reduce, clip, step, gather. The gradients are gone, also after an error."""
         self._reduce_over_model()
         shards = [buffer.reduce() for buffer in self._buffers]
         norm = self._norm(shards)

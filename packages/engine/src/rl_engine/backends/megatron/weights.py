@@ -103,11 +103,6 @@ def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entr
     return entries
 
 
-def own_entries(entries: list[Entry], layout: Layout) -> dict[str, Entry]:
-    """What this rank has, by the name of the parameter."""
-    return {entry.parameter: entry for entry in entries if _is_mine(entry, layout)}
-
-
 def shapes_of(entries: list[Entry]) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor of the model, once."""
     return {name: shape for entry in entries for name, shape in entry.tensors.items()}
@@ -193,75 +188,81 @@ def _mlp(
     ]
 
 
-def read_into(
-    parameters: Mapping[str, Tensor],
-    entries: list[Entry],
-    arch: Architecture,
-    layout: Layout,
-    read: Callable[[str, tuple[slice, ...]], Tensor],
-) -> None:
-    """Fill this rank's parameters; `read(name, slices)` gives part of a Hugging Face tensor."""
-    with torch.no_grad():
-        for entry in entries:
-            if not _is_mine(entry, layout):
+class WeightMap:
+    """This rank's parameters and the Hugging Face tensors that they are made of. Parameters come by name."""
+
+    def __init__(self, arch: Architecture, layout: Layout) -> None:
+        self.entries = plan_weights(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
+        self.own = {entry.parameter: entry for entry in self.entries if self._is_mine(entry, layout)}
+        """What this rank has, by the name of the parameter."""
+        self.shapes = shapes_of(self.entries)
+        self._arch, self._layout = arch, layout
+
+    def read_into(self, parameters: Mapping[str, Tensor], read: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
+        """Fill this rank's parameters; `read(name, slices)` gives part of a Hugging Face tensor."""
+        with torch.no_grad():
+            for entry in self.own.values():
+                parts = [
+                    read(name, _slices(shape, entry.cut, self._layout.tp)) for name, shape in entry.tensors.items()
+                ]
+                joined, parameter = _join(parts, entry.form, self._arch), parameters[entry.parameter]
+                parameter[: joined.shape[0]].copy_(joined)
+                parameter[joined.shape[0] :].zero_()  # rows that pad the vocabulary
+
+    def export(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every Hugging Face tensor, whole, on every rank. Collective; one parameter at a time is gathered."""
+        like, layout = next(iter(parameters.values())).detach(), self._layout
+        for entry in self.entries:
+            if entry.is_copy:
                 continue
-            parts = [read(name, _slices(shape, entry.cut, layout.tp)) for name, shape in entry.tensors.items()]
-            joined, parameter = _join(parts, entry.form, arch), parameters[entry.parameter]
-            parameter[: joined.shape[0]].copy_(joined)
-            parameter[joined.shape[0] :].zero_()  # rows that pad the vocabulary
+            parts: list[Tensor] = []
+            if entry is self.own.get(entry.parameter):
+                parts = self._split(parameters[entry.parameter].detach(), entry)
+            for index, (name, shape) in enumerate(entry.tensors.items()):
+                full = _gather(parts[index], shape, entry.cut, layout.tp) if parts else like.new_empty(shape)
+                if entry.expert_rank is not None and entry.stage == layout.pp.rank:
+                    layout.ep.broadcast(full, entry.expert_rank)
+                yield name, layout.pp.broadcast(full, entry.stage)
 
+    def local_parts(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of each Hugging Face tensor; one that is cut over tensor-parallel ranks as a DTensor."""
+        parts: dict[str, Tensor] = {}
+        for entry in self.own.values():
+            found = self._split(parameters[entry.parameter].detach(), entry)
+            for (name, shape), part in zip(entry.tensors.items(), found, strict=True):
+                parts[name] = self._described(part, shape, entry.cut)
+        return parts
 
-def export(
-    parameters: Mapping[str, Tensor], entries: list[Entry], arch: Architecture, layout: Layout, like: Tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor, whole, on every rank. Collective; one parameter at a time is gathered."""
-    for entry in entries:
-        if entry.is_copy:
-            continue
-        parts: list[Tensor] = []
-        if _is_mine(entry, layout):
-            parts = _split(parameters[entry.parameter].detach(), entry, arch, layout.tp.size)
-        for index, (name, shape) in enumerate(entry.tensors.items()):
-            full = _gather(parts[index], shape, entry.cut, layout.tp) if parts else like.new_empty(shape)
-            if entry.expert_rank is not None and entry.stage == layout.pp.rank:
-                layout.ep.broadcast(full, entry.expert_rank)
-            yield name, layout.pp.broadcast(full, entry.stage)
+    def _described(self, part: Tensor, shape: tuple[int, ...], cut: Cut) -> Tensor:
+        """Without the rows that pad the vocabulary, and saying where in the full tensor it lies."""
+        if cut == Cut.WHOLE or self._layout.tp.size == 1:
+            return part[: shape[0]].contiguous()
+        rows = _slices(shape, cut, self._layout.tp)[0]
+        if cut == Cut.ROWS:
+            part = part[: rows.stop - rows.start]
+        return DTensor.from_local(
+            part.contiguous(),
+            self._layout.tp_mesh,
+            [Shard(0 if cut == Cut.ROWS else 1)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(torch.empty(shape, device="meta").stride()),
+        )
 
+    def _split(self, parameter: Tensor, entry: Entry) -> list[Tensor]:
+        """The reverse of `_join`."""
+        if entry.form == Form.PLAIN:
+            return [parameter]
+        if entry.form == Form.STACKED:
+            return list(parameter.chunk(2))
+        arch = self._arch
+        sizes = [arch.num_heads // arch.num_groups * arch.head_dim, arch.head_dim, arch.head_dim]
+        grouped = parameter.unflatten(0, (arch.num_groups // self._layout.tp.size, -1))
+        return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
 
-def local_parts(
-    parameters: Mapping[str, Tensor], entries: list[Entry], arch: Architecture, layout: Layout
-) -> dict[str, Tensor]:
-    """This rank's part of each Hugging Face tensor; one that is cut over tensor-parallel ranks as a DTensor."""
-    parts: dict[str, Tensor] = {}
-    for entry in entries:
-        if not _is_mine(entry, layout):
-            continue
-        found = _split(parameters[entry.parameter].detach(), entry, arch, layout.tp.size)
-        for (name, shape), part in zip(entry.tensors.items(), found, strict=True):
-            parts[name] = _described(part, shape, entry.cut, layout)
-    return parts
-
-
-def _described(part: Tensor, shape: tuple[int, ...], cut: Cut, layout: Layout) -> Tensor:
-    """Without the rows that pad the vocabulary, and saying where in the full tensor it lies."""
-    if cut == Cut.WHOLE or layout.tp.size == 1:
-        return part[: shape[0]].contiguous()
-    rows = _slices(shape, cut, layout.tp)[0]
-    if cut == Cut.ROWS:
-        part = part[: rows.stop - rows.start]
-    stride = tuple(torch.empty(shape, device="meta").stride())
-    return DTensor.from_local(
-        part.contiguous(),
-        layout.tp_mesh,
-        [Shard(0 if cut == Cut.ROWS else 1)],
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
-
-
-def _is_mine(entry: Entry, layout: Layout) -> bool:
-    return entry.stage == layout.pp.rank and entry.expert_rank in (None, layout.ep.rank)
+    @staticmethod
+    def _is_mine(entry: Entry, layout: Layout) -> bool:
+        return entry.stage == layout.pp.rank and entry.expert_rank in (None, layout.ep.rank)
 
 
 def _slices(shape: tuple[int, ...], cut: Cut, tp: Axis) -> tuple[slice, ...]:
@@ -281,18 +282,6 @@ def _join(parts: list[Tensor], form: Form, arch: Architecture) -> Tensor:
         return torch.cat(parts)
     groups = parts[1].shape[0] // arch.head_dim
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
-
-
-def _split(parameter: Tensor, entry: Entry, arch: Architecture, tp: int) -> list[Tensor]:
-    """The reverse of `_join`."""
-    if entry.form == Form.PLAIN:
-        return [parameter]
-    if entry.form == Form.STACKED:
-        return list(parameter.chunk(2))
-    per_group = arch.num_heads // arch.num_groups
-    sizes = [per_group * arch.head_dim, arch.head_dim, arch.head_dim]
-    grouped = parameter.unflatten(0, (arch.num_groups // tp, -1))
-    return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
 
 
 def _gather(part: Tensor, shape: tuple[int, ...], cut: Cut, tp: Axis) -> Tensor:
