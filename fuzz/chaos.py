@@ -453,9 +453,7 @@ class Chaos:
                 os.dup2(target, stream)
             _arm(_Faults(trials, output_dir, notes))
             if job.stage == "standins":
-                from rl_trainer.testing import run_standins
-
-                code = run_standins(_settings(job, output_dir, self._model), seed=trials[0].number if trials else 0)
+                code = _run_standins(_settings(job, output_dir, self._model), seed=trials[0].number if trials else 0)
             else:
                 from rl_trainer import cli
 
@@ -557,6 +555,51 @@ class Chaos:
             (folder / "whole").touch()
             self._note(f"{job.stage} {job.pipeline} of {job.steps} steps without a fault: {seconds:.1f} s")
         self._undisturbed[job] = logs_of(folder / "out")
+
+
+def _run_standins(overrides: Sequence[str], *, seed: int) -> int:
+    """Run the quickstart's pipeline with `QueueJob` in the place of workers, from where `output_dir` stands.
+
+    Everything that the controller keeps is real: its lock, its logs, its checkpoints, the queue. Returns the exit code;
+    a failure is one sentence.
+    """
+    import rl_tq
+    from rl_engine import hold_lock
+    from rl_trainer import checkpoints
+    from rl_trainer.checkpoints import RunState
+    from rl_trainer.config import load_config
+    from rl_trainer.errors import sentence_of
+    from rl_trainer.loop import run_loop
+    from rl_trainer.metrics import Report
+    from rl_trainer.run import follow, resumed
+    from rl_trainer.testing import FakeAgents, QueueJob
+
+    config = load_config("quickstart", overrides)
+    output_dir, num_rows = Path(str(config.output_dir)), config.steps * config.batch.batch_size
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with hold_lock(output_dir / "run.lock", f"output_dir={output_dir}"):
+            config = resumed(config)
+            state = RunState(seed=0, num_rows=num_rows)
+            if config.resume_from is not None:
+                state = RunState.read(Path(config.resume_from)).for_run(config)
+                checkpoints.set_aside(output_dir, Path(config.resume_from))
+            if state.step >= config.steps:
+                return 0
+            checkpoints.forget_after(output_dir, state.step or -1)
+            with rl_tq.serve("inproc://", snapshot=checkpoints.queue_snapshot(config, state)) as queue:
+                job = QueueJob(config, FakeAgents(config, queue, seed=seed, per_poll=2), state, num_rows=num_rows)
+                records = run_loop(job.components(), config, [{}], start_step=state.step)
+                progress = Report(output_dir)
+                follow(
+                    records, job.components(), config, state, output_dir, add=progress.add, should_stop=lambda: False
+                )
+    except Exception as error:
+        if (told := sentence_of(error)) is None:
+            raise
+        print(f"standins: {told}", file=sys.stderr)
+        return 1
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

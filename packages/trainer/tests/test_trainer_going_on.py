@@ -81,12 +81,12 @@ class Engine:
 
 def test_every_engine_and_the_rows_that_wait_are_written_and_read(tmp_path):
     told, config = [], load_config("quickstart", [])
-    names = ("actor", "critic", "process_reward", "queue", "ema_reference")
+    names = ("actor", "critic", "queue", "ema_reference")
     beside = {name: Engine(name, told) for name in names}
     components = replace(FakeJob(config).components(), **beside)
     state = {"step": 3, "held": [], "history": {}}
     checkpoints.save(components, tmp_path, state)
-    engines = {"actor": "engine", "critic": "critic", "process_reward": "process_reward"}
+    engines = {"actor": "engine", "critic": "critic"}
     written = [("save_checkpoint", name, str(tmp_path / folder), 3) for name, folder in engines.items()]
     assert set(told) == {
         *written, ("save_model", "actor", str(tmp_path / "model")), ("save", "ema_reference", tmp_path),
@@ -99,7 +99,7 @@ def test_every_engine_and_the_rows_that_wait_are_written_and_read(tmp_path):
     checkpoints.load(components, tmp_path)
     assert told == [("load_checkpoint", name, str(tmp_path / folder)) for name, folder in engines.items()]
     checkpoints.finish(components)
-    assert told[3:] == [("finish", name) for name in ("critic", "process_reward", "actor")]
+    assert told[2:] == [("finish", "critic"), ("finish", "actor")]
 
 
 def test_a_checkpoint_whose_critic_is_still_being_written_is_none(tmp_path):

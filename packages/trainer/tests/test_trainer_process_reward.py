@@ -74,7 +74,7 @@ def test_the_model_learns_the_outcome_and_resumes(model, tmp_path):
     losses = [metrics["process_loss"] for metrics in whole.values()]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5), "it starts as the reference, and knows nothing"
     assert losses[-1] != losses[0]
-    assert all(metrics["process_grad_norm"] > 0 for metrics in whole.values())
+    assert all(metrics["critic_grad_norm"] > 0 for metrics in whole.values())
     resume = f"resume_from={tmp_path}/whole/checkpoint-2"
     resumed = started(model, tmp_path, "resumed", even, "engine.optimizer.warmup_steps=0", resume)
     assert {step: m["process_loss"] for step, m in resumed.items()} == {3: losses[2], 4: losses[3]}

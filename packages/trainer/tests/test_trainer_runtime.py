@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from rl_trainer.runtime.base import Call, Dispatch, ResourcePool, WorkerContext,
 from rl_trainer.runtime.dispatch import Mesh, join, spread
 from rl_trainer.runtime.inline import InlineRuntime
 from rl_trainer.runtime.network import free_address
-from rl_trainer.runtime.ray import _init_patiently
+from rl_trainer.runtime.ray import RayRuntime, _init_patiently
 from rl_trainer.testing import RuntimeConformance
 
 
@@ -50,15 +51,6 @@ class Counter:
     @register(Dispatch.GATHER)
     def processes(self) -> list[int]:
         return [os.getpid()]
-
-    @register(Dispatch.ALL_TO_ALL)
-    def times_rank(self, numbers: list[int], *, plus: list[int]) -> list[int]:
-        assert len(numbers) == len(plus) == 1
-        return [numbers[0] * self.context.rank + plus[0]]
-
-    @register(Dispatch.DIRECT)
-    def whoami(self, rank: int) -> tuple[int, int]:
-        return rank, self.context.rank
 
     @register(Dispatch.RANK_ZERO)
     def thread(self) -> int:
@@ -97,14 +89,8 @@ def test_spread_cuts_what_can_be_cut():
     assert join(call(Dispatch.SPLIT), two, parts).sample_ids == meta(5).sample_ids
     assert spread(call(Dispatch.RANK_ZERO), two, (1,), {}) == [((1,), {}), None]
     assert spread(call(Dispatch.ONE_TO_ALL), two, (1,), {"b": [2]}) == [((1,), {"b": [2]})] * 2
-    assert spread(call(Dispatch.ALL_TO_ALL), two, ([1, 2],), {}) == [(([1],), {}), (([2],), {})]
-    assert spread(call(Dispatch.DIRECT), three, (1, "x"), {}) == [None, ((1, "x"), {}), None]
     with pytest.raises(TypeError, match="answers of type int cannot be joined"):
         join(call(Dispatch.SPLIT), two, [1, 2])
-    with pytest.raises(TypeError, match=r"takes lists of 2 entries, one per rank, not \[1\]"):
-        spread(call(Dispatch.ALL_TO_ALL), two, ([1],), {})
-    with pytest.raises(TypeError, match="a direct call is a rank, 0 to 1, not 2"):
-        spread(call(Dispatch.DIRECT), two, (2,), {})
     with pytest.raises(TypeError, match="axis='dp' goes with split, split_reduced, gather, not with rank_zero"):
         register(Dispatch.RANK_ZERO, axis="dp")
 
@@ -207,15 +193,33 @@ def test_ray_keeps_a_worker_on_one_thread_of_its_own(ray_runtime):
 def test_ray_splits_and_joins_in_rank_order(ray_runtime):
     group = ray_runtime.create_group(Counter, "two", start=0)
     assert group.squares([1, 2, 3], 0) == [1, 4, 109]
-
-
-def test_ray_gives_each_rank_its_entry_or_calls_one_alone(ray_runtime):
-    group = ray_runtime.create_group(Counter, "two", start=0)
-    assert group.times_rank([10, 20], plus=[1, 2]) == [1, 22]
-    assert [group.whoami(rank) for rank in (0, 1)] == [(0, 0), (1, 1)]
     assert group.squares(numbers=[1, 2, 3], offset=0) == [1, 4, 109]
-    with pytest.raises(TypeError, match="takes lists of 2 entries"):
-        group.times_rank([1, 2, 3], plus=[1, 2])
+
+
+class _Waits:
+    """Ray's calls, of answers that come a share at a time; counts the references that it is given."""
+
+    def __init__(self, ready_at_a_time):
+        self.ready, self.step, self.num_given = 0, ready_at_a_time, 0
+
+    def wait(self, references, *, num_returns, timeout):
+        self.num_given += len(references)
+        self.ready += self.step if num_returns > 1 else 0
+        done = [r for r in references if r < self.ready or (num_returns == 1 and r == references[0])][:num_returns]
+        return done, [r for r in references if r not in {*done}]
+
+    def get(self, reference):
+        return -reference
+
+
+@pytest.mark.parametrize("ready_at_a_time", [1024, 128])
+def test_the_work_of_a_wait_does_not_grow_as_the_square_of_the_ranks(monkeypatch, ready_at_a_time):
+    waits, num_ranks = _Waits(ready_at_a_time), 1024
+    monkeypatch.setattr("rl_trainer.runtime.ray.ray", waits)
+    runtime = RayRuntime(timeout_s=5.0)
+    answers = runtime.get([*range(num_ranks)], [SimpleNamespace(rank=rank) for rank in range(num_ranks)], "a call")
+    assert answers == [-rank for rank in range(num_ranks)]
+    assert waits.num_given <= 2 * num_ranks * num_ranks / ready_at_a_time
 
 
 class Meshed:
@@ -266,9 +270,7 @@ def test_inline_keeps_the_threads_of_whoever_trains_when_a_server_beside_it_sets
 def test_inline_has_the_same_modes():
     with create_runtime("inline") as runtime:
         runtime.start([ResourcePool(name="pool", num_workers=1)])
-        group = runtime.create_group(Counter, "pool", start=0)
-        assert group.times_rank([10], plus=[3]) == [3]
-        assert group.whoami(0) == (0, 0)
+        assert runtime.create_group(Counter, "pool", start=0).squares(numbers=[3], offset=1) == [10]
         assert runtime.create_group(Meshed, "pool", mesh={"dp": 1, "tp": 1}).seen([1, 2]) == [(0, [1, 2])]
         with pytest.raises(PlacementError, match="the group's mesh has no axes; give create_group a mesh"):
             runtime.create_group(Meshed, "pool")

@@ -93,7 +93,7 @@ def test_everything_beside_the_policy_has_its_turn():
                 told.append((name, *rest))
                 if name in {"write", "follow"}:
                     return None
-                if name == "update_process_reward":
+                if name == "update_critic":
                     return UpdateReport(metrics={"loss": 9.0, "process_loss": 8.0}, grad_norm=7.0, lr=5.0)
                 return BatchMeta(partition="train", sample_ids=rows.sample_ids, columns=(name,))
 
@@ -102,13 +102,13 @@ def test_everything_beside_the_policy_has_its_turn():
     beside = Beside()
     compute_advantage, job.compute_advantage = job.compute_advantage, lambda *a: told.append("adv") or compute_advantage(*a)  # fmt: skip  # noqa: E501
     update_actor, job.update_actor = job.update_actor, lambda *a: told.append("actor") or update_actor(*a)
-    everything = {"teacher": beside, "process_reward": beside, "samples": beside, "ema_reference": beside}
+    everything = {"teacher": beside, "critic": beside, "samples": beside, "ema_reference": beside}
     *_, record = run_loop(replace(job.components(), **everything), wanted, [])
     assert told == [
-        ("compute_teacher_log_prob",), ("compute_process_rewards",), "adv", ("write", 1), ("update_process_reward",),
-        "actor", ("follow",),
+        ("compute_teacher_log_prob",), ("compute_values",), "adv", ("write", 1), ("update_critic",), "actor",
+        ("follow",),
     ]  # fmt: skip
-    assert (record.metrics["process_loss"], record.metrics["process_grad_norm"]) == (8, 7)
+    assert (record.metrics["process_loss"], record.metrics["critic_grad_norm"]) == (8, 7)
     assert "loss" not in record.metrics
 
 

@@ -99,7 +99,7 @@ def test_a_plain_job_has_its_policy_and_servers_and_nothing_beside(placed):
     assert not agents.has_baseline
     assert {each.timeout_s for each in made.values()} == {77}
     assert {each.queue_address for each in (actor, agents)} == {components.queue.address}
-    nothing = ("reference", "ema_reference", "teacher", "critic", "process_reward", "samples", "replay")
+    nothing = ("reference", "ema_reference", "teacher", "critic", "samples", "replay")
     assert {getattr(components, name) for name in nothing} == {None}
     assert "seed" in components.source.sampling("1/0")
 
@@ -112,13 +112,13 @@ def test_each_part_that_is_asked_for_is_where_pipelines_look_for_it(placed, tmp_
     assert components.reference.weights_address is None
     assert components.ema_reference is not None
     assert components.critic is made[CriticWorker]
-    assert components.critic.clip == 0.3
+    assert components.critic.loss.clip == 0.3
     assert components.samples is made[SampleWorker]
     assert Path(components.samples.folder).parent == tmp_path
     assert components.replay is not None
     assert "seed" not in components.source.sampling("1/0"), "one of the servers cannot be seeded"
     components, made = placed("algorithm.advantage=prime", "critic.lr=1e-2")
-    assert components.process_reward is made[ProcessRewardWorker]
+    assert components.critic is made[ProcessRewardWorker]
     assert components.reference is made[ReferenceWorker], "prime compares with the start policy"
     assert placed("algorithm.advantage=remax")[1][AgentWorker].has_baseline
     adapted, _ = placed("algorithm.kl_coef=0.1", "engine.lora.rank=4")

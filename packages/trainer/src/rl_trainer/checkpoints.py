@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
     from rl_trainer.loop import Components
     from rl_trainer.metrics import StepRecord
-    from rl_trainer.workers.engine import CriticWorker, ProcessRewardWorker
 
 STATE_FILE = "trainer_state.json"
 _OF_THE_PROCESS = ("output_dir", "resume_from")
@@ -123,7 +122,7 @@ class RunState:
             "kl_coef": components.kl.coef if components.kl.target else None,
             "order": order,
             "pipeline": config.pipeline,
-            "engines": ["engine", *(name for name, _ in _beside(components))],
+            "engines": ["engine", *(["critic"] if components.critic is not None else [])],
             "config": as_tree(config),
         }
 
@@ -230,8 +229,8 @@ def save(components: Components, folder: Path, state: Mapping[str, Any]) -> None
         components.queue.snapshot(folder / "queue")
     components.actor.save_checkpoint(str(folder / "engine"), state["step"])
     components.actor.save_model(str(folder / "model"))
-    for name, engine in _beside(components):
-        engine.save_checkpoint(str(folder / name), state["step"])
+    if components.critic is not None:
+        components.critic.save_checkpoint(str(folder / "critic"), state["step"])
     if components.ema_reference is not None:
         components.ema_reference.save(folder)
     files = (path for name in _FOLDERS for path in (folder / name).rglob("*") if path.is_file())
@@ -245,24 +244,16 @@ def finish(components: Components) -> None:
     Raises:
         Exception: what the writing of the last checkpoint failed with.
     """
-    for engine in (
-        *(engine for _, engine in _beside(components)),
-        components.actor,
-    ):  # the actor's process group is theirs too
-        engine.finish()
+    if components.critic is not None:
+        components.critic.finish()
+    components.actor.finish()  # last: its process group is the critic's too
 
 
 def load(components: Components, folder: Path) -> None:
     """Give the engines their state back. The queue's was given to whoever serves it."""
     components.actor.load_checkpoint(str(folder / "engine"))
-    for name, engine in _beside(components):
-        engine.load_checkpoint(str(folder / name))
-
-
-def _beside(components: Components) -> list[tuple[str, CriticWorker | ProcessRewardWorker]]:
-    """What learns beside the policy, by the folder that its state has in a checkpoint."""
-    engines = (("critic", components.critic), ("process_reward", components.process_reward))
-    return [(name, engine) for name, engine in engines if engine is not None]
+    if components.critic is not None:
+        components.critic.load_checkpoint(str(folder / "critic"))
 
 
 def queue_snapshot(config: Config, state: RunState) -> str | None:

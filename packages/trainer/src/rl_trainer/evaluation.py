@@ -16,10 +16,9 @@ from rl_trainer.data import load_datasets
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.pipeline.rollout_source import hash_seed
 from rl_trainer.planning.plan import server_config
-from rl_trainer.plugins import loop_named
 from rl_trainer.rewards import Scorer, answer_of
 from rl_trainer.samples import Order, Shown
-from rl_trainer.workers.agent import MAX_ATTEMPTS, grading, scored
+from rl_trainer.workers.agent import create_runner, grading, scored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -123,17 +122,7 @@ async def sample(
     scorer = Scorer(config.reward)
     await router.start()
     try:
-        runner = rl_agent.AgentRunner(
-            lambda name: (
-                rl_agent.create_loop(loop_named(name), router, tokenizer, **config.agent.options)
-                if name == config.agent.loop  # a row may name an installed loop alone: data is no code
-                else rl_agent.create_loop(name, router, tokenizer)
-            ),
-            default_loop=config.agent.loop,
-            max_concurrent=config.agent.max_concurrent,
-            timeout_s=config.agent.timeout_s,
-            max_attempts=MAX_ATTEMPTS,
-        )
+        runner = create_runner(config.agent, router, tokenizer)
         sampling: Mapping[str, Any] = {
             "temperature": rollout.eval_temperature if num_samples == 1 else rollout.temperature,
             "top_p": rollout.top_p,
@@ -169,8 +158,6 @@ async def sample(
 
 def fresh(config: Config, *, url: str | None, order: Order, count: int, num_samples: int) -> list[Shown]:
     """Completions of the first `count` held-out rows by the policy in `model.path`."""
-    from rl_trainer.evaluation import sample
-
     assert config.model.path is not None, "the command has checked it"
     problems = asyncio.run(sample(config, Path(config.model.path), num_samples=num_samples, url=url, num_rows=count))
     found = [

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rl_trainer.pipeline.replicas import AgentReplicas
     from rl_trainer.pipeline.rollout_source import RolloutSource
     from rl_trainer.pipeline.weight_sync import WeightSync
-    from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker, UpdateReport
+    from rl_trainer.workers.engine import CriticWorker, EngineWorker
     from rl_trainer.workers.queue import SampleWorker
     from rl_trainer.workers.teacher import ServedTeacherWorker
 
@@ -53,9 +53,7 @@ class Components:
     teacher: EngineWorker | ServedTeacherWorker | None = None
     """A frozen model that the policy is pulled towards."""
     critic: CriticWorker | None = None
-    """The value function; None without one."""
-    process_reward: ProcessRewardWorker | None = None
-    """The implicit process reward model; None without one."""
+    """The value function, or the implicit process reward model; None without one."""
     kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))
     """Weight of the KL in the rewards."""
     source: RolloutSource
@@ -181,11 +179,8 @@ def learn(
         if components.critic is not None:
             with timer.phase("update_critic"):
                 critic = components.critic.update_critic(mini_batch)
-            metrics |= _without_loss(critic) | {"critic_grad_norm": critic.grad_norm}
-        if components.process_reward is not None:
-            with timer.phase("update_process_reward"):
-                process = components.process_reward.update_process_reward(mini_batch)
-            metrics |= _without_loss(process) | {"process_grad_norm": process.grad_norm}
+            metrics |= {name: value for name, value in critic.metrics.items() if name != "loss"}  # it has its own name
+            metrics |= {"critic_grad_norm": critic.grad_norm}
         if config.critic is None or step > config.critic.warmup_steps:
             with timer.phase("update"):
                 policy = actor.update_actor(mini_batch)
@@ -208,15 +203,8 @@ def scores_of(components: Components, config: Config) -> Iterator[tuple[str, Cal
         yield "teacher_logprobs", teacher.compute_teacher_log_prob
     if components.critic is not None:
         yield "values", components.critic.compute_values
-    if components.process_reward is not None:
-        yield "process_rewards", components.process_reward.compute_process_rewards
     for name in config.algorithm.stages:
         yield name.rpartition(":")[2], partial(actor.compute_stage, name=name)
-
-
-def _without_loss(report: UpdateReport) -> dict[str, float]:
-    """Metrics of what learns beside the policy, but for its loss, which has a name of its own among them."""
-    return {name: value for name, value in report.metrics.items() if name != "loss"}
 
 
 def mini_batches(batch: BatchMeta, config: Config, step: int) -> list[BatchMeta]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import rl_tq
-from rl_trainer.algorithms import Aggregation, estimator_named
+from rl_trainer.algorithms import Aggregation, ValueLossFunction, estimator_named
+from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.algorithms.kl_controller import AdaptiveKl
 from rl_trainer.checkpoints import queue_snapshot
 from rl_trainer.data import shows_images
@@ -134,12 +135,11 @@ def place(
         reference, moving = create_reference(config, runtime, actor, model_path, queue_address, output_dir)
         teacher = create_teacher(config, runtime, queue_address)
         critic = create_critic(config, runtime, model_path, queue_address)
-        process_reward = create_process_reward(config, runtime, model_path, queue_address)
         rollout = servers.result()
     finally:
         threads.shutdown(wait=False)  # where one side fails, the other's start is ended with the workers
     if config.rollout.colocated:
-        for engine in (reference, teacher, critic, process_reward):
+        for engine in (reference, teacher, critic):
             if engine is not None and engine is not actor:
                 engine.offload()
     addresses = _answers(rollout, RolloutWorker.address)
@@ -166,7 +166,6 @@ def place(
         ema_reference=moving,
         teacher=teacher,
         critic=critic,
-        process_reward=process_reward,
         kl=kl_of(config, state),
         source=RolloutSource(
             agents,
@@ -355,34 +354,18 @@ def create_teacher(config: Config, runtime: Runtime, queue_address: str) -> Engi
 
 
 def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_address: str) -> CriticWorker | None:
-    """Place the value function on the engine pool, laid out like the policy, if there is to be one."""
-    if config.critic is None or has_process_rewards(config):
-        return None
-    return runtime.create_group(
-        CriticWorker,
-        "engine",
-        backend=config.engine.backend,
-        config=critic_config(config, config.critic, model_path),
-        clip=config.critic.clip,
-        aggregation=Aggregation(name=config.algorithm.aggregation, norm_constant=config.rollout.max_new_tokens),
-        inputs=IMAGES if takes_images(model_path) else (),
-        queue_address=queue_address,
-        timeout_s=config.timeout_s,
-    )
-
-
-def create_process_reward(
-    config: Config, runtime: Runtime, model_path: Path, queue_address: str
-) -> ProcessRewardWorker | None:
-    """Place the process reward model on the engine pool, laid out like the policy, if there is to be one."""
+    """Place what learns beside the policy on the engine pool, laid out like the policy, if there is to be something."""
     section = config.critic
-    if section is None or not has_process_rewards(config):
+    if section is None:
         return None
+    is_process = has_process_rewards(config)
+    aggregation = Aggregation(name=config.algorithm.aggregation, norm_constant=config.rollout.max_new_tokens)
     return runtime.create_group(
-        ProcessRewardWorker,
+        ProcessRewardWorker if is_process else CriticWorker,
         "engine",
         backend=config.engine.backend,
         config=critic_config(config, section, model_path),
+        loss=ProcessRewardLoss() if is_process else ValueLossFunction(clip=section.clip, aggregation=aggregation),
         inputs=IMAGES if takes_images(model_path) else (),
         queue_address=queue_address,
         timeout_s=config.timeout_s,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +13,15 @@ import pytest
 
 import rl_tq
 from rl_ckpt.types import SyncReport
-from rl_engine import digest_files, hold_lock, write_manifest
+from rl_engine import digest_files, write_manifest
 from rl_tq.types import BatchMeta
-from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
-from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
-from rl_trainer.errors import PlacementError, sentence_of
-from rl_trainer.loop import Components, run_loop
-from rl_trainer.metrics import HeldGroup, Report
+from rl_trainer.errors import PlacementError
+from rl_trainer.loop import Components
+from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipeline.rollout_source import Generated, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.run import follow, resumed
 from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.workers.agent import EvalReport, FailureReport
 from rl_trainer.workers.engine import AdvantageReport, UpdateReport
@@ -297,40 +293,6 @@ class QueueJob(FakeJob):
         (Path(path) / "config.json").write_text("{}")
 
 
-def run_standins(overrides: Sequence[str], *, seed: int) -> int:
-    """Run the quickstart's pipeline with `QueueJob` in the place of workers, from where `output_dir` stands.
-
-    Everything that the controller keeps is real: its lock, its logs, its checkpoints, the queue. Returns the exit code;
-    a failure is one sentence.
-    """
-    config = load_config("quickstart", overrides)
-    output_dir, num_rows = Path(str(config.output_dir)), config.steps * config.batch.batch_size
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with hold_lock(output_dir / "run.lock", f"output_dir={output_dir}"):
-            config = resumed(config)
-            state = RunState(seed=0, num_rows=num_rows)
-            if config.resume_from is not None:
-                state = RunState.read(Path(config.resume_from)).for_run(config)
-                checkpoints.set_aside(output_dir, Path(config.resume_from))
-            if state.step >= config.steps:
-                return 0
-            checkpoints.forget_after(output_dir, state.step or -1)
-            with rl_tq.serve("inproc://", snapshot=checkpoints.queue_snapshot(config, state)) as queue:
-                job = QueueJob(config, FakeAgents(config, queue, seed=seed, per_poll=2), state, num_rows=num_rows)
-                records = run_loop(job.components(), config, cast("Any", [{}]), start_step=state.step)
-                progress = Report(output_dir)
-                follow(
-                    records, job.components(), config, state, output_dir, add=progress.add, should_stop=lambda: False
-                )
-    except Exception as error:
-        if (told := sentence_of(error)) is None:
-            raise
-        print(f"standins: {told}", file=sys.stderr)  # noqa: T201 - a command
-        return 1
-    return 0
-
-
 class _Probe:
     """The worker that `RuntimeConformance` places."""
 
@@ -347,16 +309,6 @@ class _Probe:
         """Set the offset on every rank; returns the rank."""
         self._offset = value
         return self._context.rank
-
-    @register(Dispatch.ALL_TO_ALL)
-    def own(self, numbers: list[int]) -> list[int]:
-        """Each rank's own number, a hundred for every rank added."""
-        return [number + 100 * self._context.rank for number in numbers]
-
-    @register(Dispatch.DIRECT)
-    def one(self, rank: int) -> tuple[int, int]:
-        """The rank that was asked, and how many there are."""
-        return rank, self._context.world_size
 
     @register(Dispatch.GATHER)
     def ranks(self) -> list[int]:
@@ -424,8 +376,6 @@ class RuntimeConformance(ABC):
             assert group.shift([1, 2, 3, 4, 5], by=10) == [12, 13, 14, 15, 16]
             assert group.remember(100) == 0, "one_to_all gives rank 0's answer"
             assert group.shift([1, 2, 3], by=0) == [101, 102, 103], "one_to_all reaches every rank"
-            assert group.own(list(range(count))) == [101 * rank for rank in range(count)]
-            assert group.one(count - 1) == (count - 1, count)
             other = runtime.create_group(_Probe, "pool", offset=7, closed=str(closed))
             assert other.processes() == group.processes(), "groups on one pool share its processes"
             assert (other.shift([1], by=0), group.shift([1], by=0)) == ([8], [101]), "each has workers of its own"

@@ -41,7 +41,7 @@ from rl_trainer.planning.plan import (
 from rl_trainer.rewards import check_packages, resolve_reward
 from rl_trainer.rewards.worker import GROUP as REWARDS
 from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, scheme_of
-from rl_trainer.trackers.group import GROUP as TRACKERS
+from rl_trainer.trackers.base import GROUP as TRACKERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

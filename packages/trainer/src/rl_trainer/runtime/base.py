@@ -28,12 +28,8 @@ class Dispatch(StrEnum):
 
     ONE_TO_ALL = "one_to_all"
     """The same arguments to every rank; rank 0's answer comes back."""
-    ALL_TO_ALL = "all_to_all"
-    """Every argument is a list with one entry per rank: rank i gets the list of its own entry; answers are joined."""
     RANK_ZERO = "rank_zero"
     """Rank 0 alone."""
-    DIRECT = "direct"
-    """One rank alone: the one that the first argument names. It gets that argument too."""
     SPLIT = "split"
     """Arguments that can be chunked are cut over the ranks; answers are joined in rank order."""
     SPLIT_REDUCED = "split_reduced"

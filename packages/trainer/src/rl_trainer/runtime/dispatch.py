@@ -12,7 +12,7 @@ from rl_trainer.runtime.base import DISPATCH_ATTRIBUTE, Call, Dispatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-_FIRST_ANSWERS = (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO, Dispatch.DIRECT, Dispatch.SPLIT_REDUCED)
+_FIRST_ANSWERS = (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO, Dispatch.SPLIT_REDUCED)
 
 
 def calls_of(worker: type) -> Mapping[str, Call]:
@@ -82,24 +82,12 @@ def spread(call: Call, mesh: Mesh, args: tuple[Any, ...], kwargs: Mapping[str, A
 
     `SPLIT` cuts every argument that is a list or has `reorder` (a `BatchMeta`) into contiguous parts whose lengths
     differ by at most one row, `SPLIT_GROUPS` a `BatchMeta` into whole groups; other arguments go to every rank.
-
-    Raises:
-        TypeError: the arguments of an `all_to_all` or `direct` call are not what these take.
     """
     num_ranks, mode = mesh.num_ranks, call.mode
     whole: Arguments = (args, dict(kwargs))
     if mode is Dispatch.RANK_ZERO:
         return [whole, *([None] * (num_ranks - 1))]
-    if mode is Dispatch.DIRECT:
-        chosen = args[0] if args else None
-        if not isinstance(chosen, int) or not 0 <= chosen < num_ranks:
-            raise TypeError(f"the first argument of a direct call is a rank, 0 to {num_ranks - 1}, not {chosen!r}")
-        return [whole if rank == chosen else None for rank in range(num_ranks)]
-    if mode is Dispatch.ALL_TO_ALL:
-        for given in (*args, *kwargs.values()):
-            if not isinstance(given, list) or len(given) != num_ranks:
-                raise TypeError(f"an all_to_all call takes lists of {num_ranks} entries, one per rank, not {given!r}")
-    elif mode not in {Dispatch.SPLIT, Dispatch.SPLIT_REDUCED, Dispatch.SPLIT_GROUPS}:
+    if mode not in {Dispatch.SPLIT, Dispatch.SPLIT_REDUCED, Dispatch.SPLIT_GROUPS}:
         return [whole] * num_ranks
     num_parts, cut_by = mesh.size(call.axis), cut_groups if mode is Dispatch.SPLIT_GROUPS else cut
     parts = [_parts(given, num_parts, cut_by) for given in args]

@@ -48,6 +48,8 @@ _OBJECT_STORE_BYTES = 256 * 2**20
 _MAX_REPLACEMENTS = 16
 """Of a replica set, in all: what dies again and again has a reason that a new process does not mend."""
 _JOIN_POLL_S = 0.05
+_GATHER_S = 0.005
+"""That answers are gathered for at a time, once the first is there: a failure among them is heard of so much later."""
 
 
 class RayRuntime(Runtime):
@@ -225,29 +227,43 @@ class RayRuntime(Runtime):
         Raises:
             WorkerTimeoutError, WorkerDiedError: with the last lines of the process.
         """
+        host_of, answers = dict(zip(references, hosts, strict=True)), dict[Any, Any]()
         limit = timeout_s or self.timeout_s
-        deadline = time.monotonic() + limit
-        watched = self.watched()
-        pending = list(references)
-        with self.waiting():
-            while pending:
-                done = self.first_of([*pending, *watched], deadline, what)
-                if done is None:
-                    late = [host for r, host in zip(references, hosts, strict=True) if r in set(pending)]
-                    raise WorkerTimeoutError(
-                        f"rank {[host.rank for host in late]} of pool {late[0].pool.name!r} did not finish {what} "
-                        f"within {limit:.0f} s; {told_of([host.where for host in late])}"
-                    )
-                if done in watched:
-                    raise self.death_of(watched[done], what)
-                pending.remove(done)
+
+        def late(pending: list[Any]) -> str:
+            ranks, pool = [host_of[reference].rank for reference in pending], host_of[pending[0]].pool.name
+            told = told_of([host_of[reference].where for reference in pending])
+            return f"rank {ranks} of pool {pool!r} did not finish {what} within {limit:.0f} s; {told}"
+
+        for done in self.completed(references, what, limit, late):
+            for reference in done:
                 try:
-                    ray.get(done)
+                    answers[reference] = ray.get(reference)
                 except RayTaskError as error:
                     raise reason_of(error) from error
                 except RayActorError as error:
-                    raise self.death_of(hosts[references.index(done)], what) from error
-            return ray.get(references)
+                    raise self.death_of(host_of[reference], what) from error
+        return [answers[reference] for reference in references]
+
+    def completed(
+        self, references: list[Any], what: str, timeout_s: float, late: Callable[[list[Any]], str]
+    ) -> Generator[list[Any]]:
+        """These, as they come to be there: all that are at a time, so that the work does not grow as their square.
+
+        Raises:
+            WorkerTimeoutError: `late` tells of those that are not there in time.
+            WorkerDiedError: a group's process died, or the runtime was stopped, meanwhile.
+        """
+        deadline, watched, pending = time.monotonic() + timeout_s, self.watched(), references
+        with self.waiting():
+            while pending:
+                first = self.first_of([*pending, *watched], deadline, what)
+                if first is None:
+                    raise WorkerTimeoutError(late(pending))
+                if first in watched:
+                    raise self.death_of(watched[first], what)
+                done, pending = ray.wait(pending, num_returns=len(pending), timeout=_GATHER_S)
+                yield done
 
     @contextmanager
     def waiting(self) -> Generator[None]:
@@ -524,22 +540,14 @@ class RayReplicas(ReplicaSet[W]):
                     answers[member] = WorkerDiedError(f"member {member} of {self._name} is not there any more")
                 else:
                     sent[host.actor.call.remote(self._name, name, own, {})] = member
-        deadline = time.monotonic() + self._runtime.timeout_s
-        watched = self._runtime.watched()
-        pending = list(sent)
-        with self._runtime.waiting():
-            while pending:
-                done = self._runtime.first_of([*pending, *watched], deadline, name)
-                if done is None:
-                    late = [self._hosts[sent[r]].where for r in pending if sent[r] in self._hosts]
-                    raise WorkerTimeoutError(
-                        f"members {[sent[r] for r in pending]} of {self._name} did not finish {name} within "
-                        f"{self._runtime.timeout_s:.0f} s; {told_of(late)}"
-                    )
-                if done in watched:
-                    raise self._runtime.death_of(watched[done], name)
-                pending.remove(done)
-                answers[sent[done]] = self._answer(done, sent[done], name)
+
+        def late(pending: list[Any]) -> str:
+            told = told_of([self._hosts[sent[r]].where for r in pending if sent[r] in self._hosts])
+            limit, members = self._runtime.timeout_s, [sent[reference] for reference in pending]
+            return f"members {members} of {self._name} did not finish {name} within {limit:.0f} s; {told}"
+
+        for done in self._runtime.completed([*sent], name, self._runtime.timeout_s, late):
+            answers |= {sent[reference]: self._answer(reference, sent[reference], name) for reference in done}
         return answers
 
     def _answer(self, reference: Any, member: int, what: str) -> Any:

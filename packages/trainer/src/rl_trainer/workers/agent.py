@@ -24,7 +24,6 @@ from rl_rollout.errors import ServerLostError
 from rl_trainer.errors import DataError
 from rl_trainer.plugins import loop_named
 from rl_trainer.rewards import Scorer
-from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.tracing import trace_requests
 from rl_trainer.workers.columns import ROLLOUT, ImageReader, takes_images, to_columns
@@ -40,9 +39,10 @@ if TYPE_CHECKING:
     from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
     from rl_trainer.config import AgentSection, RewardSection
     from rl_trainer.data import Row
+    from rl_trainer.runtime.base import WorkerContext
     from rl_trainer.workers.columns import Group, Sample
 
-MAX_ATTEMPTS = 3
+_MAX_ATTEMPTS = 3
 """At a rollout whose failure may be transient."""
 
 
@@ -168,24 +168,13 @@ class AgentWorker:
         self._replicas = Replicas(servers)
         trace_requests(self._replicas.router)
         server = ExpertAsking(self._replicas.router) if self._asks_experts else self._replicas.router
-        return rl_agent.AgentRunner(
-            lambda name: (
-                rl_agent.create_loop(loop_named(name), server, self._tokenizer, **config.options)
-                if name == config.loop  # a row may name an installed loop alone: data is no code
-                else rl_agent.create_loop(name, server, self._tokenizer)
-            ),
-            default_loop=config.loop,
-            max_concurrent=config.max_concurrent,
-            timeout_s=config.timeout_s,
-            max_attempts=MAX_ATTEMPTS,
-        )
+        return create_runner(config, server, self._tokenizer)
 
     def use_servers(self, servers: list[ServerAddress], reward_urls: Mapping[str, str]) -> None:
         """See `Replicas.use` and `Scorer.use`."""
         self._loop.run(self._replicas.use(servers), self._timeout_s)
         self._scorer.use(reward_urls)
 
-    @register(Dispatch.SPLIT)
     def prompt_lengths(self, rows: list[Row]) -> list[int]:
         """Tokens of each row's prompt as the chat template renders it, those of its images included.
 
@@ -205,7 +194,6 @@ class AgentWorker:
             raise DataError(f"a prompt of {row['data_source']!r} has images, and the model takes none; take it out")
         return len(ids) + self._reader.num_added(images)
 
-    @register(Dispatch.SPLIT)
     def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> list[None]:
         """Roll every job out `group_size` times, in the background, beside what is running already.
 
@@ -216,7 +204,6 @@ class AgentWorker:
             self._streams.append(self._loop.start(work))
         return []
 
-    @register(Dispatch.GATHER)
     def poll(self) -> list[FailureReport]:
         """Groups that failed since the last call. Raises what a rollout raised that is no failure."""
         done = [stream for stream in self._streams if stream.done()]
@@ -234,7 +221,6 @@ class AgentWorker:
         finally:
             self._running.discard(task)
 
-    @register(Dispatch.ONE_TO_ALL)
     def stop_running(self) -> None:
         """End the submitted groups that are not complete. Those that are have been written when this returns."""
         self._loop.run(self._stop_running(), self._timeout_s)
@@ -276,8 +262,8 @@ class AgentWorker:
             await writer.finish()
 
     def _grading(self, rows: Sequence[Row]) -> Callable[[RolloutResult], Awaitable[RolloutResult]]:
-        section, longest = self._reward, self._max_new_tokens
-        return grading(rows, self._scorer, lambda num_tokens: overlong(num_tokens, longest, section))
+        buffer, longest = self._reward.overlong_buffer, self._max_new_tokens
+        return grading(rows, self._scorer, lambda num_tokens: overlong_penalty(num_tokens, longest, buffer))
 
     async def _baselines(self, jobs: list[Job], sampling_params: dict[str, Any]) -> dict[int, float | Failure]:
         """Reward of one greedy completion per job, by group."""
@@ -296,7 +282,6 @@ class AgentWorker:
             next(rows)["columns"] = [*columns]
         self._queue.put(columns, partition=partition, tags=tags)
 
-    @register(Dispatch.SPLIT)
     def evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:
         """Score one completion per row; nothing enters the queue."""
         return [self._loop.run(self._evaluate(rows, sampling_params), self._timeout_s)]
@@ -326,19 +311,27 @@ class AgentWorker:
         self._queue.close()
 
 
+def create_runner(config: AgentSection, server: Generator, tokenizer: Tokenizer) -> rl_agent.AgentRunner:
+    """What runs the loops of `agent`, or those that rows name, on a server."""
+    return rl_agent.AgentRunner(
+        lambda name: (
+            rl_agent.create_loop(loop_named(name), server, tokenizer, **config.options)
+            if name == config.loop  # a row may name an installed loop alone: data is no code
+            else rl_agent.create_loop(name, server, tokenizer)
+        ),
+        default_loop=config.loop,
+        max_concurrent=config.max_concurrent,
+        timeout_s=config.timeout_s,
+        max_attempts=_MAX_ATTEMPTS,
+    )
+
+
 def overlong_penalty(num_tokens: int, longest: int, buffer: int) -> float:
     """What a completion loses for its length: nothing up to `longest - buffer` tokens, then linearly up to 1.
 
-    Soft overlong punishment, arXiv 2503.14476, equation 13.
+    Soft overlong punishment, arXiv 2503.14476, equation 13. Nothing with a buffer of 0.
     """
-    return min(max(num_tokens - (longest - buffer), 0) / buffer, 1.0)
-
-
-def overlong(num_tokens: int, longest: int, section: RewardSection) -> float:
-    """What a completion of so many tokens loses, as `reward.overlong_buffer` says."""
-    if not section.overlong_buffer:
-        return 0.0
-    return overlong_penalty(num_tokens, longest, section.overlong_buffer)
+    return min(max(num_tokens - (longest - buffer), 0) / buffer, 1.0) if buffer else 0.0
 
 
 def grading(

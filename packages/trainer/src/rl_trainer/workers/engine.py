@@ -22,15 +22,12 @@ import rl_tq
 from rl_ckpt.errors import SyncAbortedError
 from rl_trainer.algorithms import (
     AdvantageInput,
-    Aggregation,
     PolicyLossFunction,
-    ValueLossFunction,
     compute_advantages,
     estimator_named,
     loss_named,
 )
 from rl_trainer.algorithms.advantages import BatchRanks, value_scan
-from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.algorithms.distillation import teacher_columns
 from rl_trainer.algorithms.kl_controller import estimate_kl
 from rl_trainer.algorithms.policy_loss import select_tokens
@@ -52,6 +49,7 @@ if TYPE_CHECKING:
     from rl_engine.types import EngineConfig
     from rl_tq.types import BatchMeta
     from rl_trainer.algorithms.advantages import Need
+    from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
     from rl_trainer.config import AlgorithmConfig, TeacherSection
 
 _TOKENS = ("prompt_token_ids", "completion_token_ids", "loss_mask")
@@ -181,11 +179,13 @@ class _EngineRank:
 
 
 class CriticWorker(_EngineRank):
-    """One rank of the value function."""
+    """One rank of what learns beside the policy: the value function, by its `loss`."""
 
-    def __init__(self, context: WorkerContext, *, clip: float, aggregation: Aggregation, **rest: Any) -> None:
+    _reads = ("values", "returns")
+
+    def __init__(self, context: WorkerContext, *, loss: LossFunction, **rest: Any) -> None:
         super().__init__(context, **rest)
-        self._loss = ValueLossFunction(clip=clip, aggregation=aggregation)
+        self._loss = loss
 
     @register(Dispatch.SPLIT)
     def compute_values(self, batch: BatchMeta) -> BatchMeta:
@@ -195,22 +195,23 @@ class CriticWorker(_EngineRank):
     @register(Dispatch.SPLIT_REDUCED)
     def update_critic(self, batch: BatchMeta) -> UpdateReport:
         """One optimizer step on one mini-batch."""
-        return self._update(self._queue.get(batch, (*self._inputs, "values", "returns")), self._loss)
+        return self._update(self._queue.get(batch, (*self._inputs, *self._reads)), self._loss)
 
 
-class ProcessRewardWorker(_EngineRank):
+class ProcessRewardWorker(CriticWorker):
     """One rank of an implicit process reward model: a model whose log-ratio to the start policy is a reward."""
 
-    _loss = ProcessRewardLoss()
+    _reads = ("ref_logprobs", "rewards")
+    _loss: ProcessRewardLoss
 
     @register(Dispatch.SPLIT)
-    def compute_process_rewards(self, batch: BatchMeta) -> BatchMeta:
+    def compute_values(self, batch: BatchMeta) -> BatchMeta:
         """Write beta times the log-ratio of every completion token to `ref_logprobs` as `process_rewards`.
 
         Raises:
             TrainerError: a completion's reward is no outcome, so that the model could not learn it.
         """
-        data = self._queue.get(batch, (*self._inputs, "ref_logprobs", "rewards"))
+        data = self._queue.get(batch, (*self._inputs, *self._reads))
         outcomes = torch.stack([row.sum() for row in data["rewards"].unbind()])
         if wrong := [value for value in outcomes.tolist() if not 0 <= value <= 1]:
             raise TrainerError(
@@ -223,11 +224,6 @@ class ProcessRewardWorker(_EngineRank):
         rewards = self._loss.beta * (output.columns["logprobs"].values() - ref.values())
         jagged = torch.nested.nested_tensor_from_jagged(rewards, ref.offsets())
         return self._put(batch, {"process_rewards": jagged})
-
-    @register(Dispatch.SPLIT_REDUCED)
-    def update_process_reward(self, batch: BatchMeta) -> UpdateReport:
-        """One optimizer step on one mini-batch."""
-        return self._update(self._queue.get(batch, (*self._inputs, "ref_logprobs", "rewards")), self._loss)
 
 
 class EngineWorker(_EngineRank):
