@@ -6,7 +6,9 @@ import math
 import pytest
 
 from rl_ckpt import AddressError, connect
+from rl_ckpt.registry import capabilities
 from rl_ckpt.testing.gpu import fake_gpu, fake_nccl
+from rl_ckpt.types import Capability
 
 KERNEL_VOUCHES = ["inproc", "shm", "uds", "cuda-ipc", "file"]
 NEEDS_TOKEN = [
@@ -48,10 +50,12 @@ def opened(url, role="send", **options):
 @pytest.mark.parametrize("scheme", EVERY)
 @pytest.mark.parametrize("role", ROLES)
 def test_one_url_with_every_option_of_connect_is_for_both_ends(scheme, role, url_of):
-    is_delta = scheme != "file"  # which refuses it: a folder has no votes to know what its readers hold
-    config = opened(url_of(scheme, f"?delta={is_delta}&zstd=0&bucket_bytes=4096&debug=YES&timeout_s=7.5"), role)
+    promised = capabilities(url_of(scheme))
+    is_delta, is_debug = (Capability.DELTA in promised, Capability.VIEWS in promised)
+    query = f"?delta={is_delta}&zstd=0&bucket_bytes=4096&debug={is_debug}&timeout_s=7.5"
+    config = opened(url_of(scheme, query), role)
     assert (config.bucket_bytes, config.timeout_s, config.zstd) == (4096, 7.5, False)
-    assert (config.delta, config.debug) == ((is_delta, False) if role == "send" else (False, True))
+    assert (config.delta, config.debug) == ((is_delta, False) if role == "send" else (False, is_debug))
 
 
 @pytest.mark.parametrize("scheme", EVERY)

@@ -85,6 +85,7 @@ class CheckpointEngine(ABC):
 
         Raises:
             PeerTimeoutError: fewer came before the deadline; says how many did.
+            UsageError: the sender's backend does not know its receivers (`Capability.VOTES`).
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from urllib.parse import parse_qsl
 
 from rl_ckpt.errors import AddressError, BackendError
-from rl_ckpt.types import Role, SessionConfig
+from rl_ckpt.types import Capability, Role, SessionConfig
 
 if TYPE_CHECKING:
     from rl_ckpt.base import WeightReceiver, WeightSender
@@ -17,6 +17,8 @@ GROUP = "rl_ckpt.backends"
 BUCKET_UNIT_BYTES = 256
 _FLAGS = {"delta": Role.SEND, "zstd": Role.SEND, "debug": Role.RECEIVE}
 """Flags of `connect`, and the end that each is for."""
+_NEEDS = {"delta": Capability.DELTA, "zstd": Capability.DELTA, "debug": Capability.VIEWS}
+"""What a backend must promise for a flag."""
 _NOUNS = {Role.SEND: "sender", Role.RECEIVE: "receiver"}
 _WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -95,27 +97,42 @@ def connect(
         AddressError: the URL or an option is not understood.
         BackendError: no backend of that scheme is installed, or it cannot be imported here.
     """
-    scheme, separator, rest = url.partition("://")
-    name, _, query = rest.partition("?")
-    if not (separator and scheme and name):
-        raise AddressError(f"the URL is {url!r}; write scheme://name, for example shm://policy")
+    scheme, name, query = _parts_of(url)
     if role not in tuple(Role):
         raise AddressError(f"role is {role!r}; allowed are 'send' and 'receive'")
     given = {"timeout_s": timeout_s, "bucket_bytes": bucket_bytes, "delta": delta, "zstd": zstd, "debug": debug}
     common, options = _options_of(url, query, given, Role(role))
-    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if scheme not in installed:
-        raise BackendError(f"no backend {scheme!r} is installed for {url!r}; there are: {', '.join(sorted(installed))}")
-    backend = _load(installed[scheme])
+    backend = _backend(url, scheme)
     for option, _ in options:
         if option not in backend.options:
             known = ", ".join(backend.options) or "none"
             raise AddressError(
                 f"{url!r} has an option {option!r}; options of this backend: {known}; of every one: {', '.join(given)}"
             )
+    for flag, capability in _NEEDS.items():
+        if common[flag] and capability not in backend.capabilities:
+            raise AddressError(f"{scheme}:// promises no {capability.value}, which {flag}=True of {url!r} needs")
     return _open(
         backend, SessionConfig(address=url, name=name, role=Role(role), token=token, options=options, **common)
     )
+
+
+def capabilities(url: str) -> frozenset[Capability]:
+    """What the backend of a URL promises; opens nothing.
+
+    Raises:
+        AddressError, BackendError: as `connect`.
+    """
+    return _backend(url, _parts_of(url)[0]).capabilities
+
+
+def _parts_of(url: str) -> tuple[str, str, str]:
+    """Scheme, name and query."""
+    scheme, separator, rest = url.partition("://")
+    name, _, query = rest.partition("?")
+    if not (separator and scheme and name):
+        raise AddressError(f"the URL is {url!r}; write scheme://name, for example shm://policy")
+    return scheme, name, query
 
 
 def _options_of(
@@ -175,6 +192,13 @@ def _open(backend: Any, config: SessionConfig) -> WeightSender | WeightReceiver:
     if config.role is Role.SEND:
         return Sender(config, backend.sender(config))
     return Receiver(config, backend.receiver(config))
+
+
+def _backend(url: str, scheme: str) -> Any:
+    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if scheme not in installed:
+        raise BackendError(f"no backend {scheme!r} is installed for {url!r}; there are: {', '.join(sorted(installed))}")
+    return _load(installed[scheme])
 
 
 def _load(entry: EntryPoint) -> Any:

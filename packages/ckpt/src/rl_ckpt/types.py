@@ -17,6 +17,17 @@ class Role(StrEnum):
     RECEIVE = "receive"
 
 
+class Capability(StrEnum):
+    """What a backend may promise beyond verified versions. `connect`, or the call, refuses what is not promised."""
+
+    VOTES = "votes"
+    """The sender knows its receivers: it waits for `num_peers`, has their receipts, and all commit or none."""
+    DELTA = "delta"
+    """Bit-exact differences to receivers that hold the version before (`delta=True`, `zstd=True`)."""
+    VIEWS = "views"
+    """Tensors are handed out as views of buckets, several at a time; `debug=True` finds one that is kept too long."""
+
+
 class ReceiverState(StrEnum):
     """Where an end stands in the transaction of one sync."""
 

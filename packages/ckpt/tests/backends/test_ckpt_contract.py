@@ -2,11 +2,14 @@
 
 import importlib.util
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 
+from rl_ckpt.registry import GROUP, capabilities
 from rl_ckpt.testing import CheckpointEngineSuite, KillSuite, ProcessSuite, VersionSuite, new_name, new_port
 from rl_ckpt.testing.gpu import fake_gpu, fake_nccl, hold_on_gpu, use_fake_gpu, use_fake_nccl
+from rl_ckpt.types import Capability
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
 
@@ -90,6 +93,16 @@ class TestNccl(CheckpointEngineSuite, VersionSuite, ProcessSuite):
 
     def new_address(self):
         return f"nccl://127.0.0.1:{new_port()}"
+
+
+def test_every_backend_passes_the_suites_of_all_that_it_promises():
+    """Those with a transaction, each of them; a folder promises less, and has a file of its own."""
+    schemes = {entry.name for entry in entry_points(group=GROUP)} - {"file"}
+    with fake_gpu(), fake_nccl():
+        assert all(capabilities(f"{scheme}://x") == frozenset(Capability) for scheme in schemes)
+    suites = [value for name, value in globals().items() if name.startswith("Test") and not name.endswith("Killed")]
+    assert {suite().new_address().partition(":")[0] for suite in suites} == schemes
+    assert all(issubclass(suite, CheckpointEngineSuite) and issubclass(suite, VersionSuite) for suite in suites)
 
 
 @pytest.mark.contract

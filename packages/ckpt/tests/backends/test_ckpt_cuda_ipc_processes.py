@@ -26,7 +26,7 @@ CHILD = """
     from rl_ckpt.tensors.spec import as_bytes
     from rl_ckpt.testing import sample_weights
     from rl_ckpt.testing.gpu import use_fake_gpu
-    from rl_ckpt.testing.versions import blank
+    from rl_ckpt.testing.helpers import blank
 
     gpu = use_fake_gpu()
     num_mappings = lambda: Path("/proc/self/maps").read_text().count("rl-ckpt-gpu")

@@ -1,24 +1,18 @@
-"""`file://` against the published suites that need no votes.
-
-A folder's two ends never meet, so it has no receipts, no abort and no vote, no differences, and no ring of buckets
-whose views end, are held, or are poisoned: the suites that ask for those do not run here.
-"""
+"""`file://` against the published suites of what every backend promises; it declares that it promises no more."""
 
 import shutil
 import tempfile
 
 import pytest
 
-from rl_ckpt.testing import sample_weights
-from rl_ckpt.testing.opening import OpeningSuite
-from rl_ckpt.testing.sources import SourceSuite
-from rl_ckpt.types import ReceiverState
+from rl_ckpt.registry import capabilities
+from rl_ckpt.testing import AliasSuite, IntoSuite, SessionSuite
 
 pytest.importorskip("safetensors")
 
 
 @pytest.mark.contract
-class TestFile(OpeningSuite, SourceSuite):
+class TestFile(SessionSuite, IntoSuite, AliasSuite):
     @pytest.fixture(autouse=True)
     def folder(self):
         self._folder = tempfile.mkdtemp(prefix="rl-ckpt-test-")
@@ -28,17 +22,5 @@ class TestFile(OpeningSuite, SourceSuite):
     def new_address(self):
         return f"file://{tempfile.mkdtemp(dir=self._folder)}/policy"
 
-    def test_the_version_that_is_being_taken_is_told(self):
-        """As the other backends do; there is no receipt to look into."""
-
-        async def work(pair):
-            sender, receiver = await pair.send_end(), await pair.receive_end()
-            for version in (1, 2, 7):
-                report = await sender.send_weights(sample_weights(version).items(), version=version)
-                seen = [(receiver.version, receiver.state) async for _ in receiver.receive_weights()]
-                assert set(seen) == {(version, ReceiverState.PREPARING)}
-                assert (receiver.version, receiver.state) == (version, ReceiverState.COMMITTED)
-                assert (report.receipts, report.lost) == ((), ())
-                assert receiver.digest == report.digest
-
-        self.run(work)
+    def test_a_folder_promises_nothing_beyond(self):
+        assert capabilities(self.new_address()) == frozenset()

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 import rl_ckpt
 from rl_ckpt.relay import Relay
 from rl_ckpt.testing import assert_same, new_name, receive_all
-from rl_ckpt.testing.aliases import AliasSuite
+from rl_ckpt.testing.aliases import AliasDeltaSuite, AliasSuite
 
 NUM_NAMES = 5
 some = st.lists(st.one_of(st.integers(0, 2), st.none()), min_size=NUM_NAMES, max_size=NUM_NAMES)
 patterns = st.lists(some.filter(lambda memories: any(m is not None for m in memories)), min_size=1, max_size=3)
 
 
-class Inproc(AliasSuite):
+class Inproc(AliasSuite, AliasDeltaSuite):
     def new_address(self):
         return f"inproc://{new_name()}"
 

@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rl_ckpt import connect
+from rl_ckpt import connect, tree_digest
+from rl_ckpt.errors import SyncAbortedError
+from rl_ckpt.registry import capabilities
 from rl_ckpt.tensors.source import aliases_of
 from rl_ckpt.tensors.spec import as_bytes
+from rl_ckpt.types import Capability, ReceiverState
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from torch import Tensor
 
     from rl_ckpt.base import WeightReceiver, WeightSender
+    from rl_ckpt.types import SyncReport
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -113,6 +117,48 @@ def refusal(kind: type[E], call: Callable[[], object]) -> E:
     raise AssertionError(f"expected {kind.__name__}, got the result {result!r}")
 
 
+async def works(sender: WeightSender, receiver: WeightReceiver, version: int) -> SyncReport:
+    """One sync, that must succeed."""
+    weights = sample_weights(version)
+    got, report = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=version))
+    assert_same(got, weights)
+    assert (receiver.version, receiver.state) == (version, ReceiverState.COMMITTED)
+    return report
+
+
+def blank(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors of the same names, dtypes and shapes with other bits."""
+    return {
+        name: torch.full(tensor.shape, 1, dtype=torch.uint8).to(tensor.dtype)
+        if tensor.dtype.itemsize > 1
+        else torch.ones(tensor.shape, dtype=torch.uint8).view(tensor.dtype)
+        for name, tensor in weights.items()
+    }
+
+
+def step(weights: Mapping[str, Tensor], every: int = 100) -> dict[str, Tensor]:
+    """The weights after a small update: other bits in one element of `every`."""
+    fresh = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
+    for tensor in fresh.values():
+        tensor.view(-1).view(torch.uint8)[:: every * tensor.itemsize] ^= 1
+    return fresh
+
+
+def staged_weights(seed: int) -> dict[str, Tensor]:
+    """Of many kinds, each contiguous, and a wide one."""
+    weights = {name: tensor.detach().clone().contiguous() for name, tensor in sample_weights(seed).items()}
+    weights["wide"] = torch.randn(400, 30, generator=torch.Generator().manual_seed(seed))
+    return weights
+
+
+def staged_targets(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the same names, dtypes and shapes; one is not contiguous, and two are one."""
+    blank = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    blank["wide"] = torch.zeros(30, 400).t()
+    blank["lm_head.weight"] = blank["embed.weight"]
+    return blank
+
+
 async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Wait for something that another thread does, at most `timeout_s` seconds."""
     async with asyncio.timeout(timeout_s):
@@ -155,6 +201,8 @@ class Pair:
         self._timeout_s = timeout_s
         self._options = options
         self._stack = stack
+        self.capabilities = capabilities(address)
+        """What the backend promises."""
 
     async def send_end(self, *, timeout_s: float | None = None) -> WeightSender:
         """The sender, prepared."""
@@ -169,3 +217,46 @@ class Pair:
         timeout_s = timeout_s or self._timeout_s
         engine = connect(self.address, role="receive", timeout_s=timeout_s, token=self._token, **options)
         return await self._stack.enter_async_context(engine)
+
+    def peers(self, num_peers: int) -> int | None:
+        """For `send_weights`: as many receivers, where the sender knows them."""
+        return num_peers if Capability.VOTES in self.capabilities else None
+
+    def require_receipts(self, report: SyncReport, num_tensors: int, num_peers: int) -> None:
+        """Look at what the receivers attest, where the sender hears of them."""
+        expected = [(report.version, report.digest, num_tensors)] * (self.peers(num_peers) or 0)
+        assert [(r.version, r.digest, r.num_tensors) for r in report.receipts] == expected
+        assert report.lost == ()
+
+    async def hears_of_it(self, sending: Awaitable[object], cause: type[BaseException] | None = None) -> None:
+        """A receiver has refused the sync: it is off for the sender as well, where that hears of receivers."""
+        if Capability.VOTES in self.capabilities:
+            error = await failure(SyncAbortedError, sending)
+            assert cause is None or isinstance(error.__cause__, cause), repr(error.__cause__)
+        else:
+            await sending
+
+    async def exchange(
+        self,
+        sender: WeightSender,
+        receivers: Mapping[WeightReceiver, dict[str, Tensor]],
+        weights: Mapping[str, Tensor],
+        version: int,
+        *,
+        strict: bool = True,
+    ) -> SyncReport:
+        """One sync into the tensors of every receiver, which then hold it and say so."""
+        num_peers = self.peers(len(receivers))
+        sending = asyncio.ensure_future(sender.send_weights(weights.items(), version=version, num_peers=num_peers))
+        if num_peers is None:
+            await sending  # or a receiver would find an older one that it has refused
+        report, versions = await asyncio.gather(
+            sending,
+            asyncio.gather(*(receiver.receive_into(into, strict=strict) for receiver, into in receivers.items())),
+        )
+        assert versions == [version] * len(receivers)
+        for into in receivers.values():
+            assert_same({name: into[name] for name in weights}, dict(weights))
+        assert report.digest == tree_digest(weights)
+        self.require_receipts(report, len(weights), len(receivers))
+        return report

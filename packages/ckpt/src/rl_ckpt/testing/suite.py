@@ -3,33 +3,118 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
+import signal
 import threading
-from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_ckpt import connect
-from rl_ckpt.errors import AddressError, CkptError, PeerLostError, PeerTimeoutError, SyncAbortedError, VersionError
-from rl_ckpt.testing.helpers import assert_same, failure, receive_all, sample_weights, until
-from rl_ckpt.testing.opening import OpeningSuite
-from rl_ckpt.testing.sources import SourceSuite
+from rl_ckpt import connect, tree_digest
+from rl_ckpt.errors import AddressError, SyncAbortedError, TensorError, UsageError, VersionError
+from rl_ckpt.testing.helpers import Pair, Suite, assert_same, failure, receive_all, refusal, sample_weights, works
 from rl_ckpt.testing.views import ViewSuite
-from rl_ckpt.types import ReceiverState
+from rl_ckpt.testing.votes import VoteSuite
+from rl_ckpt.types import Capability, ReceiverState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Iterator
 
     from torch import Tensor
 
-    from rl_ckpt.base import WeightReceiver, WeightSender
-    from rl_ckpt.testing.helpers import Pair
-    from rl_ckpt.types import SyncReport
+    from rl_ckpt.base import CheckpointEngine, WeightReceiver, WeightSender
+
+LARGE = 3 << 20
+"""Bytes of a tensor that streams carry from where it is."""
+TOLD = 7
+"""Exit status of a child that was told what to do."""
 
 
-class CheckpointEngineSuite(OpeningSuite, ViewSuite, SourceSuite):
-    """What every backend must do. Both ends run in this process, on one event loop or in threads."""
+class SessionSuite(Suite):
+    """Sessions of any backend: opened and closed, versions that rise, every kind of tensor bit for bit, sources."""
+
+    def test_a_closed_end_says_so(self) -> None:
+        """Opening again and closing again are nothing."""
+
+        async def work(pair: Pair) -> None:
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            assert await sender.prepare() == await sender.prepare()
+            assert (sender.digest, receiver.digest) == (None, None)
+            _, report = await asyncio.gather(
+                receive_all(receiver), sender.send_weights(sample_weights().items(), version=0)
+            )
+            assert report.digest == sender.digest == receiver.digest
+            for end in (sender, receiver):
+                await end.close()
+                await end.close()
+            await failure(UsageError, sender.send_weights(sample_weights().items(), version=1))
+            await failure(UsageError, receive_all(receiver))
+
+        self.run(work)
+
+    @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+    def test_an_end_is_of_one_process(self) -> None:
+        """It does not pickle; a forked child is told to open its own, and may close it, and the session goes on."""
+
+        async def work(pair: Pair) -> None:
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            for version in (0, 1):
+                got, _ = await asyncio.gather(
+                    receive_all(receiver), sender.send_weights(sample_weights().items(), version=version)
+                )
+                assert_same(got, sample_weights())
+                child = os.fork()
+                if not child:
+                    _use_as_a_child(sender, receiver)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == TOLD  # noqa: ASYNC222  # it has an alarm
+            for end in (sender, receiver):
+                refusal(TypeError, lambda end=end: pickle.dumps(end))
+
+        self.run(work)
+
+    def test_the_synchronous_twins(self) -> None:
+        """`send` and `recv`, each in a thread without an event loop."""
+        address, got = self.new_address(), dict[str, "Tensor"]()
+
+        def receive() -> None:
+            with connect(address, role="receive", timeout_s=self.long_s, token=self.token) as receiver:
+                got.update((name, tensor.clone()) for name, tensor in receiver.recv())
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        with connect(address, role="send", timeout_s=self.long_s, token=self.token) as sender:
+            sender.send(sample_weights().items(), version=0)
+        thread.join()
+        assert_same(got, sample_weights())
+
+    def test_what_a_backend_does_not_promise_is_refused(self) -> None:
+        """By an error when it is asked for, in a sentence that says who does not promise what; never in silence."""
+
+        async def work(pair: Pair) -> None:
+            asked: list[tuple[Capability, dict[str, Any]]] = [
+                (Capability.DELTA, {"role": "send", "delta": True}),
+                (Capability.DELTA, {"role": "send", "delta": True, "zstd": True}),
+                (Capability.VIEWS, {"role": "receive", "debug": True}),
+            ]
+            for capability, options in asked:
+
+                def ask(options: dict[str, Any] = options) -> CheckpointEngine:
+                    return connect(pair.address, timeout_s=self.long_s, token=self.token, **options)
+
+                if capability in pair.capabilities:
+                    await ask().close()
+                else:
+                    assert f"no {capability.value}" in str(refusal(AddressError, ask))
+            if Capability.VOTES not in pair.capabilities:
+                sender = await pair.send_end()
+                weights = sample_weights().items()
+                for use in sender.connect(1), sender.send_weights(weights, version=0, num_peers=1):
+                    assert "no votes" in str(await failure(UsageError, use))
+
+        self.run(work)
 
     def test_every_kind_of_tensor_arrives_bit_for_bit(self) -> None:
         """Empty, scalar, strided, tied, float8 and all the others."""
@@ -56,7 +141,7 @@ class CheckpointEngineSuite(OpeningSuite, ViewSuite, SourceSuite):
 
         self.run(work, bucket_bytes=1024)
 
-    def test_versions_states_and_receipts(self) -> None:
+    def test_versions_and_states(self) -> None:
         """Over three syncs of changing tensors."""
 
         async def work(pair: Pair) -> None:
@@ -70,8 +155,8 @@ class CheckpointEngineSuite(OpeningSuite, ViewSuite, SourceSuite):
                 assert set(landing) == {(version, ReceiverState.PREPARING)}
                 assert (receiver.version, receiver.state) == (version, ReceiverState.COMMITTED)
                 assert (sender.version, sender.state) == (version, ReceiverState.COMMITTED)
-                assert [(r.version, r.num_tensors) for r in report.receipts] == [(version, len(weights))]
-                assert report.lost == ()
+                assert receiver.digest == report.digest == tree_digest(weights)
+                pair.require_receipts(report, len(weights), 1)
 
         self.run(work)
 
@@ -85,7 +170,7 @@ class CheckpointEngineSuite(OpeningSuite, ViewSuite, SourceSuite):
                 _, report = await asyncio.gather(
                     receive_all(receiver), sender.send_weights(sample_weights(seed).items(), version=version)
                 )
-                digests.append(report.receipts[0].digest)
+                digests.append(report.digest)
             assert digests[0] == digests[2] != digests[1]
 
         self.run(work, bucket_bytes=1024)
@@ -108,9 +193,9 @@ class CheckpointEngineSuite(OpeningSuite, ViewSuite, SourceSuite):
 
         async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
-            await self._works(sender, receiver, 0)
+            await works(sender, receiver, 0)
             await failure(AddressError, pair.send_end())
-            await self._works(sender, receiver, 1)
+            await works(sender, receiver, 1)
 
         self.run(work)
 
@@ -118,158 +203,23 @@ class CheckpointEngineSuite(OpeningSuite, ViewSuite, SourceSuite):
         """The name is free again, for this end as well."""
 
         async def work(pair: Pair) -> None:
-            sender = connect(pair.address, role="send", timeout_s=self.long_s, token=self.token)
-            with _InterruptedCopy(), suppress(KeyboardInterrupt):
-                sender.send(sample_weights().items(), version=0)
-            await self._works(sender, await pair.receive_end(), 0)
-            await sender.close()
+            async with connect(pair.address, role="send", timeout_s=self.long_s, token=self.token) as sender:
+                with _InterruptedCopy(), pytest.raises(KeyboardInterrupt):
+                    sender.send(sample_weights().items(), version=0)
+                await works(sender, await pair.receive_end(), 0)
 
         self.run(work)
-
-    def test_many_receivers_one_joining_late(self) -> None:
-        """All get the same bits, and the late one takes part from the next sync on."""
-
-        async def work(pair: Pair) -> None:
-            sender = await pair.send_end()
-            receivers = [await pair.receive_end() for _ in range(2)]
-            for version in (0, 1):
-                if version == 1:
-                    receivers.append(await pair.receive_end())
-                receiving = [asyncio.ensure_future(receive_all(receiver)) for receiver in receivers]
-                await sender.connect(len(receivers))
-                report = await sender.send_weights(sample_weights(version).items(), version=version)
-                assert len(report.receipts) == len(receivers)
-                assert len({receipt.digest for receipt in report.receipts}) == 1
-                for got in receiving:
-                    assert_same(await got, sample_weights(version))
-
-        self.run(work)
-
-    def test_who_comes_in_the_middle_of_a_sync_waits_for_the_next(self) -> None:
-        """It is given nothing of the one that is under way, not even its end, and all of the next."""
-
-        async def work(pair: Pair) -> None:
-            sender, first, late = await pair.send_end(), await pair.receive_end(), await pair.receive_end()
-            old, new = ({f"t{i}": torch.full((1024,), value) for i in range(20)} for value in (1.0, 2.0))
-            sending = asyncio.ensure_future(sender.send_weights(old.items(), version=1))
-            tensors = _generator(first)
-            await anext(tensors)
-            waiting = asyncio.ensure_future(receive_all(late))
-            await asyncio.sleep(0.2)
-            await _exhaust(tensors)
-            report = await sending
-            assert (len(report.receipts), report.lost) == (1, ())
-            assert not waiting.done()
-            assert (late.version, late.state) == (None, ReceiverState.IDLE)
-            got, _ = await asyncio.gather(receive_all(first), sender.send_weights(new.items(), version=2, num_peers=2))
-            assert_same(got, new)
-            assert_same(await waiting, new)
-
-        self.run(work, bucket_bytes=4096)
-
-    def test_nobody_commits_before_everybody_has_everything(self) -> None:
-        """A receiver that is done waits for one that is not, and both are called off if that one leaves."""
-
-        async def work(pair: Pair) -> None:
-            sender = await pair.send_end()
-            quick, slow = await pair.receive_end(), await pair.receive_end()
-            done = asyncio.ensure_future(receive_all(quick))
-            await sender.connect(1)
-            waiting = _generator(slow)
-            first = asyncio.ensure_future(anext(waiting))
-            await sender.connect(2)
-            sending = asyncio.ensure_future(sender.send_weights(sample_weights().items(), version=4))
-            await first
-            await until(lambda: quick.state is ReceiverState.STAGED)
-            assert not done.done()
-            assert (quick.version, sender.version) == (4, None)
-            await waiting.aclose()
-            await failure(SyncAbortedError, sending)
-            await failure(SyncAbortedError, done)
-            assert (quick.state, slow.state) == (ReceiverState.POISONED, ReceiverState.POISONED)
-            assert (sender.version, quick.version, slow.version) == (None, None, None)
-
-        self.run(work)
-
-    def test_a_source_that_raises_aborts_everywhere_and_the_next_sync_works(self) -> None:
-        """The receivers that were handed tensors are poisoned until then."""
-
-        async def work(pair: Pair) -> None:
-            sender, receiver = await pair.send_end(), await pair.receive_end()
-
-            def broken() -> Iterator[tuple[str, Tensor]]:
-                for i in range(8):
-                    yield f"t{i}", torch.ones(1024, dtype=torch.uint8)
-                raise RuntimeError("the export broke")
-
-            receiving = asyncio.ensure_future(receive_all(receiver))
-            error = await failure(SyncAbortedError, sender.send_weights(broken(), version=1))
-            assert isinstance(error.__cause__, RuntimeError)
-            heard = await failure(SyncAbortedError, receiving)
-            assert "the export broke" in str(heard)
-            assert receiver.version is None
-            await self._works(sender, receiver, 1)
-
-        self.run(work, bucket_bytes=1024)
-
-    def test_a_consumer_that_leaves_aborts_the_sync(self) -> None:
-        """It is poisoned, the sender says who it was, the rest of the source is drained, and the next sync works."""
-
-        async def work(pair: Pair) -> None:
-            sender, receiver = await pair.send_end(), await pair.receive_end()
-            taken: list[int] = []
-
-            def source() -> Iterator[tuple[str, Tensor]]:
-                for i in range(50):
-                    taken.append(i)
-                    yield f"t{i}", torch.ones(1024, dtype=torch.uint8)
-
-            sending = asyncio.ensure_future(sender.send_weights(source(), version=1))
-            async with aclosing(_generator(receiver)) as tensors:
-                async for _ in tensors:
-                    break
-            error = await failure(SyncAbortedError, sending)
-            assert "receiver" in str(error), error
-            assert taken == list(range(50))
-            assert (receiver.state, receiver.version) == (ReceiverState.POISONED, None)
-            await self._works(sender, receiver, 1)
-
-        self.run(work, bucket_bytes=1024)
-
-    def test_waits_end_at_the_deadline_and_name_who_did_not_answer(self) -> None:
-        """No sender; no receiver; a receiver that does not receive; a consumer that stops taking."""
-
-        async def work(pair: Pair) -> None:
-            hasty = await pair.receive_end(timeout_s=self.short_s)
-            error = await failure(PeerTimeoutError, receive_all(hasty))
-            assert pair.address in str(error), error
-            assert hasty.state is ReceiverState.IDLE
-            sender = await pair.send_end(timeout_s=self.short_s)
-            error = await failure(PeerTimeoutError, sender.connect())
-            assert "0 of 1" in str(error), error
-            receiver = await pair.receive_end()
-            await receiver.connect()
-            await _is_told(sender, "did not call receive_weights")
-            stalling = asyncio.ensure_future(_stall(receiver))
-            while not stalling.done():
-                await _is_told(sender, "did not take")
-            await failure(CkptError, _exhaust(await stalling))
-            assert receiver.state is ReceiverState.POISONED
-            await sender.close()
-            await self._works(await pair.send_end(), receiver, 0)
-
-        self.run(work, bucket_bytes=1024)
 
     def test_versions_must_rise(self) -> None:
         """The same or an older one is refused, and nobody is harmed."""
 
         async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
-            await self._works(sender, receiver, 5)
+            await works(sender, receiver, 5)
             for version in (5, 4, -1):
                 error = await failure(SyncAbortedError, sender.send_weights(sample_weights().items(), version=version))
                 assert isinstance(error.__cause__, VersionError)
-            await self._works(sender, receiver, 6)
+            await works(sender, receiver, 6)
 
         self.run(work)
 
@@ -311,69 +261,110 @@ class CheckpointEngineSuite(OpeningSuite, ViewSuite, SourceSuite):
 
         self.run(work)
 
-    def test_cancelling_either_end(self) -> None:
-        """Ends the call, aborts the sync for the other, and harms no later one."""
+    def test_a_registered_source_is_sent_as_it_is_at_each_sync(self) -> None:
+        """Of all kinds, with large ones in between that are not copied aside; in place updates are what is sent."""
+
+        async def work(pair: Pair) -> None:
+            weights = sample_weights() | {f"large{i}": torch.randn(LARGE // 4) for i in range(4)}
+            weights["turned"] = torch.randn(1024, LARGE // 4096).t()
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            sender.register_source(weights)
+            for version in (1, 2):
+                with torch.no_grad():
+                    weights["large1"].add_(1)
+                    weights["strided"].add_(1)
+                got, report = await asyncio.gather(receive_all(receiver), sender.send_weights(version=version))
+                assert_same(got, weights)
+                assert (report.num_tensors, report.version) == (len(weights), version)
+            into = {name: torch.empty_like(tensor).contiguous() for name, tensor in weights.items()}
+            await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=3))
+            assert_same(into, weights)
+
+        self.run(work)
+
+    def test_a_storage_that_was_replaced_is_an_error_and_not_sent(self) -> None:
+        """Nothing is committed; registering again mends it; and what a sender was not given it says."""
+
+        async def work(pair: Pair) -> None:
+            model = torch.nn.Linear(8, 4)
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            assert "register_source" in str(await _refused(sender.send_weights(version=1)))
+            sender.register_source(model.named_parameters)
+            await asyncio.gather(receive_all(receiver), sender.send_weights(version=1))
+            model.weight.data = torch.randn(4, 8)
+            assert "storage is another" in str(await _refused(sender.send_weights(version=2)))
+            assert sender.version == 1
+            sender.register_source(model.named_parameters)
+            got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(version=2))
+            assert_same(got, dict(model.named_parameters()))
+            del model.bias
+            assert "2 tensors were registered and there are 1" in str(await _refused(sender.send_weights(version=3)))
+            twice = [("a", torch.ones(1)), ("a", torch.ones(1))]
+            assert "twice" in str(refusal(TensorError, lambda: sender.register_source(lambda: twice)))
+
+        self.run(work)
+
+    def test_a_source_that_changes_meanwhile_is_not_sent_as_two_versions(self) -> None:
+        """What is committed is what it was when the sync began, or else nothing is and the error says why."""
 
         async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
-            waiting = asyncio.ensure_future(receive_all(receiver))
-            await asyncio.sleep(0.05)
-            waiting.cancel()
-            await failure(asyncio.CancelledError, waiting)
-            assert receiver.state is ReceiverState.IDLE
-            stalled = receiver.receive_weights()
-            sending = asyncio.ensure_future(sender.send_weights(sample_weights().items(), version=0))
-            await anext(stalled)
-            sending.cancel()
-            await failure(asyncio.CancelledError, sending)
-            await failure(SyncAbortedError, _exhaust(stalled))
-            await self._works(sender, receiver, 0)
+            for version in (1, 2):
+                weights = {f"t{i}": torch.zeros(256) for i in range(50)}
+                if version == 1:
+                    sender.register_source(weights)
+                items = None if version == 1 else weights.items()
+                sending = asyncio.ensure_future(sender.send_weights(items, version=version))
+                got: dict[str, torch.Tensor] = {}
+                try:
+                    async for name, tensor in receiver.receive_weights(clone=True):
+                        if not got:
+                            for mine in weights.values():
+                                mine.add_(1)
+                        got[name] = tensor
+                except SyncAbortedError:
+                    error = await failure(SyncAbortedError, sending)
+                    assert isinstance(error.__cause__, TensorError), repr(error.__cause__)
+                    assert "was written to while the sync was under way" in str(error), error
+                    assert sender.version != version
+                else:
+                    await sending
+                    assert_same(got, {name: torch.zeros(256) for name in weights})
 
         self.run(work, bucket_bytes=1024)
 
-    @staticmethod
-    async def _works(sender: WeightSender, receiver: WeightReceiver, version: int) -> SyncReport:
-        weights = sample_weights(version)
-        got, report = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=version))
-        assert_same(got, weights)
-        assert (receiver.version, receiver.state) == (version, ReceiverState.COMMITTED)
-        return report
+
+class CheckpointEngineSuite(SessionSuite, VoteSuite, ViewSuite):
+    """What a backend with a transaction must do that hands out views of its buckets."""
 
 
 class _InterruptedCopy(TorchDispatchMode):
-    """An interrupt at the first copy in this thread: the one that an opening sender measures."""
+    """An interrupt at the first copy in this thread: the one that an opening sender measures, or of a first tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
+        if func in {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}:
             raise KeyboardInterrupt
         return func(*args, **(kwargs or {}))
 
 
-async def _is_told(sender: WeightSender, text: str) -> None:
-    """Wait for a sync to fail at a deadline for this reason; where the machine is busy, another deadline may pass."""
-    async with asyncio.timeout(CheckpointEngineSuite.long_s):
-        while True:
-            error = await failure(SyncAbortedError, sender.send_weights(sample_weights().items(), version=0))
-            assert isinstance(error.__cause__, PeerTimeoutError), repr(error.__cause__)
-            assert "receiver" in str(error), error
-            if text in str(error):
-                return
+def _use_as_a_child(sender: WeightSender, receiver: WeightReceiver) -> NoReturn:
+    """Be refused, close, and exit; killed if any of it hangs."""
+    signal.alarm(60)
+    status = 1
+    try:
+        for use in (
+            sender.send_weights(sample_weights().items(), version=9), receive_all(receiver), sender.connect(),
+            receiver.connect(),
+        ):  # fmt: skip
+            assert "does not survive a fork" in str(asyncio.run(failure(UsageError, use)))
+        for end in (sender, receiver):
+            asyncio.run(end.close())
+        status = TOLD
+    finally:
+        os._exit(status)
 
 
-async def _stall(receiver: WeightReceiver) -> AsyncIterator[tuple[str, Tensor]]:
-    """A sync of which one tensor was taken; where the machine is busy, not of the first that began."""
-    while True:
-        tensors = receiver.receive_weights()
-        with suppress(SyncAbortedError, PeerLostError):
-            await anext(tensors)
-            return tensors
-
-
-def _generator(engine: WeightReceiver) -> Any:
-    """The iterator of `receive_weights`, which is an async generator in all but its declared type."""
-    return engine.receive_weights()
-
-
-async def _exhaust(iterator: AsyncIterator[tuple[str, Tensor]]) -> None:
-    async for _ in iterator:
-        pass
+async def _refused(sending: Awaitable[object]) -> BaseException:
+    error = await failure(SyncAbortedError, sending)
+    assert isinstance(error.__cause__, TensorError | UsageError), error
+    return error

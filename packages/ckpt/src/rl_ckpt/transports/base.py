@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from rl_ckpt.errors import AddressError, ProtocolError
+from rl_ckpt.types import Capability
 
 if TYPE_CHECKING:
     import socket
@@ -33,6 +34,8 @@ class Transport(ABC):
 
     options: ClassVar[Mapping[str, str]] = {}
     """URL options (`?name=value`), with one line on each; `connect` refuses others. Read them by `config.option`."""
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
+    """All of them: they are rl-ckpt's own work. An engine without the transaction declares what it has."""
 
     @abstractmethod
     def sender(self, config: SessionConfig) -> SendTransport:

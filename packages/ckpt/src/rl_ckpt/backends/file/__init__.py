@@ -36,7 +36,7 @@ from rl_ckpt.tensors.aliasing import AliasCheck
 from rl_ckpt.tensors.digest import combine, leaves_of, model_digest, tree_digest
 from rl_ckpt.tensors.source import Clock, Source, checked_version
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, require_memory, spec_of
-from rl_ckpt.types import Metadata, ReceiverState, Role, SyncReport
+from rl_ckpt.types import Capability, Metadata, ReceiverState, Role, SyncReport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -59,6 +59,8 @@ class Backend:
     """Ends of a session through a folder."""
 
     options: ClassVar[Mapping[str, str]] = {"keep": "versions that stay in the folder, 2 if not given"}
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    """None: a folder does not know who reads it, nor what they hold; what is read from it stays."""
 
     def open_session(self, config: SessionConfig) -> FileSender | FileReceiver:
         """Return one end.
@@ -70,8 +72,6 @@ class Backend:
             raise AddressError(f"the path in {config.address!r} is {config.name!r}; write file:///folder, absolute")
         if config.token is not None:
             raise AddressError(f"{config.address} takes no token: the permissions of the folder count")
-        if config.delta:
-            raise AddressError(f"{config.address} takes no delta: a folder does not know what its readers hold")
         keep = config.option("keep", "2")
         if not (keep.isdecimal() and int(keep) >= 1):
             raise AddressError(f"keep is {keep!r} in {config.address!r}; give the number of versions to keep, from 1")
@@ -102,11 +102,16 @@ class FileSender(SourceSender):
         return _metadata(self._config)
 
     async def connect(self, num_peers: int = 1) -> None:
-        """Nothing to wait for: the two ends never meet. A closed end, or a forked child's, says so."""
-        await self._worker.run(lambda: None)
+        """Refused: the two ends never meet. A closed end, or a forked child's, says that first."""
+        await self._worker.run(lambda: self._require(num_peers))
 
     def _require(self, num_peers: int | None) -> None:
-        """Nothing: who reads a version is not known."""
+        """Who reads a version is not known."""
+        if num_peers is not None:
+            raise UsageError(
+                f"num_peers is {num_peers}, and {self.address} has no votes: a folder does not know its readers. "
+                "Leave num_peers out, and do not wait for them"
+            )
 
     def _open(self) -> None:
         if not self._is_open:
@@ -123,7 +128,7 @@ class FileSender(SourceSender):
             self._open()
             version = checked_version(version, max(self._folder.versions(), default=-1), MAX_VERSION)
             report = self._write(source, version, clock, written)
-        except Exception:
+        except BaseException:
             self._folder.remove_files(written)
             raise
         self._version, self._digest = version, report.digest
@@ -266,7 +271,7 @@ class FileReceiver(WeightReceiver):
         into = self._staging.open(targets) if staged else targets
 
         def finish(landed: Mapping[TensorSpec, int]) -> None:
-            names = {spec.name for spec in landed}
+            names = dict.fromkeys(spec.name for spec in landed)
             if strict and (missing := [name for name in targets if name not in names]):
                 raise TensorError(f"{len(missing)} tensors did not come, {missing[0]!r} the first")
             if staged:
