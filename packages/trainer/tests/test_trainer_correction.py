@@ -79,7 +79,7 @@ def test_the_share_of_truncated_tokens_and_the_mismatch_in_bypass_are_told():
     counts = BatchCounts(tokens=4.0, sequences=1.0)
     output = ModelOutput(token_logprobs=OLD, entropy=None, cu_seqlens=offsets, counts=counts)
     shares = {}
-    for name, low in (("tis", 0.5), ("icepop", 0.6)):
+    for name, low in (("tis", 0.0), ("icepop", 0.6)):
         config = AlgorithmConfig(correction=name, correction_bounds=(low, 1.6))
         shares[name] = float(PolicyLossFunction(config=config)(output, rows)[1]["correction_clipped"])
     assert shares == {"tis": 0.25, "icepop": 0.5}  # 1.8; 0.5 and 1.8
