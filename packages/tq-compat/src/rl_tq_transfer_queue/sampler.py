@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from rl_tq.policies.tokens import balanced_order
+from rl_tq.types.batch_meta import balanced_order
 
 Choice = tuple[list[int], list[int]]
 """Samples to give, and samples to mark as consumed."""

@@ -8,7 +8,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rl_tq import policies
 from rl_tq.errors import PolicyError
 from rl_tq.metadata.rows import Row
-from rl_tq.policies.tokens import balanced_order
 
 TAGS = st.fixed_dictionaries(
     {},
@@ -168,19 +167,6 @@ class TokenBudget(Order):
         return taken if len(taken) == count else None
 
 
-class LengthBalanced(Order):
-    policy = policies.LengthBalanced(num_parts=2)
-
-    def expected(self, count: int) -> list[int] | None:
-        oldest = sorted(self.ready)[:count]
-        if len(oldest) < count:
-            return None
-        lengths = [self.ready[number].tags.get("num_tokens") for number in oldest]
-        if None in lengths:
-            raise PolicyError
-        return [oldest[i] for i in balanced_order(lengths, 2)]
-
-
 class Grouped(Order):
     policy = policies.GroupComplete(group_size=2)
 
@@ -221,8 +207,6 @@ class AcceptedGroups(Grouped):
         return super().is_ready(row) and row.tags.get("spread", 0) > 0
 
 
-@pytest.mark.parametrize(
-    "order", [Order, OldestVersion, Priority, Accepted, TokenBudget, LengthBalanced, Grouped, AcceptedGroups]
-)
+@pytest.mark.parametrize("order", [Order, OldestVersion, Priority, Accepted, TokenBudget, Grouped, AcceptedGroups])
 def test_rows_are_given_in_the_order_of_the_policy(order):
     run_state_machine_as_test(order, settings=settings(max_examples=60, stateful_step_count=30))

@@ -76,10 +76,8 @@ def test_a_policy_of_ones_own_runs_in_the_server(installed, queue):
     meta = queue.get_meta(**CLAIM, batch_size=2, sampler=easy)
     assert queue.get(meta)["a"].tolist() == [1, 2]
     queue.ack(meta)
-    ranks = [policies.RankAware(dp_rank=0, batch_index=0, num_replicas=2, then=easy) for _ in range(2)]
-    got = [queue.get_meta(**CLAIM, batch_size=1, sampler=each) for each in ranks]
-    assert got[0] == got[1]
-    assert queue.get(got[0])["a"].tolist() == [0]
+    hard = policies.Where(tag="hardness", op=">", value=3.5, then=easy)
+    assert queue.get(queue.get_meta(**CLAIM, batch_size=1, sampler=hard))["a"].tolist() == [3]
 
 
 def test_a_policy_that_fails_is_named_and_the_queue_goes_on(installed, queue):
@@ -107,10 +105,7 @@ def test_what_is_not_installed_where_the_server_runs_is_refused(installed, queue
 
 
 def test_policies_travel_as_json():
-    policy = policies.RankAware(
-        dp_rank=1, batch_index=2, num_replicas=4,
-        then=policies.Where(tag="x", op="in", value=[1, 2], then=policies.GroupComplete(group_size=4)),
-    )  # fmt: skip
+    policy = policies.Where(tag="x", op="in", value=[1, 2], then=policies.GroupComplete(group_size=4))
     assert policy_from_json(policy.to_json()) == policy
     assert hash(policy_from_json(policy.to_json())) == hash(policy)
     with pytest.raises(ValueError, match=r"'fifo' takes \[\], not \['x'\]"):
@@ -122,10 +117,8 @@ def test_policies_travel_as_json():
     [
         (lambda: policies.Where(tag="x", op="=~", value=1), "op is '=~'"),
         (lambda: policies.Where(tag="x", op="==", value=[1]), "op='in' only"),
-        (lambda: policies.RankAware(dp_rank=-1, batch_index=0, num_replicas=1), "they are 0 or more"),
-        (lambda: policies.RankAware(dp_rank=0, batch_index=0, num_replicas=0), "num_replicas is 0"),
+        (lambda: policies.TokenBudget(max_tokens=0), "max_tokens is 0"),
         (lambda: policies.Where(tag="x", op="==", value=1, then=policies.FirstK(k=2)).check(3), "2 rows of a group"),
-        (lambda: policies.LengthBalanced(num_parts=2).check(3), "2 parts cannot share equally"),
     ],
 )
 def test_policies_that_make_no_sense_are_refused_at_once(make, message):
@@ -154,12 +147,3 @@ def test_a_tag_that_cannot_be_ordered_or_added_up_is_refused_where_it_is_put(que
     with pytest.raises(rl_tq.SchemaError, match=f"the tag {tag} is .*: it must be a finite number or null"):
         queue.put({"a": torch.arange(2)}, partition="p", tags=[{tag: 1}, {tag: value}])
     assert queue.stats()["rows"] == 0
-
-
-@pytest.mark.parametrize("num_tokens", [1 << 62, 1e300], ids=["a sum", "a number"])
-def test_rows_that_cannot_be_balanced_stay_ready(queue, num_tokens):
-    queue.put({"a": torch.arange(4)}, partition="p", tags=[{"num_tokens": num_tokens}] * 4)
-    for _ in range(2):
-        with pytest.raises(rl_tq.PolicyError, match="4 rows cannot be balanced"):
-            queue.get_meta(**CLAIM, batch_size=4, sampler=policies.LengthBalanced(num_parts=2))
-    assert queue.get(queue.get_meta(**CLAIM, batch_size=4))["a"].tolist() == [0, 1, 2, 3]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from rl_tq.errors import PolicyError
-from rl_tq.metadata.requests import Batch, Claim, batch_of
+from rl_tq.metadata.requests import Batch, batch_of
 from rl_tq.metadata.rows import answered_rows
-from rl_tq.policies import FirstK, GroupComplete, RankAware
+from rl_tq.policies import FirstK, GroupComplete
 from rl_tq.types import RestoreReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rl_tq.metadata.admission import Admissions
-    from rl_tq.metadata.ledger import Lease, TaskLedger, Timers
+    from rl_tq.metadata.ledger import Lease, Timers
     from rl_tq.metadata.requests import Claim
     from rl_tq.metadata.rows import Partition
     from rl_tq.metadata.state import State
@@ -133,7 +132,6 @@ class Claims:
         self._state = state
         self._admissions = admissions
         self._leases = leases
-        self.replicas = Replicas()
         self.has_rejected = False
         """Whether a claim cleared rows, so that somebody may have room now; whoever reads it resets it."""
 
@@ -153,14 +151,6 @@ class Claims:
         if home is None:
             return None
         ledger = self._state.ledger(home, claim.task)
-        policy = claim.policy
-        key = (
-            (home.name, home.generation, claim.task, policy.dp_rank, policy.batch_index)
-            if isinstance(policy, RankAware)
-            else None
-        )
-        if key is not None and (given := self.replicas.find(key, home, ledger)) is not None:
-            return given
         index = ledger.index(home.rows, claim.columns, claim.policy)
         if index.rejected and self._admissions.drop_rejected(home, index.rejected):
             self.has_rejected = True
@@ -169,12 +159,7 @@ class Claims:
                 return None
             return batch_of(home, [home.rows[number] for number in index.oldest()])
         rows = index.take(claim.batch_size)
-        if rows is None:
-            return None
-        batch = self._leases.give(home, claim, rows, now, taken_from=index)
-        if key is not None and isinstance(policy, RankAware) and policy.num_replicas > 1:
-            self.replicas.given[key] = _Given(batch, policy.num_replicas - 1)
-        return batch
+        return None if rows is None else self._leases.give(home, claim, rows, now, taken_from=index)
 
     def give(self, claim: Claim, rows: Sequence[int], now: float) -> Batch | None:
         """The very rows that a sampler chose, or none of them (None) if one is no longer to be had."""
@@ -185,51 +170,3 @@ class Claims:
         if not rows or len(set(rows)) < len(rows) or any(row not in ready for row in rows):
             return None
         return self._leases.give(home, claim, rows, now)
-
-
-_Key: TypeAlias = tuple[str, int, str, int, int]
-
-
-@dataclass(slots=True)
-class _Given:
-    batch: Batch
-    num_left: int
-    """Ranks that did not ask for it yet."""
-
-
-class Replicas:
-    """Batches that some of their ranks were given."""
-
-    def __init__(self) -> None:
-        self.given: dict[_Key, _Given] = {}
-
-    def find(self, key: _Key, home: Partition, ledger: TaskLedger) -> Batch | None:
-        """What another rank was given for this batch; None if none was, or if it went back since.
-
-        Rows that were cleared since are given all the same: a get of them is refused, where other rows would make the
-        ranks differ without a word.
-        """
-        given = self.given.get(key)
-        if given is None:
-            return None
-        if not _is_held(given.batch, home, ledger):
-            del self.given[key]
-            return None
-        given.num_left -= 1
-        if not given.num_left:
-            del self.given[key]
-        return given.batch
-
-    def forget(self, partition: str) -> None:
-        """A partition is cleared."""
-        self.given = {key: given for key, given in self.given.items() if key[0] != partition}
-
-
-def _is_held(batch: Batch, home: Partition, ledger: TaskLedger) -> bool:
-    """Whether none of the rows went back: each is leased or acked under the batch's lease, or gone."""
-    for number in batch.numbers:
-        lease = ledger.leased.get(number)
-        held = lease.number if lease is not None else ledger.acked.get(number, (0, 0))[1]
-        if number in home.rows and held != batch.lease:
-            return False
-    return True

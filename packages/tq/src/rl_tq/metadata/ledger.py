@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_tq.policies import RankAware
-
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
@@ -63,10 +61,10 @@ class TaskLedger:
 
     def index(self, rows: Mapping[int, Row], columns: Collection[str], policy: Policy) -> ReadyRows:
         """The rows that can be claimed with `columns`; made on first use, kept up to date from then on."""
-        key = (frozenset(columns), policy.then if isinstance(policy, RankAware) else policy)
+        key = (frozenset(columns), policy)
         index = self.indexes.get(key)
         if index is None:
-            index = self.indexes[key] = key[1].make_index(lambda: self._given_groups(rows))
+            index = self.indexes[key] = policy.make_index(lambda: self._given_groups(rows))
             ready = [row for row in rows.values() if key[0] <= row.columns]
             if not (self.leased or self.acked or self.dead or self.returned):
                 index.extend([row.number for row in ready], ready)

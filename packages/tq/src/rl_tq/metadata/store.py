@@ -123,7 +123,6 @@ class MetadataStore:
         """Forget a partition: rows, schema and who consumed what. Nothing happens when it is not there."""
         if partition in self.state.partitions:
             self.state.clear_all(partition)
-            self._claims.replicas.forget(partition)
             self._settle(partition)
 
     def configure(self, partition: str, options: Mapping[str, Any]) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_tq.policies.base import AllReady, Fifo, OldestVersion, Policy, Priority
 from rl_tq.policies.groups import FirstK, GroupComplete
-from rl_tq.policies.tokens import LengthBalanced, TokenBudget, balanced_order
-from rl_tq.policies.where import RankAware, Where
+from rl_tq.policies.tokens import TokenBudget
+from rl_tq.policies.where import Where
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,14 +25,11 @@ __all__ = [
     "Fifo",
     "FirstK",
     "GroupComplete",
-    "LengthBalanced",
     "OldestVersion",
     "Policy",
     "Priority",
-    "RankAware",
     "TokenBudget",
     "Where",
-    "balanced_order",
     "policy_from_json",
 ]
 
@@ -42,7 +39,7 @@ GROUP = "rl_tq.policies"
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
     for policy in (
-        Fifo, AllReady, OldestVersion, Priority, GroupComplete, FirstK, TokenBudget, LengthBalanced, Where, RankAware,
+        Fifo, AllReady, OldestVersion, Priority, GroupComplete, FirstK, TokenBudget, Where,
     )
 }  # fmt: skip
 
@@ -58,7 +55,7 @@ def policy_from_json(value: Mapping[str, Any]) -> Policy:
     known = {each.name for each in fields(kind)}
     if given.keys() != known:
         raise ValueError(f"policy {value['name']!r} takes {sorted(known)}, not {sorted(given)}")
-    if "then" in given and kind in (Where, RankAware):
+    if kind is Where:
         given["then"] = policy_from_json(given["then"])
     return kind(**given)
 

@@ -1,10 +1,10 @@
-"""Policies of tokens: as many rows as fit a budget, or parts of equal sums."""
+"""Policy of tokens: as many rows as fit a budget."""
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from rl_tq.errors import PolicyError
 from rl_tq.policies.base import Policy, ReadyRows, check_at_least_one
@@ -33,30 +33,6 @@ class TokenBudget(Policy):
     def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
         """See `Policy.make_index`."""
         return BudgetedRows(self.max_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthBalanced(Policy):
-    """Oldest first, then ordered so that `chunk(num_parts)` gives parts with nearly equal sums of tag `num_tokens`.
-
-    Equal to `Fifo` and `BatchMeta.balanced`.
-    """
-
-    num_parts: int
-    """Data-parallel ranks, or ranks times micro-batches."""
-    name: ClassVar[str] = "length_balanced"
-
-    def __post_init__(self) -> None:
-        check_at_least_one(num_parts=self.num_parts)
-
-    def check(self, batch_size: int) -> None:
-        """See `Policy.check`."""
-        if batch_size % self.num_parts:
-            raise ValueError(f"batch_size is {batch_size}, which {self.num_parts} parts cannot share equally")
-
-    def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
-        """See `Policy.make_index`."""
-        return BalancedRows(self.num_parts)
 
 
 class BudgetedRows(ReadyRows):
@@ -119,47 +95,3 @@ class BudgetedRows(ReadyRows):
         for number in self._held:
             heapq.heappush(self._out_of_order, number)
         self._held, self._sum = {}, 0.0
-
-
-class BalancedRows(ReadyRows):
-    """Index in the order of arrival, whose claims are ordered into parts of nearly equal sums of tokens."""
-
-    def __init__(self, num_parts: int) -> None:
-        super().__init__()
-        self._num_parts = num_parts
-
-    def take(self, count: int) -> Sequence[int] | None:
-        """See `ReadyRows.take`."""
-        if len(self.members) < count:
-            return None
-        rows = self._pull(count)
-        lengths = [row.tags.get("num_tokens") for row in rows]
-        lacking = [row.sample_id for row, length in zip(rows, lengths, strict=True) if length is None]
-        if lacking:
-            self._take_back(rows)
-            raise PolicyError(f"row {lacking[0]!r} has no number as tag 'num_tokens': rows cannot be balanced without")
-        try:
-            order = balanced_order([length or 0.0 for length in lengths], self._num_parts)
-        except (ValueError, RuntimeError) as error:  # their sum has more than 64 bits, or one of them alone
-            self._take_back(rows)
-            raise PolicyError(f"{len(rows)} rows cannot be balanced: {error}") from error
-        return [rows[i].number for i in order]
-
-    def _take_back(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self.add(row)
-
-
-_FRACTION = 1 << 20
-
-
-def balanced_order(lengths: Sequence[float], num_parts: int) -> list[int]:
-    """Positions in an order whose `num_parts` contiguous parts have equal counts and nearly equal sums of `lengths`.
-
-    As `rl_csrc.rows.balanced_order`; `len(lengths)` must divide. Lengths that are no integers count to a millionth.
-    """
-    from rl_csrc import rows  # brings torch, which references do without until here
-
-    is_whole = isinstance(sum(lengths), int)
-    sizes = cast("list[int]", [*lengths]) if is_whole else [int(length * _FRACTION) for length in lengths]
-    return rows.balanced_order(sizes, num_parts)

@@ -1,4 +1,4 @@
-"""Policies over another: only rows whose tag compares so, or the same rows for several ranks."""
+"""Policy over another: only rows whose tag compares so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_tq.errors import PolicyError
-from rl_tq.policies.base import Fifo, Policy, UnsortedRows, check_at_least_one
+from rl_tq.policies.base import Fifo, Policy, UnsortedRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -54,7 +54,6 @@ class Where(Policy):
             object.__setattr__(self, "value", tuple(self.value))
         elif isinstance(self.value, list | tuple | dict):
             raise ValueError(f"value is {self.value!r}: a tag is compared with one value, with several by op='in' only")
-        _check_inner(self.then)
 
     def check(self, batch_size: int) -> None:
         """See `Policy.check`."""
@@ -79,39 +78,6 @@ class Where(Policy):
     def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
         """See `Policy.make_index`."""
         return FilteredRows(self, self.then.make_index(given_groups))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankAware(Policy):
-    """The same rows, under the same lease, for all that claim batch `batch_index` of data-parallel rank `dp_rank`.
-
-    For trainers whose tensor-, pipeline- or context-parallel ranks fetch for themselves. The first that asks has rows
-    chosen as `then` says. Any of them may ack; the lease ends with the client of the first.
-    """
-
-    dp_rank: int
-    """Which data-parallel rank they are replicas of."""
-    batch_index: int
-    """Which of its batches: each is asked for once by each replica."""
-    num_replicas: int
-    """How many ranks ask."""
-    then: Policy = field(default_factory=Fifo)
-    """Which rows."""
-    name: ClassVar[str] = "rank_aware"
-
-    def __post_init__(self) -> None:
-        check_at_least_one(num_replicas=self.num_replicas)
-        if min(self.dp_rank, self.batch_index) < 0:
-            raise ValueError(f"dp_rank is {self.dp_rank} and batch_index {self.batch_index}: they are 0 or more")
-        _check_inner(self.then)
-
-    def check(self, batch_size: int) -> None:
-        """See `Policy.check`."""
-        self.then.check(batch_size)
-
-    def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
-        """See `Policy.make_index`."""
-        return self.then.make_index(given_groups)
 
 
 class FilteredRows(UnsortedRows):
@@ -163,8 +129,3 @@ class FilteredRows(UnsortedRows):
             return self._policy.accepts(row.tags)
         except PolicyError:  # said to whoever claims, and not to whoever puts
             return None
-
-
-def _check_inner(policy: Policy) -> None:
-    if isinstance(policy, RankAware):
-        raise ValueError("RankAware is the outermost policy: give it the other as `then`")

@@ -14,7 +14,7 @@ from rl_tq.testing._served import Served, until
 
 if TYPE_CHECKING:
     from rl_tq.base import TransferQueue
-    from rl_tq.types import BatchMeta, Policy
+    from rl_tq.types import Policy
 
 
 class PoliciesContract(Served):
@@ -44,13 +44,10 @@ class PoliciesContract(Served):
         tokens: list[dict[str, Any]] = [{"num_tokens": n} for n in (5, 3, 4, 1)]
         assert given(4, policies.TokenBudget(max_tokens=8), tokens) == [0, 1]
         assert given(2, policies.TokenBudget(max_tokens=100), tokens) == [0, 1]
-        assert given(4, policies.LengthBalanced(num_parts=2), tokens) == [0, 3, 1, 2]
         with pytest.raises(WaitTimeoutError, match="together they have 13 of 14 tokens"):
             given(5, policies.TokenBudget(max_tokens=14), tokens)
         with pytest.raises(PolicyError, match="num_tokens=5, and a claim takes 4"):
             given(1, policies.TokenBudget(max_tokens=4), tokens)
-        with pytest.raises(PolicyError, match="no number as tag 'num_tokens'"):
-            given(2, policies.LengthBalanced(num_parts=2), [{}, {}])
         with pytest.raises(ValueError, match="groups have 4 rows"):
             given(6, policies.GroupComplete(group_size=4), groups)
 
@@ -87,36 +84,6 @@ class PoliciesContract(Served):
         with pytest.raises(PolicyError, match="'x', which cannot be compared by '>' with 3"):
             queue.get_meta(**kept, sampler=policies.Where(tag="kind", op=">", value=3))
         assert queue.stats()["partitions"]["q"]["rows"] == 3
-
-    def test_ranks_of_one_replica_get_the_same_rows(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """Each batch once per rank, data-parallel ranks different ones; what went back is given anew."""
-        queue.put({"a": torch.arange(8)}, partition="p", tags=[{"num_tokens": n} for n in range(8)])
-
-        def ask(client: TransferQueue, dp_rank: int, batch_index: int, **options: Any) -> BatchMeta:
-            policy = policies.RankAware(dp_rank=dp_rank, batch_index=batch_index, num_replicas=2, **options)
-            return client.get_meta(
-                partition="p", columns=["a"], batch_size=2, task="t", sampler=policy, timeout_s=0.0
-            )  # fmt: skip
-
-        first, other, second = ask(queue, 0, 0), ask(queue, 1, 0), ask(peer, 0, 0)
-        assert (first.rows, first.leases) == (second.rows, second.leases)
-        assert not set(first.rows) & set(other.rows)
-        queue.ack(first)
-        peer.ack(second)
-        queue.nack(other)
-        anew = ask(peer, 1, 0)
-        assert (anew.rows, anew.leases != other.leases) == (other.rows, True)
-        assert ask(queue, 1, 0) == anew
-        balanced = ask(queue, 0, 1, then=policies.LengthBalanced(num_parts=2))
-        queue.ack(balanced)
-        queue.clear(balanced)
-        late = ask(peer, 0, 1, then=policies.LengthBalanced(num_parts=2))
-        assert late.rows == balanced.rows
-        with pytest.raises(StaleReferenceError):
-            peer.get(late)
-        assert ask(queue, 0, 2).rows != balanced.rows
-        with pytest.raises(ValueError, match="outermost"):
-            policies.Where(tag="x", op="==", value=1, then=policies.RankAware(dp_rank=0, batch_index=0, num_replicas=1))
 
     def test_a_late_sample_never_mixes_groups(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """A group waits for its last sample while others pass; rows of a group that was given come whole or not."""

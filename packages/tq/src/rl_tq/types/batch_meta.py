@@ -6,9 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, compress
 from operator import itemgetter, ne
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from rl_tq.policies.tokens import balanced_order
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -336,3 +334,18 @@ def _merged(places: Sequence[tuple[PackedLocation, ...]]) -> tuple[PackedLocatio
     if len(distinct) < 2:
         return distinct[0] if distinct else ()
     return tuple(dict.fromkeys(chain.from_iterable(distinct)))
+
+
+_FRACTION = 1 << 20
+
+
+def balanced_order(lengths: Sequence[float], num_parts: int) -> list[int]:
+    """Positions in an order whose `num_parts` contiguous parts have equal counts and nearly equal sums of `lengths`.
+
+    As `rl_csrc.rows.balanced_order`; `len(lengths)` must divide. Lengths that are no integers count to a millionth.
+    """
+    from rl_csrc import rows  # brings torch, which references do without until here
+
+    is_whole = isinstance(sum(lengths), int)
+    sizes = cast("list[int]", [*lengths]) if is_whole else [int(length * _FRACTION) for length in lengths]
+    return rows.balanced_order(sizes, num_parts)
