@@ -107,6 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="shorthand for tracking.profile=true: write trace.json")
     parser.add_argument("--print-config", action="store_true", help="print the configuration and stop")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and start nothing")
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="print what a step would take, and start nothing; takes rates as further key=value, or run=OUTPUT_DIR to "
+        "take them from a run, and cluster=NODESxGPUS",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir, if any")
     parser.add_argument(
         "--verify",
@@ -121,6 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     if arguments.verify is not None:
         return _verify(Path(arguments.verify))
+    if arguments.simulate:
+        return _simulate(arguments.recipe, overrides)
     config = load_config(arguments.recipe, overrides)
     if arguments.print_config:
         print(yaml.safe_dump(as_tree(config), sort_keys=False))
@@ -141,6 +149,19 @@ def _from_verl(argv: Sequence[str]) -> int:
     if not argv:
         raise ConfigError("--from-verl needs verl's settings: a .yaml or .sh file, or the overrides of a command line")
     print(convert(argv).text(), end="")
+    return 0
+
+
+def _simulate(recipe: str, overrides: Sequence[str]) -> int:
+    from rich.console import Console
+
+    from rl_trainer.config import load_config
+    from rl_trainer.planning.plan import show_table
+    from rl_trainer.planning.simulate import INPUTS, forecast
+
+    given = {key: value for key, _, value in (each.partition("=") for each in overrides) if key in INPUTS}
+    config = load_config(recipe, [each for each in overrides if each.partition("=")[0] not in INPUTS])
+    show_table(Console(), "simulated step", forecast(config, given))
     return 0
 
 

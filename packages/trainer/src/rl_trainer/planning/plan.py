@@ -250,7 +250,12 @@ def server_config(config: Config, model_path: Path) -> ServerConfig:
 
 def show_plan(console: Console, plan: BatchPlan, facts: Iterable[tuple[str, str]]) -> None:
     """Print what will run, before it does."""
-    table = Table(title="batch plan", show_header=False)
-    for name, value in (*facts, *plan.lines()):
+    show_table(console, "batch plan", [*facts, *plan.lines()])
+
+
+def show_table(console: Console, title: str, facts: Iterable[tuple[str, str]]) -> None:
+    """Print (what, how) lines."""
+    table = Table(title=title, show_header=False)
+    for name, value in facts:
         table.add_row(name, value)
     console.print(table)
