@@ -539,7 +539,7 @@ def _measured(run: Path, given: Mapping[str, float], saturation: float) -> dict[
         rows = read_samples(run, columns=["completion_token_ids"])
         found["lengths"] = tuple(len(row) for row in rows["completion_token_ids"].to_pylist())
     if config.pipeline == "sync" and "replica_tokens_per_s" not in given:
-        others = {name: given[name] for name in ("sigma", "reward_s", "no_signal") if name in given}
+        others: dict[str, Any] = {name: given[name] for name in ("sigma", "reward_s", "no_signal") if name in given}
         rates = Rates(replica_tokens_per_s=1.0, sequence_tokens_per_s=1.0, **(found | others))
         low, high = 1.0, 1e9
         wanted = fmean(step["phase_s"]["generate"] for step in steps)
