@@ -213,6 +213,17 @@ def test_the_stream_of_weights_holds_one_parameter_at_a_time(two):
     assert most <= 3 * largest  # of a query, key and value that lie in one parameter, at most
 
 
+def test_experts_are_exported_many_at_a_time_within_a_bound_of_memory(two):
+    """Two layers of four experts, three tensors of 4,096 bytes each; 21 other tensors, which pp2 sends one by one.
+
+    By bytes allowed at once, collectives and the bytes that lay together: a layer's experts in one, or as few
+    parameters (gate and up are one) as there may be.
+    """
+    found = {layout: two["experts"][f"{layout} exported"] for layout in ("ep2", "pp2")}
+    assert found["ep2"] == {1 << 28: (2, 12 * 4096), 1 << 14: (8, 4 * 4096), 1: (8, 4 * 4096)}
+    assert found["pp2"] == {1 << 28: (21 + 2, 12 * 4096), 1 << 14: (21 + 8, 3 * 4096), 1: (21 + 16, 2 * 4096)}
+
+
 def test_pairs_of_ranks_that_share_a_model_stay_apart(two):
     assert sorted(two["pairs"].count(pair) for pair in set(two["pairs"])) == [2, 2]
 

@@ -100,7 +100,7 @@ def test_quantised_weights_and_further_layers_are_refused(folder, backend):
         edit(folder, lambda tensors, name=name: tensors.pop(name))
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelFolderError, match=r"are quantised \(fp8\), .* Give the folder in bfloat16\."):
+    with pytest.raises(ModelFolderError, match=r"are quantised \(fp8\); .* Give the folder in bfloat16\."):
         load(folder, backend)
 
 

@@ -1,14 +1,17 @@
 """Loading in slices: every rank reads its shards of a folder, and none holds the whole model."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_engine import EngineConfig, create_engine
+from rl_engine import ConfigError, EngineConfig, LoraConfig, create_engine
 from rl_engine.checkpoint import hf_folder
-from rl_engine.checkpoint.slices import find_pieces, read_shards
+from rl_engine.checkpoint.slices import SliceReader, find_pieces, read_shards
 from rl_engine.model.hf import HuggingFaceScorer, find_linear_head, without_layers
 from rl_engine.testing import ragged_batch, write_tiny_model
 
@@ -99,6 +102,71 @@ def test_pieces_make_up_the_model(tmp_path, kind):
     read_shards(filled, pieces, lambda name, part: files[name][part])
     for name, tensor in named.items():
         assert torch.equal(filled[name], tensor), name
+
+
+BLOCK = 16
+
+
+def quantise(folder, kind, sizes):
+    """Write a folder in float8 blocks to `folder / "fp8"`, and what its numbers are to `folder / "wide"`."""
+    write(folder / "wide", kind, sizes)
+    (file,) = (folder / "wide").glob("*.safetensors")
+    narrow, wide = {}, load_file(file)
+    for name, tensor in wide.items():
+        narrow[name] = tensor
+        if tensor.ndim == 2 and ".layers." in name and "mlp.gate.weight" not in name:
+            rows, columns = (-(-size // BLOCK) for size in tensor.shape)
+            scales = torch.rand(rows, columns) + 0.5
+            factors = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: len(tensor), : tensor.shape[1]]
+            narrow[name] = (tensor / factors).to(torch.float8_e4m3fn)
+            narrow[f"{name}_scale_inv"], wide[name] = scales, narrow[name].float() * factors
+    shutil.copytree(folder / "wide", folder / "fp8")
+    save_file(wide, file, metadata={"format": "pt"})
+    save_file(narrow, folder / "fp8" / file.name, metadata={"format": "pt"})
+    config = json.loads((folder / "fp8" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+    (folder / "fp8" / "config.json").write_text(json.dumps(config))
+    return narrow, wide
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "sizes"),
+    [
+        ("fsdp", "qwen3", SIZES | {"intermediate_size": 56}),
+        ("fsdp", "qwen3_moe", EXPERTS),
+        ("megatron", "qwen3_moe", EXPERTS),
+        ("torchtitan", "qwen3", SIZES),
+    ],
+)
+def test_float8_blocks_are_dequantised_as_they_are_read(tmp_path, backend, kind, sizes):
+    _, wide = quantise(tmp_path, kind, sizes)
+    engine = create_engine(backend, EngineConfig(model_path=str(tmp_path / "fp8"), optimizer=None))
+    engine.check(1)
+    engine.initialize()
+    found = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    engine.save_model(tmp_path / "saved")
+    engine.close()
+    torch.testing.assert_close(found, {name: wide[name] for name in found}, rtol=0, atol=0)
+    assert found.keys() == wide.keys()
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+def test_any_slice_of_float8_blocks_is_that_of_the_whole(tmp_path):
+    narrow, wide = quantise(tmp_path, "qwen3", SIZES | {"intermediate_size": 56})
+    shapes = {name: tuple(tensor.shape) for name, tensor in wide.items()}
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert narrow[f"{name}_scale_inv"].shape == (2, 4)  # the last block of columns is a half
+    with SliceReader(tmp_path / "fp8", shapes, head="lm", is_tied=False) as read:
+        for part in ((slice(5, 23), slice(40, 56)), (slice(None), slice(17, 18)), (slice(30, None), slice(0, 56))):
+            assert torch.equal(read(name, part), wide[name][part])
+
+
+def test_an_adapter_on_float8_blocks_is_refused(tmp_path):
+    quantise(tmp_path, "qwen3", SIZES)
+    engine = create_engine("fsdp", EngineConfig(model_path=str(tmp_path / "fp8"), lora=LoraConfig()))
+    for call in (lambda: engine.check(1), engine.initialize):
+        with pytest.raises(ConfigError, match=r"lora is set and the folder's weights are quantised \(fp8\)"):
+            call()
 
 
 def test_tensors_that_are_more_than_pieces_are_left_to_transformers():

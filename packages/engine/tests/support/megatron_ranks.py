@@ -7,6 +7,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -20,6 +21,7 @@ from rl_engine import (
     Precision,
     create_engine,
 )
+from rl_engine.backends.megatron import weights
 from rl_engine.losses import sft_loss
 from rl_engine.optimizer import learning_rate
 from rl_engine.testing import ragged, ragged_batch
@@ -204,9 +206,28 @@ def experts(folder, rank, size):
         options = {"optimizer": still, "max_tokens_per_gpu": 20, "activation_checkpointing": layout == "pp2"}
         engine = build(folder, "experts", layout, router_aux_loss_coef=oracle.COEF, **options)
         seen[layout] = ranks.experts_step(engine, rank, size)
+        seen[f"{layout} exported"] = exported(engine)
         seen[f"{layout} share"] = ranks.shards_are_the_weights(engine, engine._world)
         engine.close()
     return seen
+
+
+def exported(engine):
+    """By bytes that may be gathered at once, the collectives of an export and the most bytes that a tensor holds."""
+    found, calls = {}, []
+    kept = {name: getattr(dist, name) for name in ("broadcast", "all_gather_into_tensor")}
+    for limit in (1 << 28, 1 << 14, 1):
+        weights.GATHERED_BYTES = limit
+        for name, call in kept.items():
+            setattr(dist, name, lambda *args, call=call, **more: (calls.append(1), call(*args, **more))[1])
+        stream = engine.get_per_tensor_param()[0]
+        most = max(tensor.untyped_storage().nbytes() for name, tensor in stream if ".experts." in name)
+        for name, call in kept.items():
+            setattr(dist, name, call)
+        found[limit] = (len(calls), most)
+        calls.clear()
+    weights.GATHERED_BYTES = 1 << 28
+    return found
 
 
 def pairs_seen(engine):

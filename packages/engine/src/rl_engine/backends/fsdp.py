@@ -122,6 +122,8 @@ def check_fit(config: EngineConfig, world_size: int) -> str | None:
     check_replicas(config.parallel, world_size)
     if config.lora is not None and config.optimizer is None:
         raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
+    if config.lora is not None and hf_folder.block_size(config.model_path) is not None:
+        raise ConfigError("lora is set and the folder's weights are quantised (fp8). Give the folder in bfloat16.")
     model = hf_folder.empty_model(config.model_path, dtype=parameter_dtype(config), head=config.head)
     scorer, _ = _scorer_of(model, config)
     check_candidates(config.num_candidates, scorer.config.vocab_size)
@@ -227,6 +229,8 @@ def open_slices(config: EngineConfig, pieces: Mapping[str, list[Piece]] | None, 
             with SliceReader(config.model_path, shapes_of(pieces), head=config.head, is_tied=is_tied):
                 pass
         except ModelFolderError:  # of other names, which transformers may know; or damaged, which it says
+            if hf_folder.block_size(config.model_path) is not None:
+                raise  # transformers is not asked to load these
             is_able = False
     return all(world.exchange(is_able))
 
@@ -235,7 +239,9 @@ def _slices_of(
     config: EngineConfig, world: World
 ) -> tuple[HuggingFaceScorer | None, PeftConfig | None, dict[str, list[Piece]] | None]:
     """An empty scorer, and what its tensors are made of, where every rank reads its own. Collective."""
-    if world.size == 1 or config.lora is not None or config.init != ModelInit.PRETRAINED:
+    if config.lora is not None or config.init != ModelInit.PRETRAINED:
+        return None, None, None
+    if world.size == 1 and hf_folder.block_size(config.model_path) is None:
         return None, None, None
     model = hf_folder.empty_model(config.model_path, dtype=parameter_dtype(config), head=config.head)
     scorer, peft = _scorer_of(model, config)

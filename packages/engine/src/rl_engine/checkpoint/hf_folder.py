@@ -75,6 +75,11 @@ def load_model(
             model = _build(folder, partial(factory.from_config, config, dtype=dtype))
         return _finished(model if head == Head.LM else _with_zero_head(folder, model))
     check_weights(folder)
+    if block_size(folder) is not None:
+        raise ModelFolderError(
+            f"The weights of {folder} are quantised (fp8); they are dequantised tensor by tensor, which this model's "
+            "tensors do not allow. Give the folder in bfloat16."
+        )
     model, info = _build(
         folder,
         lambda: factory.from_pretrained(
@@ -175,10 +180,10 @@ def sync_to_disk(path: Path) -> None:
 
 
 def read_config(folder: Path) -> Any:
-    """The folder's transformers config.
+    """The folder's transformers config, without what it says of quantised weights: see `block_size`.
 
     Raises:
-        ModelFolderError: there is none, transformers does not know it, or its weights are quantised.
+        ModelFolderError: there is none, transformers does not know it, or its weights are quantised in another way.
     """
     from transformers import AutoConfig
 
@@ -190,13 +195,30 @@ def read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
-    if (quantised := getattr(config, "quantization_config", None)) is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise ModelFolderError(
-            f"The weights of {folder} are quantised ({method}), and no backend trains or scores with such weights. "
-            "Give the folder in bfloat16."
-        )
+    if hasattr(config, "quantization_config"):
+        block_size(folder)
+        del config.quantization_config
     return config
+
+
+def block_size(folder: str | Path) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of float8 numbers that share a scale (DeepSeek-V3, 2412.19437, section 3.3.2).
+
+    A weight `NAME` then has its scales in `NAME_scale_inv`. None where weights are not quantised.
+
+    Raises:
+        ModelFolderError: they are, in another way.
+    """
+    quantised = json.loads((Path(folder) / "config.json").read_text()).get("quantization_config")
+    if quantised is None:
+        return None
+    method, size = quantised.get("quant_method"), quantised.get("weight_block_size")
+    if method != "fp8" or not size:
+        raise ModelFolderError(
+            f"The weights of {folder} are quantised ({method}); only fp8 with weight_block_size is read, and "
+            "dequantised. Give the folder in bfloat16."
+        )
+    return size[0], size[1]
 
 
 def _factory(config: Any, head: Head) -> Any:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCORE = "score.weight"
+_SCALES = "_scale_inv"
 
 
 class SliceReader:
@@ -37,10 +38,12 @@ class SliceReader:
         for file in sorted(self._folder.glob("*.safetensors")):
             opened = self._stack.enter_context(hf_folder.open_shard(file))
             self._file_of |= dict.fromkeys(opened.keys(), opened)
+        self._block = hf_folder.block_size(self._folder)
+        scales = {name for name in self._file_of if self._block and name.removesuffix(_SCALES) in wanted}
         missing = set(wanted) - set(self._file_of)
         self._zeros = {SCORE: wanted[SCORE]} if missing == {SCORE} else {}  # a causal LM gets a new scalar head
         ignored = {"lm_head.weight"} if is_tied or (head != Head.LM and self._zeros) else set[str]()
-        extra = set(self._file_of) - set(wanted) - ignored
+        extra = set(self._file_of) - set(wanted) - ignored - scales
         hf_folder.refuse_tensors(self._folder, "lacks", missing - set(self._zeros))
         hf_folder.refuse_tensors(
             self._folder, "has, beyond what the architecture takes,",
@@ -62,10 +65,18 @@ class SliceReader:
         self._stack.close()
 
     def __call__(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Part of one tensor, on the CPU, in the file's number format."""
+        """Part of one tensor, on the CPU, in the file's number format; float32 where that is quantised."""
         if name in self._zeros:
             return torch.zeros(self._zeros[name])[part]
-        return self._file_of[name].get_slice(name)[part]
+        found = self._file_of[name].get_slice(name)[part]
+        scales = self._file_of.get(f"{name}{_SCALES}")
+        if self._block is None or scales is None:
+            return found
+        factors = scales.get_slice(f"{name}{_SCALES}")[:].to(torch.float32)
+        for axis, (run, size) in enumerate(zip(part, self._block, strict=True)):
+            rows = torch.arange(found.shape[axis]) + (run.start or 0)
+            factors = factors.index_select(axis, rows // size)
+        return found.to(torch.float32) * factors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,10 @@ One plan for the whole model, the same on every rank: reading takes this rank's 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.backends.megatron.layout import Axis, Layout
+
+
+GATHERED_BYTES = 1 << 28
+"""Of experts that are exported together: they are many and small, and one collective for each would mostly wait."""
 
 
 class Cut(StrEnum):
@@ -210,19 +216,49 @@ class WeightMap:
                 parameter[joined.shape[0] :].zero_()  # rows that pad the vocabulary
 
     def export(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every Hugging Face tensor, whole, on every rank. Collective; one parameter at a time is gathered."""
+        """Every Hugging Face tensor, whole, on every rank. Collective.
+
+        One parameter at a time is gathered, or of a layer's experts as many as `GATHERED_BYTES` hold.
+        """
         like, layout = next(iter(parameters.values())).detach(), self._layout
-        for entry in self.entries:
-            if entry.is_copy:
+        is_alone = layout.ep.size == layout.pp.size == 1
+        for _, found in groupby(self.entries, key=lambda entry: entry.parameter.partition(".experts.")[0]):
+            entries = list(found)
+            if entries[0].expert_rank is not None and not is_alone:
+                yield from self._export_experts(parameters, entries, like)
                 continue
-            parts: list[Tensor] = []
-            if entry is self.own.get(entry.parameter):
-                parts = self._split(parameters[entry.parameter].detach(), entry)
-            for index, (name, shape) in enumerate(entry.tensors.items()):
-                full = _gather(parts[index], shape, entry.cut, layout.tp) if parts else like.new_empty(shape)
-                if entry.expert_rank is not None and entry.stage == layout.pp.rank:
-                    layout.ep.broadcast(full, entry.expert_rank)
-                yield name, layout.pp.broadcast(full, entry.stage)
+            for entry in entries:
+                if entry.is_copy:
+                    continue
+                parts: list[Tensor] = []
+                if entry is self.own.get(entry.parameter):
+                    parts = self._split(parameters[entry.parameter].detach(), entry)
+                for index, (name, shape) in enumerate(entry.tensors.items()):
+                    full = _gather(parts[index], shape, entry.cut, layout.tp) if parts else like.new_empty(shape)
+                    yield name, layout.pp.broadcast(full, entry.stage)
+
+    def _export_experts(
+        self, parameters: Mapping[str, Tensor], entries: list[Entry], like: Tensor
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The experts of one layer, equally many from each rank at a time. They are views of one tensor."""
+        layout, stage = self._layout, entries[0].stage
+        by_rank = [[entry for entry in entries if entry.expert_rank == rank] for rank in range(layout.ep.size)]
+        largest = max(_count(entry) for entry in entries) * like.element_size() * layout.ep.size
+        step = max(1, GATHERED_BYTES // largest)
+        for first in range(0, len(by_rank[0]), step):
+            chosen = [mine[first : first + step] for mine in by_rank]
+            if stage == layout.pp.rank:
+                own = [parameters[entry.parameter].detach().flatten() for entry in chosen[layout.ep.rank]]
+                full = layout.ep.all_gather(torch.cat(own))
+            else:
+                full = like.new_empty(layout.ep.size, sum(map(_count, chosen[0])))
+            layout.pp.broadcast(full, stage)
+            for mine, flat in zip(chosen, full, strict=True):
+                shapes = [item for entry in mine for item in entry.tensors.items()]
+                parts = flat.split(
+                    [math.prod(shape) for _, shape in shapes]
+                )  # gate lies before up, as in `Form.STACKED`
+                yield from ((name, part.view(shape)) for (name, shape), part in zip(shapes, parts, strict=True))
 
     def local_parts(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of each Hugging Face tensor; one that is cut over tensor-parallel ranks as a DTensor."""
@@ -263,6 +299,10 @@ class WeightMap:
     @staticmethod
     def _is_mine(entry: Entry, layout: Layout) -> bool:
         return entry.stage == layout.pp.rank and entry.expert_rank in (None, layout.ep.rank)
+
+
+def _count(entry: Entry) -> int:
+    return sum(map(math.prod, entry.tensors.values()))
 
 
 def _slices(shape: tuple[int, ...], cut: Cut, tp: Axis) -> tuple[slice, ...]:
