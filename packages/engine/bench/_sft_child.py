@@ -1,8 +1,9 @@
 """A few steps of supervised fine-tuning in a process of their own: `_sft_child.py SETTINGS.json SYSTEM`.
 
-SYSTEM is `rl-engine`, `plain` (a Hugging Face model and torch's AdamW) or `trl` (TRL's SFTTrainer, by TRL's own
-interpreter). Writes the seconds of every step, and the bytes of memory before the model is built and at most, to
-`SYSTEM.json` beside the settings: resident ones, or on a GPU those of its allocator.
+SYSTEM is `rl-engine`, `separate` (the same, log-probs first and then the loss), `plain` (a Hugging Face model and
+torch's AdamW) or `trl` (TRL's SFTTrainer, by TRL's own interpreter). Writes the seconds of every step, and the bytes of
+memory before the model is built and at most, to `SYSTEM.json` beside the settings: resident ones, or on a GPU those of
+its allocator.
 
 On a GPU all of them keep float32 parameters and optimizer state and compute in bfloat16.
 """
@@ -10,6 +11,7 @@ On a GPU all of them keep float32 parameters and optimizer state and compute in 
 import json
 import sys
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -70,7 +72,7 @@ def plain(given):
     return base, timed(step, given)
 
 
-def ours(given):
+def ours(given, *, is_at_once=True):
     from rl_engine import EngineConfig, OptimizerConfig, create_engine
     from rl_engine.losses import sft_loss
     from rl_engine.testing import ragged_batch
@@ -87,13 +89,14 @@ def ours(given):
     )
     engine = create_engine("fsdp", config)
     engine.initialize()
+    loss = sft_loss if is_at_once else lambda output, rows: sft_loss(output, rows)
 
     def step(rows):
         starts = [row["completion_mask"].index(1) for row in rows]
         prompts = [row["input_ids"][:start] for row, start in zip(rows, starts, strict=True)]
         completions = [row["input_ids"][start:] for row, start in zip(rows, starts, strict=True)]
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch(ragged_batch(prompts, completions), sft_loss)
+        engine.forward_backward_batch(ragged_batch(prompts, completions), loss)
         engine.optimizer_step()
 
     return base, timed(step, given)
@@ -150,7 +153,9 @@ def main():
     settings, system = Path(sys.argv[1]), sys.argv[2]
     given = json.loads(settings.read_text())
     torch.set_num_threads(given["threads"])
-    base, seconds = {"rl-engine": ours, "plain": plain, "trl": trl}[system](given)
+    base, seconds = {"rl-engine": ours, "separate": partial(ours, is_at_once=False), "plain": plain, "trl": trl}[
+        system
+    ](given)
     found = {"seconds": seconds, "base_bytes": base, "peak_bytes": memory("VmHWM", given)}
     settings.with_name(f"{system}.json").write_text(json.dumps(found))
 

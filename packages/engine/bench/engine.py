@@ -43,6 +43,12 @@ HEAVY_HEAD = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
 }  # fmt: skip
+# the vocabulary of Qwen, under a trunk that weighs little
+QWEN_HEAD = {
+    "vocab_size": 151936, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 GPU_TOKENS, GPU_LONGEST = 8192, 2048
 NAMES = {"rl-engine": "rl-engine", "plain": "plain Hugging Face", "trl": "TRL's SFTTrainer"}
 VARIABLE = "RL_BENCH_TRL_PYTHON"
@@ -101,6 +107,7 @@ def main(run: Run) -> None:
     _short_rows(run)
     _mixed_rows(run)
     _head(run)
+    _head_memory(run)
     gpu(run)
 
 
@@ -169,6 +176,27 @@ def _head(run: Run) -> None:
             )  # fmt: skip
 
 
+def _head_memory(run: Run) -> None:
+    """What steps under 152k tokens of vocabulary take at most, beyond weights, gradients and moments."""
+    draw = random.Random(0)
+    rows = [mixed_row(draw, 128, QWEN_HEAD["vocab_size"]) for _ in range(16)]
+    scored = sum(sum(row["completion_mask"]) for row in rows)
+    systems = {"rl-engine": "loss in the head", "separate": "log-probs, then the loss", "plain": NAMES["plain"]}
+    run.parameters(qwen_head=QWEN_HEAD, qwen_scored_tokens=scored, qwen_tokens=sum(len(r["input_ids"]) for r in rows))
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "model"
+        write_tiny_model(folder, **QWEN_HEAD)
+        held = 4 * (folder / "model.safetensors").stat().st_size
+        given = {"model": str(folder), "batches": [rows] * 2, "batch_size": len(rows), "longest": 128}
+        found = race(run, Path(place), given | {"device": "cpu", "is_random": False}, systems=tuple(systems))
+    run.parameters(qwen_held_mebibytes=held / 2**20)
+    for system, name in systems.items():
+        taken, role = found[system], Role.PEER if system == "plain" else Role.OURS
+        above = (taken["peak_bytes"] - taken["base_bytes"] - held) / 2**20
+        run.record("memory of a step under 152k tokens of vocabulary", name, [above], unit="MiB", role=role)
+        run.record("step under 152k tokens of vocabulary", name, taken["seconds"][1:], unit="s", role=role)
+
+
 def gpu(run: Run) -> None:
     """The same on a GPU: a model of half a billion parameters, packed batches of eight thousand tokens."""
     metric, memory = "0.6 B parameters on a GPU", "0.6 B parameters on a GPU, peak memory"
@@ -205,7 +233,7 @@ def race(
     run.parameters(threads=threads)
     settings.write_text(json.dumps(given | {"threads": threads, "lr": 1e-5}))
     trl_python = os.environ.get(VARIABLE)
-    interpreters = {"rl-engine": sys.executable, "plain": sys.executable}
+    interpreters = dict.fromkeys(("rl-engine", "separate", "plain"), sys.executable)
     if trl_python and len({len(rows) for rows in given["batches"]}) == 1:
         interpreters["trl"] = trl_python
     found: dict[str, dict] = {}

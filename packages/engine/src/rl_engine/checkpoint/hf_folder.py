@@ -195,9 +195,8 @@ def read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
-    if hasattr(config, "quantization_config"):
+    if vars(config).pop("quantization_config", None) is not None:
         block_size(folder)
-        del config.quantization_config
     return config
 
 
