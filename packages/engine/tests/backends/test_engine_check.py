@@ -68,7 +68,7 @@ OWN = [
     ("megatron", "experts", {"parallel": ParallelConfig(ep=2)}, 3, ConfigError, "does not divide the 3 ranks"),
     ("megatron", "model", {"lora": LoraConfig()}, 1, ConfigError, "has no LoRA adapters"),
     ("torchtitan", "model", {"parallel": ParallelConfig(dp_replicate=2)}, 3, ConfigError, "does not divide 3 ranks"),
-    ("torchtitan", "experts", {}, 1, ModelFolderError, "has no mapping to torchtitan"),
+    ("torchtitan", "experts", {}, 1, ModelFolderError, "has no mapping to the torchtitan backend"),
 ]  # fmt: skip
 
 

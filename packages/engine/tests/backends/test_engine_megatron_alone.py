@@ -185,7 +185,7 @@ def test_fsdp_refuses_layouts_that_it_has_not(tmp_path, parallel):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("gpt2", None, "Model type 'gpt2' has no mapping to megatron-core here; mapped are llama, mistral"),
+        ("gpt2", None, "Model type 'gpt2' has no mapping to the megatron backend; mapped are llama, mistral"),
         ("llama", {"attention_bias": True}, "attention_bias=true"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act=gelu"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "dense layers among expert layers"),

@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_engine import ConfigError, EngineConfig, create_engine
 from rl_engine.backends import fsdp
-from rl_engine.device_memory import DeviceMemory
 from rl_engine.losses import sft_loss
+from rl_engine.model.device_memory import DeviceMemory
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 DATA = ragged_batch([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])

@@ -150,7 +150,7 @@ def test_settings_that_cannot_be_honoured_are_refused(tmp_path, changes, sentenc
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"attention_bias": True}, "has biases, which the torchtitan backend does not map"),
+        ({"attention_bias": True}, "has attention_bias=true, which the torchtitan backend does not map"),
         ({"hidden_act": "gelu"}, "has hidden_act=gelu"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "has rope type 'dynamic'"),
     ],
@@ -164,5 +164,5 @@ def test_variants_without_a_mapping_are_refused(tmp_path, changes, sentence):
 def test_an_architecture_without_a_mapping_is_refused(tmp_path):
     ranks.moe_oracle.write_model(tmp_path)
     engine = create_engine("torchtitan", EngineConfig(model_path=str(tmp_path)))
-    with pytest.raises(ModelFolderError, match=r"has no mapping to torchtitan here; mapped are llama, qwen3\."):
+    with pytest.raises(ModelFolderError, match=r"has no mapping to the torchtitan backend; mapped are llama, qwen3\."):
         engine.initialize()

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_engine import losses
-from rl_engine.finetune import distill, dpo, rm, sft
-from rl_engine.finetune import dpo as kto
-from rl_engine.finetune.dpo import divergence
+from rl_engine.finetune import distill, sft
+from rl_engine.finetune import preferences as dpo
+from rl_engine.finetune import preferences as kto
+from rl_engine.finetune import preferences as rm
+from rl_engine.finetune.preferences import divergence
 from rl_engine.losses import (
     DistillKind,
     DistillLoss,

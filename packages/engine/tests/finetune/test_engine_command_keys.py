@@ -17,10 +17,9 @@ from rl_engine.finetune import loop
 from rl_engine.finetune.cli import parse_config
 from rl_engine.finetune.distill import DistillConfig
 from rl_engine.finetune.distill import train as distill
-from rl_engine.finetune.dpo import DpoConfig
-from rl_engine.finetune.dpo import train as prefer
-from rl_engine.finetune.rm import RmConfig
-from rl_engine.finetune.rm import train as judge
+from rl_engine.finetune.preferences import DpoConfig, RmConfig
+from rl_engine.finetune.preferences import train as judge
+from rl_engine.finetune.preferences import train as prefer
 from rl_engine.finetune.sft import SftConfig
 from rl_engine.finetune.sft import train as fine_tune
 from rl_engine.testing import write_tiny_model

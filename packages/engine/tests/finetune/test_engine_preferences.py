@@ -10,10 +10,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rl_engine import BatchError, ConfigError, DataError, EngineConfig, OptimizerConfig, Precision, create_engine
 from rl_engine.batch.row_batch import RowBatch
 from rl_engine.finetune.cli import dpo_main, rm_main
-from rl_engine.finetune.dpo import DpoConfig, tokenize_pairs
-from rl_engine.finetune.dpo import train as train_dpo
-from rl_engine.finetune.rm import RmConfig, tokenize_steps
-from rl_engine.finetune.rm import train as train_rm
+from rl_engine.finetune.preferences import DpoConfig, RmConfig, tokenize_pairs, tokenize_steps
+from rl_engine.finetune.preferences import train as train_dpo
+from rl_engine.finetune.preferences import train as train_rm
 from rl_engine.losses import DpoLoss, KtoLoss, process_reward_loss, reward_loss
 from rl_engine.testing import ragged, ragged_batch, write_tiny_model
 from rl_engine.types import BatchCounts, ModelOutput

@@ -23,11 +23,12 @@ from rl_engine.backends.fsdp import check_replicas, hand_out, load_on_rank_0, op
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.checkpoint import hf_folder
-from rl_engine.checkpoint.hf_folder import DTYPES
-from rl_engine.checkpoint.slices import SCORE, SliceReader, find_pieces, read_shards, shapes_of
-from rl_engine.errors import ConfigError, ModelFolderError
+from rl_engine.checkpoint.hf_folder import DTYPES, SCORE
+from rl_engine.checkpoint.slices import SliceReader, find_pieces, read_shards, shapes_of
+from rl_engine.errors import ConfigError
 from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
 from rl_engine.model.engine import ModuleEngine, Scorer, check_candidates, refuse_fsdp_only, shares_prefixes
+from rl_engine.model.hf import check_mapped
 from rl_engine.model.logprobs import LinearHead, score_states, score_values
 from rl_engine.model.moe import check_aux
 from rl_engine.types import EngineConfig, Head, ParallelConfig, Precision
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from rl_engine.types import ModelOutput
 
 _HEAD = "lm_head.weight"
-_ROPE_TYPES = ("default", "linear", "llama3")
 _FAMILIES: dict[str, tuple[Any, Any, Any]] = {
     "llama": (Llama3Model, Llama3TransformerBlock, Llama3StateDictAdapter),
     "qwen3": (Qwen3Model, Qwen3TransformerBlock, Qwen3StateDictAdapter),
@@ -138,7 +138,7 @@ class TorchtitanScorer(Scorer):
         """Build the decoder without memory for its weights.
 
         Args:
-            source: A transformers config that `check_architecture` took.
+            source: A transformers config that `check_mapped` took.
             wanted: Of a language-model head; None for a scalar one.
         """
         decoder, block, adapter = _FAMILIES[source.model_type]
@@ -184,33 +184,6 @@ class TorchtitanScorer(Scorer):
         if owner == "layers":
             return self._names[f"layers.{{}}.{tail}"].format(index)
         return self._names[name]
-
-
-def check_architecture(source: Any) -> None:
-    """Refuse what the mapping does not cover, or would get silently wrong.
-
-    Raises:
-        ModelFolderError: says what.
-    """
-    kind = source.model_type
-    if kind not in _FAMILIES:
-        raise ModelFolderError(
-            f"Model type {kind!r} has no mapping to torchtitan here; mapped are {', '.join(_FAMILIES)}. "
-            "Use the fsdp backend, which takes any causal LM."
-        )
-    layers = set(getattr(source, "layer_types", None) or ["full_attention"])
-    rope = source.rope_parameters["rope_type"]
-    for what, is_there in {
-        f"hidden_act={source.hidden_act}": source.hidden_act != "silu",
-        f"layer types {sorted(layers)}": layers != {"full_attention"},
-        f"rope type {rope!r}": rope not in _ROPE_TYPES,
-        "biases": bool(source.attention_bias or getattr(source, "mlp_bias", False)),
-        "attention dropout": bool(source.attention_dropout),
-    }.items():
-        if is_there:
-            raise ModelFolderError(
-                f"The {kind} model has {what}, which the torchtitan backend does not map. Use the fsdp backend."
-            )
 
 
 def _decoder_config(decoder: Any, block: Any, source: Any, wanted: EngineConfig | None) -> Any:
@@ -278,7 +251,7 @@ class TorchtitanEngine(ModuleEngine):
         check_replicas(config.parallel, world_size)
         refuse_fsdp_only(config, "torchtitan")
         source = hf_folder.read_config(Path(config.model_path)).get_text_config()
-        check_architecture(source)
+        check_mapped(source, "torchtitan", tuple(_FAMILIES))
         check_candidates(config.num_candidates, source.vocab_size)
 
     def _needs_group(self) -> bool:

@@ -42,7 +42,8 @@ _TOKENIZER_FILES = (
 )
 
 
-_SCALAR_HEAD = "score.weight"
+SCORE = "score.weight"
+"""The scalar head, as transformers' sequence classifiers name it."""
 
 
 def trains_narrow(config: EngineConfig) -> bool:
@@ -88,7 +89,7 @@ def load_model(
         ),
     )  # fmt: skip
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
-    if head != Head.LM and missing == {_SCALAR_HEAD}:
+    if head != Head.LM and missing == {SCORE}:
         model, missing = _with_zero_head(folder, model), set[str]()
         unexpected = {name for name in unexpected if not name.startswith("lm_head.")}
     refuse_tensors(folder, "lacks", missing)

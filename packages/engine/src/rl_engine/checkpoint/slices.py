@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from rl_engine.checkpoint import hf_folder
+from rl_engine.checkpoint.hf_folder import SCORE
 from rl_engine.checkpoint.sharded import box_of, local_part
 from rl_engine.types import Head
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SCORE = "score.weight"
 _SCALES = "_scale_inv"
 
 

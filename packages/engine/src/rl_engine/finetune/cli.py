@@ -42,13 +42,13 @@ def sft_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dpo_main(arguments: Sequence[str] | None = None) -> int:
-    """`rl-dpo`: preference optimisation; see `rl_engine.finetune.dpo`. Returns the exit code."""
-    return _main("rl-dpo", "dpo", "DpoConfig", arguments)
+    """`rl-dpo`: preference optimisation; see `rl_engine.finetune.preferences`. Returns the exit code."""
+    return _main("rl-dpo", "preferences", "DpoConfig", arguments)
 
 
 def rm_main(arguments: Sequence[str] | None = None) -> int:
-    """`rl-rm`: reward modelling; see `rl_engine.finetune.rm`. Returns the exit code."""
-    return _main("rl-rm", "rm", "RmConfig", arguments)
+    """`rl-rm`: reward modelling; see `rl_engine.finetune.preferences`. Returns the exit code."""
+    return _main("rl-rm", "preferences", "RmConfig", arguments)
 
 
 def distill_main(arguments: Sequence[str] | None = None) -> int:

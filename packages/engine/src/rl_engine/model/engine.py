@@ -34,9 +34,9 @@ from rl_engine.batch.row_batch import CANDIDATES, VISUAL, RowBatch
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES
 from rl_engine.checkpoint.sharded import CheckpointWriter, local_shards, restore, whole
-from rl_engine.device_memory import DeviceMemory
 from rl_engine.distributed.world import World, expected_size, join_world
 from rl_engine.errors import BatchError, ConfigError, EngineError
+from rl_engine.model.device_memory import DeviceMemory
 from rl_engine.model.logprobs import HeadLoss, head_loss_obstacle
 from rl_engine.model.moe import ExpertLoad, check_replay, counts_of_column
 from rl_engine.optimizer import ClippedAdamW, StepOptimizer, learning_rate, optimizer_tensors

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
+from rl_engine.errors import ModelFolderError
 from rl_engine.model import attention
 from rl_engine.model.engine import Scorer
 from rl_engine.model.logprobs import LinearHead, score_logits, score_states, score_values
@@ -22,6 +23,8 @@ from rl_engine.model.moe import Routers, routing_of
 from rl_engine.model.multimodal import MultimodalInputs, is_multimodal, modalities_in
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
     from transformers import PreTrainedModel
 
     from rl_engine.batch.micro_batches import CostModel
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from rl_engine.model.moe import ExpertLoad, Experts, Routing
     from rl_engine.types import EngineConfig, ModelOutput
 
+_ROPE_TYPES = ("default", "linear", "llama3")
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -164,6 +168,49 @@ class PolicyScorer(HuggingFaceScorer):
         output: Any = self.model.get_output_embeddings()
         hidden = self._hidden(rows, arguments)
         return score_states(hidden, output.weight, output.bias, rows, self.head, self._wanted, head_loss)
+
+
+def check_mapped(
+    config: Any,
+    backend: str,
+    kinds: Sequence[str],
+    *,
+    layers: Collection[str] = ("full_attention",),
+    more: Mapping[str, bool] | None = None,
+) -> None:
+    """Refuse architectures, and variants of them, that a backend with layers of its own would get silently wrong.
+
+    Args:
+        config: The language model's, of transformers.
+        backend: Its name.
+        kinds: Model types that it maps.
+        layers: Kinds of attention layers that it has.
+        more: By name, whether the model has another variant that the backend has not.
+
+    Raises:
+        ModelFolderError: says what it does not map.
+    """
+    kind, own = config.model_type, set(getattr(config, "layer_types", None) or ())
+    if kind not in kinds:
+        raise ModelFolderError(
+            f"Model type {kind!r} has no mapping to the {backend} backend; mapped are {', '.join(kinds)}. "
+            "Use the fsdp backend, which takes any causal LM."
+        )
+    rope = config.rope_parameters["rope_type"]
+    found = {
+        f"hidden_act={config.hidden_act}": config.hidden_act != "silu",
+        f"layer types {sorted(own)}": not own <= set(layers),
+        f"rope type {rope!r}": rope not in _ROPE_TYPES,
+        "attention_bias=true": kind != "qwen2" and bool(getattr(config, "attention_bias", False)),
+        "mlp_bias=true": bool(getattr(config, "mlp_bias", False)),
+        "attention dropout": bool(getattr(config, "attention_dropout", 0.0)),
+        **(more or {}),
+    }
+    for what, is_there in found.items():
+        if is_there:
+            raise ModelFolderError(
+                f"The {kind} model has {what}, which the {backend} backend does not map. Use the fsdp backend."
+            )
 
 
 def find_linear_head(model: PreTrainedModel) -> LinearHead | None:

@@ -1,8 +1,8 @@
 """The `megatron` backend: megatron-core's GPT with tensor, pipeline, expert and data parallelism.
 
-Where things are: `config` reads a Hugging Face config and refuses what is not supported; `weights` maps parameters to
-Hugging Face names; `layout` has the process groups and the 1F1B schedule; `model` builds this rank's part of the model
-and scores packed rows; `optimizer` is AdamW sharded over data-parallel ranks; `engine` ties them together.
+Where things are: `weights` reads a Hugging Face config, refuses what is not mapped, and maps parameters to Hugging Face
+names; `layout` has the process groups and the 1F1B schedule; `model` builds this rank's part of the model and scores
+packed rows; `optimizer` is AdamW sharded over data-parallel ranks; `engine` ties them together.
 """
 
 from __future__ import annotations

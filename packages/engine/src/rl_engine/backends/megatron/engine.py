@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl_engine.backends.megatron.config import check_divides, read_architecture
 from rl_engine.backends.megatron.layout import (
     Layout,
+    check_divides,
     check_parallel,
     check_world,
     join_layout,
@@ -23,7 +23,7 @@ from rl_engine.backends.megatron.layout import (
 )
 from rl_engine.backends.megatron.model import Stage, attach
 from rl_engine.backends.megatron.optimizer import MASTER, STATES, STEP, ShardedAdamW
-from rl_engine.backends.megatron.weights import plan_weights, shapes_of
+from rl_engine.backends.megatron.weights import plan_weights, read_architecture, shapes_of
 from rl_engine.batch.plan import AUX_LOSS, MicroBatchResults, ModelReplicas
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.sharded import local_shards
@@ -143,7 +143,7 @@ class MegatronEngine(ModuleEngine):
             stage.model.to(target)
         self._places |= {part: target for part, is_moved in moved.items() if is_moved}
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # for other processes on this GPU: see `rl_engine.device_memory`
+            torch.cuda.empty_cache()  # for other processes on this GPU: see `rl_engine.model.device_memory`
 
     def _run(
         self,

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rl_csrc import parallel_logprobs
-from rl_engine.backends.megatron.config import transformer_config
 from rl_engine.backends.megatron.layout import megatron_calls
 from rl_engine.backends.megatron.weights import WeightMap, padded_vocab, shapes_of
 from rl_engine.batch.micro_batches import cost_model
@@ -39,15 +39,13 @@ from rl_engine.model.moe import routing_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatron.core.transformer import TransformerConfig
-
     from rl_engine.backends.megatron.layout import Axis, Layout
     from rl_engine.backends.megatron.weights import Architecture
     from rl_engine.batch.micro_batches import CostModel
     from rl_engine.batch.packed import PackedRows
     from rl_engine.model.logprobs import HeadLoss
     from rl_engine.model.moe import ExpertLoad, Experts, Routing
-    from rl_engine.types import EngineConfig, ModelOutput
+    from rl_engine.types import EngineConfig, ModelOutput, ParallelConfig
 
 
 @dataclass
@@ -84,6 +82,56 @@ class RowAttention(nn.Module):
         rows: dict[str, Any] = {LAYOUT_KWARG: packed_seq_params.rows}
         out, _nothing = packed_attention(self, q, k, v, mask, scaling=self._scale, sliding_window=self._window, **rows)
         return out[0].flatten(1, 2)[:, None]
+
+
+def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+    """megatron-core's config: its own modules, no fused kernels that need CUDA extensions, no dropout."""
+    experts: dict[str, Any] = {}
+    if arch.num_experts:
+        experts = {
+            "num_moe_experts": arch.num_experts,
+            "moe_router_topk": arch.top_k,
+            "moe_ffn_hidden_size": arch.expert_size,
+            "moe_router_pre_softmax": not arch.norm_top_k,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall",
+            "expert_model_parallel_size": parallel.ep,
+            "expert_tensor_parallel_size": 1,
+        }
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_groups,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        qk_layernorm=arch.has_qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.has_qkv_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        cuda_graph_scope=[],  # the default warns
+        **experts,
+    )
 
 
 def layer_spec(config: TransformerConfig, arch: Architecture, chunk: int) -> TransformerBlockSubmodules:

@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make up which megatron-core parameter, how they are cut, and where the pieces lie.
+"""Architectures that are mapped to megatron-core: which Hugging Face tensors make up which parameter, cut how, where.
 
 One plan for the whole model, the same on every rank: reading takes this rank's entries from it, exporting walks all.
 """
@@ -9,14 +9,16 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from rl_engine.checkpoint.slices import SCORE
+from rl_engine.checkpoint.hf_folder import SCORE
+from rl_engine.model.hf import check_mapped
 from rl_engine.model.moe import Experts
+from rl_engine.types import Head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +28,105 @@ if TYPE_CHECKING:
     from rl_engine.backends.megatron.layout import Axis, Layout
 
 
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 GATHERED_BYTES = 1 << 28
 """Of experts that are exported together: they are many and small, and one collective for each would mostly wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A decoder-only transformer with grouped-query attention, gated SiLU MLPs (or experts), RMSNorm and rotary."""
+
+    model_type: str
+    """As in config.json."""
+    num_layers: int
+    """Decoder layers."""
+    hidden_size: int
+    """H."""
+    num_heads: int
+    """Query heads."""
+    num_groups: int
+    """Key and value heads."""
+    head_dim: int
+    """Of a head."""
+    ffn_size: int
+    """Inner size of a dense MLP."""
+    vocab_size: int
+    """V."""
+    pad_id: int | None
+    """The token whose embedding is not trained, as in transformers; it still is as a row of a tied head."""
+    context: int
+    """Longest row."""
+    norm_eps: float
+    """Of RMSNorm."""
+    is_tied: bool
+    """The language-model head is the embedding."""
+    has_scalar_head: bool
+    """The head gives one number, as a sequence classifier with one label."""
+    has_qkv_bias: bool
+    """Query, key and value projections have a bias."""
+    has_qk_norm: bool
+    """RMSNorm of each query and key head."""
+    num_experts: int
+    """0: dense."""
+    top_k: int
+    """Experts per token."""
+    expert_size: int
+    """Inner size of an expert."""
+    norm_top_k: bool
+    """The chosen experts' probabilities are scaled to sum to 1."""
+    windows: tuple[int | None, ...]
+    """By layer, the tokens that a query sees, itself included; None: all before it."""
+
+    @property
+    def experts(self) -> Experts | None:
+        """What its routers choose among; None for a dense model."""
+        if not self.num_experts:
+            return None
+        return Experts(num_layers=self.num_layers, num_experts=self.num_experts, top_k=self.top_k)
+
+
+def read_architecture(config: Any, head: Head) -> Architecture:
+    """Take what is needed from a model folder's transformers config.
+
+    Raises:
+        ModelFolderError: an architecture, or a variant of one, that has no mapping.
+    """
+    kind = config.model_type
+    dense = kind == "qwen3_moe" and bool(config.mlp_only_layers or config.decoder_sparse_step != 1)
+    more = {"dense layers among expert layers": dense}
+    check_mapped(config, "megatron", _MODEL_TYPES, layers={"full_attention", "sliding_attention"}, more=more)
+    heads = config.num_attention_heads
+    return Architecture(
+        model_type=kind,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_groups=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        ffn_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        pad_id=config.pad_token_id,
+        context=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        is_tied=bool(config.tie_word_embeddings) and head == Head.LM,
+        has_scalar_head=head != Head.LM,
+        has_qkv_bias=kind == "qwen2",
+        has_qk_norm=kind in ("qwen3", "qwen3_moe"),
+        num_experts=config.num_experts if kind == "qwen3_moe" else 0,
+        top_k=config.num_experts_per_tok if kind == "qwen3_moe" else 0,
+        expert_size=config.moe_intermediate_size if kind == "qwen3_moe" else 0,
+        norm_top_k=bool(getattr(config, "norm_topk_prob", False)),
+        windows=_windows(config),
+    )
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """By layer, the tokens that a query sees, itself included; None: all before it."""
+    window = getattr(config, "sliding_window", None)
+    default = "full_attention" if window is None else "sliding_attention"  # Mistral names no layers
+    kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 class Cut(StrEnum):
@@ -329,56 +428,3 @@ def _gather(part: Tensor, shape: tuple[int, ...], cut: Cut, tp: Axis) -> Tensor:
         return part.contiguous()
     dim = 0 if cut == Cut.ROWS else 1
     return torch.cat(list(tp.all_gather(part)), dim=dim).narrow(dim, 0, shape[dim]).contiguous()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """A decoder-only transformer with grouped-query attention, gated SiLU MLPs (or experts), RMSNorm and rotary."""
-
-    model_type: str
-    """As in config.json."""
-    num_layers: int
-    """Decoder layers."""
-    hidden_size: int
-    """H."""
-    num_heads: int
-    """Query heads."""
-    num_groups: int
-    """Key and value heads."""
-    head_dim: int
-    """Of a head."""
-    ffn_size: int
-    """Inner size of a dense MLP."""
-    vocab_size: int
-    """V."""
-    pad_id: int | None
-    """The token whose embedding is not trained, as in transformers; it still is as a row of a tied head."""
-    context: int
-    """Longest row."""
-    norm_eps: float
-    """Of RMSNorm."""
-    is_tied: bool
-    """The language-model head is the embedding."""
-    has_scalar_head: bool
-    """The head gives one number, as a sequence classifier with one label."""
-    has_qkv_bias: bool
-    """Query, key and value projections have a bias."""
-    has_qk_norm: bool
-    """RMSNorm of each query and key head."""
-    num_experts: int
-    """0: dense."""
-    top_k: int
-    """Experts per token."""
-    expert_size: int
-    """Inner size of an expert."""
-    norm_top_k: bool
-    """The chosen experts' probabilities are scaled to sum to 1."""
-    windows: tuple[int | None, ...]
-    """By layer, the tokens that a query sees, itself included; None: all before it."""
-
-    @property
-    def experts(self) -> Experts | None:
-        """What its routers choose among; None for a dense model."""
-        if not self.num_experts:
-            return None
-        return Experts(num_layers=self.num_layers, num_experts=self.num_experts, top_k=self.top_k)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import warnings
 from collections import defaultdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,62 +20,34 @@ _SMALL_BYTES = 1 << 16
 """Below it a tensor is copied as it is: locking a page of its own would take longer."""
 
 
-class Driver(Protocol):
-    """What is asked of torch and CUDA; in tests, anything that counts."""
+class Driver:
+    """What is asked of the current GPU, by torch; tests have one that counts."""
 
     def pin(self, address: int, num_bytes: int) -> bool:
         """Page-lock host memory; False where that is refused, and copies are slower."""
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Undo `pin`."""
-        ...
-
-    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A copy on the GPU, that may still be under way."""
-        ...
-
-    def is_on_host(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in host memory."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for copies."""
-        ...
-
-    def give_back(self) -> None:
-        """Return what the caching allocator holds free to the driver."""
-        ...
-
-
-class TorchDriver:
-    """The current GPU, by torch."""
-
-    def pin(self, address: int, num_bytes: int) -> bool:
-        """See `Driver`."""
         runtime: Any = torch.cuda.cudart()
         return int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
 
     def unpin(self, address: int) -> None:
-        """See `Driver`."""
+        """Undo `pin`."""
         runtime: Any = torch.cuda.cudart()
         runtime.cudaHostUnregister(address)
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """See `Driver`."""
+        """A copy on the GPU, that may still be under way."""
         return tensor.to(device, non_blocking=True)
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """See `Driver`."""
+        """Whether the tensor lies in host memory."""
         return tensor.device.type == "cpu"
 
     def synchronize(self) -> None:
-        """See `Driver`."""
+        """Wait for copies."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
     def give_back(self) -> None:
-        """See `Driver`."""
+        """Return what the caching allocator holds free to the driver."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -87,7 +59,7 @@ class DeviceMemory:
     """
 
     def __init__(self, driver: Driver | None = None) -> None:
-        self._driver = driver or TorchDriver()
+        self._driver = driver or Driver()
         self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)
         self._lent: dict[int, _Buffer] = {}
         """By address, the buffers that tensors on the host lie in."""

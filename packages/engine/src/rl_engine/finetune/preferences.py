@@ -1,27 +1,34 @@
-"""Direct preference optimisation on pairs of completions, and Kahneman-Tversky optimisation on judged ones.
+"""Learning from preferences with nothing but an engine: DPO and its kin, KTO, and reward models.
 
 A data row is `{"prompt": [chat messages], "chosen": "text", "rejected": "text"}`, or has `prompt_token_ids`,
-`chosen_token_ids` and `rejected_token_ids`. The reference is the model as it was loaded: its log-probs of all rows are
-computed before the first step, so that no second model is held.
+`chosen_token_ids` and `rejected_token_ids`. The reference of `rl-dpo` is the model as it was loaded: its log-probs of
+all rows are computed before the first step, so that no second model is held.
 
-With `loss=kto` (2402.01306) a row may also be `{"prompt": ..., "completion": "text", "label": true or false}`, or have
-`completion_token_ids`; a pair is one good row and one bad one. The reference point of a step is estimated on prompts
-with the completion of another row, dealt once; only the policy's log-probs of those are computed anew.
+With `rl-dpo loss=kto` (2402.01306) a row may also be `{"prompt": ..., "completion": "text", "label": true or false}`,
+or have `completion_token_ids`; a pair is one good row and one bad one. The reference point of a step is estimated on
+prompts with the completion of another row, dealt once; only the policy's log-probs of those are computed anew.
+
+`rl-rm` learns Bradley-Terry rewards from pairs, or with `loss=process` from `{"prompt": [chat messages], "steps":
+["text", ...], "labels": [0 to 1, ...]}`, where each step's last token is judged. The folder written is a Hugging Face
+sequence classifier with one label.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_engine.batch.packed import ragged
 from rl_engine.batch.row_batch import RowBatch
 from rl_engine.errors import ConfigError, DataError
 from rl_engine.finetune.data import ChatTokenizer, Columns, read_rows, refuse_empty
 from rl_engine.finetune.loop import Rows, RunConfig, score_all, train
-from rl_engine.losses import DpoKind, DpoLoss, KtoLoss, row_log_ratio, row_mean
+from rl_engine.losses import DpoKind, DpoLoss, KtoLoss, process_reward_loss, reward_loss, row_log_ratio, row_mean
+from rl_engine.types import Head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,10 +38,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.base import LossFunction
-    from rl_engine.types import ModelOutput
+    from rl_engine.types import EngineConfig, ModelOutput
     from rl_engine.worker import TrainingWorker
 
-__all__ = ["DpoConfig", "divergence", "tokenize_labelled", "tokenize_pairs", "train"]
+__all__ = [
+    "DpoConfig",
+    "RewardKind",
+    "RmConfig",
+    "divergence",
+    "tokenize_labelled",
+    "tokenize_pairs",
+    "tokenize_steps",
+    "train",
+]
 
 _PAIRS = (("prompt", "chosen", "rejected"), ("prompt_token_ids", "chosen_token_ids", "rejected_token_ids"))
 _LABELLED = (("prompt", "completion", "label"), ("prompt_token_ids", "completion_token_ids", "label"), *_PAIRS)
@@ -186,3 +202,62 @@ def _judged(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Sequence[tuple[
         return (tokenizer.completion(row["chosen"]), True), (tokenizer.completion(row["rejected"]), False)
     given = row["completion_token_ids"] if "prompt_token_ids" in row else tokenizer.completion(row["completion"])
     return ((given, row["label"]),)
+
+
+class RewardKind(StrEnum):
+    """What a reward model learns."""
+
+    OUTCOME = "outcome"
+    """Which of two completions is better (Bradley-Terry)."""
+    PROCESS = "process"
+    """How good each step is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RmConfig(RunConfig):
+    """One run of reward modelling. `batch_size` counts pairs, or rows with `loss=process`."""
+
+    batch_size: int = 32
+    """Pairs (or rows) per step, over all ranks."""
+    lr: float = 1e-5
+    """Peak learning rate."""
+    loss: RewardKind = RewardKind.OUTCOME
+    """What to learn."""
+
+    @property
+    def engine(self) -> EngineConfig:
+        """See `RunConfig`."""
+        return self.engine_with(head=Head.REWARD)
+
+    @property
+    def loss_function(self) -> LossFunction:
+        """See `RunConfig`."""
+        return process_reward_loss if self.loss == RewardKind.PROCESS else reward_loss
+
+    def read(self, path: str) -> Rows:
+        """See `RunConfig`."""
+        return (tokenize_steps if self.loss == RewardKind.PROCESS else tokenize_pairs)(path, self.model_path)
+
+
+def tokenize_steps(path: str | Path, model_path: str | Path) -> Rows:
+    """Read a JSONL file of labelled steps: one row each, `loss_mask` 1 at the last token of every step.
+
+    Raises:
+        DataError: names the row (from 1) and what is wrong with it.
+    """
+    columns, tokenizer, labels = Columns(), ChatTokenizer(model_path), list[list[float]]()
+    for number, row in enumerate(read_rows(path, (("prompt", "steps", "labels"),)), start=1):
+        pieces = [tokenizer.ids(step) for step in row["steps"]]
+        if len(pieces) != len(row["labels"]) or not all(pieces):
+            raise DataError(
+                f"{path}: row {number} has {len(pieces)} steps and {len(row['labels'])} labels; "
+                "wanted one label for each step, and no step empty."
+            )
+        ends = [at == len(piece) - 1 for piece in pieces for at in range(len(piece))]
+        of_step = [label for piece, label in zip(pieces, row["labels"], strict=True) for _ in piece]
+        columns.add(
+            tokenizer.prompt(row["prompt"]), [token for piece in pieces for token in piece], list(map(int, ends))
+        )
+        labels.append([float(label) for label in of_step])
+    refuse_empty(path, columns)
+    return Rows(columns=columns.batch(step_labels=ragged(labels, torch.float32)))
