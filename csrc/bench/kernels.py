@@ -171,7 +171,9 @@ def _linear_in(run: Run, width: int, name: str, dtype: torch.dtype, vocab: int, 
     def with_loss() -> None:
         a, b = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
         tokens = (torch.zeros(num), torch.ones(num), torch.ones(num), torch.tensor([0, num]))
-        rl_csrc.policy_loss_from_hidden(a, b, labels, *tokens, loss="reinforce").loss.backward()
+        rl_csrc.linear_loss(
+            a, b, labels, lambda scored, _: rl_csrc.policy_loss(scored, *tokens, loss="reinforce").loss
+        ).loss.backward()
 
     run.compare(
         f"linear_logprobs + entropy forward, {name}, H={width}",
@@ -195,7 +197,7 @@ def _linear_in(run: Run, width: int, name: str, dtype: torch.dtype, vocab: int, 
         peer_repetitions=SLOW,
     )
     run.compare(
-        f"policy_loss_from_hidden, {name}, H={width}",
+        f"linear_loss of a policy loss, {name}, H={width}",
         {"rl_csrc": with_loss},
         limit={"3 x torch.mm": lambda: gemms(3)},
         goal=f">= {1 / 1.2:.3f} of limit",

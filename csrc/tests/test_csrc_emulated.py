@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rl_csrc.testing import cu_seqlens
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -63,24 +61,3 @@ def test_launches_go_on_after_a_fault(emulated: Any) -> None:
         assert run(emulated, "early end", "shuffled")[0]
     found = emulated.call("masked_moments", torch.arange(1000.0), None)
     assert [float(x) for x in found[:2]] == [1000.0, 499.5]
-
-
-def test_a_device_without_clusters_takes_three_launches(emulated: Any) -> None:
-    """Compute capability 8 has no place for a long row; the other path gives the same loss, gradient and log-probs."""
-    from rl_csrc import cuda
-    from rl_csrc.reference import LossSpec
-
-    generator = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(6, 40_001, generator=generator), torch.randint(0, 40_001, (6,), generator=generator)
-    tokens = -torch.rand(6, generator=generator) - 10, torch.randn(6, generator=generator)
-    mask, found = torch.ones(6, dtype=torch.bool), []
-    head = torch.eye(6), logits.T.contiguous()
-    for capability in (8, 9):
-        emulated.configure("descending", compute_capability=capability)
-        loss, _, logprobs, _, _, gradient = cuda.policy_loss_from_hidden(
-            *head, labels, *tokens, mask, cu_seqlens([6]), LossSpec(), 6.0, None, None, 1.0, None, False, None,
-            (False, True),
-        )  # fmt: skip
-        found.append((loss, logprobs, gradient))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)

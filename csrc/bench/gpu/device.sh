@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build csrc for one GPU architecture on the machine this runs on, then do what the arguments say, in order:
-#   build | test [pytest arguments in RL_TESTS] | tune | overlap | bench [groups in RL_BENCH] | sanitize
+#   build | test [pytest arguments in RL_TESTS] | overlap | bench [groups in RL_BENCH] | sanitize
 # Results go to $OUT (default: ./out). Needs nvcc, torch, pybind11, scikit-build-core, pytest. Builds outside the checkout.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -42,11 +42,6 @@ run_tests() {
     -o markers="gpu: a CUDA device" -W error -m gpu --durations=8 ${RL_TESTS:-$(cd "$root" && find tests -name 'test_csrc_cuda_*.py')}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
 }
 
-tune() {
-  nvcc -std=c++20 -O3 -gencode=arch=compute_$arch,code=sm_$arch -I"$root/include" -I"$root/native/cuda" -Xcompiler -fPIC \
-    -shared -cudart static "$root/bench/gpu/tune.cu" -o "$work/tune.so" && "$python" "$root/bench/gpu/tune.py" "$work/tune.so" --json "$out/tune.json"
-}
-
 overlap() { "$python" "$root/bench/gpu/overlap.py" --json "$out/overlap.json"; }
 
 bench() {
@@ -71,7 +66,6 @@ for step in "$@"; do
   case $step in
     build) build || exit 1 ;;
     test) run_tests ;;
-    tune) tune ;;
     overlap) overlap ;;
     bench) bench ;;
     sanitize) sanitize ;;

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ALONE = "the products alone, without the kernels between them"
-BEYOND = (
-    "peak beyond operands, returned gradients and, of policy_loss_from_hidden, its float32 total; our room is 0.65 GiB"
-)
+BEYOND = "peak beyond operands, returned gradients and, of linear_loss, its float32 total; our room is 0.65 GiB"
 
 
 def linear(table: Table) -> None:
@@ -89,21 +87,26 @@ def linear_at(table: Table, width: int) -> None:
     gradients = hidden.nbytes + weight.nbytes
     recomputed_products(table, metric, hidden, weight)
     with_memory(table, metric, "rl_csrc.linear_logprobs", recompute, gradients, 1 / 1.10)
-    metric = f"policy_loss_from_hidden, 3 products {shape}"
+    metric = f"linear_loss of a policy loss, 3 products {shape}"
     own_products(table, metric, hidden, weight)
     accumulator = 4 * weight.numel() + gradients
     table.add(metric, "its 3 torch.mm", [one + pair], role="limit")
     mask = torch.ones(ROWS, dtype=torch.bool, device=DEVICE)
     cu_seqlens = torch.arange(0, ROWS + 1, 512, device=DEVICE)
 
-    def fused(chunk: int | None = None) -> None:
-        ours.policy_loss_from_hidden(
-            hidden, weight, labels, scored, grads, mask, cu_seqlens, LossSpec(), float(ROWS), None, None, 1.0, None,
-            False, chunk, (True, True),
+    tokens = (scored, grads, mask, cu_seqlens, LossSpec(), float(ROWS))
+
+    def loss(scored: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None]:
+        value, _, grad, _ = ours.policy_loss(scored, *tokens, entropies, None, None)
+        return value, grad, None
+
+    def at_once(chunk: int | None = None) -> None:
+        ours.linear_loss(
+            hidden, weight, labels, loss, 1.0, None, -100, False, False, chunk, (True, True), 0, None
         )  # fmt: skip
 
-    with_memory(table, metric, "rl_csrc.policy_loss_from_hidden", fused, accumulator, 1 / 1.08)
-    with_memory(table, metric, "rl_csrc.policy_loss_from_hidden, chunk 512", lambda: fused(512), accumulator, None)
+    with_memory(table, metric, "rl_csrc.linear_loss", at_once, accumulator, 1 / 1.08)
+    with_memory(table, metric, "rl_csrc.linear_loss, chunk 512", lambda: at_once(512), accumulator, None)
     peers_linear(table, metric, hidden, weight, labels)
 
 
@@ -136,7 +139,7 @@ def recomputed_products(table: Table, metric: str, hidden: torch.Tensor, weight:
 
 
 def own_products(table: Table, metric: str, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    """The products of `policy_loss_from_hidden`, in their shapes and types, without what is between."""
+    """The products of `linear_loss`, in their shapes and types, without what is between."""
     rows, held = GRADIENT_ROWS, 2 * GRADIENT_ROWS  # what the op's room holds at this vocabulary
     logits = torch.empty(rows, VOCAB, device=DEVICE)
     gradient = torch.empty(held, VOCAB, dtype=torch.bfloat16, device=DEVICE).normal_(0, 1e-3)

@@ -18,7 +18,7 @@ from timing import measure
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
 from rl_csrc import cuda as ours
-from rl_csrc.cuda.logprobs import logits_arguments
+from rl_csrc.cuda.kernels import logits_arguments
 
 HOW = (None, 1.0, None, -100, True, False, None, False)
 

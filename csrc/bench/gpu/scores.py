@@ -9,8 +9,6 @@ from table import DEVICE, ROWS, VOCAB, Table
 from timing import measure
 
 from rl_csrc import cuda as ours
-from rl_csrc.cuda.policy_loss import fused_rows, token_arguments
-from rl_csrc.reference import LossSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,27 +64,17 @@ def train(table: Table) -> None:
         )
         table.add(metric, name, samples, goal=goal)
 
-    metric = f"forward+backward in one pass {ROWS}x{VOCAB} bf16"
+    metric = f"forward+backward {ROWS}x{VOCAB} bf16"
     table.add(metric, "copy", limit, role="limit")
-    mask = torch.ones(ROWS, dtype=torch.bool, device=DEVICE)
-    cu_seqlens = torch.arange(0, ROWS + 1, 512, device=DEVICE)
-    for name, spec, goal in (("ppo", LossSpec(), 1.5), ("ppo with entropy bonus", LossSpec(entropy_coef=0.01), None)):
-        samples = measure(
-            lambda spec=spec: fused(logits, labels, (scored, grads, mask, None, None, float(ROWS)), cu_seqlens, spec),
-            prepare=refill,
+
+    def both() -> None:
+        found = ours.logprobs_forward(logits, labels, 1.0, None, -100, None, False, False)
+        ours.logprobs_backward(
+            logits, labels, found[0], found[3], grads, None, None, 1.0, None, -100, None, 0, logits
         )  # fmt: skip
-        table.add(metric, f"rl_csrc, {name}", samples, goal=goal)
+
+    table.add(metric, "rl_csrc.logprobs, gradient in place", measure(both, prepare=refill), goal=2.7)
     peers_train(table, metric, logits, labels)
-
-
-def fused(logits: torch.Tensor, labels: torch.Tensor, tokens: tuple, cu_seqlens: torch.Tensor, spec: LossSpec) -> None:
-    """The gradient in place of the logits, and the loss: what the LM head does for each of its blocks."""
-    native, _ = token_arguments(*tokens)
-    scored = torch.empty(labels.shape[0], device=DEVICE)
-    entropies = torch.empty_like(scored) if spec.entropy_coef else None
-    fused_rows(logits, labels, spec, native, 1.0, None, None, None, scored, entropies, logits)
-    old, advantages, mask, ref, weights, count = tokens
-    ours.policy_loss(scored, old, advantages, mask, cu_seqlens, spec, count, entropies, ref, weights)
 
 
 def peers_train(table: Table, metric: str, logits: torch.Tensor, labels: torch.Tensor) -> None:

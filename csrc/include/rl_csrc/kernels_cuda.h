@@ -58,20 +58,6 @@ typedef struct {
 int64_t rl_cuda_policy_loss_partials(const rl_loss_spec* spec, int64_t tokens, int64_t sequences);
 int rl_cuda_policy_loss(const rl_loss_spec* spec, const rl_loss_tokens* tokens, const rl_loss_io* io, void* stream);
 
-/* Log-prob, token-local loss and gradient of the logits with one read and one write of them. `grad_logits` may overlap the logits:
- * every row is read before it is written, and may be narrower than they are (float32 logits, bfloat16 gradient, same row addresses).
- * Returns RL_CUDA_NOT_SUPPORTED where a row does not fit on the chip: use the three separate calls. */
-typedef struct {
-  float* logprobs;               /* [T] or NULL */
-  float* entropy;                /* [T] or NULL */
-  void* grad_logits;
-  int64_t grad_stride;           /* elements of grad_dtype */
-  int32_t grad_dtype;            /* rl_dtype */
-  const float* token_scale;      /* [T] aggregation weight; NULL: 1 */
-} rl_fused_out;
-int rl_cuda_policy_loss_from_logits(const rl_logits* in, const rl_loss_spec* spec, const rl_loss_tokens* tokens,
-                                    const rl_fused_out* out, void* stream);
-
 /* Backward recurrences over packed sequences. */
 enum rl_scan_kind { RL_GAE, RL_RETURNS, RL_TD_LAMBDA, RL_VTRACE };
 enum rl_mask_mode { RL_HOLD, RL_COMPRESS, RL_ZERO, RL_NONE };

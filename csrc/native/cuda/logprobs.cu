@@ -194,7 +194,6 @@ __global__ void zero_rows_kernel(T* data, int64_t stride, int64_t vocab, const u
 }  // namespace
 }  // namespace rl
 
-#ifndef RL_CSRC_TUNE
 extern "C" int rl_cuda_zero_rows(void* data, int32_t dtype, int64_t row_stride, int64_t rows, int64_t vocab, const uint8_t* is_scored,
                                  void* stream) {
   using namespace rl;
@@ -231,4 +230,3 @@ extern "C" int rl_cuda_logprobs_backward(const rl_logits* in, const rl_logprobs_
     }
   });
 }
-#endif  // RL_CSRC_TUNE

@@ -117,20 +117,6 @@ void bind_loss(py::module_& m) {
                         RL_AT(float, grad_entropy), RL_AT(float, partials), RL_AT(uint32_t, counter)};
     launch("policy_loss", [&] { return rl_cuda_policy_loss(&s, &t, &io, as_stream(stream)); });
   });
-  // False where a row does not fit on the chip: nothing was launched.
-  m.def("policy_loss_from_logits", [](const rl_logits& a, const rl_loss_spec& s, const rl_loss_tokens& t, const Arg& logprobs,
-                                      const Arg& entropy, const Arg& grad_logits, int64_t grad_stride, int grad_dtype, const Arg& token_scale,
-                                      Stream stream) {
-    const rl_fused_out out{RL_AT(float, logprobs), RL_AT(float, entropy), RL_AT(void, grad_logits),
-                           grad_stride,            grad_dtype,            RL_AT(float, token_scale)};
-    bool fits = true;
-    launch("policy_loss_from_logits", [&] {
-      const int status = rl_cuda_policy_loss_from_logits(&a, &s, &t, &out, as_stream(stream));
-      fits = status != RL_CUDA_NOT_SUPPORTED;
-      return fits ? status : 0;
-    });
-    return fits;
-  });
 }
 
 void bind_estimators(py::module_& m) {

@@ -24,12 +24,11 @@ from rl_csrc.ops import (
     masked_moments,
     parallel_logprobs,
     policy_loss,
-    policy_loss_from_hidden,
     scan_reverse,
     stats_merge,
     whiten,
 )
-from rl_csrc.types import METRIC_NAMES, LinearLoss, LogProbs, Moments, PolicyLoss, Scan, ScoredPolicyLoss
+from rl_csrc.types import METRIC_NAMES, LinearLoss, LogProbs, Moments, PolicyLoss, Scan
 
 __all__ = [
     "METRIC_NAMES",
@@ -46,7 +45,6 @@ __all__ = [
     "PolicyLoss",
     "RlCsrcError",
     "Scan",
-    "ScoredPolicyLoss",
     "bucket",
     "bucket_copy",
     "build_info",
@@ -67,7 +65,6 @@ __all__ = [
     "paged",
     "parallel_logprobs",
     "policy_loss",
-    "policy_loss_from_hidden",
     "reference",
     "rows",
     "sampling",

@@ -19,7 +19,6 @@ GroupMode = Literal["grpo", "dr_grpo", "rloo"]
 
 # The order of each tuple is the code of its values in the C interface.
 LOSSES: tuple[Loss, ...] = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro", "reinforce")
-TOKEN_LOCAL_LOSSES: tuple[Loss, ...] = ("ppo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "reinforce")
 KLS: tuple[Kl, ...] = ("none", "k1", "abs", "k2", "k3", "k1+", "k3+")
 AGGREGATIONS: tuple[Aggregation, ...] = (
     "token-mean",
@@ -80,19 +79,6 @@ class PolicyLoss(NamedTuple):
     """`[]` float32, to minimise."""
     metrics: Tensor
     """`[M]` float32 in the order of `METRIC_NAMES`; every entry adds up over micro-batches and ranks."""
-
-
-class ScoredPolicyLoss(NamedTuple):
-    """Policy loss with its metrics and the log-probs of the tokens."""
-
-    loss: Tensor
-    """`[]` float32, to minimise."""
-    logprobs: Tensor
-    """`[T]` float32, detached."""
-    entropy: Tensor | None
-    """`[T]` float32, detached; None unless `entropy_coef` is set or `entropy=True`."""
-    metrics: Tensor
-    """`[M]` float32 in the order of `METRIC_NAMES`."""
 
 
 class Scan(NamedTuple):

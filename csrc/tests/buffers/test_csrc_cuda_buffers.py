@@ -188,14 +188,10 @@ def test_launches_follow_the_current_stream(kernels: Implementation) -> None:
 def test_a_bad_launch_says_what_failed(kernels: Implementation) -> None:
     if kernels.name == "cpu":
         pytest.skip("nothing is launched there")
-    logits = torch.zeros(1, 8, device=kernels.device)
+    logits = torch.zeros(1, 8, device=kernels.device, dtype=torch.bfloat16)
     labels = torch.zeros(1, dtype=torch.int64, device=kernels.device)
-    mask = torch.ones(1, dtype=torch.bool, device=kernels.device)
-    tokens = (logits[0, :1], logits[0, :1], mask, cu_seqlens([1], kernels.device))
-    with pytest.raises(
-        RuntimeError, match="policy_loss_from_logits: the CUDA launch failed with cudaErrorInvalidValue"
-    ):
+    scored, wide = torch.zeros(1, device=kernels.device), logits.float()
+    with pytest.raises(RuntimeError, match="logprobs_backward: the CUDA launch failed with cudaErrorInvalidValue"):
         kernels.call(
-            "policy_loss_from_hidden", logits, logits, labels, *tokens, LossSpec(loss="gspo"), 1.0, None, None, 1.0,
-            None, False, None, (True, True),
-        )  # fmt: skip
+            "logprobs_backward", logits, labels, scored, scored, scored, None, None, 1.0, None, None, None, 0, wide
+        )

@@ -111,12 +111,19 @@ def test_policy_loss_with_gradient(check: Check, loss: str) -> None:
     check(run)
 
 
-def test_policy_loss_from_hidden_with_gradient(check: Check) -> None:
+def under_the_head(b: dict[str, Tensor]) -> rl_csrc.LinearLoss:
+    """A policy loss of hidden states."""
+    tokens = b["old"], b["advantages"], b["mask"], b["cu_seqlens"]
+    labels = b["labels"].clamp(min=0)
+    return rl_csrc.linear_loss(
+        b["hidden"], b["weight"], labels, lambda scored, _: rl_csrc.policy_loss(scored, *tokens).loss, chunk_rows=16
+    )
+
+
+def test_a_policy_loss_under_the_head_with_gradient(check: Check) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         leaves = [b["hidden"].requires_grad_(), b["weight"].requires_grad_()]
-        found = rl_csrc.policy_loss_from_hidden(
-            *leaves, b["labels"], b["old"], b["advantages"], b["mask"], b["cu_seqlens"], chunk_rows=16
-        )
+        found = under_the_head(b)
         return [found.loss.detach(), found.logprobs, *torch.autograd.grad(found.loss, leaves)]
 
     check(run)
@@ -127,8 +134,7 @@ def test_the_head_or_what_is_below_it_may_be_frozen(check: Check, trained: str) 
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         leaf = b[trained].requires_grad_()
         scored = rl_csrc.linear_logprobs(b["hidden"], b["weight"], b["labels"], chunk_rows=16).logprobs
-        tokens = b["labels"], b["old"], b["advantages"], b["mask"], b["cu_seqlens"]
-        found = rl_csrc.policy_loss_from_hidden(b["hidden"], b["weight"], *tokens, chunk_rows=16)
+        found = under_the_head(b)
         return [*torch.autograd.grad(scored.sum(), leaf), *torch.autograd.grad(found.loss, leaf)]
 
     check(run)

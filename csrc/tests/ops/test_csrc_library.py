@@ -44,10 +44,6 @@ SAMPLES = {
         leaf(8, 6), leaf(21, 6), leaf(21), LABELS, None, 1.0, None, -100, None, False, True, True,
     ),
     "policy_loss": lambda: ((-torch.rand(8)).requires_grad_(), *policy_arguments(), torch.rand(8).requires_grad_()),
-    "policy_loss_from_hidden": lambda: (
-        leaf(8, 6), leaf(21, 6), LABELS.clamp(min=0), *policy_arguments(),
-        None, 1.0, None, True, None, [True, True],
-    ),
     "scan_reverse": lambda: (
         torch.randn(8), torch.randn(8), CU, None, "gae", 0.9, None, 0.8, None, "hold", None, 1.0, 1.0,
     ),
@@ -78,8 +74,7 @@ def test_a_compiled_training_step_equals_the_eager_one():
         scored = rl_csrc.logprobs(h @ w.T, LABELS, entropy=True, temperature=0.9)
         linear = rl_csrc.linear_logprobs(h, w, LABELS, bias=bias)
         loss = rl_csrc.policy_loss(scored.logprobs, old, adv, mask, cu, entropy=scored.entropy, entropy_coef=0.1).loss
-        headed = rl_csrc.policy_loss_from_hidden(h, w, LABELS.clamp(min=0), old, adv, mask, cu, loss="cispo").loss
-        return loss + headed + linear.logprobs.sum()
+        return loss + linear.logprobs.sum()
 
     grads = []
     for run in (step, compiled(step)):
@@ -175,9 +170,8 @@ def test_every_output_is_written(monkeypatch):
         leaves = [part.clone().requires_grad_() for part in (hidden, weight, weight[:, 0])]
         whole = rl_csrc.linear_logprobs(*leaves[:2], LABELS.clamp(max=0), bias=leaves[2], entropy=True)
         (whole.logprobs.sum() + whole.entropy.sum()).backward()
-        options = (LABELS.clamp(min=0), *(torch.zeros(8) for _ in range(2)), torch.arange(8) % 2, CU)
         pair = [part.clone().requires_grad_() for part in (hidden, weight)]
-        headed = rl_csrc.policy_loss_from_hidden(*pair, *options)
+        headed = rl_csrc.linear_loss(*pair, LABELS.clamp(min=0), lambda scored, _: scored.square().sum())
         headed.loss.backward()
         outputs += [*whole, *(x.grad for x in leaves + pair), *headed]
     outputs += [rl_csrc.group_norm(torch.randn(4), torch.zeros(4)), rl_csrc.whiten(torch.randn(4), torch.zeros(4))]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import rl_csrc
 from rl_csrc import _cpu
-from rl_csrc.cpu import linear_logprobs as head
 from rl_csrc.types import AGGREGATIONS, KLS, LOSSES
 
 LEVELS = list(range(_cpu.set_kernel_level(-1) + 1))
@@ -263,54 +262,6 @@ def test_the_same_bits_with_any_number_of_threads():
     assert all(torch.equal(r.loss, results[0].loss) and torch.equal(r.metrics, results[0].metrics) for r in results)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "options", [{}, {"entropy_coef": 0.1}, {"entropy": True, "aggregation": "seq-mean-token-mean"}]
-)
-@pytest.mark.parametrize("kept_rows", [1000, 32])
-def test_from_hidden_equals_the_two_ops(monkeypatch, dtype, options, kept_rows):
-    _, old, adv, mask, cu, *_ = batch(5)
-    vocab = 4140
-    monkeypatch.setattr(head, "KEPT_BYTES", kept_rows * vocab * 2)
-    hidden, weight = (torch.randn(NUM_TOKENS, 64) / 4).to(dtype), torch.randn(vocab, 64).to(dtype)
-    hidden[~mask] = float("nan")
-    labels = torch.randint(vocab, (NUM_TOKENS,))
-    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    found = rl_csrc.policy_loss_from_hidden(h, w, labels, old, adv, mask, cu, loss="reinforce", **options)
-    (found.loss * 3).backward()
-    eh, ew = hidden.double().masked_fill(~mask[:, None], 0).requires_grad_(), weight.double().requires_grad_()
-    scored = rl_csrc.logprobs(eh @ ew.T, torch.where(mask, labels, -100), entropy=True)
-    options = {k: v for k, v in options.items() if k != "entropy"}
-    wanted = rl_csrc.policy_loss(
-        scored.logprobs, old, adv, mask, cu, entropy=scored.entropy, loss="reinforce", **options
-    )
-    (wanted.loss * 3).backward()
-    torch.testing.assert_close(found.loss.double(), wanted.loss, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.logprobs.double(), scored.logprobs.detach(), rtol=1e-5, atol=1e-5)
-    for leaf, exact in ((h, eh), (w, ew)):
-        step = 3 * torch.finfo(dtype).eps
-        tolerance = {"rtol": step + 1e-4, "atol": step * float(exact.grad.abs().max()) + 1e-6}
-        torch.testing.assert_close(leaf.grad.double(), exact.grad, **tolerance)
-
-
-def test_the_gradient_of_the_weight_is_summed_in_float32(monkeypatch):
-    """Over 32 chunks of tokens; the sum in bfloat16 would be off by 0.0067, the result rounded once is by 0.0017."""
-    g = torch.Generator().manual_seed(0)
-    num, vocab = 1024, 96
-    hidden, weight = (torch.randn(rows, 64, generator=g).bfloat16() / 4 for rows in (num, vocab))
-    labels, adv = torch.randint(vocab, (num,), generator=g), torch.rand(num, generator=g) + 0.5
-    monkeypatch.setattr(head, "KEPT_BYTES", 32 * vocab * 2)
-
-    def gradient(dtype):
-        leaf = (weight * 4).to(dtype).requires_grad_()
-        batch = torch.zeros(num), adv, torch.ones(num), torch.tensor([0, num])
-        rl_csrc.policy_loss_from_hidden(hidden.to(dtype), leaf, labels, *batch, loss="reinforce").loss.backward()
-        return leaf.grad.double()
-
-    exact = gradient(torch.float64)
-    assert (gradient(torch.bfloat16) - exact).norm() < 0.004 * exact.norm()
-
-
 def test_refusals_are_sentences():
     lp, old, adv, mask, cu, *_ = batch()
     with pytest.raises(rl_csrc.ArgumentError, match="loss is 'pppo'; allowed are ppo, gspo"):
@@ -329,9 +280,6 @@ def test_refusals_are_sentences():
             rl_csrc.policy_loss(lp.to(dtype), old, adv, mask, cu, entropy=torch.ones(1, dtype=dtype))
     with pytest.raises(rl_csrc.ArgumentError, match="end at the number of tokens, 53"):
         rl_csrc.policy_loss(lp, old, adv, mask, cu[:-1])
-    head = torch.randn(53, 5), torch.randn(7, 5), torch.zeros(53)
-    with pytest.raises(rl_csrc.ArgumentError, match="allowed are ppo, cispo"):
-        rl_csrc.policy_loss_from_hidden(*head, old, adv, mask, cu, loss="gspo")
     with pytest.raises(rl_csrc.ArgumentError, match="k3_max is 0"):
         rl_csrc.policy_loss(lp, old, adv, mask, cu, k3_max=0)
     for clip_dual in (0.5, 1.0):

@@ -18,7 +18,6 @@ from rl_csrc.cpu.linear_logprobs import (
     linear_logprobs_backward,
     linear_logprobs_forward,
     linear_loss,
-    policy_loss_from_hidden,
 )
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "logprobs_forward",
     "masked_moments",
     "policy_loss",
-    "policy_loss_from_hidden",
     "scan_reverse",
     "stats_merge",
     "whiten",

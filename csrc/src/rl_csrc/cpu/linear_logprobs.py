@@ -1,4 +1,4 @@
-"""The LM head: log-probs and policy losses of hidden states, in tiles or in chunks."""
+"""The LM head: log-probs and losses of hidden states, in tiles or in chunks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from rl_csrc import reference
-from rl_csrc.cpu.kernels import logprob_stats, logprobs_backward, logprobs_forward, policy_loss, stats_merge
+from rl_csrc.cpu.kernels import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
 from rl_csrc.native import cpu as native
 from rl_csrc.native import in_huge_pages, new_floats, with_adjacent_columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from rl_csrc.reference import LossSpec
 
 CHUNK_BYTES = 64 << 20
 """Room for the logits, or their gradient, of one run of vocabulary rows."""
@@ -171,39 +169,6 @@ def linear_logprobs_backward(
         if d_bias is not None:
             d_bias[columns] = grad.sum(1, dtype=torch.float32)
     return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias
-
-
-def policy_loss_from_hidden(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    spec: LossSpec,
-    denominator: float | Tensor,
-    ref_logprobs: Tensor | None,
-    weights: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    entropy: bool,
-    chunk_rows: int | None,
-    need: tuple[bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss, metrics, log-probs, entropy, and the gradients of hidden and weight: `linear_loss` of a policy loss."""
-    arguments = (old_logprobs, advantages, loss_mask, cu_seqlens, spec, denominator)
-    measured: list[Tensor] = []
-
-    def loss(scored: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        value, metrics, grad, grad_entropy = policy_loss(scored, *arguments, entropies, ref_logprobs, weights)
-        measured[:] = [metrics]
-        return value, grad, grad_entropy
-
-    clean = hidden.masked_fill(~loss_mask[:, None], 0)
-    options = (temperature, softcap, -100, entropy, spec.entropy_coef != 0, chunk_rows, need, 0, None)
-    value, scored, entropies, d_hidden, d_weight = linear_loss(clean, weight, labels, loss, *options)
-    return value, measured[0], scored, entropies, d_hidden, d_weight
 
 
 def linear_loss(

@@ -5,17 +5,20 @@ device, and every call may be captured in a CUDA graph, but for those that say o
 rows, `V` vocabulary, `H` hidden, `B` sequences.
 """
 
-from rl_csrc.cuda.advantages import group_norm, masked_moments, scan_reverse, whiten
 from rl_csrc.cuda.digest_delta import bucket_copy, delta_apply, delta_encode, digest_many, digest_sum, digest_sum_async
 from rl_csrc.cuda.inference import draw, paged_attention
-from rl_csrc.cuda.linear_logprobs import (
-    linear_logprobs_backward,
-    linear_logprobs_forward,
-    linear_loss,
-    policy_loss_from_hidden,
+from rl_csrc.cuda.kernels import (
+    group_norm,
+    logprob_stats,
+    logprobs_backward,
+    logprobs_forward,
+    masked_moments,
+    policy_loss,
+    scan_reverse,
+    stats_merge,
+    whiten,
 )
-from rl_csrc.cuda.logprobs import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
-from rl_csrc.cuda.policy_loss import policy_loss
+from rl_csrc.cuda.linear_logprobs import linear_logprobs_backward, linear_logprobs_forward, linear_loss
 
 __all__ = [
     "bucket_copy",
@@ -35,7 +38,6 @@ __all__ = [
     "masked_moments",
     "paged_attention",
     "policy_loss",
-    "policy_loss_from_hidden",
     "scan_reverse",
     "stats_merge",
     "whiten",

@@ -1,4 +1,4 @@
-"""The LM head in blocks of logits: log-probs and policy losses of hidden states."""
+"""The LM head in blocks of logits: log-probs and losses of hidden states."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_csrc.cuda.launch import native, new_floats, on_its_device, stream_of
-from rl_csrc.cuda.logprobs import (
+from rl_csrc.cuda.kernels import (
     logits_arguments,
     logprob_stats,
     logprobs_backward,
     logprobs_forward,
     stats_merge,
 )
-from rl_csrc.cuda.policy_loss import fused_rows, policy_loss, token_arguments, token_scale
+from rl_csrc.cuda.launch import native, new_floats, on_its_device, stream_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_csrc.reference import Gather, LossSpec, TokenLoss
+    from rl_csrc.reference import Gather, TokenLoss
 
 CHUNK_BYTES = 670 << 20
 """Room for the logits and gradients that the LM-head ops hold at once."""
@@ -321,94 +320,3 @@ def linear_loss(
     head = logits = out = None  # room for the converted gradients
     assert value is not None
     return (value, scored, entropies, *gradients.finish())
-
-
-@on_its_device
-def policy_loss_from_hidden(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    spec: LossSpec,
-    denominator: float | Tensor,
-    ref: Tensor | None,
-    weights: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    entropy: bool,
-    chunk_rows: int | None,
-    need: tuple[bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss, metrics, log-probs, entropies and the gradients of hidden and weight: three products per chunk."""
-    ref = ref if spec.kl != "none" else None
-    num = labels.shape[0]
-    with_entropy = entropy or spec.entropy_coef != 0.0
-    scored = new_floats(hidden, num)
-    entropies = torch.empty_like(scored) if with_entropy else None
-    scale = token_scale(spec, mask, cu_seqlens)
-    hidden = _without_ignored(hidden, mask)
-    chunk = _chunk_rows(weight.shape[0], num, chunk_rows or GRADIENT_ROWS, batch_invariant=False)
-    gradients = _HeadGradients(hidden, weight, need, chunk)
-    head = _Head(hidden, weight, None, chunk, pad=False)
-    for rows in head.chunks():
-        logits = head.logits(rows)
-        out = gradients.room(rows, logits)
-        tokens, _scalar = token_arguments(
-            old[rows], advantages[rows], mask[rows], _part(ref, rows), _part(weights, rows), denominator
-        )
-        row_temperature = _rows_of(temperature, rows)
-        fused = fused_rows(
-            logits, labels[rows], spec, tokens, row_temperature, softcap, None, _part(scale, rows), scored[rows],
-            _part(entropies, rows), out,
-        )  # fmt: skip
-        if not fused:
-            _unfused_rows(
-                logits, labels[rows], old[rows], advantages[rows], mask[rows], spec, denominator, _part(ref, rows),
-                _part(weights, rows), row_temperature, softcap, _part(scale, rows), scored[rows],
-                _part(entropies, rows), out,
-            )  # fmt: skip
-        gradients.add(rows)
-    head = logits = out = None  # room for the converted gradients
-    loss, metrics, _, _ = policy_loss(
-        scored, old, advantages, mask, cu_seqlens, spec, denominator, entropies, ref, weights
-    )
-    return (loss, metrics, scored, entropies, *gradients.finish())
-
-
-def _unfused_rows(
-    logits: Tensor,
-    labels: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    spec: LossSpec,
-    denominator: float | Tensor,
-    ref: Tensor | None,
-    weights: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    token_scale: Tensor | None,
-    scored: Tensor,
-    entropies: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Three-pass fallback of `fused_rows`, for rows that do not fit on the chip."""
-    found, found_entropy, _, lse = logprobs_forward(
-        logits, labels, temperature, softcap, -100, None, entropies is not None, False
-    )
-    scored.copy_(found)
-    if entropies is not None and found_entropy is not None:
-        entropies.copy_(found_entropy)
-    rows_each = torch.arange(labels.shape[0] + 1, device=labels.device)  # every token a sequence: no token weight
-    _, _, grad, grad_entropy = policy_loss(
-        scored, old, advantages, mask, rows_each, spec, denominator, entropies, ref, weights
-    )
-    if token_scale is not None:
-        grad *= token_scale
-        grad_entropy = None if grad_entropy is None else grad_entropy * token_scale
-    logprobs_backward(
-        logits, labels, scored, lse, grad, entropies, grad_entropy, temperature, softcap, -100, None, 0, out
-    )

@@ -1,10 +1,9 @@
 """The public ops: log-probs, policy losses, advantages. Each file has checks, schema, gradient and documentation."""
 
 from rl_csrc.ops.advantages import group_norm, masked_moments, scan_reverse, whiten
-from rl_csrc.ops.linear_logprobs import linear_logprobs
-from rl_csrc.ops.linear_loss import linear_loss
+from rl_csrc.ops.linear_logprobs import linear_logprobs, linear_loss
 from rl_csrc.ops.logprobs import logprob_stats, logprobs, parallel_logprobs, stats_merge
-from rl_csrc.ops.policy_loss import policy_loss, policy_loss_from_hidden
+from rl_csrc.ops.policy_loss import policy_loss
 
 __all__ = [
     "group_norm",
@@ -15,7 +14,6 @@ __all__ = [
     "masked_moments",
     "parallel_logprobs",
     "policy_loss",
-    "policy_loss_from_hidden",
     "scan_reverse",
     "stats_merge",
     "whiten",

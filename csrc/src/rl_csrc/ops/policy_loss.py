@@ -1,39 +1,31 @@
-"""Policy losses of packed tokens, from their log-probs or from the hidden states under them.
-
-Legend: `T` tokens (packed), `B` sequences, `V` vocabulary, `H` hidden, `M` metrics.
-"""
+"""Policy losses of packed tokens, from their log-probs. Legend: `T` tokens (packed), `B` sequences, `M` metrics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rl_csrc.errors import ArgumentError
-from rl_csrc.ops.linear_logprobs import check_linear
 from rl_csrc.ops.operator import (
     Operator,
     booleans,
     check_one_of,
     check_same_length,
-    emptied,
-    filled,
     float_type,
     floats,
     integers,
     kernel,
     optional_floats,
-    per_token,
     split,
 )
 from rl_csrc.reference import LossSpec
-from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, TOKEN_LOCAL_LOSSES, PolicyLoss, ScoredPolicyLoss
+from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, PolicyLoss
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Unpack
 
     from rl_csrc.types import Aggregation, Kl, Loss
 
@@ -134,86 +126,6 @@ def policy_loss(
         entropy = None if entropy is None else entropy.to(dtype).contiguous()
         return PolicyLoss(*_POLICY(logprobs.to(dtype).contiguous(), *arguments, entropy)[:2])
     return PolicyLoss(*_POLICY(logprobs, *arguments, entropy)[:2])
-
-
-class PolicyOptions(TypedDict, total=False):
-    """The options that `policy_loss` shares with `policy_loss_from_hidden`. See there for each."""
-
-    loss: Loss
-    clip_low: float
-    clip_high: float
-    clip_dual: float | None
-    ratio_max: float
-    tau_pos: float
-    tau_neg: float
-    dro_beta: float
-    k3_max: float
-    kl: Kl
-    kl_coef: float
-    ref_logprobs: Tensor | None
-    entropy_coef: float
-    weights: Tensor | None
-    aggregation: Aggregation
-    num_tokens: float | Tensor | None
-    num_sequences: float | Tensor | None
-    norm_constant: float | None
-
-
-def policy_loss_from_hidden(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    entropy: bool = False,
-    chunk_rows: int | None = None,
-    **options: Unpack[PolicyOptions],
-) -> ScoredPolicyLoss:
-    """Log-probs under an LM head, a token-local loss and both gradients: three matrix products, not four.
-
-    As `linear_logprobs` followed by `policy_loss`. Forward computes each chunk's logits, loss and gradients; backward
-    only scales them. Differentiable in `hidden` and `weight`; the gradient of `weight` is accumulated in float32. The
-    losses that need the whole sequence first (gspo, gmpo) are refused. Positions outside `loss_mask` are not scored.
-
-    Args:
-        hidden: `[T, H]` float32, bfloat16, float16 or float64.
-        weight: `[V, H]`, the same dtype.
-        labels: `[T]` int64.
-        old_logprobs: as in `policy_loss`; the arguments that follow too.
-        advantages: as in `policy_loss`.
-        loss_mask: as in `policy_loss`.
-        cu_seqlens: as in `policy_loss`.
-        temperature: one number, or float `[T]`.
-        softcap: as in `logprobs`.
-        entropy: also return the entropy; implied by `entropy_coef`.
-        chunk_rows: tokens whose logits are held at once; None: chosen by the op.
-        options: as in `policy_loss`, without `entropy` and `sequence_counts`.
-
-    Raises:
-        ArgumentError: a shape or option that the op does not take.
-        LabelError: a label outside the vocabulary (CPU).
-    """
-    check_linear(hidden, weight, labels, None)
-    given: dict[str, Any] = dict(options)
-    counts = _Counts(*(given.pop(name, None) for name in ("num_tokens", "num_sequences", "norm_constant")))
-    extra = (given.pop("ref_logprobs", None), given.pop("weights", None))
-    spec = _checked_spec(**given)
-    check_one_of("loss", spec.loss, TOKEN_LOCAL_LOSSES)
-    tokens = (old_logprobs, advantages, loss_mask, cu_seqlens)
-    arguments = _checked_tokens(hidden, *tokens, spec, counts, *extra)
-    num, mask = old_logprobs.shape[0], arguments[2]
-    check_same_length("labels", labels, num)
-    labels = torch.where(mask, integers(labels), -100)
-    per_row = per_token(temperature, num, "temperature")
-    entropy = entropy or spec.entropy_coef != 0
-    need = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
-    found = _FROM_HIDDEN(hidden, weight, labels, *arguments, *per_row, softcap, entropy, chunk_rows, need)
-    return ScoredPolicyLoss(found[0], found[2], found[3] if entropy else None, found[1])
 
 
 def _checked_spec(clip_dual: float | None = None, **options: Any) -> LossSpec:
@@ -341,64 +253,6 @@ def _policy_backward(
     return tuple((g * grad_loss).to(dtype) if need else None for g, need, dtype in pairs)
 
 
-def _from_hidden(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    spec: LossSpec | Sequence[float],
-    denominator: Tensor | None,
-    scalar_denominator: float,
-    ref_logprobs: Tensor | None,
-    weights: Tensor | None,
-    temperature: Tensor | None,
-    scalar_temperature: float,
-    softcap: float | None,
-    entropy: bool,
-    chunk_rows: int | None,
-    need: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    tokens = (old_logprobs, advantages, loss_mask, cu_seqlens, LossSpec.of(spec))
-    count = scalar_denominator if denominator is None else denominator
-    per_row = scalar_temperature if temperature is None else temperature
-    options = (count, ref_logprobs, weights, per_row, softcap, entropy, chunk_rows, tuple(need))
-    run = kernel("policy_loss_from_hidden", hidden)
-    found = run(hidden.detach(), weight.detach(), labels, *tokens, *options)
-    loss, metrics, scored, entropies, d_hidden, d_weight = found
-    return loss, metrics, scored, filled(entropies, scored), filled(d_hidden, hidden), filled(d_weight, hidden)
-
-
-def _from_hidden_fake(hidden: Tensor, weight: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    num, dtype = labels.shape[0], float_type(hidden)
-    sizes = ((), (len(METRIC_NAMES),), (num,), (num if rest[-3] else 0,))
-    grads = (hidden.new_empty(x.shape if n else (0,)) for x, n in zip((hidden, weight), rest[-1], strict=True))
-    return *(hidden.new_empty(size, dtype=dtype) for size in sizes), *grads
-
-
-def _from_hidden_save(ctx: Any, _inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.save_for_backward(*output[-2:])
-
-
-def _from_hidden_backward(
-    ctx: Any, _needs: Sequence[bool], grad_loss: Tensor | None, *_unused: Any
-) -> tuple[Tensor | None, ...]:
-    if grad_loss is None:
-        return None, None
-    return tuple(None if emptied(g) is None else _scaled(g, grad_loss) for g in ctx.saved_tensors)
-
-
-def _scaled(grad: Tensor, by: Tensor) -> Tensor:
-    """Saved gradient times the loss's, which is nearly always 1; in place unless traced."""
-    if type(grad) is not Tensor or torch.compiler.is_compiling():
-        return grad * by.to(grad.dtype)
-    if by.device.type == "cpu" and float(by) == 1.0:
-        return grad
-    return grad.mul_(by.to(grad.dtype))  # saved for this one use; a second backward sees the new version and raises
-
-
 _POLICY = Operator(
     "policy_loss",
     f"(Tensor logprobs, {_TOKENS}, Tensor? entropy) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -408,15 +262,4 @@ _POLICY = Operator(
     backward=_policy_backward,
     differentiable=(0, 10),
     num_outputs=2,
-)
-_FROM_HIDDEN = Operator(
-    "policy_loss_from_hidden",
-    f"(Tensor hidden, Tensor weight, Tensor labels, {_TOKENS}, Tensor? temperature, float scalar_temperature, "
-    "float? softcap, bool entropy, int? chunk_rows, bool[] need) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _from_hidden,
-    _from_hidden_fake,
-    save=_from_hidden_save,
-    backward=_from_hidden_backward,
-    differentiable=(0, 1),
-    num_outputs=4,
 )

@@ -21,7 +21,7 @@ from rl_csrc.reference.logprobs import (
     logprobs_forward,
     stats_merge,
 )
-from rl_csrc.reference.policy_loss import LossSpec, differentiable_policy_loss, policy_loss, policy_loss_from_hidden
+from rl_csrc.reference.policy_loss import LossSpec, differentiable_policy_loss, policy_loss
 
 __all__ = [
     "Gather",
@@ -41,7 +41,6 @@ __all__ = [
     "logprobs_forward",
     "masked_moments",
     "policy_loss",
-    "policy_loss_from_hidden",
     "scan_reverse",
     "stats_merge",
     "whiten",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_csrc.reference.logprobs import linear_logprobs_backward, linear_logprobs_forward
 from rl_csrc.types import (
     AGGREGATIONS,
     K3_MAX,
@@ -129,34 +128,6 @@ def policy_loss(
         found = differentiable_policy_loss(inputs[0], *tokens, second, ref_logprobs, weights)
     grads = torch.autograd.grad(found.loss, inputs, allow_unused=True, materialize_grads=True)
     return found.loss.detach(), found.metrics, grads[0], grads[1] if entropy is not None else None
-
-
-def policy_loss_from_hidden(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    spec: LossSpec,
-    denominator: float | Tensor,
-    ref_logprobs: Tensor | None,
-    weights: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    entropy: bool,
-    chunk_rows: int | None,
-    need: tuple[bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss, metrics, log-probs, entropy, and the gradients of hidden and weight: the two ops, one after the other."""
-    head, scoring = (hidden, weight, labels, None), (temperature, softcap, -100)
-    scored, entropies, _, lse = linear_logprobs_forward(*head, *scoring, entropy, False, chunk_rows, False)
-    tokens = (old_logprobs, advantages, loss_mask, cu_seqlens, spec, denominator)
-    loss, metrics, grad, grad_entropy = policy_loss(scored, *tokens, entropies, ref_logprobs, weights)
-    given = (scored, lse, grad, entropies, grad_entropy)
-    found = linear_logprobs_backward(*head, *given, *scoring, chunk_rows, False, (*need, False))
-    return loss, metrics, scored, entropies, *found[:2]
 
 
 def differentiable_policy_loss(
