@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -61,6 +62,25 @@ def test_a_caller_without_an_event_loop_may_wait_and_kill():
     assert process.returncode == -9
     while not has_ended(process.last_lines[0]):
         assert time.monotonic() < deadline, "what it started ends with it"
+        time.sleep(0.02)
+
+
+def test_a_guarded_command_ends_with_whoever_started_it():
+    """Inference servers start processes of their own: all of them end, though nobody could say so any more."""
+    inner = [sys.executable, "-c", "import subprocess; subprocess.run(['sh', '-c', 'echo $$; sleep 100'])"]
+    code = f"""
+import os, subprocess, sys
+guard = [sys.executable, "-m", "rl_rollout.process", *{inner!r}]
+child = subprocess.Popen(guard, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+print(child.pid, child.stdout.readline(), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    pids = told.stdout.split()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 30.0
+    while not all(map(has_ended, pids)):
+        assert time.monotonic() < deadline, "what was guarded outlives its starter"
         time.sleep(0.02)
 
 

@@ -69,7 +69,7 @@ def test_a_call_that_a_client_repeats_after_its_timeout_is_one_trajectory(tmp_pa
         await proxy.start()
         try:
             await server.pause("keep")
-            async with client_of(proxy, max_retries=9, timeout=1.0) as client:
+            async with client_of(proxy, max_retries=9, timeout=0.5) as client:
                 asked = await client.chat.completions.create(model="m", messages=[USER], stream=is_streaming)
                 if is_streaming:
                     assert [event async for event in asked]

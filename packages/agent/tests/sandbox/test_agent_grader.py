@@ -164,7 +164,7 @@ def test_a_grandchild_that_leaves_the_session_does_not_outlive_the_run(has_isola
         worker = await workers.Worker.start(LIMITS, **({"workspace": tmp_path} if has_isolation else {}))
         where = "/workspace/lives" if "files" in worker.isolation else path
         result = await worker.run(
-            ESCAPE.format(path=where, end=end), "", 2.0 if "sleep(3600)" in end else 60.0, is_fresh=True
+            ESCAPE.format(path=where, end=end), "", 1.0 if "sleep(3600)" in end else 60.0, is_fresh=True
         )
         size = size_of(path)
         await asyncio.sleep(0.2)

@@ -30,7 +30,14 @@ sys.exit(3)
 
 
 @pytest.mark.timeout(900)  # a process that imports torch, on a machine that may be busy
-@pytest.mark.parametrize(("where", "code"), [("in the loop", 1), ("after the loop", 1), ("exit", 3)])
+@pytest.mark.parametrize(
+    ("where", "code"),
+    [
+        ("in the loop", 1),
+        pytest.param("after the loop", 1, marks=pytest.mark.slow),
+        pytest.param("exit", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_a_program_that_fails_while_it_generates_ends_with_its_own_error(long_folder, where, code):
     command = [sys.executable, "-c", CODE, str(long_folder), where]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)

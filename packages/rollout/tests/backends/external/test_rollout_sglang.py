@@ -70,6 +70,34 @@ class TestProtocol(ServerConformance):
             served.generate(temperature=0.7, top_k=top_k, top_p=0.9)
         assert len(served.generate(top_k=top_k, top_p=0.9).token_ids) == 8  # greedy: nothing is cut off
 
+    def test_a_request_that_is_late_or_left_is_ended_in_the_server(self, served, monkeypatch):
+        server, post_generate, post_abort = served.server, served.server.post_generate, served.server.post_abort
+        asked, ended = asyncio.Queue(), asyncio.Queue()
+
+        async def generate(request, images, upstream_id):
+            asked.put_nowait([upstream_id])
+            return await post_generate(request, images, upstream_id)
+
+        async def abort(upstream_ids):
+            await post_abort(upstream_ids)
+            ended.put_nowait(upstream_ids)
+
+        async def scenario():
+            long = request(max_new_tokens=4000, ignore_eos=True)
+            late = await server.generate(replace(long, timeout_s=0.5))
+            assert late.finish_reason is FinishReason.TIMEOUT
+            assert 0 < len(late.token_ids) < 4000
+            assert await ended.get() == await asked.get()
+            left = asyncio.create_task(server.generate(long))
+            sent = await asked.get()
+            left.cancel()
+            await asyncio.wait([left])
+            assert await ended.get() == sent
+
+        monkeypatch.setattr(server, "post_generate", generate)
+        monkeypatch.setattr(server, "post_abort", abort)
+        served.run(scenario())
+
     test_stop_ends_it = ServerConformance.test_stop_ends_it
 
 
@@ -110,37 +138,6 @@ class TestLimitsOfTheRealOneOnCpu:
         server = create_server("sglang", real_sglang_config(qwen3_folder, "--enable-memory-saver"))
         with pytest.raises(ServerStartError, match="torch_memory_saver"):
             asyncio.run(server.start())
-
-
-def test_a_request_that_is_late_or_left_is_ended_in_the_server(long_folder):
-    async def scenario():
-        server = create_server("sglang", fake_sglang_config(long_folder))
-        asked, ended = asyncio.Queue(), asyncio.Queue()
-        post_generate, post_abort = server.post_generate, server.post_abort
-
-        async def generate(request, images, upstream_id):
-            asked.put_nowait([upstream_id])
-            return await post_generate(request, images, upstream_id)
-
-        async def abort(upstream_ids):
-            await post_abort(upstream_ids)
-            ended.put_nowait(upstream_ids)
-
-        server.post_generate, server.post_abort = generate, abort
-        await server.start()
-        long = request(max_new_tokens=4000, ignore_eos=True)
-        late = await server.generate(replace(long, timeout_s=0.5))
-        assert late.finish_reason is FinishReason.TIMEOUT
-        assert 0 < len(late.token_ids) < 4000
-        assert await ended.get() == await asked.get()
-        left = asyncio.create_task(server.generate(long))
-        sent = await asked.get()
-        left.cancel()
-        await asyncio.wait([left])
-        assert await ended.get() == sent
-        await server.stop()
-
-    asyncio.run(scenario())
 
 
 def test_a_full_cache(long_folder):

@@ -172,6 +172,7 @@ def test_a_server_that_is_stopped_is_found_by_its_health_check_and_may_go_on_bef
     assert not Path(f"/proc/{child}").exists(), "a stopped server was left behind"
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_process_that_started_it(qwen3_folder):
     code = f"""
 import asyncio, os
