@@ -132,8 +132,8 @@ def test_groups_come_as_they_end_and_leaving_early_stops_the_rest():
     [
         ({"on_failure": "zero"}, "'zero' is not a valid OnFailure"),
         ({"max_refills": -1}, "max_refills=-1 not negative"),
-        ({"min_group_size": 0}, "min_group_size=0 must lie between 1 and group_size=4"),
-        ({"group_size": 0}, "group_size=0 must be positive"),
+        ({"min_group_size": 0}, "min_group_size=0 must be positive"),
+        ({"group_size": 0}, "group_size=0 and min_group_size=0 must be positive"),
         ({"positions": [1]}, "1 positions for 3 rows"),
     ],
 )

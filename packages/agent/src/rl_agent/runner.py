@@ -70,33 +70,10 @@ class _Group:
     """Places that may still be taken by another rollout."""
     num_started: int
     """Seeds given out."""
+    num_left: int
+    """Places whose last rollout has not ended."""
     ended: dict[int, tuple[AgentLoopOutput, ...]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlan:
-    """How groups are run."""
-
-    group_size: int
-    """Rollouts per row."""
-    on_failure: OnFailure
-    """What becomes of a group with a failed rollout."""
-    max_refills: int
-    """Of one group, with `refill`."""
-    min_group_size: int
-    """Rollouts that have to be left, with `mask`: below two there is no baseline."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be."""
-        if self.group_size < 1 or self.max_refills < 0:
-            raise ValueError(
-                f"group_size={self.group_size} must be positive and max_refills={self.max_refills} not negative"
-            )
-        if not 1 <= self.min_group_size <= self.group_size:
-            raise ValueError(
-                f"min_group_size={self.min_group_size} must lie between 1 and group_size={self.group_size}"
-            )
 
 
 class AgentRunner:
@@ -209,22 +186,44 @@ class AgentRunner:
         Raises:
             LoopError, ValueError: as of `run`.
         """
-        plan = GroupPlan(
-            group_size=group_size,
-            on_failure=OnFailure(on_failure),
-            max_refills=max_refills,
-            min_group_size=min(min_group_size, group_size),
-        )
+        on_failure, min_group_size = OnFailure(on_failure), min(min_group_size, group_size)
+        if group_size < 1 or max_refills < 0 or min_group_size < 1:
+            raise ValueError(
+                f"group_size={group_size} and min_group_size={min_group_size} must be positive, and "
+                f"max_refills={max_refills} not negative"
+            )
         positions = _checked_positions(positions, rows)
         loops = [self._loop_of(row) for row in rows]
+        groups = [_Group(num_refills=max_refills, num_started=group_size, num_left=group_size) for _ in rows]
 
-        def rollout(row: int, index: int, seed_index: int) -> Awaitable[RolloutResult]:
-            params = seeded(sampling_params, positions[row], seed_index)
-            return self._rollout(loops[row], rows[row], params, row_index=row, rollout_index=index)
+        async def fill(row: int, index: int) -> int:
+            """Run rollouts for one place of a group until one ends well or no other may."""
+            group, seed_index = groups[row], index
+            while not (group.failures and on_failure is OnFailure.DROP):
+                params = seeded(sampling_params, positions[row], seed_index)
+                result = await self._rollout(loops[row], rows[row], params, row_index=row, rollout_index=index)
+                if grade is not None and not isinstance(result.outputs, Failure):
+                    result = await grade(result)
+                if not isinstance(result.outputs, Failure):
+                    group.ended[index] = result.outputs
+                    break
+                group.failures.append(result.outputs)
+                if on_failure is not OnFailure.REFILL or not group.num_refills:
+                    break
+                group.num_refills -= 1
+                seed_index, group.num_started = group.num_started, group.num_started + 1
+            return row
 
-        async with aclosing(run_groups(rollout, grade, len(rows), plan, self._max_concurrent)) as groups:
-            async for group in groups:
-                yield group
+        work = (fill(row, index) for row in range(len(rows)) for index in range(group_size))
+        needed = min_group_size if on_failure is OnFailure.MASK else group_size
+        async with aclosing(as_finished(work, self._max_concurrent)) as finished:
+            async for row in finished:
+                group = groups[row]
+                group.num_left -= 1
+                if not group.num_left:
+                    whole = sorted(group.ended.items()) if len(group.ended) >= needed else ()
+                    rollouts = tuple(outputs for _, outputs in whole)
+                    yield GroupResult(row_index=row, rollouts=rollouts, failures=tuple(group.failures))
 
     async def close(self) -> None:
         """Close the loops that were made."""
@@ -323,58 +322,6 @@ def _deadline_failure(timeout_s: float, num_attempts: int, last: _Outcome | None
         message=f"no result within {timeout_s:g} s, in attempt {num_attempts}{before}",
         is_retryable=True,
     )
-
-
-async def run_groups(
-    rollout: Callable[[int, int, int], Awaitable[RolloutResult]],
-    grade: Callable[[RolloutResult], Awaitable[RolloutResult]] | None,
-    num_rows: int,
-    plan: GroupPlan,
-    max_concurrent: int,
-) -> AsyncGenerator[GroupResult, None]:
-    """Yield each group as its last rollout ends.
-
-    Args:
-        rollout: Runs one, by row, index in the group, and index of its seed among the group's.
-        grade: See `AgentRunner.run_groups`.
-        num_rows: Groups.
-        plan: What becomes of failures.
-        max_concurrent: Rollouts running at the same time.
-    """
-    size = plan.group_size
-    groups = [_Group(num_refills=plan.max_refills, num_started=size) for _ in range(num_rows)]
-    num_left = [size] * num_rows
-
-    async def fill(row: int, index: int) -> int:
-        """Run rollouts for one index of a group until one ends well or no other may."""
-        group, seed_index = groups[row], index
-        while not (group.failures and plan.on_failure is OnFailure.DROP):
-            result = await rollout(row, index, seed_index)
-            if grade is not None and not isinstance(result.outputs, Failure):
-                result = await grade(result)
-            if not isinstance(result.outputs, Failure):
-                group.ended[index] = result.outputs
-                break
-            group.failures.append(result.outputs)
-            if plan.on_failure is not OnFailure.REFILL or not group.num_refills:
-                break
-            group.num_refills -= 1
-            seed_index, group.num_started = group.num_started, group.num_started + 1
-        return row
-
-    work = (fill(row, index) for row in range(num_rows) for index in range(size))
-    async with aclosing(as_finished(work, max_concurrent)) as finished:
-        async for row in finished:
-            num_left[row] -= 1
-            if not num_left[row]:
-                yield _result(row, groups[row], plan)
-
-
-def _result(row: int, group: _Group, plan: GroupPlan) -> GroupResult:
-    needed = plan.min_group_size if plan.on_failure is OnFailure.MASK else plan.group_size
-    is_enough = len(group.ended) >= needed
-    rollouts = tuple(group.ended[index] for index in sorted(group.ended)) if is_enough else ()
-    return GroupResult(row_index=row, rollouts=rollouts, failures=tuple(group.failures))
 
 
 async def as_finished(work: Iterator[Coroutine[Any, Any, T]], limit: int) -> AsyncGenerator[T, None]:
