@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 from difflib import get_close_matches
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import BackendError, ConfigError
+from rl_rollout.validation import find_plugin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,11 +29,9 @@ def load_backend(name: str) -> Any:
     Raises:
         BackendError: no such backend, or it cannot be imported here.
     """
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
-        raise BackendError(f"no rollout backend {name!r}; installed here: {', '.join(sorted(found)) or 'none'}")
+    found = find_plugin(GROUP, name, "rollout backend", BackendError)
     try:
-        return importlib.import_module(found[name].module)
+        return importlib.import_module(found.module)
     except ImportError as error:
         raise BackendError(_pip_line(name, error)) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from rl_rollout.errors import (
     GenerationError,
     ModelFolderError,
     RequestError,
+    RolloutError,
     UnsupportedError,
     WeightUpdateError,
 )
@@ -29,6 +31,22 @@ SEED_RANGE = 2**63
 """Seeds lie in [-2**63, 2**63), and no other number is larger: engines keep them in 64 bits."""
 LEAST_TEMPERATURE = 1e-6
 """Below it, logits / temperature are no numbers of 32 bits; SGLang takes it for 0."""
+
+
+TOOL_PARSERS = "rl_rollout.tool_parsers"
+"""Entry points of this group are functions that read the tool calls of a turn; rl-agent brings some."""
+
+
+def find_plugin(group: str, name: str, what: str, error: type[RolloutError] = ConfigError) -> EntryPoint:
+    """The entry point of an installed plug-in.
+
+    Raises:
+        ConfigError: it is not installed (or `error`); lists those that are.
+    """
+    found = {point.name: point for point in entry_points(group=group)}
+    if name not in found:
+        raise error(f"no {what} {name!r}; installed here: {', '.join(sorted(found)) or 'none'}")
+    return found[name]
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import openai
@@ -51,7 +52,8 @@ def ask(folder, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     point = SimpleNamespace(name="stars", load=lambda: parse)
     monkeypatch.setattr(
-        "rl_rollout.http.text.entry_points", lambda group, name=None: [point] if group == PARSERS else []
+        "rl_rollout.validation.entry_points",
+        lambda group: [point] if group == PARSERS else entry_points(group=group),
     )
     seen = []
 

@@ -23,9 +23,9 @@ from aiohttp import web
 
 from rl_rollout.errors import RequestError, UnsupportedError
 from rl_rollout.http import messages as wire
-from rl_rollout.http.text import LazyTokenizer, TextStream, check_tools, load_parser, plain_messages, read_calls
+from rl_rollout.http.text import LazyTokenizer, TextStream, check_tools, plain_messages, read_calls
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
-from rl_rollout.validation import check_count
+from rl_rollout.validation import TOOL_PARSERS, check_count, find_plugin
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -155,7 +155,7 @@ class OpenAIRoutes:
         """One thread, so that a long text holds up other texts and nothing else."""
         self._created = int(time.time())
         parser = config.options.get("tool_parser")
-        self._parse_calls = None if parser is None else load_parser(parser)
+        self._parse_calls = None if parser is None else find_plugin(TOOL_PARSERS, parser, "tool parser").load()
 
     def routes(self) -> list[web.RouteDef]:
         """Routes for the application."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import uuid
 from functools import partial
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from rl_rollout.errors import ConfigError, RequestError
+from rl_rollout.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -196,28 +195,6 @@ class LazyTokenizer:
         if not is_told:
             raise RequestError("the model's chat template has no place for tools; it would never hear of them")
         return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-
-GROUP = "rl_rollout.tool_parsers"
-
-
-def check_parser(name: str) -> None:
-    """See that a parser is installed.
-
-    Raises:
-        ConfigError: it is not; lists those that are.
-    """
-    installed = {point.name for point in entry_points(group=GROUP)}
-    if name not in installed:
-        there = ", ".join(sorted(installed)) or "none; pip install rl-agent brings some"
-        raise ConfigError(f"no tool parser {name!r}; installed are: {there}")
-
-
-def load_parser(name: str) -> Callable[[str], Any]:
-    """The parser of this name. See `check_parser`."""
-    check_parser(name)
-    (point,) = entry_points(group=GROUP, name=name)
-    return cast("Callable[[str], Any]", point.load())
 
 
 def check_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:

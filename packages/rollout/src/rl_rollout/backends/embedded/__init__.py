@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import ConfigError, ModelFolderError
-from rl_rollout.http.text import check_parser
 from rl_rollout.registry import check_options, check_unused
-from rl_rollout.validation import read_model_config
+from rl_rollout.validation import TOOL_PARSERS, find_plugin, read_model_config
 
 if TYPE_CHECKING:
     from rl_rollout.base import RolloutServer
@@ -50,7 +49,7 @@ def check_embedded_options(options: Mapping[str, Any]) -> None:
             if not isinstance(value, Mapping) or not all(n and "." not in n for n in value):
                 raise ConfigError(f"option adapters={value!r} must map names (without dots) to folders")
         elif name == "tool_parser":
-            check_parser(value)
+            find_plugin(TOOL_PARSERS, value, "tool parser")
         elif not isinstance(value, int) or value < 1:
             raise ConfigError(f"option {name}={value!r} must be a whole number, at least 1")
 
