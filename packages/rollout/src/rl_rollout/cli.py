@@ -26,6 +26,26 @@ if TYPE_CHECKING:
     from rl_rollout.reward_server import ScoreServer
 
 
+FLAGS = {
+    "host": "interface to bind",
+    "port": "0 picks a free one",
+    "max_model_len": "prompt plus completion, tokens",
+    "max_num_seqs": "requests decoded at once",
+    "seed": "of requests that bring none",
+    "timeout_s": "how long requests without a deadline may generate",
+    "queue_timeout_s": "how long they may wait for their turn",
+    "max_body_bytes": "largest body of an HTTP request",
+    "max_completions": "completions that one HTTP request may ask for",
+    "max_stops": "stop strings, or stop ids, of one request",
+    "max_top_logprobs": "alternatives per token",
+    "num_threads": "CPU threads; 0 lets the backend choose",
+    "device": "auto, cpu or cuda",
+    "dtype": "auto, float32, bfloat16, float16",
+    "kv_cache_bytes": "most memory of keys and values; 0 chooses",
+}
+"""Fields of `ServerConfig` that are a flag of the same name."""
+
+
 def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
     """Task, backend, config, and whether to end with standard input."""
     default = ServerConfig(model_path="")
@@ -42,33 +62,10 @@ def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
         default="generate",
         help="score: a reward model's scores at /pooling; no --backend (default: %(default)s)",
     )
-    parser.add_argument("--host", default=default.host, help="interface to bind (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)")
-    parser.add_argument(
-        "--max-model-len", type=int, default=default.max_model_len, help="prompt plus completion, tokens"
-    )
-    parser.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, help="requests decoded at once")
-    parser.add_argument("--seed", type=int, default=default.seed, help="of requests that bring none")
-    parser.add_argument(
-        "--timeout-s", type=float, default=default.timeout_s, help="how long requests without a deadline may generate"
-    )
-    for name, what in (
-        ("queue-timeout-s", "how long they may wait for their turn"),
-        ("max-body-bytes", "largest body of an HTTP request"),
-        ("max-completions", "completions that one HTTP request may ask for"),
-        ("max-stops", "stop strings, or stop ids, of one request"),
-        ("max-top-logprobs", "alternatives per token"),
-    ):
-        given = getattr(default, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=type(given), default=given, help=f"{what} (default: %(default)s)")
-    parser.add_argument(
-        "--num-threads", type=int, default=default.num_threads, help="CPU threads; 0 lets the backend choose"
-    )
-    parser.add_argument("--device", default=default.device, help="auto, cpu or cuda (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", default=default.dtype, help="auto, float32, bfloat16, float16 (default: %(default)s)"
-    )
-    parser.add_argument("--kv-cache-bytes", type=int, default=0, help="most memory of keys and values; 0 chooses")
+    for name, what in FLAGS.items():
+        given = 8000 if name == "port" else getattr(default, name)
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(given), default=given, help=f"{what} (default: %(default)s)")
     parser.add_argument(
         "--parallel",
         type=parse_parallel,

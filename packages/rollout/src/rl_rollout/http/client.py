@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -361,16 +361,14 @@ EXIT_TIMEOUT_S = 2.0
 
 def serve_command(backend: str, config: ServerConfig) -> list[str]:
     """The command line that serves `config`."""
+    settings = {field.name: getattr(config, field.name) for field in fields(config)}
+    del settings["api_token"]  # every user of the machine may read a command line
+    model_path, options = settings.pop("model_path"), settings.pop("options")
+    settings["parallel"] = ",".join(f"{name}={size}" for name, size in asdict(config.parallel).items())
     return [
-        *(sys.executable, "-m", "rl_rollout.cli", config.model_path, "--backend", backend, "--exit-with-stdin"),
-        *("--host", config.host, "--port", str(config.port), "--device", config.device, "--dtype", config.dtype),
-        *("--max-model-len", str(config.max_model_len), "--max-num-seqs", str(config.max_num_seqs)),
-        *("--seed", str(config.seed), "--timeout-s", str(config.timeout_s), "--num-threads", str(config.num_threads)),
-        *("--kv-cache-bytes", str(config.kv_cache_bytes), "--queue-timeout-s", str(config.queue_timeout_s)),
-        *("--max-body-bytes", str(config.max_body_bytes), "--max-completions", str(config.max_completions)),
-        *("--max-stops", str(config.max_stops), "--max-top-logprobs", str(config.max_top_logprobs)),
-        *("--parallel", ",".join(f"{name}={size}" for name, size in asdict(config.parallel).items())),
-        *(word for name, value in config.options.items() for word in ("--option", f"{name}={json.dumps(value)}")),
+        *(sys.executable, "-m", "rl_rollout.cli", model_path, "--backend", backend, "--exit-with-stdin"),
+        *(word for name, value in settings.items() for word in ("--" + name.replace("_", "-"), str(value))),
+        *(word for name, value in options.items() for word in ("--option", f"{name}={json.dumps(value)}")),
     ]
 
 
