@@ -12,7 +12,7 @@ import asyncio
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import openai
 
@@ -35,7 +35,6 @@ from rl_rollout.validation import as_logprob, check_extras, check_limits, check_
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import GenerateRequest, ServerConfig
 
 OPTIONS = {
@@ -295,30 +294,17 @@ class OpenAIServer(RolloutServer):
 
     # ---- what it is not for
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Refused."""
-        raise self._not_ours(f"pause({mode!r})")
+    async def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused.
 
-    async def resume(self) -> None:
-        """Refused."""
-        raise self._not_ours("resume()")
-
-    async def update_weights(self, receive: WeightReceiver, version: int) -> None:
-        """Refused."""
-        raise self._not_ours(f"update_weights({receive.address!r}, {version})")
-
-    async def sleep(self, level: int = 1) -> None:
-        """Refused."""
-        raise self._not_ours(f"sleep({level})")
-
-    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Refused."""
-        raise self._not_ours(f"wake({list(tags)})")
-
-    def _not_ours(self, what: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"{what}: the model at {self.url} is not ours to control; train with the backend embedded, vllm or sglang"
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"the model at {self.url} is not ours to control; train with the backend embedded, vllm or sglang"
         )
+
+    pause = resume = update_weights = sleep = wake = _refuse
 
     def _need_running(self) -> None:
         if self._address is None or self._is_stopped:

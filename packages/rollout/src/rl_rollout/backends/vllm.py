@@ -100,7 +100,6 @@ class VllmServer(ExternalServer):
         super().__init__(config, engine_name="vllm")
         check_arguments(self.arguments, LAYOUT_ARGUMENTS)
         self._layout = layout_arguments(config.parallel)
-        self._check_cache()
         self._has_vision = has_vision(self.model_config)
         if NORMALISE_ARGUMENT in self.arguments:
             raise ConfigError(
@@ -117,8 +116,7 @@ class VllmServer(ExternalServer):
             "http://vllm",
             lambda: aiohttp.UnixConnector(self._socket, limit=0, force_close=True),
             VLLM_SERVER_DEV_MODE="1",
-            **self._runner(),
-            **self._binding(),
+            **self._variables(),
         )
 
     @property
@@ -138,37 +136,27 @@ class VllmServer(ExternalServer):
         """Whether whole tensors are shared out over the workers, so that none of them can attest all."""
         return self.config.parallel.pp > 1 or self.config.parallel.ep > 1
 
-    def _check_cache(self) -> None:
-        found = {**os.environ, **read_environment(self.config.options.get("env", {}))}.get(CACHE_VARIABLE)
-        if self.config.kv_cache_bytes and found:
-            raise ConfigError(
-                f"kv_cache_bytes={self.config.kv_cache_bytes} and {CACHE_VARIABLE}={found!r} in the environment: vLLM "
-                "on a CPU would take the latter; leave one of them out"
-            )
+    def _variables(self) -> dict[str, str]:
+        """Environment variables beside the option `env`.
 
-    def _binding(self) -> dict[str, str]:
-        """The environment variable that has vLLM on a CPU take as many threads as it is told."""
-        if not self.config.num_threads:
-            return {}
-        found = {**os.environ, **read_environment(self.config.options.get("env", {}))}.get(BIND_VARIABLE, "nobind")
-        if found != "nobind":
-            raise ConfigError(
-                f"num_threads={self.config.num_threads} and {BIND_VARIABLE}={found!r} in the environment: vLLM on a "
-                "CPU would take a thread for each core of the latter; leave one of them out"
-            )
-        return {BIND_VARIABLE: found}
-
-    def _runner(self) -> dict[str, str]:
-        """The environment variable that chooses vLLM's model runner, where it matters."""
-        if ROUTED_ARGUMENT not in self.arguments:
-            return {}
-        asked = read_environment(self.config.options.get("env", {})).get(RUNNER_VARIABLE, "1")
-        if asked != "1":
-            raise ConfigError(
-                f"option env has {RUNNER_VARIABLE}={asked!r} and args have {ROUTED_ARGUMENT}, which vLLM gives with "
-                f"{RUNNER_VARIABLE}=1 alone; leave one of them out"
-            )
-        return {RUNNER_VARIABLE: "1"}
+        Raises:
+            ConfigError: the environment has another value, which would overrule a setting of ours.
+        """
+        given = read_environment(self.config.options.get("env", {}))
+        threads, cache = self.config.num_threads, self.config.kv_cache_bytes
+        needed: dict[str, str] = {}
+        for variable, value, setting, found in (
+            (CACHE_VARIABLE, "", f"kv_cache_bytes={cache}" if cache else "", os.environ | given),
+            (BIND_VARIABLE, "nobind", f"num_threads={threads}" if threads else "", os.environ | given),
+            (RUNNER_VARIABLE, "1", ROUTED_ARGUMENT if ROUTED_ARGUMENT in self.arguments else "", given),
+        ):
+            if setting and found.get(variable, value) != value:
+                raise ConfigError(
+                    f"{setting} and {variable}={found[variable]!r} in the environment, which vLLM would take in its "
+                    "place; leave one of them out"
+                )
+            needed |= {variable: value} if setting and value else {}
+        return needed
 
     def _command(self) -> list[str]:
         config = self.config
