@@ -1,3 +1,4 @@
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,15 @@ def test_with_one_mini_batch_old_log_probs_take_no_pass_of_their_own_unless_some
     job = FakeJob(wanted)
     list(run_loop(job.components(), wanted, []))
     assert ("old_logprobs" in job.calls) is has_pass
+
+
+def test_what_was_there_before_is_left_out_of_the_collector_s_walks_until_the_loop_ends():
+    records = run_loop(FakeJob(config()).components(), config(), [])
+    before = gc.get_freeze_count()
+    next(records)
+    assert gc.get_freeze_count() > before
+    records.close()
+    assert gc.get_freeze_count() == 0
 
 
 class Critic:
