@@ -143,12 +143,15 @@ def main(run: Run) -> None:
         times, of_queue = [], []
         for _ in range(3 if run.quick else 7):
             job = ScaledJob(config, num_ranks)
-            began = None
-            for _ in run_loop(job.components(), config, []):
-                began = began or (time.perf_counter(), job.others.seconds, job.of_queue.seconds)  # the first sync is not
-            start, others, queue = began
-            of_queue.append((job.of_queue.seconds - queue) / steps * 1e3)
-            times.append((time.perf_counter() - start - (job.others.seconds - others)) / steps * 1e3 - of_queue[-1])
+            records = run_loop(job.components(), config, [])
+            next(records)  # the first sync, before any step
+            job.others.seconds = job.of_queue.seconds = 0.0
+            start = time.perf_counter()
+            for _ in records:
+                pass
+            seconds = time.perf_counter() - start - job.others.seconds
+            of_queue.append(job.of_queue.seconds / steps * 1e3)
+            times.append(seconds / steps * 1e3 - of_queue[-1])
         samples, replicas = batch * GROUP, REPLICAS[num_ranks]
         goal = "<= 100 ms" if num_ranks == RANKS[-1] else None
         run.record(

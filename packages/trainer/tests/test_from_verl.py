@@ -12,8 +12,8 @@ from rl_trainer.config import RewardSection
 from rl_trainer.config.load import _all_keys
 from rl_trainer.config.schema import Config
 from rl_trainer.errors import ConfigError
-from rl_trainer.from_verl import convert
 from rl_trainer.planning.validate import make_plan
+from rl_trainer.recipes.from_verl import convert
 from rl_trainer.rewards import Scorer
 
 LINES = yaml.safe_load((Path(__file__).parent / "verl_command_lines.yaml").read_text())

@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _from_verl(argv: Sequence[str]) -> int:
     """Print the recipe that verl's settings come to, and above it what did not become part of it."""
     from rl_trainer.errors import ConfigError
-    from rl_trainer.from_verl import convert
+    from rl_trainer.recipes.from_verl import convert
 
     if not argv:
         raise ConfigError("--from-verl needs verl's settings: a .yaml or .sh file, or the overrides of a command line")

@@ -31,13 +31,13 @@ def create_runtime(name: Literal["ray", "inline"], *, timeout_s: float = 600.0, 
     # variable when it is imported.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     if "RAY_ADDRESS" not in os.environ:
-        _close_to_strangers()
+        _close_to_others()
     from rl_trainer.runtime.ray import RayRuntime
 
     return RayRuntime(timeout_s=timeout_s, heartbeat_s=heartbeat_s)
 
 
-def _close_to_strangers() -> None:
+def _close_to_others() -> None:
     """Have the Ray that is about to be started here listen on the loopback interface, and ask for a token of this run.
 
     Whoever may submit work to Ray runs code as its user. All of this is read when Ray is imported; by a process that

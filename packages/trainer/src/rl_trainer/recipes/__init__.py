@@ -1,0 +1,1 @@
+"""Recipes: the shipped ones, and those that are made of the settings of another framework."""
