@@ -25,7 +25,8 @@ from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDie
 from rl_trainer.metrics import Report
 from rl_trainer.planning import preflight
 from rl_trainer.planning.gpus import gpu_facts, settle
-from rl_trainer.planning.plan import memory_estimate, show_plan
+from rl_trainer.planning.memory import memory_facts
+from rl_trainer.planning.plan import show_plan
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.runtime import create_runtime
@@ -213,7 +214,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
         ("components", f"{components}, weights by {config.weights_transport}, samples by {config.queue_storage}"),
         *gpu_facts(config),
-        ("memory", memory_estimate(config)),
+        *memory_facts(config),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
         *sandbox_facts(config.reward, config.agent),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,52 +135,6 @@ def has_old_pass(config: Config) -> bool:
 def has_process_rewards(config: Config) -> bool:
     """Whether the critic is an implicit process reward model."""
     return "process_rewards" in estimator_named(config.algorithm.advantage).needs
-
-
-def memory_estimate(config: Config) -> str:
-    """What the weights take, and the cache of a server that is full, in words; activations and buffers come on top.
-
-    The engine's copy is float32 (4 bytes per parameter) with gradients (4) and AdamW's moments (8), cut over its ranks.
-    The cache is that of `rollout.max_num_seqs` sequences of the greatest length, in bfloat16; a server makes do with
-    less, and lets requests wait.
-    """
-    if config.model.path is None:
-        return "a small model, made on the spot"
-    count = num_parameters(Path(config.model.path))
-    if count is None:
-        return "unknown: the model folder has no safetensors files"
-    ranks, gb = config.engine.world_size, 1e-9 * count
-    per_rank = (16 * gb if config.engine.lora is None else 4 * gb) / ranks
-    parts = [f"engine {per_rank:.1f} GB per rank"]
-    parts += [f"reference {4 * gb / ranks:.1f} GB"] if has_reference(config) and config.engine.lora is None else []
-    if config.teacher is not None and config.teacher.url is None:
-        size = num_parameters(Path(config.teacher.path))
-        parts += ["teacher unknown" if size is None else f"teacher {4e-9 * size / ranks:.1f} GB"]
-    parts += [f"critic {16 * gb / ranks:.1f} GB"] if config.critic is not None else []
-    return (
-        f"{count / 1e6:,.1f} M parameters: {', '.join(parts)}, weights and optimizer alone; {_cache_estimate(config)}"
-    )
-
-
-def _cache_estimate(config: Config) -> str:
-    model, longest = model_config(Path(str(config.model.path))), longest_sequence(config)[0]
-    try:
-        heads = model.get("num_key_value_heads", model["num_attention_heads"])
-        width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-        size = 4 * model["num_hidden_layers"] * heads * width * longest * config.rollout.max_num_seqs
-    except KeyError as missing:
-        return f"keys and values unknown: config.json has no {missing}"
-    return f"keys and values {1e-9 * size:.1f} GB for {config.rollout.max_num_seqs} sequences of {longest} tokens"
-
-
-def num_parameters(folder: Path) -> int | None:
-    """Elements of the folder's safetensors files, by their headers; None without such files."""
-    total, files = 0, sorted(folder.glob("*.safetensors"))
-    for file in files:
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total if files else None
 
 
 def model_config(folder: Path) -> dict[str, Any]:

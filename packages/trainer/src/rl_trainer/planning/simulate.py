@@ -29,6 +29,7 @@ from rl_trainer.loop import Components, run_loop
 from rl_trainer.pipeline.rollout_source import PARTITION, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.gpus import gpu_roles, why_apart
+from rl_trainer.planning.memory import memory_facts
 from rl_trainer.samples import read_samples, steps_of
 from rl_trainer.workers.engine import AdvantageReport, UpdateReport
 
@@ -469,16 +470,18 @@ def forecast(config: Config, given: Mapping[str, str]) -> list[tuple[str, str]]:
     rates = {name: text for name, text in given.items() if name != "cluster"}
     lines: list[tuple[str, str]] = []
     if "cluster" in given:
-        config, line = _placed(config, given["cluster"])
-        lines.append(line)
+        config, lines = _placed(config, given["cluster"])
     return [*lines, *simulate(config, read_rates(rates)).lines()]
 
 
-def _placed(config: Config, cluster: str) -> tuple[Config, tuple[str, str]]:
-    """The configuration with its colocation decided for a cluster of NODESxGPUS, and who has how many of them."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", cluster)
+def _placed(config: Config, cluster: str) -> tuple[Config, list[tuple[str, str]]]:
+    """The configuration with its colocation decided for a cluster of NODESxGPUS or NODESxGPUSxGIB.
+
+    And who has how many GPUs, and how much of each; with GIB, of a GPU's memory, what does not fit is refused.
+    """
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", cluster)
     if found is None:
-        raise ConfigError(f"cluster={cluster} is not of the form NODESxGPUS, such as 8x8")
+        raise ConfigError(f"cluster={cluster} is not of the form NODESxGPUS, such as 8x8, or NODESxGPUSxGIB")
     there, roles = int(found[1]) * int(found[2]), gpu_roles(config)
     if config.rollout.colocated is None:
         is_shared = there < sum(roles.values()) and why_apart(config, there) is None
@@ -488,7 +491,14 @@ def _placed(config: Config, cluster: str) -> tuple[Config, tuple[str, str]]:
     if taken > there:
         raise ConfigError(f"cluster={cluster} has {there} GPUs, and the run asks for {taken} ({names})")
     how = "in turn" if config.rollout.colocated else "each its own"
-    return config, ("GPUs", f"{there} for {names}: {how}; {there - taken} idle")
+    line = ("GPUs", f"{there} for {names}: {how}; {there - taken} idle")
+    per_replica, per_node = config.rollout.parallel.num_ranks, int(found[2])
+    if per_replica > per_node:
+        raise ConfigError(
+            f"a replica of rollout.parallel takes {per_replica} GPUs of one node, and a node of cluster={cluster} has "
+            f"{per_node}; make rollout.parallel smaller"
+        )
+    return config, [line, *memory_facts(config, None if found[3] is None else float(found[3]))]
 
 
 def read_rates(given: Mapping[str, str]) -> Rates:
