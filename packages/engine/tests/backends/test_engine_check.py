@@ -2,11 +2,13 @@
 
 import json
 import sys
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from transformers import AutoConfig
 
 from rl_engine import (
     BackendError,
@@ -122,3 +124,27 @@ def test_what_is_not_there_is_named(folders, monkeypatch):
         check("fsdpp", EngineConfig(model_path=str(folders / "model")))
     with pytest.raises(ConfigError, match="world_size is 0"):
         check("fsdp", EngineConfig(model_path=str(folders / "model")), 0)
+
+
+# as published
+QWEN3_235B = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_the_layouts_of_large_mixtures_are_taken(tmp_path):
+    """Nothing is loaded: the config alone is there. DeepSeek-V3's sizes are the defaults of its config."""
+    for kind, sizes in (("qwen3_moe", QWEN3_235B), ("deepseek_v3", {})):
+        AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path / kind)
+    layout = ParallelConfig(tp=4, sequence_parallel=True, pp=8, ep=8)
+    qwen, deepseek = (
+        EngineConfig(model_path=str(tmp_path / kind), init="random") for kind in ("qwen3_moe", "deepseek_v3")
+    )
+    check("megatron", replace(qwen, parallel=layout), world_size=64)
+    check("fsdp", qwen, world_size=64)
+    check("fsdp", deepseek, world_size=512)
+    with pytest.raises(ModelFolderError, match="'deepseek_v3' has no mapping to the megatron backend"):
+        check("megatron", deepseek, world_size=512)

@@ -23,7 +23,7 @@ ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
 rows_of = ranks.ranks.draw_rows
 TWO = ["tied:dp2", "tied:tp2", "tied:sp2", "tied:pp2", "moe:dp2", "moe:sp2", "moe:ep2", "bias:tp2", "bias:pp2",
-       "window:tp2", "window:cp2", "deep:vpp2", "deep:cp2"]  # fmt: skip
+       "window:tp2", "window:cp2", "odd:pp2", "deep:vpp2", "deep:cp2"]  # fmt: skip
 FOUR = ["tied:tp2pp2", "tied:tp2dp2", "tied:pp2dp2", "tied:tp4", "moe:pp2ep2", "moe:tp2ep2", "moe:tp2pp2"]
 MORE = ["tied:tp2cp2", "tied:pp2cp2", "moe:cp2ep2", "deep:vpp2dp2", "deep moe:vpp2ep2"]
 

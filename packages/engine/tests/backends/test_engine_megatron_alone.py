@@ -145,7 +145,7 @@ def test_layers_with_and_without_a_window_see_what_they_see_on_fsdp(tmp_path):
     [
         ({"parallel": ParallelConfig(tp=2)}, r"parallel\.tp \* pp \* cp = 2 \* 1 \* 1 = 2 does not divide 1 ranks"),
         ({"parallel": ParallelConfig(tp=3)}, r"parallel\.tp = 3 does not divide the model's 4 query heads"),
-        ({"parallel": ParallelConfig(pp=3)}, r"parallel\.pp = 3 does not divide the model's 2 layers"),
+        ({"parallel": ParallelConfig(pp=3)}, r"parallel\.pp is 3 and the model has 2 layers, too few"),
         ({"parallel": ParallelConfig(ep=2)}, "has no experts"),
         ({"parallel": ParallelConfig(cp=2)}, r"parallel\.tp \* pp \* cp = 1 \* 1 \* 2 = 2 does not divide 1 ranks"),
         ({"parallel": ParallelConfig(tp=2, cp=4)}, r"parallel\.tp \* cp = 8 does not divide the model's 4 query heads"),

@@ -3,6 +3,7 @@
 import pytest
 
 from rl_engine.backends.megatron.layout import schedule
+from rl_engine.backends.megatron.weights import split_layers
 
 
 def play(count, num_stages, num_chunks, *, has_backward):
@@ -66,3 +67,11 @@ def test_no_rank_waits_for_ever(num_stages, has_backward):
 def test_pieces_shorten_the_wait():
     assert play(8, 4, 1, has_backward=True) == 8 * 3 + 3 * 3  # three quarters of the ranks wait for three passes
     assert play(8, 4, 2, has_backward=True) == 8 * 3 + 3 * 3 / 2
+
+
+def test_the_first_and_the_last_stage_have_fewer_layers_where_they_do_not_divide():
+    assert split_layers(94, 8, 1) == [11, 12, 12, 12, 12, 12, 12, 11]  # Qwen3-235B
+    assert split_layers(61, 16, 1) == [2, *[4] * 14, 3]  # DeepSeek-V3
+    assert split_layers(3, 2, 1) == [1, 2]
+    assert split_layers(8, 2, 2) == [2, 2, 2, 2]
+    assert min(split_layers(2, 3, 1)) == 0  # too few: refused

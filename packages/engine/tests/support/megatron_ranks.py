@@ -64,6 +64,7 @@ MODELS = {
     "tied": ("qwen3", {"tie_word_embeddings": True}),
     "bias": ("qwen2", {"num_key_value_heads": 2}),
     "window": ("mistral", {"sliding_window": 6, "num_key_value_heads": 2, "head_dim": 16}),
+    "odd": ("qwen3", {"num_hidden_layers": 3}),
     "deep": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
     "deep moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                                "decoder_sparse_step": 1, "norm_topk_prob": True, "num_hidden_layers": 4}),

@@ -24,6 +24,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl_engine.backends.megatron.weights import split_layers
 from rl_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -146,14 +147,18 @@ def check_divides(arch: Architecture, parallel: ParallelConfig) -> None:
         ("tp * cp", parallel.tp * parallel.cp, "query heads", arch.num_heads),
         ("tp * cp", parallel.tp * parallel.cp, "key and value heads", arch.num_groups),
         ("tp", parallel.tp, "MLP columns", arch.ffn_size),
-        ("pp", parallel.pp, "layers", arch.num_layers),
         ("pp * vpp", parallel.pp * parallel.vpp, "layers", arch.num_layers),
     ]
     if arch.num_experts:
         wanted.append(("ep", parallel.ep, "experts", arch.num_experts))
     for name, size, what, count in wanted:
-        if count % size:
+        is_split = what == "layers" and parallel.vpp == 1  # unevenly, if need be
+        if count % size and not is_split:
             raise ConfigError(f"parallel.{name} = {size} does not divide the model's {count} {what}.")
+    if parallel.vpp == 1 and min(split_layers(arch.num_layers, parallel.pp, 1)) < 1:
+        raise ConfigError(
+            f"parallel.pp is {parallel.pp} and the model has {arch.num_layers} layers, too few for so many stages."
+        )
     if arch.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             "Experts with parallel.tp above 1 need parallel.sequence_parallel=true: tokens are dealt to them."

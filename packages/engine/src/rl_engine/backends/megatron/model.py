@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rl_csrc import parallel_logprobs
 from rl_engine.backends.megatron.layout import megatron_calls
-from rl_engine.backends.megatron.weights import WeightMap, padded_vocab, shapes_of
+from rl_engine.backends.megatron.weights import WeightMap, padded_vocab, shapes_of, split_layers
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.checkpoint.hf_folder import DTYPES
@@ -86,9 +86,9 @@ class RowAttention(nn.Module):
 
 def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
     """megatron-core's config: its own modules, no fused kernels that need CUDA extensions, no dropout."""
-    experts: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if arch.num_experts:
-        experts = {
+        more = {
             "num_moe_experts": arch.num_experts,
             "moe_router_topk": arch.top_k,
             "moe_ffn_hidden_size": arch.expert_size,
@@ -98,6 +98,9 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
             "expert_model_parallel_size": parallel.ep,
             "expert_tensor_parallel_size": 1,
         }
+    if arch.num_layers % parallel.pp:
+        sizes = split_layers(arch.num_layers, parallel.pp, parallel.vpp)
+        more |= {"num_layers_in_first_pipeline_stage": sizes[0], "num_layers_in_last_pipeline_stage": sizes[-1]}
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -130,7 +133,7 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
         apply_rope_fusion=False,
         persist_layer_norm=False,
         cuda_graph_scope=[],  # the default warns
-        **experts,
+        **more,
     )
 
 
@@ -216,7 +219,7 @@ class StageModel(GPTModel):
             vp_stage=chunk if layout.vpp > 1 else None,
         )
         piece = chunk * layout.pp.size + layout.pp.rank
-        first = piece * (arch.num_layers // (layout.pp.size * layout.vpp))
+        first = sum(split_layers(arch.num_layers, layout.pp.size, layout.vpp)[:piece])
         layers: Any = self.decoder.layers if arch.num_experts else ()
         for index, layer in enumerate(layers):
             layer.mlp.router.router_replay = RouterChoice(first + index, are_probabilities=not arch.norm_top_k)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
+from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,6 +178,18 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // tp) * tp
 
 
+def split_layers(num_layers: int, pp: int, vpp: int) -> list[int]:
+    """Layers of each piece of a pipeline, in order: equally many, or fewer in the first and the last.
+
+    Those have the embedding and the head beside. As megatron-core splits them: all between are alike.
+    """
+    if num_layers % pp == 0 or pp == 1:
+        return [num_layers // (pp * vpp)] * (pp * vpp)
+    between = -(-num_layers // pp)
+    rest = num_layers - (pp - 2) * between
+    return [rest // 2, *[between] * (pp - 2), rest - rest // 2]
+
+
 def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entry]:
     """Every parameter of the model, in the order of the layers."""
     vocab = (arch.vocab_size, arch.hidden_size)
@@ -189,14 +201,14 @@ def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entr
         is_tied=arch.is_tied and pp > 1,
     )
     entries = [embedding]
-    per_piece = arch.num_layers // (pp * vpp)
-    for layer in range(arch.num_layers):
-        piece, local = divmod(layer, per_piece)
+    layers = count()
+    for piece, size in enumerate(split_layers(arch.num_layers, pp, vpp)):
         chunk, stage = divmod(piece, pp)
-        target = f"{chunk}.decoder.layers.{local}"
-        entries += _layer(arch, f"model.layers.{layer}", target, stage)
-        if arch.num_experts:
-            entries += _experts(arch, f"model.layers.{layer}.mlp", f"{target}.mlp", stage, ep)
+        for local, layer in zip(range(size), layers, strict=False):
+            target = f"{chunk}.decoder.layers.{local}"
+            entries += _layer(arch, f"model.layers.{layer}", target, stage)
+            if arch.num_experts:
+                entries += _experts(arch, f"model.layers.{layer}.mlp", f"{target}.mlp", stage, ep)
     norm = {"model.norm.weight": (arch.hidden_size,)}
     entries.append(Entry(parameter=f"{vpp - 1}.decoder.final_layernorm.weight", tensors=norm, stage=pp - 1))
     if arch.has_scalar_head:
