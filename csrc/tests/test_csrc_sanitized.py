@@ -1,4 +1,4 @@
-"""The kernel tests once more on a build with ASan and UBSan: minutes, so in the slow tier."""
+"""The kernel tests once more on builds with ASan and UBSan, and with TSan: minutes, so in the slow tier."""
 
 import importlib.util
 import os
@@ -19,35 +19,48 @@ SUITE = sorted(
 """Every file that calls the native CPU module; the fuzzers have a build of their own."""
 
 
+THREADED = [path for path in SUITE if Path(path).parent.name in ("ops", "inference", "buffers")]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_kernels_are_clean_under_address_and_undefined_behaviour_sanitizers(tmp_path):
+@pytest.mark.parametrize(
+    ("sanitizers", "runtimes", "suite", "options"),
+    [
+        (
+            "address,undefined",
+            ("libasan.so", "libubsan.so", "libstdc++.so"),
+            SUITE,
+            # Python keeps much until its end
+            {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"},
+        ),
+        (
+            "thread",
+            ("libtsan.so", "libstdc++.so"),
+            THREADED,
+            # torch and Python are not instrumented: what they order among themselves is not seen
+            {"TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1", "OMP_NUM_THREADS": "4"},
+        ),
+    ],
+    ids=["address", "thread"],
+)
+def test_kernels_are_clean_under_sanitizers(tmp_path, sanitizers, runtimes, suite, options):
     compiler = shutil.which("g++")
     if compiler is None or shutil.which("cmake") is None:
         pytest.skip("needs g++ and cmake on PATH")
     pybind11 = pytest.importorskip("pybind11", reason="needs pybind11 to build")
     package, build = tmp_path / "package" / "rl_csrc", tmp_path / "build"
     shutil.copytree(ROOT / "src" / "rl_csrc", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    options = [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
-    options += ["-DRL_CSRC_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", f"-DCMAKE_CXX_COMPILER={compiler}"]
-    subprocess.run(["cmake", "-S", ROOT, "-B", build, *options], check=True)
+    settings = [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
+    settings += [f"-DRL_CSRC_SANITIZE={sanitizers}", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
+    subprocess.run(["cmake", "-S", ROOT, "-B", build, *settings, f"-DCMAKE_CXX_COMPILER={compiler}"], check=True)
     subprocess.run(["cmake", "--build", build, "-j2"], check=True)
     shutil.copy(build / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}", package)
-    runtimes = [_runtime(compiler, name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
-    environment = os.environ | {
-        "PYTHONPATH": str(package.parent),
-        "LD_PRELOAD": ":".join(runtimes),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much until its end
-        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
-    }
-    command = [
-        sys.executable,
-        "-S",
-        "-c",
-        _RUNNER,
-        str(package.parent),
-        *SUITE,
-    ]
+    preloaded = ":".join(_runtime(compiler, name) for name in runtimes)
+    environment = os.environ | {"PYTHONPATH": str(package.parent), "LD_PRELOAD": preloaded} | options
+    command = [sys.executable, "-S", "-c", _RUNNER, str(package.parent), *suite]
+    if sanitizers == "thread" and (setarch := shutil.which("setarch")):
+        command = [setarch, "-R", *command]  # the runtime wants its shadow memory where it expects it
     found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-8000:]
 
