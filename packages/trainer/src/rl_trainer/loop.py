@@ -85,8 +85,7 @@ def run_loop(
     A step makes references by the ten thousand, and torch alone leaves half a million objects: walking them again and
     again took more than half of the controller's time at 1,024 ranks.
     """
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # and no collection before: that alone takes half a second
     try:
         yield from steps_of(components, config, eval_rows, start_step=start_step)
     finally:
