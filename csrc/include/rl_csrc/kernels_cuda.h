@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-enum { RL_CUDA_NOT_SUPPORTED = 801 };
+enum { RL_CUDA_OUT_OF_MEMORY = 2, RL_CUDA_NOT_SUPPORTED = 801 };
 const char* rl_cuda_error_name(int status);
 const char* rl_cuda_error_text(int status);
 int rl_cuda_runtime_version(int* version);
@@ -94,7 +94,7 @@ int rl_cuda_whiten(const float* x, const uint8_t* mask, int64_t size, const doub
 /* Attention of new tokens over a paged cache: their keys and values are written first. See rl_csrc.inference.paged. */
 typedef struct {
   const void* query;             /* [T, H, D], of `dtype`, 16-byte aligned, as are the next five */
-  const void* key;               /* [T, K, D] */
+  const void* key;               /* [T, K, D]; NULL: keys and values lie in the cache already */
   const void* value;             /* [T, K, D] */
   void* key_cache;               /* [N, S, K, D] */
   void* value_cache;             /* [N, S, K, D] */
@@ -114,6 +114,51 @@ typedef struct {
 int64_t rl_cuda_paged_splits(int64_t positions);
 /* RL_CUDA_NOT_SUPPORTED where a key is no whole number of 16 bytes, or longer than 1,024: nothing was done. */
 int rl_cuda_paged_attention(const rl_device_attention* attention, void* stream);
+
+/* residual += x, out = its RMS norm (1910.07467) times weight. See rl_csrc.inference.layers, as of the next two. */
+typedef struct {
+  const void* x;                 /* [T, size], of `dtype`; NULL: nothing is added */
+  void* residual;                /* [T, size] */
+  const void* weight;            /* [size] */
+  void* out;                     /* [T, size] */
+  int64_t tokens, size;
+  float eps;
+  int32_t dtype;
+} rl_device_add_norm;
+int rl_cuda_add_norm(const rl_device_add_norm* arguments, void* stream);
+
+/* Queries and keys normed per head and rotated (RoPE, 2104.09864); keys and values go into their pages. */
+typedef struct {
+  const void* qkv;               /* [T, H + 2 K, D], of `dtype` */
+  const void* query_norm;        /* [D], or NULL */
+  const void* key_norm;          /* [D], or NULL */
+  const void* cos;               /* [P, D / 2] */
+  const void* sin;               /* [P, D / 2] */
+  void* query;                   /* [T, H, D] */
+  void* key_cache;               /* [N, S, K, D] */
+  void* value_cache;             /* [N, S, K, D] */
+  const int64_t* block_tables;   /* [R, table_columns] */
+  const int64_t* rows;           /* [T] */
+  const int64_t* positions;      /* [T] */
+  int64_t tokens, heads, kv_heads, size, page_size, table_columns;
+  float eps;
+  int32_t dtype;
+} rl_device_rotate;
+/* RL_CUDA_NOT_SUPPORTED where D is odd or above 256: nothing was done. */
+int rl_cuda_rotate(const rl_device_rotate* arguments, void* stream);
+
+/* silu(gate) * up of `gate_up` [T, 2, size]. RL_CUDA_NOT_SUPPORTED where a row is no whole number of 16 bytes. */
+int rl_cuda_gate(const void* gate_up, void* out, int64_t tokens, int64_t size, int32_t dtype, void* stream);
+
+/* Device memory at an address that stays while the memory comes and goes (the driver's virtual memory management). Sizes are whole
+ * multiples of the granularity; each returns the driver's status, whose codes are the runtime's. */
+int rl_cuda_map_granularity(int32_t device, uint64_t* nbytes);
+int rl_cuda_map_reserve(uint64_t nbytes, uint64_t* address);
+/* Takes memory of the device and puts it there; where that fails, nothing is taken. */
+int rl_cuda_map_take(int32_t device, uint64_t address, uint64_t nbytes, uint64_t* handle);
+/* Gives it back to the driver. Nothing may be using it. */
+int rl_cuda_map_give(uint64_t address, uint64_t nbytes, uint64_t handle);
+int rl_cuda_map_free(uint64_t address, uint64_t nbytes);
 
 /* A token drawn from each row of logits, and its log-prob. See rl_csrc.inference.sampling. */
 typedef struct {

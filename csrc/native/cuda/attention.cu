@@ -228,7 +228,9 @@ extern "C" int rl_cuda_paged_attention(const rl_device_attention* attention, voi
   if (a.tokens == 0) return 0;
   const int64_t bytes = a.size * (a.dtype == RL_F32 ? 4 : 2);
   if (bytes % 16 || bytes > 1024 || a.heads % a.kv_heads) return RL_CUDA_NOT_SUPPORTED;
-  if (const int status = launch(write_kernel, a.tokens, kThreads, stream, a, a.kv_heads * bytes / 16)) return status;
+  if (a.key != nullptr) {
+    if (const int status = launch(write_kernel, a.tokens, kThreads, stream, a, a.kv_heads * bytes / 16)) return status;
+  }
   return by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     const int status = bytes <= 128   ? attend_heads<T, 8, 1>(a, stream)

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -36,6 +37,18 @@ void launch(const char* what, F&& f) {
     status = f();
   }
   check(status, what);
+}
+
+// False where the sizes are not the kernel's: nothing was launched.
+template <typename F>
+bool launch_if_supported(const char* what, F&& f) {
+  bool fits = true;
+  launch(what, [&] {
+    const int status = f();
+    fits = status != RL_CUDA_NOT_SUPPORTED;
+    return fits ? status : 0;
+  });
+  return fits;
 }
 
 rl_logits make_logits(const Arg& data, int64_t row_stride, int64_t vocab, int64_t rows, int dtype, const Arg& labels, const Arg& row_index,
@@ -176,25 +189,30 @@ void bind_inference(py::module_& m) {
                                RL_AT(float, sinks), RL_AT(float, partial), RL_AT(float, stats),
                                size(0), size(1), size(2), size(3), size(4), size(5), size(6), size(7),
                                float(scaling), float(softcap), page_shift, dtype};
-    bool fits = true;
-    launch("paged_attention", [&] {
-      const int status = rl_cuda_paged_attention(&a, as_stream(stream));
-      fits = status != RL_CUDA_NOT_SUPPORTED;
-      return fits ? status : 0;
-    });
-    return fits;
+    return launch_if_supported("paged_attention", [&] { return rl_cuda_paged_attention(&a, as_stream(stream)); });
+  });
+  m.def("add_norm", [](const Arg& x, const Arg& residual, const Arg& weight, const Arg& out, int64_t tokens, int64_t size, double eps, int dtype,
+                       Stream stream) {
+    const rl_device_add_norm a{RL_AT(void, x), RL_AT(void, residual), RL_AT(void, weight), RL_AT(void, out), tokens, size, float(eps), dtype};
+    launch("add_norm", [&] { return rl_cuda_add_norm(&a, as_stream(stream)); });
+  });
+  m.def("rotate", [](const Arg& qkv, const Arg& query_norm, const Arg& key_norm, const Arg& cos, const Arg& sin, const Arg& query,
+                     const Arg& key_cache, const Arg& value_cache, const Arg& block_tables, const Arg& rows, const Arg& positions, py::tuple sizes,
+                     double eps, int dtype, Stream stream) {
+    const auto size = [&](int i) { return sizes[size_t(i)].cast<int64_t>(); };
+    const rl_device_rotate a{RL_AT(void, qkv), RL_AT(void, query_norm), RL_AT(void, key_norm), RL_AT(void, cos), RL_AT(void, sin),
+                             RL_AT(void, query), RL_AT(void, key_cache), RL_AT(void, value_cache), RL_AT(int64_t, block_tables),
+                             RL_AT(int64_t, rows), RL_AT(int64_t, positions), size(0), size(1), size(2), size(3), size(4), size(5), float(eps), dtype};
+    return launch_if_supported("rotate", [&] { return rl_cuda_rotate(&a, as_stream(stream)); });
+  });
+  m.def("gate", [](const Arg& gate_up, const Arg& out, int64_t tokens, int64_t size, int dtype, Stream stream) {
+    return launch_if_supported("gate", [&] { return rl_cuda_gate(RL_AT(void, gate_up), RL_AT(void, out), tokens, size, dtype, as_stream(stream)); });
   });
   m.def("draw", [](const Arg& logits, int64_t row_stride, int64_t vocab, int64_t rows, int dtype, const Arg& temperature, const Arg& streams,
                    const Arg& positions, const Arg& is_greedy, const Arg& ids, const Arg& logprobs, Stream stream) {
     const rl_device_draw a{RL_AT(void, logits), RL_AT(float, temperature), RL_AT(int64_t, streams), RL_AT(int64_t, positions), RL_AT(uint8_t, is_greedy),
                     RL_AT(int64_t, ids), RL_AT(float, logprobs), rows, vocab, row_stride, dtype};
-    bool fits = true;
-    launch("draw", [&] {
-      const int status = rl_cuda_draw(&a, as_stream(stream));
-      fits = status != RL_CUDA_NOT_SUPPORTED;
-      return fits ? status : 0;
-    });
-    return fits;
+    return launch_if_supported("draw", [&] { return rl_cuda_draw(&a, as_stream(stream)); });
   });
 }
 
@@ -249,6 +267,29 @@ void bind_copies(py::module_& m) {
   });
 }
 
+void bind_mapped(py::module_& m) {
+  m.def("map_granularity", [](int device) {
+    uint64_t nbytes = 0;
+    check(rl_cuda_map_granularity(device, &nbytes), "map_granularity");
+    return nbytes;
+  });
+  m.def("map_reserve", [](uint64_t nbytes) {
+    uint64_t address = 0;
+    check(rl_cuda_map_reserve(nbytes, &address), "map_reserve");
+    return address;
+  });
+  // None where the device has not that much memory.
+  m.def("map_take", [](int device, uint64_t address, uint64_t nbytes) -> std::optional<uint64_t> {
+    uint64_t handle = 0;
+    const int status = rl_cuda_map_take(device, address, nbytes, &handle);
+    if (status == RL_CUDA_OUT_OF_MEMORY) return std::nullopt;
+    check(status, "map_take");
+    return handle;
+  });
+  m.def("map_give", [](uint64_t address, uint64_t nbytes, uint64_t handle) { check(rl_cuda_map_give(address, nbytes, handle), "map_give"); });
+  m.def("map_free", [](uint64_t address, uint64_t nbytes) { check(rl_cuda_map_free(address, nbytes), "map_free"); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
@@ -266,6 +307,7 @@ PYBIND11_MODULE(_cuda, m) {
   bind_estimators(m);
   bind_inference(m);
   bind_copies(m);
+  bind_mapped(m);
   m.def("runtime_version", [] {
     int version = 0;
     check(rl_cuda_runtime_version(&version), "runtime_version");

@@ -10,3 +10,4 @@ extern "C" int rl_cuda_current_device(int* device) { return int(cudaGetDevice(de
 extern "C" int rl_cuda_runtime_version(int* version) { return int(cudaRuntimeGetVersion(version)); }
 
 static_assert(RL_CUDA_NOT_SUPPORTED == int(cudaErrorNotSupported), "the header names this code without the runtime's");
+static_assert(RL_CUDA_OUT_OF_MEMORY == int(cudaErrorMemoryAllocation), "and this one");

@@ -85,6 +85,8 @@ inline __half2 __hmax2_nan(__half2 a, __half2 b) {
   return {larger(a.x, b.x), larger(a.y, b.y)};
 }
 
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+
 inline int __ffs(uint32_t x) { return __builtin_ffs(int(x)); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
@@ -199,6 +201,36 @@ const char* cudaGetErrorString(cudaError_t error);  // of a launch that failed: 
 int cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 inline int cudaGetDevice(int* device) { return *device = 0; }
 inline int cudaRuntimeGetVersion(int* version) { return *version = 0; }
+
+// ---- the driver's virtual memory management (driver.cpp) -------------------------------------------------------------
+
+using CUdeviceptr = unsigned long long;
+using CUmemGenericAllocationHandle = unsigned long long;
+enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_OUT_OF_MEMORY = 2 };
+enum CUmemAllocationType { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
+enum CUmemLocationType { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
+enum CUmemAllocationGranularity_flags { CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1 };
+enum CUmemAccess_flags { CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3 };
+struct CUmemLocation {
+  CUmemLocationType type;
+  int id;
+};
+struct CUmemAllocationProp {
+  CUmemAllocationType type;
+  CUmemLocation location;
+};
+struct CUmemAccessDesc {
+  CUmemLocation location;
+  CUmemAccess_flags flags;
+};
+CUresult cuMemGetAllocationGranularity(size_t* nbytes, const CUmemAllocationProp* properties, CUmemAllocationGranularity_flags kind);
+CUresult cuMemAddressReserve(CUdeviceptr* address, size_t nbytes, size_t alignment, CUdeviceptr hint, unsigned long long flags);
+CUresult cuMemCreate(CUmemGenericAllocationHandle* memory, size_t nbytes, const CUmemAllocationProp* properties, unsigned long long flags);
+CUresult cuMemMap(CUdeviceptr address, size_t nbytes, size_t offset, CUmemGenericAllocationHandle memory, unsigned long long flags);
+CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDesc* access, size_t count);
+CUresult cuMemUnmap(CUdeviceptr address, size_t nbytes);
+CUresult cuMemRelease(CUmemGenericAllocationHandle memory);
+CUresult cuMemAddressFree(CUdeviceptr address, size_t nbytes);
 
 // ---- the names of device.cuh -----------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ rows, `V` vocabulary, `H` hidden, `B` sequences.
 """
 
 from rl_csrc.cuda.digest_delta import bucket_copy, delta_apply, delta_encode, digest_many, digest_sum, digest_sum_async
-from rl_csrc.cuda.inference import draw, paged_attention
+from rl_csrc.cuda.inference import add_norm, draw, gated, paged_attention, rotate_to_pages
 from rl_csrc.cuda.kernels import (
     group_norm,
     logprob_stats,
@@ -21,6 +21,7 @@ from rl_csrc.cuda.kernels import (
 from rl_csrc.cuda.linear_logprobs import linear_logprobs_backward, linear_logprobs_forward, linear_loss
 
 __all__ = [
+    "add_norm",
     "bucket_copy",
     "delta_apply",
     "delta_encode",
@@ -28,6 +29,7 @@ __all__ = [
     "digest_sum",
     "digest_sum_async",
     "draw",
+    "gated",
     "group_norm",
     "linear_logprobs_backward",
     "linear_logprobs_forward",
@@ -38,6 +40,7 @@ __all__ = [
     "masked_moments",
     "paged_attention",
     "policy_loss",
+    "rotate_to_pages",
     "scan_reverse",
     "stats_merge",
     "whiten",

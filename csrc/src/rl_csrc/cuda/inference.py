@@ -1,4 +1,4 @@
-"""Paged attention and the draw of tokens, for inference on GPUs."""
+"""Inference on GPUs: paged attention, the steps between a layer's products, the draw of tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 @on_its_device
 def paged_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
@@ -39,11 +39,10 @@ def paged_attention(
     partial = new_floats(query, *room, size) if splits > 1 else None
     stats = new_floats(query, *room, 2) if splits > 1 else None
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    sizes = (*query.shape[:2], key.shape[1], size, page_size, block_tables.stride(0), splits, window or 0)
-    # A view of some columns is read where it lies: rows of the table are `stride` apart.
-    table = block_tables if block_tables.is_contiguous() else block_tables.as_strided((block_tables.shape[0],), (1,))
+    sizes = (*query.shape[:2], key_cache.shape[2], size, page_size, block_tables.stride(0), splits, window or 0)
+    new = (None, None) if key is None or value is None else (key.contiguous(), value.contiguous())
     is_done = native.paged_attention(
-        *(query.contiguous(), key.contiguous(), value.contiguous(), key_cache, value_cache, table, rows, positions),
+        *(query.contiguous(), *new, key_cache, value_cache, _where_it_lies(block_tables), rows, positions),
         *(None if sinks is None else sinks.float().contiguous(), partial, stats, out),
         sizes,
         scaling,
@@ -52,6 +51,53 @@ def paged_attention(
         DTYPES[query.dtype],
         stream_of(query),
     )
+    return out if is_done else None
+
+
+def _where_it_lies(block_tables: Tensor) -> Tensor:
+    """The table as the kernels take it: a view of some columns is read in place, its rows `stride` apart."""
+    return block_tables if block_tables.is_contiguous() else block_tables.as_strided((block_tables.shape[0],), (1,))
+
+
+@on_its_device
+def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """The norm of `residual`, to which `x` is added in place. One launch."""
+    out = torch.empty_like(residual)
+    native.add_norm(x, residual, weight, out, *residual.shape, eps, DTYPES[residual.dtype], stream_of(residual))
+    return out
+
+
+@on_its_device
+def rotate_to_pages(
+    qkv: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    eps: float,
+) -> Tensor:
+    """Queries `[T, H, D]`; keys and values lie in their pages. One launch."""
+    num, num_kv, size, page_size = qkv.shape[0], key_cache.shape[2], qkv.shape[2], key_cache.shape[1]
+    query = qkv.new_empty(num, qkv.shape[1] - 2 * num_kv, size)
+    native.rotate(
+        *(qkv, query_norm, key_norm, cos, sin, query, key_cache, value_cache, _where_it_lies(block_tables), rows),
+        *(positions, (num, query.shape[1], num_kv, size, page_size, block_tables.stride(0)), eps),
+        *(DTYPES[qkv.dtype], stream_of(qkv)),
+    )
+    return query
+
+
+@on_its_device
+def gated(gate_up: Tensor) -> Tensor | None:
+    """silu(gate) * up `[T, size]`; None, and nothing done, where rows are no whole 16 bytes. One launch."""
+    num, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num, size)
+    is_done = native.gate(gate_up, out, num, size, DTYPES[gate_up.dtype], stream_of(gate_up))
     return out if is_done else None
 
 

@@ -27,8 +27,8 @@ def has_kernel(query: Tensor) -> bool:
 
 def attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
@@ -47,7 +47,7 @@ def attention(
 
     Args:
         query: `[T, H, D]`, float32, bfloat16 or float16; computed in float32.
-        key: `[T, K, D]`.
+        key: `[T, K, D]`; None, as then `value`: keys and values of these tokens lie in their pages already.
         value: `[T, K, E]`.
         key_cache: `[N, S, K, D]`, contiguous; written to.
         value_cache: `[N, S, K, E]`, contiguous; written to.
@@ -73,7 +73,7 @@ def attention(
         )
         if out is not None:
             return out
-    if query.is_cuda or not has_kernel(query):
+    if query.is_cuda or key is None or not has_kernel(query):
         arguments = (query, key, value, key_cache, value_cache, block_tables, rows, positions)
         return reference(*arguments, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
     out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
@@ -87,8 +87,8 @@ def attention(
 
 def reference(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
@@ -103,10 +103,11 @@ def reference(
     """The same in plain torch, on any device, without a wait for it: every token's pages are gathered and masked."""
     size = key_cache.shape[1]
     tables = block_tables[rows]
-    page = tables.gather(1, (positions // size)[:, None])[:, 0]
-    key_cache[page, positions % size] = key
-    value_cache[page, positions % size] = value
-    num, num_kv_heads, dtype = query.shape[0], key.shape[1], query.dtype
+    if key is not None and value is not None:
+        page = tables.gather(1, (positions // size)[:, None])[:, 0]
+        key_cache[page, positions % size] = key
+        value_cache[page, positions % size] = value
+    num, num_kv_heads, dtype = query.shape[0], key_cache.shape[2], query.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     column = torch.arange(tables.shape[1] * size, device=query.device)
     is_seen = column <= positions[:, None]
