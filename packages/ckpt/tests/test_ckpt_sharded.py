@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 import rl_ckpt
 from rl_ckpt import ShardSpec
-from rl_ckpt.errors import SyncAbortedError, TensorError, VersionError
-from rl_ckpt.sharded import DigestShare, ShardedReceiver, ShardedSender, ShardPlan, join_digest
+from rl_ckpt.errors import AddressError, SyncAbortedError, TensorError, VersionError
+from rl_ckpt.sharded import (
+    DigestShare,
+    ShardedReceiver,
+    ShardedSender,
+    ShardPlan,
+    join_addresses,
+    join_digest,
+    split_address,
+)
 from rl_ckpt.testing import new_name
 
 SHAPES = {"up": (17, 6), "down": (6, 17), "norm": (6,), "scale": (), "embed": (2048, 1030), "none": (0, 3)}
@@ -215,7 +223,8 @@ def test_a_receiver_whose_own_step_before_the_vote_fails_calls_it_off_for_everyb
     async def main():
         async with Cluster(*LAYOUTS["rows to columns"]) as cluster:
 
-            def refuse():
+            def refuse(names):
+                assert names == {name for name in SHAPES if name != "none"}
                 raise RuntimeError("the loader has no room")
 
             errors, answers = await cluster.sync(model(1), 1, on_landed=refuse)
@@ -244,6 +253,42 @@ def test_a_receiver_that_holds_another_layout_than_it_declared_is_named():
             _, answers = await cluster.sync(model(1), 1)
             assert isinstance(answers[0], TensorError)
             assert "0 elements of 'more' came, and it has 3" in str(answers[0])
+
+    asyncio.run(main())
+
+
+def test_one_string_tells_every_rank_of_a_server_its_sessions():
+    address = join_addresses([{0: "shm://a0", 1: "shm://a1"}, {1: "shm://b1"}], 2)
+    assert [split_address(address, target) for target in (0, 1)] == [["shm://a0"], ["shm://a1", "shm://b1"]]
+    assert split_address("shm://whole") is None
+    with pytest.raises(AddressError, match="for 2 ranks; this is rank 2"):
+        split_address(address, 2)
+
+
+def test_of_tied_targets_one_has_to_come():
+    weights = {"embed": torch.randn(4, 3)}
+    spec = ShardSpec(name="embed", shape=(4, 3), offsets=(0, 0), sizes=(4, 3))
+    name = new_name()
+
+    async def main():
+        sender = ShardedSender(ShardPlan([[spec]]), 0, lambda t: f"inproc://{name}", timeout_s=TIMEOUT_S)
+        addresses = await sender.prepare()
+        held = torch.zeros(4, 3)
+        targets = {"embed": held, "head": held, "other": torch.zeros(2)}
+        async with ShardedReceiver([*addresses.values()], timeout_s=TIMEOUT_S) as receiver:
+            for version, strict in ((1, False), (2, True)):
+                receiving = asyncio.ensure_future(receiver.receive_into({**targets}, strict=strict))
+                staged = await asyncio.gather(
+                    sender.stage(lambda: [(spec, weights["embed"])], version=version), return_exceptions=True
+                )
+                if strict:
+                    with pytest.raises(TensorError, match="0 elements of 'other' came"):
+                        await receiving
+                else:
+                    await sender.commit(join_digest(staged), version)
+                    assert await receiving == 1
+                    assert torch.equal(held, weights["embed"])
+        await sender.close()
 
     asyncio.run(main())
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
-from rl_ckpt.errors import SyncAbortedError, TensorError, UsageError, VersionError
+from rl_ckpt.errors import AddressError, SyncAbortedError, TensorError, UsageError, VersionError
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.registry import connect
 from rl_ckpt.resharding import Resharding
@@ -40,10 +40,42 @@ if TYPE_CHECKING:
     from rl_ckpt.resharding import Box, Move
     from rl_ckpt.sender.sender import PreparedVersion
 
-__all__ = ["DigestShare", "ShardPlan", "ShardedReceiver", "ShardedSender", "join_digest", "merge_reports"]
+__all__ = [
+    "DigestShare",
+    "ShardPlan",
+    "ShardedReceiver",
+    "ShardedSender",
+    "join_addresses",
+    "join_digest",
+    "merge_reports",
+    "split_address",
+]
 
 T = TypeVar("T")
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<box>[0-9:,]*)\]", re.DOTALL)
+
+
+_PREFIX = "shards:"
+
+
+def join_addresses(addresses: Sequence[Mapping[int, str]], num_targets: int) -> str:
+    """One string for all receivers of a replica: what the `prepare` of each rank of the trainer told."""
+    groups = [" ".join(each[target] for each in addresses if target in each) for target in range(num_targets)]
+    return _PREFIX + ";".join(groups)
+
+
+def split_address(address: str, target: int = 0) -> list[str] | None:
+    """The sessions of one rank of a server in such a string; None if it is the URL of a single session.
+
+    Raises:
+        AddressError: it has no such rank.
+    """
+    if not address.startswith(_PREFIX):
+        return None
+    groups = address.removeprefix(_PREFIX).split(";")
+    if not target < len(groups):
+        raise AddressError(f"{address!r} is for {len(groups)} ranks; this is rank {target}")
+    return groups[target].split()
 
 
 class Shard(Protocol):
@@ -304,8 +336,10 @@ class ShardedReceiver:
                 raise UsageError(f"slices need votes to {address}; file:// has none")
             self._ends.append(end)
         self._views: dict[Receiver, _Slices] = {}
-        self._whole: set[str] = set()
-        """Names of the slices that were found to cover the targets."""
+        self._checked: tuple[int, bool, list[str]] | None = None
+        """Targets and slices of the last check, which need none when they come again."""
+        self._came: Set[str] = frozenset()
+        """Names of the targets that they cover."""
         self._version: int | None = None
 
     @property
@@ -318,7 +352,8 @@ class ShardedReceiver:
         targets: Mapping[str, Tensor],
         shards: Mapping[str, Shard] | None = None,
         *,
-        on_landed: Callable[[], None] | None = None,
+        strict: bool = True,
+        on_landed: Callable[[Set[str]], None] | None = None,
     ) -> int:
         """Receive one sync into tensors of the caller, and return its version. Ends normally only after the commit.
 
@@ -326,19 +361,23 @@ class ShardedReceiver:
             targets: Name to tensor: whole ones, or the parts that `shards` describes. The same mapping as before can
                 take differences.
             shards: By name, which part of it a target is; those that it leaves out are whole.
-            on_landed: Called when everything has landed and was verified, before the vote: it installs, for example.
+            strict: Whether every target must come; of targets that are one memory (tied weights) one is enough.
+            on_landed: Called with the names of the targets that came, when all is there and verified, before the vote.
 
         Raises:
-            TensorError: a slice belongs to no target or is of another dtype, or a part of a target did not come.
+            TensorError: a slice belongs to no target or is of another dtype, or a target came in part, or not at all.
             VersionError: the senders began different versions.
             CkptError: as `WeightReceiver.receive_into`; what it wrote to `targets` is worthless then.
         """
         shards = shards or {}
 
         def check(landed: Sequence[Unpacker]) -> None:
-            self._require_whole(targets, shards, [spec.name for each in landed for spec in each.digests])
+            slices = [spec.name for each in landed for spec in each.digests]
+            if self._checked != (id(targets), strict, slices):
+                self._came = _require_whole(targets, shards, slices, strict=strict)
+                self._checked = (id(targets), strict, slices)
             if on_landed is not None:
-                on_landed()
+                on_landed(self._came)
 
         joint = _Joint(len(self._ends), check)
         tasks = [asyncio.ensure_future(self._take(end, joint, targets, shards)) for end in self._ends]
@@ -382,23 +421,32 @@ class ShardedReceiver:
             raise
         return unpacker.version
 
-    def _require_whole(self, targets: Mapping[str, Tensor], shards: Mapping[str, Shard], landed: Sequence[str]) -> None:
-        if self._whole == set(landed) and len(self._whole) == len(landed):
-            return
-        boxes: dict[str, list[Box]] = {}
-        for name, box in map(_parse, landed):
-            boxes.setdefault(name, []).append(box)
-        for name, target in targets.items():
-            own = boxes.get(name, [])
-            count = sum(_volume(box) for box in own)
-            twice = any(_overlap(a, b) for index, a in enumerate(own) for b in own[:index])
-            if count != target.numel() or twice:
-                part = f" (part {shards[name].offsets} + {shards[name].sizes})" if name in shards else ""
-                raise TensorError(
-                    f"{count} elements of {name!r}{part} came, and it has {target.numel()}"
-                    f"{': some came twice' if twice else ''}; the plan was made for another layout than this receiver's"
-                )
-        self._whole = set(landed)
+
+def _require_whole(
+    targets: Mapping[str, Tensor], shards: Mapping[str, Shard], landed: Sequence[str], *, strict: bool
+) -> Set[str]:
+    """The names of the targets that slices came for, each of which they must cover."""
+    boxes: dict[str, list[Box]] = {}
+    for name, box in map(_parse, landed):
+        boxes.setdefault(name, []).append(box)
+    tied = {_memory_of(targets[name]) for name in boxes}
+    for name, target in targets.items():
+        own = boxes.get(name, [])
+        if not own and (not strict or not target.numel() or _memory_of(target) in tied):
+            continue
+        count = sum(_volume(box) for box in own)
+        twice = any(_overlap(a, b) for index, a in enumerate(own) for b in own[:index])
+        if count != target.numel() or twice:
+            part = f" (part {shards[name].offsets} + {shards[name].sizes})" if name in shards else ""
+            raise TensorError(
+                f"{count} elements of {name!r}{part} came, and it has {target.numel()}"
+                f"{': some came twice' if twice else ''}; the plan was made for another layout than this receiver's"
+            )
+    return frozenset(boxes)
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 class _Slices(Mapping[str, "Tensor"]):

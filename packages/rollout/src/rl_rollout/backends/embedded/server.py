@@ -20,11 +20,13 @@ from rl_rollout.backends.embedded.output_processor import last_chunk
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, RequestTimeoutError, RolloutError, ServerLostError, WeightUpdateError
 from rl_rollout.http.server import Endpoint
+from rl_rollout.receiver import CkptReceiver
 from rl_rollout.types import Capabilities, FinishReason, ServerAddress, TokenChunk, TokenOutput
 from rl_rollout.validation import check_adapter, check_extras, check_limits, check_request, check_version
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import Set as AbstractSet
     from concurrent.futures import Future
 
     from rl_rollout.backends.embedded.engine import Event
@@ -98,6 +100,7 @@ class EmbeddedServer(RolloutServer):
             gives_routed_experts=self._model.experts.does_tell,
             has_adapters=bool(self._model.adapters.names),
             takes_images=self._model.image_reader is not None,
+            takes_slices=True,
         )
         if self._model.fused is not None:
             # Threads that compute later begin with the number that was set last, which was the engine's 1.
@@ -346,6 +349,9 @@ class EmbeddedServer(RolloutServer):
         check_version(version)
         self._weights.begin()
         self._model.adapters.begin()
+        if isinstance(receive, CkptReceiver) and receive.takes_slices:
+            await self._stage_slices(receive, version)
+            return
         iterator = receive.receive_weights()
         try:
             async for name, tensor in iterator:
@@ -356,6 +362,19 @@ class EmbeddedServer(RolloutServer):
             if (aclose := getattr(iterator, "aclose", None)) is not None:
                 await aclose()
         self._check_version(receive, version)
+        self._check_complete()
+
+    async def _stage_slices(self, receive: CkptReceiver, version: int) -> None:
+        """Each slice lands in the staging copy, where it is read back before the vote."""
+
+        def on_landed(names: AbstractSet[str]) -> None:  # in a thread of the receiver's
+            self._check_version(receive, version)
+            self._weights.note_arrived(names)
+            self._check_complete()
+
+        await receive.receive_slices(self._weights.targets(), on_landed)
+
+    def _check_complete(self) -> None:
         self._model.adapters.check_complete()
         if self._weights.has_arrived or not self._model.adapters.has_staged:
             self._weights.check_complete()

@@ -7,12 +7,15 @@ was. The price is a second copy of the weights, kept from one update to the next
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rl_rollout.errors import ModelFolderError, WeightUpdateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,7 @@ class WeightStore:
         first_of: dict[int, str] = {}
         self._owner = {name: first_of.setdefault(id(tensor), name) for name, tensor in self._tensors.items()}
         self._staged: dict[str, Tensor] = {}
+        self._targets: dict[str, Tensor] = {}
         self._arrived: set[tuple[str, int]] = set()
         """Tensors, and where in them the parts begin."""
 
@@ -132,6 +136,20 @@ class WeightStore:
         staged.copy_(tensor)
         self._arrived.add((owner, place.offset))
 
+    def targets(self) -> Mapping[str, Tensor]:
+        """Beside the served weights, memory for every weight by its name on disk; the same mapping while it stays."""
+        if not self._targets:
+            for owner in set(self._owner.values()) - self._staged.keys():
+                shape, dtype, device = self._layouts[owner]
+                self._staged[owner] = torch.empty(shape, dtype=dtype, device=device)
+            places = self._places.items()
+            self._targets = {name: place.of(self._staged[self._owner[place.name]]) for name, place in places}
+        return self._targets
+
+    def note_arrived(self, names: Iterable[str]) -> None:
+        """These of `targets` have been filled."""
+        self._arrived |= {(self._owner[self._places[name].name], self._places[name].offset) for name in names}
+
     def check_complete(self) -> None:
         """See that every weight has arrived, a tied one under one of its names at least.
 
@@ -153,6 +171,7 @@ class WeightStore:
                 continue
             served.data = new
             self._staged[owner] = old
+            self._targets = {}
             has_moved = True
         self._staged = {owner: old for owner, old in self._staged.items() if old.numel()}
         self._arrived.clear()
@@ -161,6 +180,7 @@ class WeightStore:
     def release_staging(self) -> None:
         """Give the second copy back."""
         self._staged.clear()
+        self._targets = {}
         self._arrived.clear()
 
     def release(self) -> None:

@@ -1,0 +1,133 @@
+"""Weights that come as slices from the ranks of a trainer: nothing whole is sent, and one decision holds for all."""
+
+import asyncio
+import uuid
+from contextlib import AsyncExitStack
+
+import pytest
+import torch
+
+import rl_ckpt
+from rl_ckpt.sharded import ShardedSender, ShardPlan, join_addresses, join_digest
+from rl_rollout import CkptReceiver, GenerateRequest, SamplingParams, ServerConfig, WeightUpdateError, launch_server
+from rl_rollout.testing import load_weights, write_tiny_model
+
+NUM_RANKS = 2
+
+
+def shards_of(weights, rank):
+    """Rows, as FSDP cuts them."""
+    for name, tensor in weights.items():
+        axis = 0 if tensor.ndim else None
+        spec = rl_ckpt.ShardSpec.on_mesh(
+            name, tuple(tensor.shape), mesh=(NUM_RANKS,), placements=(axis,), coordinate=(rank,)
+        )
+        yield spec, tensor[spec.offsets[0] : spec.offsets[0] + spec.sizes[0]] if tensor.ndim else tensor
+
+
+class Ranks:
+    """The ranks of a trainer, in this process."""
+
+    def __init__(self, weights, *, delta=False):
+        plan = ShardPlan([[spec for spec, _ in shards_of(weights, rank)] for rank in range(NUM_RANKS)])
+        name = f"rollout-slices-{uuid.uuid4().hex}"
+        option = "?delta=1" if delta else ""
+        self.senders = [
+            ShardedSender(plan, rank, lambda t, r=rank: f"shm://{name}-{r}{option}", timeout_s=60)
+            for rank in range(NUM_RANKS)
+        ]
+
+    async def open(self):
+        return join_addresses([await sender.prepare() for sender in self.senders], 1)
+
+    async def send(self, weights, version, num_replicas=1):
+        staging = [
+            sender.stage(lambda r=rank: shards_of(weights, r), version=version, num_replicas=num_replicas)
+            for rank, sender in enumerate(self.senders)
+        ]
+        shares = await asyncio.gather(*staging, return_exceptions=True)
+        if errors := [share for share in shares if isinstance(share, BaseException)]:
+            await asyncio.gather(*(sender.abort(str(errors[0])) for sender in self.senders))
+            raise errors[0]
+        digest = join_digest(shares)
+        assert digest == rl_ckpt.tree_digest(weights)
+        return await asyncio.gather(*(sender.commit(digest, version) for sender in self.senders))
+
+    async def close(self):
+        for sender in self.senders:
+            await sender.close()
+
+
+def request(number):
+    return GenerateRequest(
+        request_id=str(number),
+        prompt_token_ids=(1, 2, 3 + number),
+        sampling_params=SamplingParams(max_new_tokens=6, temperature=0),
+    )
+
+
+async def told_by(server):
+    outputs = await asyncio.gather(*(server.generate(request(number)) for number in range(3)))
+    return [(output.token_ids, output.logprobs) for output in outputs], {v for o in outputs for v in o.weight_versions}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_slices_of_two_ranks_are_served_by_every_replica_as_the_whole_weights_would_be(family, tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if family != "qwen3" else {}
+    old, new = (write_tiny_model(tmp_path / str(seed), family=family, seed=seed, **experts) for seed in (0, 1))
+    weights = load_weights(new)
+
+    async def main():
+        async with AsyncExitStack() as stack:
+            servers = [launch_server("embedded", ServerConfig(model_path=str(path))) for path in (old, old, new)]
+            for server in servers:
+                stack.push_async_callback(server.stop)
+            await asyncio.gather(*(server.start() for server in servers))
+            assert all(server.capabilities.takes_slices for server in servers)
+            wanted, _ = await told_by(servers[2])
+            ranks = Ranks(weights)
+            stack.push_async_callback(ranks.close)
+            receiver = CkptReceiver(await ranks.open())
+            for version in (1, 2, 3):  # the copies that serve and that is staged change places
+                sent = {name: tensor + (version == 2) for name, tensor in weights.items()}
+                reports, *_ = await asyncio.gather(
+                    ranks.send(sent, version, 2), *(server.update_weights(receiver, version) for server in servers[:2])
+                )
+                assert sum(report.num_bytes for report in reports) == sum(t.nbytes for t in weights.values())
+            for server in servers[:2]:
+                assert await told_by(server) == (wanted, {3})
+
+    asyncio.run(main())
+
+
+def test_what_does_not_fit_is_installed_nowhere_and_the_old_version_serves(qwen3_folder):
+    weights = load_weights(qwen3_folder)
+    name = "model.norm.weight"
+    others = {
+        "1 weights did not arrive, e.g. 'model.norm.weight'": {k: v for k, v in weights.items() if k != name},
+        "no tensor of that name": {**weights, "model.norm.wight": weights[name]},
+        "came as torch.bfloat16": {**weights, name: weights[name].to(torch.bfloat16)},
+        "another layout than it declared": {**weights, name: torch.zeros(len(weights[name]) + 2)},
+    }
+
+    async def main():
+        server = launch_server("embedded", ServerConfig(model_path=str(qwen3_folder)))
+        await server.start()
+        try:
+            before = await told_by(server)
+            for version, (told, sent) in enumerate(others.items(), start=1):
+                ranks = Ranks(sent)
+                receiver = CkptReceiver(await ranks.open())
+                answers = await asyncio.gather(
+                    ranks.send(sent, version), server.update_weights(receiver, version), return_exceptions=True
+                )
+                assert isinstance(answers[0], rl_ckpt.SyncAbortedError)
+                assert isinstance(answers[1], WeightUpdateError)
+                assert told in str(answers[1])
+                assert "version 0 still serves" in str(answers[1])
+                await ranks.close()
+            assert await told_by(server) == before
+        finally:
+            await server.stop()
+
+    asyncio.run(main())
