@@ -5,13 +5,12 @@ import re
 import subprocess
 import sys
 import textwrap
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from rl_ckpt import connect
+from rl_ckpt import connect, tree_digest
 from rl_ckpt.relay import Holder
 from rl_ckpt.testing import new_name
 
@@ -42,31 +41,15 @@ def test_the_script_of_the_readme_moves_a_state_dict(tmp_path):
 
 def test_the_resharding_of_the_readme():
     """FSDP to tensor parallel, two ranks each, all in this process."""
-    (code,) = [block for block in blocks() if "Resharding(" in block]
+    (code,) = [block for block in blocks() if "ShardPlan(" in block]
     example = {}
     exec(code, example)
-    plan, url, weight = example["plan"], f"inproc://{new_name()}", torch.arange(48.0).reshape(8, 6)
-    rows = [{"up": part} for part in weight.split(4)]
-    columns = [{"up": torch.zeros(8, 3)} for _ in (0, 1)]
-
-    async def main():
-        async with AsyncExitStack() as stack:
-
-            async def ends(role, pairs):
-                return {
-                    key: await stack.enter_async_context(example["connect"](role, url, *pair)) for key, pair in pairs
-                }
-
-            calls = []
-            for rank in (0, 1):
-                senders = await ends("send", [(target, (rank, target)) for target in plan.targets_of(rank)])
-                receivers = await ends("receive", [(source, (source, rank)) for source in plan.sources_of(rank)])
-                calls.append(example["send_shards"](senders, rank, rows[rank], version=1))
-                calls.append(example["receive_shards"](receivers, rank, columns[rank]))
-            await asyncio.gather(*calls)
-
-    asyncio.run(main())
-    assert torch.equal(torch.cat([shards["up"] for shards in columns], dim=1), weight)
+    weight = torch.arange(48.0).reshape(8, 6)
+    columns = [torch.zeros(8, 3) for _ in (0, 1)]
+    report, versions = asyncio.run(example["main"](f"inproc://{new_name()}", weight.split(4), columns))
+    assert torch.equal(torch.cat(columns, dim=1), weight)
+    assert versions == [1, 1]
+    assert (report.num_bytes, report.digest) == (4 * 48, tree_digest({"up": weight}))
 
 
 def test_the_holder_of_the_readme():

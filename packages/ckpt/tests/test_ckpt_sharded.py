@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from contextlib import AsyncExitStack
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import rl_ckpt
 from rl_ckpt import ShardSpec
 from rl_ckpt.errors import AddressError, SyncAbortedError, TensorError, VersionError
+from rl_ckpt.protocol.messages import Encoded
 from rl_ckpt.sharded import (
     DigestShare,
     ShardedReceiver,
@@ -66,16 +68,16 @@ def shards_of(weights, specs):
 class Cluster:
     """Ranks of a trainer, and replicas of a server, in this process."""
 
-    def __init__(self, sources, targets=None, num_replicas=1, **options):
+    def __init__(self, sources, targets=None, num_replicas=1, option=""):
         self.sources, self.targets, self.num_replicas = sources, targets, num_replicas
         self.plan = ShardPlan(sources, targets)
-        self.name, self.options = new_name(), options
+        self.name, self.option = new_name(), option
         self.stack = AsyncExitStack()
 
     async def __aenter__(self):
         self.senders = [
             ShardedSender(
-                self.plan, rank, lambda t, r=rank: f"inproc://{self.name}-{r}-{t}", timeout_s=TIMEOUT_S, **self.options
+                self.plan, rank, lambda t, r=rank: f"inproc://{self.name}-{r}-{t}{self.option}", timeout_s=TIMEOUT_S
             )
             for rank in range(len(self.sources))
         ]
@@ -168,6 +170,29 @@ def test_every_rank_gets_its_slices_in_one_version_with_one_digest_of_the_whole_
                     assert all(torch.equal(held[name], weights[name]) for name in weights)
 
     asyncio.run(main())
+
+
+def test_names_and_sessions_are_told_once_and_the_second_sync_says_none_of_it_again(monkeypatch):
+    told, init = [], Encoded.__init__
+
+    def noting(self, message):
+        init(self, message)
+        told.append((type(message).__name__, len(self._body)))
+
+    monkeypatch.setattr(Encoded, "__init__", noting)
+
+    async def main():
+        async with Cluster(*LAYOUTS["rows to columns"]) as cluster:
+            await cluster.sync(model(1), 1)
+            first, told[:] = told[:], []
+            await cluster.sync(model(2), 2)
+            return first, told
+
+    first, second = asyncio.run(main())
+    once = {"Hello", "Session", "Manifest"}
+    assert once <= {kind for kind, _ in first}
+    assert not once & {kind for kind, _ in second}
+    assert sum(size for _, size in second) < 0.7 * sum(size for _, size in first)
 
 
 def test_what_one_rank_fails_with_is_committed_nowhere_and_the_next_sync_is_whole():
@@ -265,6 +290,25 @@ def test_one_string_tells_every_rank_of_a_server_its_sessions():
         split_address(address, 2)
 
 
+def test_a_port_that_a_rank_has_found_is_told_with_the_options_of_the_session():
+    spec = ShardSpec(name="w", shape=(4,), offsets=(0,), sizes=(4,))
+
+    async def main():
+        sender = ShardedSender(ShardPlan([[spec]]), 0, lambda t: "tcp://127.0.0.1:0?delta=1", token="of the test")
+        (address,) = (await sender.prepare()).values()
+        async with ShardedReceiver([address], token="of the test", timeout_s=TIMEOUT_S) as receiver:
+            held = torch.zeros(4)
+            receiving = asyncio.ensure_future(receiver.receive_into({"w": held}))
+            share = await sender.stage(lambda: [(spec, torch.arange(4.0))], version=1)
+            await sender.commit(join_digest([share]), 1)
+            assert await receiving == receiver.version == 1
+            assert held.tolist() == [0, 1, 2, 3]
+        await sender.close()
+        return address
+
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:[1-9]\d+\?delta=1", asyncio.run(main()))
+
+
 def test_of_tied_targets_one_has_to_come():
     weights = {"embed": torch.randn(4, 3)}
     spec = ShardSpec(name="embed", shape=(4, 3), offsets=(0, 0), sizes=(4, 3))
@@ -311,7 +355,7 @@ def test_slices_of_two_versions_are_never_one_model():
 
 def test_differences_travel_alone_to_receivers_that_hold_the_version_before():
     async def main():
-        async with Cluster(cut_over(2, rows), cut_over(2, rows), 2, delta=True) as cluster:
+        async with Cluster(cut_over(2, rows), cut_over(2, rows), 2, "?delta=1") as cluster:
             weights = model(1)
             whole, _ = await cluster.sync(weights, 1)
             weights = {**weights, "embed": weights["embed"].clone()}

@@ -1,5 +1,6 @@
 """Weights from a trainer to its inference servers: versioned, verified, at the speed of the hardware."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rl_ckpt.base import CheckpointEngine, WeightReceiver, WeightSender
@@ -22,6 +23,16 @@ from rl_ckpt.resharding import Resharding
 from rl_ckpt.types import Metadata, Receipt, ReceiverState, Role, SessionConfig, ShardSpec, SyncReport
 
 if TYPE_CHECKING:
+    from rl_ckpt.sharded import (
+        DigestShare,
+        ShardedReceiver,
+        ShardedSender,
+        ShardPlan,
+        join_addresses,
+        join_digest,
+        merge_reports,
+        split_address,
+    )
     from rl_ckpt.tensors.digest import tree_digest
 
 __all__ = [
@@ -31,6 +42,7 @@ __all__ = [
     "CheckpointEngine",
     "CkptError",
     "DigestError",
+    "DigestShare",
     "Metadata",
     "PeerLostError",
     "PeerTimeoutError",
@@ -40,7 +52,10 @@ __all__ = [
     "Resharding",
     "Role",
     "SessionConfig",
+    "ShardPlan",
     "ShardSpec",
+    "ShardedReceiver",
+    "ShardedSender",
     "SyncAbortedError",
     "SyncReport",
     "TensorError",
@@ -49,13 +64,29 @@ __all__ = [
     "WeightReceiver",
     "WeightSender",
     "connect",
+    "join_addresses",
+    "join_digest",
+    "merge_reports",
+    "split_address",
     "tree_digest",
 ]
+_HOMES = {"tree_digest": "rl_ckpt.tensors.digest"} | dict.fromkeys(
+    (
+        "DigestShare",
+        "ShardPlan",
+        "ShardedReceiver",
+        "ShardedSender",
+        "join_addresses",
+        "join_digest",
+        "merge_reports",
+        "split_address",
+    ),
+    "rl_ckpt.sharded",
+)
+"""Modules of what needs torch, which an import of this package does not."""
 
 
 def __getattr__(name: str) -> object:
-    if name == "tree_digest":  # it needs torch, which an import of this package does not
-        from rl_ckpt.tensors.digest import tree_digest
-
-        return tree_digest
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

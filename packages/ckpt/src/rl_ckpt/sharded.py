@@ -135,11 +135,10 @@ class ShardedSender:
     Args:
         plan: The same on every rank.
         rank: Of the trainer.
-        url: Of a session, for each rank of the server: `shm://job-0-{target}`. The address that peers dial may differ;
-            `prepare` tells it.
+        url: Of a session, for each rank of the server, with its options: `shm://job-0-1?delta=1`. The address that
+            peers dial may differ; `prepare` tells it.
         timeout_s: Longest wait for a peer, seconds.
         token: Of the sessions, where their backend wants one.
-        delta: Send differences to receivers that hold the version before.
     """
 
     def __init__(
@@ -150,12 +149,12 @@ class ShardedSender:
         *,
         timeout_s: float = 60.0,
         token: str | None = None,
-        delta: bool = False,
     ) -> None:
         self._plan, self._rank = plan, rank
         self._ends: dict[int, Sender] = {}
-        for target in plan.moves.targets_of(rank):
-            end = connect(url(target), role="send", timeout_s=timeout_s, token=token, delta=delta)
+        self._urls = {target: url(target) for target in plan.moves.targets_of(rank)}
+        for target, own in self._urls.items():
+            end = connect(own, role="send", timeout_s=timeout_s, token=token)
             if not isinstance(end, Sender):
                 raise UsageError(f"slices need votes from {end.address}; file:// has none, so send whole tensors to it")
             self._ends[target] = end
@@ -167,7 +166,7 @@ class ShardedSender:
     async def prepare(self) -> dict[int, str]:
         """Open the sessions. By rank of the server, the address that its receivers dial. Idempotent."""
         await _all(end.prepare() for end in self._ends.values())
-        return {target: end.address for target, end in self._ends.items()}
+        return {target: _with_options(end.address, self._urls[target]) for target, end in self._ends.items()}
 
     async def stage(
         self, shards: Callable[[], Iterable[tuple[Shard, Tensor]]], *, version: int, num_replicas: int = 1
@@ -545,6 +544,12 @@ async def _settle(tasks: Sequence[asyncio.Future[T]], *, is_kept: Callable[[], b
         raise
     if first is not None:
         raise first
+
+
+def _with_options(address: str, url: str) -> str:
+    """What a sender is reached at, with the options that its URL had: a port that was found has none."""
+    options = url.partition("?")[2]
+    return address if not options or "?" in address else f"{address}?{options}"
 
 
 def _by_name(moves: Iterable[Move]) -> dict[str, list[Move]]:

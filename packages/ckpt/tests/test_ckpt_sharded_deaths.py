@@ -1,0 +1,200 @@
+"""Deaths and late comers of a sync from shard to shard, with a real process for every rank: all commit, or none."""
+
+import asyncio
+import base64
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import rl_ckpt
+from rl_ckpt import ShardSpec
+from rl_ckpt.testing import new_name
+
+SHAPE, NUM_TENSORS, TIMEOUT_S = (512, 1024), 8, 60.0
+AT_ONCE_S = 15.0
+"""Far below the deadline: a death is heard, and not waited for."""
+NAMES = [f"layer.{number}" for number in range(NUM_TENSORS)]
+
+
+def spec_of(name, rank):
+    return ShardSpec.on_mesh(name, SHAPE, mesh=(2,), placements=(0,), coordinate=(rank,))
+
+
+def weights_of(version):
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(SHAPE, generator=generator) for name in NAMES}
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say(line):
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+async def be_sender(name, rank, fault):
+    plan = rl_ckpt.ShardPlan([[spec_of(each, source) for each in NAMES] for source in (0, 1)])
+    sender = rl_ckpt.ShardedSender(plan, rank, lambda target: f"shm://{name}-{rank}-{target}", timeout_s=TIMEOUT_S)
+    say(json.dumps(await sender.prepare()))
+    while command := (await asyncio.to_thread(sys.stdin.readline)).split():
+        version = int(command[1])
+
+        def shards(version=version):
+            for number, (each, tensor) in enumerate(weights_of(version).items()):
+                if fault == f"sending {version}" and number == NUM_TENSORS // 2:
+                    die()
+                yield spec_of(each, rank), tensor[256 * rank : 256 * rank + 256]
+
+        try:
+            if command[0] == "stage":
+                share = await sender.stage(shards, version=version, num_replicas=int(command[2]))
+                answer = "staged " + base64.b64encode(pickle.dumps(share)).decode()
+                if fault == f"staged {version}":
+                    die()
+            elif command[0] == "commit":
+                report = await sender.commit(int(command[2]), version)
+                answer = f"committed {len(report.receipts)}"
+            else:
+                await sender.abort("the controller says so")
+                answer = "aborted"
+        except rl_ckpt.CkptError as error:
+            answer = f"failed {error}".replace("\n", " ")
+        say(answer)
+
+
+async def be_receiver(addresses, fault):
+    held = {name: torch.zeros(SHAPE) for name in NAMES}
+
+    def on_landed(names):
+        if fault == "landed":
+            die()
+
+    async with rl_ckpt.ShardedReceiver(addresses, timeout_s=TIMEOUT_S) as receiver:
+        say("ready")
+        while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
+            await asyncio.sleep(float(line))
+            try:
+                version = await receiver.receive_into(held, on_landed=on_landed)
+                told = f"version {version} {rl_ckpt.tree_digest(held)}"
+            except rl_ckpt.CkptError as error:
+                told = f"failed {error}".replace("\n", " ")
+            say(told)
+
+
+class Process:
+    def __init__(self, *arguments):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def tell(self, line):
+        try:
+            self.process.stdin.write(f"{line}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass
+
+    def hear(self):
+        """Its next line; empty if it is dead."""
+        return self.process.stdout.readline().strip()
+
+    def close(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+class Job:
+    """Two ranks of a trainer, and replicas, as processes; this process is the controller."""
+
+    def __init__(self, num_replicas, sender_faults=("", ""), receiver_faults=()):
+        name = new_name()
+        self.senders = [Process("send", name, rank, fault) for rank, fault in enumerate(sender_faults)]
+        addresses = [json.loads(sender.hear())["0"] for sender in self.senders]
+        faults = [*receiver_faults, *[""] * (num_replicas - len(receiver_faults))]
+        self.receivers = [Process("receive", fault, *addresses) for fault in faults]
+        assert {receiver.hear() for receiver in self.receivers} == {"ready"}
+
+    def sync(self, version, receivers=None, late_s=0.0):
+        """What each sender and each receiver says of it."""
+        receivers = self.receivers if receivers is None else receivers
+        for receiver in receivers[:-1]:
+            receiver.tell(0)
+        receivers[-1].tell(late_s)
+        for sender in self.senders:
+            sender.tell(f"stage {version} {len(receivers)}")
+        told = [sender.hear() for sender in self.senders]
+        if all(each.startswith("staged") for each in told):
+            digest = rl_ckpt.join_digest([pickle.loads(base64.b64decode(each.split()[1])) for each in told])
+            for sender in self.senders:
+                sender.tell(f"commit {version} {digest}")
+            told = [sender.hear() for sender in self.senders]
+        else:
+            for sender in self.senders:
+                sender.tell(f"abort {version}")
+            assert {sender.hear() for sender in self.senders} <= {"aborted", ""}
+        return told, [receiver.hear() for receiver in receivers]
+
+    def close(self):
+        for process in (*self.senders, *self.receivers):
+            process.close()
+
+
+@pytest.fixture
+def start():
+    jobs = []
+
+    def make(*arguments, **options):
+        jobs.append(Job(*arguments, **options))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+
+
+def committed(version):
+    return f"version {version} {rl_ckpt.tree_digest(weights_of(version))}"
+
+
+def test_a_receiver_that_comes_a_second_late_is_waited_for(start):
+    job = start(2)
+    assert job.sync(1, late_s=1.0) == (["committed 2"] * 2, [committed(1)] * 2)
+
+
+def test_a_receiver_that_dies_before_its_vote_ends_the_wait_at_once_and_nobody_commits(start):
+    job = start(2, receiver_faults=("landed",))
+    since = time.monotonic()
+    told, (dead, other) = job.sync(1)
+    assert time.monotonic() - since < AT_ONCE_S
+    assert all(each.startswith("failed") for each in told), told
+    assert dead == ""
+    assert other.startswith("failed")
+    assert job.sync(2, job.receivers[1:]) == (["committed 1"] * 2, [committed(2)])
+
+
+@pytest.mark.parametrize("fault", ["sending 2", "staged 2"])
+def test_a_sender_that_dies_before_the_decision_leaves_every_receiver_with_the_version_before(start, fault):
+    job = start(2, sender_faults=("", fault))
+    assert job.sync(1)[1] == [committed(1)] * 2
+    since = time.monotonic()
+    told, answers = job.sync(2)
+    assert time.monotonic() - since < AT_ONCE_S
+    assert told[1] == ""
+    assert all(answer.startswith("failed") for answer in answers), answers
+
+
+if __name__ == "__main__":
+    role, *rest = sys.argv[1:]
+    if role == "send":
+        asyncio.run(be_sender(rest[0], int(rest[1]), rest[2]))
+    else:
+        asyncio.run(be_receiver(rest[1:], rest[0]))
