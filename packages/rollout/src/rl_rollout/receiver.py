@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt import ShardedReceiver
     from rl_ckpt.base import WeightReceiver
-    from rl_ckpt.sharded import ShardedReceiver
 
 
 class CkptReceiver:
@@ -40,6 +40,11 @@ class CkptReceiver:
         """Whether weights come as slices from several senders: `receive_slices` then, and not `receive_weights`."""
         return self.address.startswith("shards:")
 
+    @property
+    def takes_differences(self) -> bool:
+        """Whether slices may come as differences from the version before, which must stay where it landed."""
+        return self.takes_slices and "delta=1" in self.address
+
     async def receive_slices(self, targets: Mapping[str, Tensor], on_landed: Callable[[AbstractSet[str]], None]) -> int:
         """Receive one sync into these tensors, by Hugging Face name, and return its version.
 
@@ -52,7 +57,7 @@ class CkptReceiver:
             rl_ckpt.CkptError: a session could not be opened, or the sync failed.
         """
         if self._shards is None:
-            from rl_ckpt.sharded import ShardedReceiver, split_address
+            from rl_ckpt import ShardedReceiver, split_address
 
             self._shards = ShardedReceiver(split_address(self.address) or [], timeout_s=self.timeout_s)
         return await self._shards.receive_into(targets, strict=False, on_landed=on_landed)

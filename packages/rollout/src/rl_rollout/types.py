@@ -160,6 +160,8 @@ class Capabilities:
     num_receivers: int = 1
     """Weight receivers that one `update_weights` opens: a sender has to wait for exactly so many of this server. A
     server of several ranks has one on each."""
+    updates_adapters: bool = False
+    """Whether `update_weights` takes the tensors of an adapter alone, named `adapters.NAME.` and so on."""
     takes_slices: bool = False
     """Whether `update_weights` takes slices of tensors from several senders, too: see `rl_ckpt.sharded`."""
     attests_weights: bool = True

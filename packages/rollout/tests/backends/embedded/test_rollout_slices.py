@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rl_ckpt
-from rl_ckpt.sharded import ShardedSender, ShardPlan, join_addresses, join_digest
+from rl_ckpt import ShardedSender, ShardPlan, join_addresses, join_digest
 from rl_rollout import CkptReceiver, GenerateRequest, SamplingParams, ServerConfig, WeightUpdateError, launch_server
 from rl_rollout.testing import load_weights, write_tiny_model
 
@@ -96,6 +96,38 @@ def test_slices_of_two_ranks_are_served_by_every_replica_as_the_whole_weights_wo
                 assert sum(report.num_bytes for report in reports) == sum(t.nbytes for t in weights.values())
             for server in servers[:2]:
                 assert await told_by(server) == (wanted, {3})
+
+    asyncio.run(main())
+
+
+def test_differences_reach_a_server_that_holds_the_version_before_and_whole_slices_one_that_does_not(qwen3_folder):
+    weights = load_weights(qwen3_folder)
+
+    async def main():
+        servers = [launch_server("embedded", ServerConfig(model_path=str(qwen3_folder))) for _ in range(2)]
+        await asyncio.gather(*(server.start() for server in servers))
+        ranks = Ranks(weights, delta=True)
+        try:
+            receiver = CkptReceiver(await ranks.open())
+            sent, wire, told = weights, [], []
+            for version in (1, 2, 3, 4):
+                sent = {name: tensor.clone() for name, tensor in sent.items()}
+                sent["model.embed_tokens.weight"].view(-1)[version::101] += 0.5
+                joined = servers[: 2 if version == 3 else 1]  # the second one misses all versions but the third
+                reports, *_ = await asyncio.gather(
+                    ranks.send(sent, version, len(joined)), *(each.update_weights(receiver, version) for each in joined)
+                )
+                wire.append(sum(report.num_wire_bytes for report in reports))
+                told.append([await told_by(server) for server in joined])
+                if version == 3:
+                    await servers[1].stop()
+            assert wire[0] == wire[2] > 5 * max(wire[1], wire[3]), "differences, but for who has no base"
+            assert told[2][0] == told[2][1]
+            assert told[3][0][1] == {4}
+        finally:
+            await ranks.close()
+            for server in servers:
+                await server.stop()
 
     asyncio.run(main())
 

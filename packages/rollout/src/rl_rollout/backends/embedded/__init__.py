@@ -34,6 +34,7 @@ OPTIONS = {
     "chunk_tokens": "prompt tokens computed per step, so that a long prompt holds nobody up; 512",
     "tool_parser": "how the model writes tool calls, for /v1/chat/completions: hermes, llama, ...",
     "adapters": "LoRA adapters that requests may ask for: name to folder in peft's format",
+    "default_adapter": "the one of them that requests which ask for none are served with",
 }
 
 
@@ -48,6 +49,9 @@ def check_embedded_options(options: Mapping[str, Any]) -> None:
         if name == "adapters":
             if not isinstance(value, Mapping) or not all(n and "." not in n for n in value):
                 raise ConfigError(f"option adapters={value!r} must map names (without dots) to folders")
+        elif name == "default_adapter":
+            if value not in (names := list(options.get("adapters", ()))):
+                raise ConfigError(f"option default_adapter={value!r} is none of the adapters: {names}")
         elif name == "tool_parser":
             find_plugin(TOOL_PARSERS, value, "tool parser")
         elif not isinstance(value, int) or value < 1:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,7 +57,7 @@ class EmbeddedServer(RolloutServer):
         self._name = Path(config.model_path).resolve().name
         self._endpoint = Endpoint(self, config, model_name=self._name)
         self._address: ServerAddress | None = None
-        self._capabilities = Capabilities()
+        self._capabilities = Capabilities(takes_slices=True, updates_adapters=True)
         self._is_stopped = False
         self._outbox: list[tuple[GenerateRequest, int]] = []
         self._forgotten: list[str] = []
@@ -72,6 +73,8 @@ class EmbeddedServer(RolloutServer):
         """Ends that the engine has yet to tell, by id: above 1 where a caller gave up and the id was used again."""
         self._update_lock = asyncio.Lock()
         self._may_hold_weights = True
+        self._keeps_staged = False
+        """Whether the update under way leaves its copy for differences."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -101,6 +104,7 @@ class EmbeddedServer(RolloutServer):
             has_adapters=bool(self._model.adapters.names),
             takes_images=self._model.image_reader is not None,
             takes_slices=True,
+            updates_adapters=True,
         )
         if self._model.fused is not None:
             # Threads that compute later begin with the number that was set last, which was the engine's 1.
@@ -216,7 +220,9 @@ class EmbeddedServer(RolloutServer):
                 self._forget(request)
 
     async def _see(self, request: GenerateRequest) -> tuple[GenerateRequest, ImagePrompt | None]:
-        """The request, checked, with its images prepared."""
+        """The request, checked, with its images prepared, for the adapter that serves it."""
+        if request.adapter is None and (adapter := self.config.options.get("default_adapter")) is not None:
+            request = replace(request, adapter=adapter)
         self._check(request)
         image_reader, seen = self._model.image_reader, None
         if image_reader is not None:
@@ -349,9 +355,11 @@ class EmbeddedServer(RolloutServer):
         check_version(version)
         self._weights.begin()
         self._model.adapters.begin()
+        self._keeps_staged = isinstance(receive, CkptReceiver) and receive.takes_differences
         if isinstance(receive, CkptReceiver) and receive.takes_slices:
             await self._stage_slices(receive, version)
             return
+        self._weights.forget_targets()
         iterator = receive.receive_weights()
         try:
             async for name, tensor in iterator:
@@ -386,7 +394,7 @@ class EmbeddedServer(RolloutServer):
     def _install(self, engine: Engine, version: int) -> None:
         has_moved = False
         if self._weights.has_arrived:
-            has_moved = self._weights.swap()
+            has_moved = self._weights.swap(keeps_staged=self._keeps_staged)
             self._model.note_new_weights()
         self._model.adapters.swap()
         engine.set_version(version, has_moved=has_moved)

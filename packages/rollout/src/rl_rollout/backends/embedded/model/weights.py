@@ -110,6 +110,10 @@ class WeightStore:
         """Start an update: nothing has arrived yet."""
         self._arrived.clear()
 
+    def forget_targets(self) -> None:
+        """What lies in `targets` is going to be written over: it is no version that differences could be from."""
+        self._targets = {}
+
     def stage(self, name: str, tensor: Tensor) -> None:
         """Copy one tensor beside the served one.
 
@@ -160,13 +164,16 @@ class WeightStore:
         if missing:
             raise WeightUpdateError(f"{len(missing)} weights did not arrive, e.g. {missing[0]!r}")
 
-    def swap(self) -> bool:
-        """Serve what was staged, and keep room for the next update. Returns whether weights lie elsewhere now."""
+    def swap(self, *, keeps_staged: bool = False) -> bool:
+        """Serve what was staged, and keep room for the next update. Returns whether weights lie elsewhere now.
+
+        `keeps_staged`: what was staged stays there as well, for differences to be applied to.
+        """
         has_moved = False
         for owner, new in self._staged.items():
             served = self._tensors[owner]
             old = served.data
-            if self._keeps_places and old.numel():
+            if (self._keeps_places or keeps_staged) and old.numel():
                 old.copy_(new)
                 continue
             served.data = new
