@@ -161,6 +161,9 @@ REFUSED = [
     (["engine.lora={target_modules: [w9]}"], [], r"for the policy: .*target_modules is \['w9'\]"),
     (["engine.router_aux_loss_coef=0.1"], [], "the model has no router"),
     (["critic={path: /nowhere}"], [], "engine.backend=fsdp cannot be used for the critic: .*/nowhere"),
+    ([VLLM], ["weights.mode=sharded"], "weights.mode=sharded cannot be, because rollout.backend=vllm takes whole tens"),
+    (["engine.lora.rank=4"], ["weights.delta=true"], "weights.delta=true cannot be, because an adapter is merged"),
+    (["engine.lora.export=adapter"], [VLLM], "rollout.backend=vllm takes no updates of an adapter alone"),
     ([], ["weights_transport=inproc"], "weights_transport=inproc moves data inside one process, and runtime=ray"),
     ([], ["queue_storage=inproc"], "queue_storage=inproc moves data inside one process"),
     ([], ["weights_transport=tcp://a"], "weights_transport=tcp://a cannot be used: .* write tcp://host:port"),
@@ -198,6 +201,25 @@ def test_whether_prompts_are_shared_is_told(folder):
     ):
         told = dict(check_backends(load_config("quickstart", [f"model.path={folder}", *overrides])))
         assert told["prefix_sharing"].startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], "from shard to shard"),
+        (["engine.backend=megatron", "weights.delta=true"], "from shard to shard, as differences"),
+        (["weights_transport=tcp"], "from shard to shard"),
+        (["weights.mode=gathered"], "gathered, and sent by rank 0, because weights.mode=gathered asks for it"),
+        ([SGLANG], "because rollout.backend=sglang takes whole tensors"),
+        (["engine.lora.rank=4"], "because an adapter is merged into whole tensors (engine.lora)"),
+        (["engine.lora.export=adapter"], "because the adapter alone is sent (engine.lora.export=adapter)"),
+        (["rollout.dtype=bfloat16"], "engine.precision=float32, and rollout.dtype=bfloat16 is another"),
+        (["weights_transport=tcp://127.0.0.1:4000"], "is one port and every rank needs its own: write tcp"),
+    ],
+)
+def test_the_way_that_weights_take_is_told_and_why_it_is_not_the_shortest(folder, overrides, words):
+    told = dict(check_backends(load_config("quickstart", [f"model.path={folder}", *overrides])))
+    assert told["weights"].endswith(words)
 
 
 def test_who_makes_the_loss_is_told(folder):

@@ -1,15 +1,19 @@
 """Agent workers and replicas as replica_sets, with workers that answer at once."""
 
 import threading
+from dataclasses import replace
 
 import pytest
+import torch
 
+from rl_ckpt import DigestShare, ShardSpec, tree_digest
 from rl_ckpt.types import SyncReport
 from rl_rollout.errors import ServerLostError, WeightUpdateError
 from rl_rollout.types import ServerAddress
 from rl_trainer.errors import PlacementError, StaleWeightsError, WorkerDiedError
 from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.pipeline.weight_sync import WeightSync
+from rl_trainer.pipeline.weight_transfer import GatheredTransfer, ShardedTransfer, session_pattern
 from rl_trainer.run import resize_as_asked
 from rl_trainer.runtime.base import ReplicaSet
 from rl_trainer.workers.agent import EvalReport, FailureReport, Job
@@ -168,11 +172,11 @@ class Replica:
             raise self.health
         return self.num_receivers
 
-    def update_weights(self, version):
+    def update_weights(self, address, version):
         if self.error:
             error, self.error = self.error, None
             raise error
-        self.version = version
+        self.version, self.told = version, address
         return version
 
     def address(self):
@@ -187,14 +191,18 @@ class Actor:
         self.sent.append((version, num_receivers))
         if self.failures:
             raise self.failures.pop(0)
-        numbers = {"num_tensors": 0, "num_bytes": 0, "export_s": 0.0, "pack_s": 0.0, "wire_s": 0.0}
-        return SyncReport(version=version, lost=self.lost, verify_s=0.0, wall_s=0.0, **numbers)
+        return replace(report_of(version), lost=self.lost)
+
+
+def report_of(version):
+    numbers = {"num_tensors": 0, "num_bytes": 0, "export_s": 0.0, "pack_s": 0.0, "wire_s": 0.0}
+    return SyncReport(version=version, verify_s=0.0, wall_s=0.0, **numbers)
 
 
 def sync_of(actor, count=3, **options):
     replica_set, workers = agents(1)
     replicas = LocalReplicas(Replica, count, **options)
-    return replicas, replica_set, WeightSync(actor, replicas, workers)
+    return replicas, replica_set, WeightSync(actor, replicas, workers, GatheredTransfer(actor, "shm://policy"))
 
 
 def test_the_dead_are_left_out_and_the_version_is_sent_again_to_the_others():
@@ -255,6 +263,56 @@ def test_a_sync_that_fails_though_nobody_died_ends_the_run_and_both_sides_are_to
         sync_of(Actor(lost=("peer 2",)))[2].sync(6)
 
 
+class Ranks:
+    """Two ranks of an actor that send from shard to shard; what each call is given is noted."""
+
+    def __init__(self, failures=()):
+        self.failures, self.told = [*failures], []
+
+    def weight_layout(self):
+        self.told.append("layout")
+        return [[ShardSpec(name="w", shape=(4,), offsets=(2 * rank,), sizes=(2,))] for rank in (0, 1)]
+
+    def open_sessions(self, layouts, address):
+        self.told.append(f"open {len(layouts)} {address}")
+        return [{0: f"shm://{rank}"} for rank in (0, 1)]
+
+    def stage_weights(self, version, num_replicas):
+        self.told.append(f"stage {version} for {num_replicas}")
+        if self.failures:
+            raise self.failures.pop(0)
+        shares = [DigestShare(torch.float32, (4,)) for _ in (0, 1)]
+        for rank, share in enumerate(shares):
+            share.add(torch.tensor([1.0, 2.0]), ((2 * rank, 2 * rank + 2),))
+        return [{"w": share} for share in shares]
+
+    def commit_weights(self, version, digest):
+        self.told.append(f"commit {version}")
+        assert digest == tree_digest({"w": torch.tensor([1.0, 2, 1, 2])})
+        return [report_of(version), report_of(version)]
+
+    def abort_weights(self, why):
+        self.told.append(f"abort: {why}")
+
+
+def test_ranks_that_send_shards_commit_together_and_the_plan_is_made_once():
+    actor = Ranks(failures=[RuntimeError("a receiver went away")])
+    _, workers = agents(1)
+    replicas = LocalReplicas(Replica, 2, replaces=False)
+    transfer = ShardedTransfer(actor, session_pattern("shm://job?bucket_bytes=256", delta=True))
+    weights = WeightSync(actor, replicas, workers, transfer)
+    replicas.workers[0].error = ServerLostError("connection lost")
+    weights.sync(5)
+    weights.sync(6)
+    assert actor.told == [
+        *("layout", "open 2 shm://job-{rank}-{target}?bucket_bytes=256&delta=1"),
+        *("stage 5 for 2", "abort: a receiver went away", "stage 5 for 1", "commit 5"),
+        *("stage 6 for 1", "commit 6"),
+    ]
+    assert replicas.workers[1].told == "shards:shm://0 shm://1"
+    assert session_pattern("tcp://10.0.0.1:4000", delta=False) == "tcp://{host}:0"
+
+
 def test_without_any_replica_the_run_ends_with_the_last_death():
     replicas, _, weights = sync_of(Actor(), count=1, replaces=False)
     replicas.workers[0].health = ServerLostError("killed")
@@ -295,7 +353,9 @@ def test_colocated_replicas_and_actor_have_the_memory_in_turn():
             told.append("rewards sleep")
 
     replica_set, workers = agents(1)
-    weights = WeightSync(Mover(), LocalReplicas(Sleeper, 1), workers, rewards=Rewards(), is_colocated=True)
+    mover = Mover()
+    transfer = GatheredTransfer(mover, "shm://policy")
+    weights = WeightSync(mover, LocalReplicas(Sleeper, 1), workers, transfer, rewards=Rewards(), is_colocated=True)
     weights.sync(1)
     weights.yield_memory()
     weights.sync(2)
@@ -344,7 +404,7 @@ def test_a_sync_that_waits_for_a_replica_that_is_gone_is_called_off_and_begun_ag
     actor = Waiting()
     replicas, _, weights = sync_of(actor, count=2, replaces=False)
 
-    def die(version):
+    def die(address, version):
         replicas.lose(0, WorkerDiedError("killed"))
         assert off.wait(30)
         raise ServerLostError("killed")

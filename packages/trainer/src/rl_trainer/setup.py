@@ -24,6 +24,13 @@ from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.pipeline.weight_sync import WeightSync
+from rl_trainer.pipeline.weight_transfer import (
+    GatheredTransfer,
+    ShardedTransfer,
+    WeightTransfer,
+    session_pattern,
+    write_start_adapter,
+)
 from rl_trainer.planning.gpus import count_gpus, why_apart
 from rl_trainer.planning.plan import (
     actor_config,
@@ -33,9 +40,10 @@ from rl_trainer.planning.plan import (
     has_old_pass,
     has_process_rewards,
     has_reference,
+    sends_adapter,
     server_config,
 )
-from rl_trainer.planning.preflight import check_started
+from rl_trainer.planning.preflight import check_started, why_gathered
 from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime.network import address_of, check_reach
 from rl_trainer.samples import FOLDER
@@ -50,7 +58,7 @@ from rl_trainer.workers.teacher import ServedTeacherWorker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_rollout.types import ServerAddress
+    from rl_rollout.types import Capabilities, ServerAddress
     from rl_trainer.checkpoints import RunState
     from rl_trainer.config import Config
     from rl_trainer.data import Datasets
@@ -126,7 +134,11 @@ def place(
     )
     queue_address = store.address()
     threads = ThreadPoolExecutor(1, thread_name_prefix="place")
-    servers = threads.submit(create_servers, config, runtime, model_path, weights_address)
+    adapter = None
+    if sends_adapter(config):
+        assert config.engine.lora is not None and output_dir is not None, "a run has a folder"  # noqa: PT018
+        adapter = write_start_adapter(output_dir / "start-adapter", model_path, config.engine.lora)
+    servers = threads.submit(create_servers, config, runtime, model_path, adapter)
     try:  # processes start side by side
         if config.rollout.colocated:  # one after the other: neither counts on memory that the other will take
             put_to_sleep(servers.result())
@@ -181,7 +193,14 @@ def place(
         ),
         replay=history,
         held=held,
-        weights=WeightSync(actor, rollout, agents, rewards=rewards, is_colocated=bool(config.rollout.colocated)),
+        weights=WeightSync(
+            actor,
+            rollout,
+            agents,
+            create_transfer(config, actor, weights_address, capabilities),
+            rewards=rewards,
+            is_colocated=bool(config.rollout.colocated),
+        ),
         queue=queue,
         agents=agents,
         eval_rows=prompts.eval_rows,
@@ -190,8 +209,17 @@ def place(
     )
 
 
+def create_transfer(
+    config: Config, actor: EngineWorker, address: str, capabilities: Sequence[Capabilities]
+) -> WeightTransfer:
+    """How weights reach the replicas: from shard to shard where engine, servers and transport can."""
+    if any(why_gathered(config, can) for can in capabilities):
+        return GatheredTransfer(actor, address)
+    return ShardedTransfer(actor, session_pattern(address, delta=config.weights.delta))
+
+
 def create_servers(
-    config: Config, runtime: Runtime, model_path: Path, weights_address: str
+    config: Config, runtime: Runtime, model_path: Path, adapter: Path | None = None
 ) -> ReplicaSet[RolloutWorker]:
     """Place the rollout replicas."""
     return runtime.create_replicas(
@@ -200,8 +228,7 @@ def create_servers(
         owns_pool=not config.rollout.colocated,
         ranks_per_member=config.rollout.parallel.num_ranks if config.rollout.colocated else 1,
         backend=config.rollout.backend,
-        config=server_config(config, model_path),
-        weights_address=weights_address,
+        config=server_config(config, model_path, adapter),
         is_own_process=config.runtime != "inline",
         timeout_s=config.timeout_s,
         heartbeat_s=config.heartbeat_s,

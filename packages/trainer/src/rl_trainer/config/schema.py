@@ -54,6 +54,10 @@ def _default(section: Any, key: str) -> Any:
     return found.default if found.default_factory is MISSING else found.default_factory()
 
 
+ADAPTER = "policy"
+"""What servers call the adapter that is trained, where it alone is sent to them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmaSection:
     """How fast the reference of the KL follows the policy."""
@@ -584,6 +588,18 @@ class TrackingSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsSection:
+    """How new weights travel from the engine's ranks to the servers."""
+
+    mode: Literal["auto", "sharded", "gathered"] = "auto"
+    """`sharded`: every rank sends what it holds, and nothing is gathered; `gathered`: rank 0 sends whole tensors.
+    `auto` is sharded where engine, servers and transport can; the plan says why where they cannot."""
+    delta: bool = False
+    """Send what has changed to servers that hold the version before, bit for bit; for links slower than memory. Each
+    rank keeps a copy of what it sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """One training run."""
 
@@ -628,6 +644,7 @@ class Config:
     reward: RewardSection = field(default_factory=RewardSection)
     staleness: StalenessSection = field(default_factory=StalenessSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
+    weights: WeightsSection = field(default_factory=WeightsSection)
     weights_transport: str | None = None
     """Name of an installed rl-ckpt backend, or a whole address, such as tcp://HOST:PORT, with its options. None:
     cuda-ipc where engine and server are processes on one GPU, else shm."""

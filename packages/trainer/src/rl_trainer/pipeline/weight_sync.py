@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SyncReport
     from rl_rollout.types import ServerAddress
     from rl_trainer.pipeline.replicas import AgentReplicas
+    from rl_trainer.pipeline.weight_transfer import WeightTransfer
     from rl_trainer.runtime.base import ReplicaSet
     from rl_trainer.workers.engine import EngineWorker
     from rl_trainer.workers.reward_server import RewardServers
@@ -41,11 +42,13 @@ class WeightSync:
         actor: EngineWorker,
         servers: ReplicaSet[RolloutWorker],
         agents: AgentReplicas,
+        transfer: WeightTransfer,
         *,
         rewards: RewardServers | None = None,
         is_colocated: bool = False,
     ) -> None:
         self._actor, self.servers, self._agents, self._rewards = actor, servers, agents, rewards
+        self._transfer = transfer
         self._is_colocated = is_colocated
         self.in_use: dict[int, ServerAddress] = {}
         """By member, the replicas that the agents generate on."""
@@ -120,15 +123,16 @@ class WeightSync:
 
         `members` are the replicas with the receivers that each declares: the sync waits for all of them.
         """
+        update = dict.fromkeys(members, (self._transfer.address(), version))
         with ThreadPoolExecutor(2, thread_name_prefix="weight-sync") as threads:
-            sent = threads.submit(self._actor.send_weights, version, sum(members.values()))
-            update = threads.submit(self.servers.call, RolloutWorker.update_weights, dict.fromkeys(members, (version,)))
+            sent = threads.submit(self._transfer.send, version, members)
+            updated = threads.submit(self.servers.call, RolloutWorker.update_weights, update)
             while not sent.done():
                 wait([sent], timeout=_GONE_CHECK_S)
                 if not sent.done() and set(members) - set(self.servers.members):
-                    self._actor.call_off()  # a replica that is gone never joins, and the others wait for the sender
+                    self._transfer.call_off()  # a replica that is gone never joins, and the others wait for the sender
             error = sent.exception()
-            installed = update.result()
+            installed = updated.result()
         failed = [answer for answer in installed.values() if isinstance(answer, Exception)]
         if error is None and all(isinstance(answer, (WorkerDiedError, ServerLostError)) for answer in failed):
             return sent.result(), None, installed

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from rl_engine.types import EngineConfig, Head, OptimizerConfig
+from rl_engine.types import EngineConfig, Head, LoraExport, OptimizerConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named, loss_named
+from rl_trainer.config.schema import ADAPTER
 from rl_trainer.errors import PlanError
 
 if TYPE_CHECKING:
@@ -192,9 +193,19 @@ def _optimizer(config: Config, *, num_idle: int = 0) -> OptimizerConfig:
     return replace(optimizer, total_steps=(config.steps - num_idle) * num_updates)
 
 
-def server_config(config: Config, model_path: Path) -> ServerConfig:
-    """The keys of `rollout`, and what the run says in other sections; it computes in the engine's number format."""
+def sends_adapter(config: Config) -> bool:
+    """Whether servers hold the base model from the start, and are sent an adapter alone."""
+    return config.engine.lora is not None and config.engine.lora.export == LoraExport.ADAPTER
+
+
+def server_config(config: Config, model_path: Path, adapter: Path | None = None) -> ServerConfig:
+    """The keys of `rollout`, and what the run says in other sections; it computes in the engine's number format.
+
+    `adapter` is the folder of the one that every request is served with.
+    """
     keys: dict[str, Any] = {f.name: getattr(config.rollout, f.name) for f in fields(ServerConfig)}
+    if adapter is not None:
+        keys["options"] = {**config.rollout.options, "adapters": {ADAPTER: str(adapter)}, "default_adapter": ADAPTER}
     if config.rollout.dtype == "auto":
         keys["dtype"] = str(config.engine.precision)
     keys |= {"model_path": str(model_path), "seed": config.seed, "timeout_s": config.timeout_s}

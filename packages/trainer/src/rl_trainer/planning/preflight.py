@@ -20,6 +20,7 @@ import rl_engine
 import rl_rollout
 from rl_agent import AgentLoop
 from rl_ckpt.errors import CkptError
+from rl_engine.base import Engine
 from rl_engine.errors import EngineError
 from rl_engine.types import ModelInit
 from rl_rollout.errors import RolloutError
@@ -36,6 +37,7 @@ from rl_trainer.planning.plan import (
     frozen_config,
     longest_sequence,
     model_config,
+    sends_adapter,
     server_config,
 )
 from rl_trainer.rewards import check_packages, resolve_reward
@@ -334,7 +336,44 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
         "seeded requests" if can.is_seeded else "requests without seeds (the same seed samples other tokens each run)"
     )
     weights = "new weights" if can.attests_weights else "new weights, not attested with this rollout.parallel"
-    return [*left.items(), ("server", f"{config.rollout.backend}: {weights}, {seeds}, levels of sleep: {levels}")]
+    reason = why_gathered(config, can)
+    if reason is not None and (config.weights.mode == "sharded" or config.weights.delta):
+        asked = "mode=sharded" if config.weights.mode == "sharded" else "delta=true"
+        raise ConfigError(f"weights.{asked} cannot be, because {reason}; leave it out")
+    if sends_adapter(config) and not can.updates_adapters:
+        raise ConfigError(
+            f"rollout.backend={config.rollout.backend} takes no updates of an adapter alone; leave "
+            "engine.lora.export out, and it is sent the model with the adapter added in"
+        )
+    path = "from shard to shard" if reason is None else f"gathered, and sent by rank 0, because {reason}"
+    return [
+        *left.items(),
+        ("weights", path + ", as differences" * config.weights.delta),
+        ("server", f"{config.rollout.backend}: {weights}, {seeds}, levels of sleep: {levels}"),
+    ]
+
+
+def why_gathered(config: Config, can: Capabilities) -> str | None:
+    """What keeps weights from going from shard to shard, as the end of a sentence; None: nothing does."""
+    transport, engine, rollout = config.weights_transport or "", config.engine, config.rollout
+    if config.weights.mode == "gathered":
+        return "weights.mode=gathered asks for it"
+    if scheme_of(transport) == "file":
+        return "file:// takes no votes, so that slices could be of two versions"
+    if "://" in transport and scheme_of(transport) in LISTENING:
+        return f"weights_transport={transport} is one port and every rank needs its own: write {scheme_of(transport)}"
+    if sends_adapter(config):
+        return "the adapter alone is sent (engine.lora.export=adapter)"
+    if engine.lora is not None:
+        return "an adapter is merged into whole tensors (engine.lora)"
+    if not can.takes_slices:
+        return f"rollout.backend={rollout.backend} takes whole tensors"
+    if rollout.dtype not in ("auto", str(engine.precision)):
+        return f"slices come as engine.precision={engine.precision}, and rollout.dtype={rollout.dtype} is another"
+    built = rl_engine.create_engine(engine.backend, actor_config(config, Path()))
+    if type(built).get_local_shards is Engine.get_local_shards:
+        return f"engine.backend={engine.backend} exports whole tensors"
+    return None
 
 
 def check_started(config: Config, can: Capabilities, *, has_images: bool) -> None:

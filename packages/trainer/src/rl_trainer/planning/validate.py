@@ -275,9 +275,10 @@ def _check_layout(config: Config) -> None:
             f"{config.engine.world_size}; make the product equal to it"
         )
     lora = config.engine.lora
-    if lora is not None and lora.export != LoraExport.MERGED:
+    if lora is not None and lora.export == LoraExport.ADAPTER and config.rollout.colocated:
         raise PlanError(
-            f"engine.lora.export={lora.export}: servers take the model with the adapter added in; leave it out"
+            "engine.lora.export=adapter sends the adapter alone, and rollout.colocated=true gives the memory of the "
+            "other weights back; leave the export out, or the servers apart"
         )
     sizes = {"engine.world_size": config.engine.world_size, "agent.num_workers": config.agent.num_workers}
     for key, size in (sizes | {"rollout.num_replicas": config.rollout.num_replicas}).items():

@@ -20,6 +20,7 @@ import rl_ckpt
 import rl_engine
 import rl_tq
 from rl_ckpt.errors import SyncAbortedError
+from rl_engine.errors import ConfigError
 from rl_trainer.algorithms import (
     AdvantageInput,
     PolicyLossFunction,
@@ -32,6 +33,7 @@ from rl_trainer.algorithms.distillation import teacher_columns
 from rl_trainer.algorithms.kl_controller import estimate_kl
 from rl_trainer.algorithms.policy_loss import select_tokens
 from rl_trainer.algorithms.rollout_correction import configured_weights, drop_rejected, finished_metrics
+from rl_trainer.config.schema import ADAPTER
 from rl_trainer.errors import InputError, TrainerError
 from rl_trainer.plugins import stage_named
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
@@ -43,10 +45,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt import DigestShare, ShardedSender
     from rl_ckpt.base import WeightSender
     from rl_ckpt.types import SyncReport
     from rl_engine.base import LossFunction
-    from rl_engine.types import EngineConfig
+    from rl_engine.types import EngineConfig, ShardSpec
     from rl_tq.types import BatchMeta
     from rl_trainer.algorithms.advantages import Need
     from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
@@ -255,11 +258,10 @@ class EngineWorker(_EngineRank):
             config=algorithm, teacher=teacher, has_old_logprobs=has_old, max_new_tokens=max_new_tokens
         )
         self._loop = LoopThread("weights")
-        self._sender = None
+        self._sender: WeightSender | None = None
+        self._shards: ShardedSender | None = None
         self._waiting: asyncio.Task[Any] | None = None
-        if weights_address is not None and context.rank == 0:
-            self._sender = rl_ckpt.connect(weights_address, role="send", timeout_s=timeout_s)
-            self._loop.run(self._sender.prepare(), timeout_s)
+        self._weights_address = weights_address if context.rank == 0 else None
 
     @register(Dispatch.SPLIT)
     def compute_log_prob(self, batch: BatchMeta, column: str = "old_logprobs") -> BatchMeta:
@@ -402,8 +404,12 @@ class EngineWorker(_EngineRank):
         Raises:
             SyncAbortedError: it failed on either side, or was called off.
         """
-        named_tensors, _ = self._engine.get_per_tensor_param()
-        if self._sender is not None:
+        named_tensors, adapter = self._engine.get_per_tensor_param()
+        if adapter is not None:
+            named_tensors = ((f"adapters.{ADAPTER}.{name}", tensor) for name, tensor in named_tensors)
+        if self._weights_address is not None:
+            if self._sender is None:
+                self._sender = rl_ckpt.connect(self._weights_address, role="send", timeout_s=self._timeout_s)
             try:
                 return self._loop.run(self._send(self._sender, named_tensors, version, num_receivers), self._timeout_s)
             except CancelledError:
@@ -427,17 +433,77 @@ class EngineWorker(_EngineRank):
         finally:
             self._waiting = None
 
-    @register(Dispatch.RANK_ZERO, is_urgent=True)
+    @register(Dispatch.GATHER)
+    def weight_layout(self) -> list[list[ShardSpec] | None]:
+        """What this rank holds of the weights; None if its engine exports whole tensors only."""
+        try:
+            return [[spec for spec, _ in self._engine.get_local_shards()]]
+        except ConfigError:
+            return [None]
+
+    @register(Dispatch.GATHER)
+    def open_sessions(self, layouts: tuple[Sequence[ShardSpec], ...], address: str) -> list[dict[int, str]]:
+        """Open a session to each rank of a replica that this rank has slices for; where each is reached.
+
+        Args:
+            layouts: What every rank of the engine holds.
+            address: Of a session, with places for `{rank}`, `{target}` and `{host}`.
+        """
+        rank, host = self._context.rank, self._context.host
+        self._shards = rl_ckpt.ShardedSender(
+            rl_ckpt.ShardPlan(layouts),
+            rank,
+            lambda target: address.format(rank=rank, target=target, host=host),
+            timeout_s=self._timeout_s,
+        )
+        return [self._loop.run(self._shards.prepare(), self._timeout_s)]
+
+    @register(Dispatch.GATHER)
+    def stage_weights(self, version: int, num_replicas: int) -> list[dict[str, DigestShare]]:
+        """Send this rank's slices; returns its share of the digest when every receiver holds all that it takes.
+
+        Nothing is committed before `commit_weights`.
+
+        Raises:
+            SyncAbortedError: it failed on either side, or was called off.
+        """
+        assert self._shards is not None, "sessions are opened first"
+        try:
+            return [self._loop.run(self._stage(self._shards, version, num_replicas), self._timeout_s)]
+        except CancelledError:
+            raise SyncAbortedError(f"the sync of version {version} was called off: a receiver is gone") from None
+
+    async def _stage(self, shards: ShardedSender, version: int, num_replicas: int) -> dict[str, DigestShare]:
+        self._waiting = asyncio.current_task()
+        try:
+            return await shards.stage(self._engine.get_local_shards, version=version, num_replicas=num_replicas)
+        finally:
+            self._waiting = None
+
+    @register(Dispatch.GATHER)
+    def commit_weights(self, version: int, digest: int) -> list[SyncReport]:
+        """Every rank has staged the version, whose digest over the whole model this is: it is committed."""
+        assert self._shards is not None, "a version is staged first"
+        return [self._loop.run(self._shards.commit(digest, version), self._timeout_s)]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def abort_weights(self, why: str) -> None:
+        """Call off what this rank has staged; nothing if it has not."""
+        assert self._shards is not None, "a version is staged first"
+        self._loop.run(self._shards.abort(why), self._timeout_s)
+
+    @register(Dispatch.ONE_TO_ALL, is_urgent=True)
     def call_off(self) -> None:
-        """End a `send_weights` that waits for receivers. One that has begun to send notices by itself who is gone."""
+        """End a sync that waits for receivers. One that has begun to send notices by itself who is gone."""
         if self._waiting is not None:
             self._loop.cancel(self._waiting)
 
     def close(self) -> None:
         """Leave every session and free the model."""
-        if self._sender is not None:
-            self._loop.run(self._sender.close(), 30.0)
-            self._sender = None
+        for sender in (self._sender, self._shards):
+            if sender is not None:
+                self._loop.run(sender.close(), 30.0)
+        self._sender = self._shards = None
         self._loop.close()
         super().close()
 

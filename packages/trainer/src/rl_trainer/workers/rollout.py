@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import rl_ckpt
 import rl_rollout
 from rl_rollout.errors import ServerLostError
 from rl_trainer.runtime.network import server_token
@@ -37,7 +36,6 @@ class RolloutWorker:
         *,
         backend: str,
         config: ServerConfig,
-        weights_address: str,
         is_own_process: bool,
         timeout_s: float,
         heartbeat_s: float = 30.0,
@@ -51,7 +49,7 @@ class RolloutWorker:
             config = replace(config, options={**config.options, "env": variables})
         self._server = make(backend, config)
         self._address = self._loop.run(self._server.start(), timeout_s)
-        self._receiver = rl_ckpt.connect(weights_address, role="receive", timeout_s=timeout_s)
+        self._receiver: rl_rollout.CkptReceiver | None = None
         self._watch = self._loop.start(self._end_with_the_server()) if is_own_process else None
 
     async def _end_with_the_server(self) -> None:
@@ -98,10 +96,17 @@ class RolloutWorker:
         self._loop.run(self._server.check_health(), self._timeout_s)
         return self._server.capabilities.num_receivers
 
-    def update_weights(self, version: int) -> int:
-        """Install a version that is being sent."""
+    def update_weights(self, address: str, version: int) -> int:
+        """Install a version that is being sent from `address`."""
+        if self._receiver is None or self._receiver.address != address:
+            self._leave_session()
+            self._receiver = rl_rollout.CkptReceiver(address, timeout_s=self._timeout_s)
         self._loop.run(self._server.update_weights(self._receiver, version), self._timeout_s)
         return version
+
+    def _leave_session(self) -> None:
+        if self._receiver is not None:
+            self._loop.run(self._receiver.close(), 30.0)
 
     def sleep(self) -> None:
         """Give the memory of weights and cached keys back; the next weights have to be installed after `wake`."""
@@ -117,6 +122,6 @@ class RolloutWorker:
             self._watch.cancel()
         try:
             self._loop.run(self._server.stop(), 30.0)
-            self._loop.run(self._receiver.close(), 30.0)
+            self._leave_session()
         finally:
             self._loop.close()
