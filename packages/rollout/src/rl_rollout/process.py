@@ -2,7 +2,7 @@
 
 rl-rollout's servers run under it, and what rl-trainer starts: reward servers and the warm-up. Two kinds of processes
 have one of their own, since they are asked over descriptors and killed by call: rl-agent's sandbox workers
-(`rl_agent.sandbox.worker`) and rl-trainer's pool of reward functions (`rl_trainer.rewards.pool`).
+(`rl_agent.sandbox.worker`) and rl-trainer's pool of reward functions (`rl_trainer.rewards.process_pool`).
 
 `python -m rl_rollout.process COMMAND...` guards a command: inference servers start processes of their own, which
 outlive whoever started them. The guard, the command and all that it starts are one process group; it ends when the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping  # noqa: TC003 - what nests ServerConfig in a schema reads its annotations
+from collections.abc import Mapping, Sequence  # noqa: TC003 - what nests ServerConfig in a schema reads its annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -119,6 +119,17 @@ class TokenOutput:
         """Of a request that ended before its first token."""
         reason = FinishReason.ABORT
         return cls(request_id=request.request_id, token_ids=(), logprobs=(), weight_versions=(), finish_reason=reason)
+
+    @classmethod
+    def joined(cls, request_id: str, chunks: Sequence[TokenChunk]) -> TokenOutput:
+        """Of a request whose chunks these are, at least one; `abort` where the last one tells no reason."""
+        return cls(
+            request_id=request_id,
+            token_ids=tuple(i for chunk in chunks for i in chunk.token_ids),
+            logprobs=tuple(x for chunk in chunks for x in chunk.logprobs),
+            weight_versions=tuple(v for chunk in chunks for v in chunk.weight_versions),
+            finish_reason=chunks[-1].finish_reason or FinishReason.ABORT,
+        )
 
     def extended(self, chunk: TokenChunk) -> TokenOutput:
         """This output and what came after it, with its reason if it tells one."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from functools import reduce
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rl_rollout import (
     SamplingParams,
     ServerConfig,
     ServerLostError,
+    ServerParallel,
     ServerStartError,
     TokenOutput,
     connect_server,
@@ -25,7 +27,7 @@ from rl_rollout import (
     launch_server,
 )
 from rl_rollout.cli import main, parse
-from rl_rollout.http.client import API_TOKEN_VARIABLE
+from rl_rollout.http.client import API_TOKEN_VARIABLE, serve_command
 from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
 
 TOKEN = "a-secret"
@@ -67,6 +69,23 @@ def test_its_token_is_its_configuration_s_whatever_this_process_has(long_folder,
     environment = launch(long_folder, api_token=token)._process.environment
     monkeypatch.setenv(API_TOKEN_VARIABLE, environment[API_TOKEN_VARIABLE])
     assert parse([str(long_folder)])[2].api_token == token
+
+
+def test_the_command_line_says_all_of_a_configuration():
+    told = {
+        "host": "::1",
+        "port": 1,
+        "device": "cpu",
+        "dtype": "float16",
+        "options": {"tool_parser": "hermes", "n": [1]},
+    }
+    told |= {"parallel": ServerParallel(tp=2, pp=3, dp=4, ep=8), "model_path": "a folder"}
+    default = ServerConfig(model_path="")
+    for field in fields(ServerConfig):
+        if field.name not in (*told, "api_token"):
+            told[field.name] = getattr(default, field.name) + 7
+    config = ServerConfig(**told)
+    assert parse(serve_command("vllm", config)[3:]) == ("generate", "vllm", config, True)
 
 
 def config_of(folder, **fields):

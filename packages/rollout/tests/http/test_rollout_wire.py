@@ -75,6 +75,17 @@ def test_an_output_keeps_every_bit_and_tells_nan_as_null():
     assert repr(chunk_from_body(chunk_to_body(last))) == repr(("", last))
 
 
+def test_chunks_make_up_their_output():
+    first = TokenChunk(token_ids=(5,), logprobs=(-0.5,), weight_versions=(3,), finish_reason=None)
+    last = TokenChunk(token_ids=(6, 7), logprobs=(-1.0, -2.0), weight_versions=(3, 4), finish_reason=FinishReason.STOP)
+    whole = replace(
+        OUTPUT, token_ids=(5, 6, 7), logprobs=(-0.5, -1.0, -2.0), weight_versions=(3, 3, 4), routed_experts=()
+    )
+    assert TokenOutput.joined("r", [first, last]) == replace(whole, finish_reason=FinishReason.STOP)
+    cut = TokenOutput.joined("r", [first])
+    assert (cut.token_ids, cut.finish_reason) == ((5,), FinishReason.ABORT)
+
+
 def test_an_output_tells_minus_infinity_from_nan_in_standard_json():
     """A token that cannot be drawn may be in the prompt, or among the most likely ones."""
     top = (((5, -0.25), (6, float("nan")), (7, float("-inf"))), ())

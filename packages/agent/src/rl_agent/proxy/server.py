@@ -427,13 +427,7 @@ async def _send(response: web.StreamResponse, events: Iterable[Mapping[str, Any]
 def _joined(request: GenerateRequest, chunks: list[TokenChunk]) -> TokenOutput:
     if not chunks or chunks[-1].finish_reason is None:
         raise ConnectionError(f"the stream of request {request.request_id!r} ended without a reason")
-    return TokenOutput(
-        request_id=request.request_id,
-        token_ids=tuple(i for chunk in chunks for i in chunk.token_ids),
-        logprobs=tuple(i for chunk in chunks for i in chunk.logprobs),
-        weight_versions=tuple(i for chunk in chunks for i in chunk.weight_versions),
-        finish_reason=chunks[-1].finish_reason,
-    )
+    return TokenOutput.joined(request.request_id, chunks)
 
 
 _OPEN, _CLOSE = "<think>", "</think>"

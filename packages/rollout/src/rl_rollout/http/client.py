@@ -17,7 +17,7 @@ from rl_rollout.base import RolloutServer
 from rl_rollout.errors import ConfigError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
 from rl_rollout.http import messages as wire
 from rl_rollout.process import STOP_TIMEOUT_S, ChildProcess
-from rl_rollout.types import Capabilities, FinishReason, ServerAddress, TokenChunk, TokenOutput
+from rl_rollout.types import Capabilities, ServerAddress, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
@@ -339,13 +339,7 @@ def _with_partial(error: Exception, request_id: str, told: Sequence[TokenChunk])
     lost = ServerLostError(str(error))
     lost.__cause__ = error.__cause__
     if told:
-        lost.partial = TokenOutput(
-            request_id=request_id,
-            token_ids=tuple(i for chunk in told for i in chunk.token_ids),
-            logprobs=tuple(x for chunk in told for x in chunk.logprobs),
-            weight_versions=tuple(v for chunk in told for v in chunk.weight_versions),
-            finish_reason=FinishReason.ABORT,
-        )
+        lost.partial = TokenOutput.joined(request_id, told)
     return lost
 
 
