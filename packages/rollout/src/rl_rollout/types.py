@@ -122,13 +122,14 @@ class TokenOutput:
 
     @classmethod
     def joined(cls, request_id: str, chunks: Sequence[TokenChunk]) -> TokenOutput:
-        """Of a request whose chunks these are, at least one; `abort` where the last one tells no reason."""
+        """Of a request whose chunks these are; `abort` where none of them tells a reason."""
+        reason = next((chunk.finish_reason for chunk in reversed(chunks) if chunk.finish_reason), FinishReason.ABORT)
         return cls(
             request_id=request_id,
             token_ids=tuple(i for chunk in chunks for i in chunk.token_ids),
             logprobs=tuple(x for chunk in chunks for x in chunk.logprobs),
             weight_versions=tuple(v for chunk in chunks for v in chunk.weight_versions),
-            finish_reason=chunks[-1].finish_reason or FinishReason.ABORT,
+            finish_reason=reason,
         )
 
     def extended(self, chunk: TokenChunk) -> TokenOutput:

@@ -132,7 +132,7 @@ class TensorrtLlmServer(ExternalServer):
                         chunks.append(read_event(event, self.weight_version))
         except aiohttp.ClientError as error:
             lost = await self.upstream.lost(closed(error))
-            lost.partial = _joined(request, chunks)
+            lost.partial = TokenOutput.joined(request.request_id, chunks)
             raise lost from error
 
     async def post_abort(self, upstream_ids: Sequence[str]) -> None:
@@ -218,16 +218,9 @@ def put_together(request: GenerateRequest, chunks: Sequence[TokenChunk], *, is_a
     Raises:
         ServerLostError: the stream ended without a reason; with what had come.
     """
-    output = _joined(request, chunks)
+    output = TokenOutput.joined(request.request_id, chunks)
     if is_aborted or output.finish_reason is not FinishReason.ABORT:
         return output
     lost = ServerLostError(f"trtllm-serve ended the stream of {request.request_id!r} without a reason")
     lost.partial = output
     raise lost
-
-
-def _joined(request: GenerateRequest, chunks: Sequence[TokenChunk]) -> TokenOutput:
-    output = TokenOutput.empty(request)
-    for chunk in chunks:
-        output = output.extended(chunk)
-    return output
