@@ -25,7 +25,7 @@ def test_staging_keeps_the_version_before_until_the_next_is_committed():
     staging.put("q", second["q"])
     assert_same(staging.current, first)
     assert_same(staging.merged(), {**first, "q": second["q"]})
-    staging.abort()
+    staging.clear()
     assert_same(staging.merged(), first)
     for weights in (second, first, second):
         for name, tensor in weights.items():
@@ -69,9 +69,9 @@ def test_what_was_installed_changes_places_with_the_targets_and_back():
     assert_same(targets, old)
     assert_same(staging.incoming, new)
     staging.install(targets)
-    staging.commit()
+    staging.clear()
+    staging.undo()
     assert_same(targets, new)
-    assert not staging.current
 
 
 def test_an_installation_that_fails_half_way_is_undone():

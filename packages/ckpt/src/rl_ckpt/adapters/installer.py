@@ -93,7 +93,7 @@ class Installer:
                 self._staging.put(name, tensor)
         except BaseException as error:
             touched = set(self._staging.incoming) if self._is_touched else set[str]()
-            self._staging.abort()
+            self._staging.clear()
             if touched:
                 self._go_back(touched, error)
             raise

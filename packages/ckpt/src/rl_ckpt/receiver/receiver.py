@@ -345,7 +345,7 @@ class Receiver(WeightReceiver):
         unpacker.is_over, self._unpacker = True, None
         self._version, self._digest, self._state = unpacker.version, digest, ReceiverState.COMMITTED
         if unpacker.staging is not None:
-            unpacker.staging.commit()
+            unpacker.staging.clear()
             self._base = None
         else:
             self._base = unpacker.targets if unpacker.targets is not None and is_base(unpacker.targets) else None

@@ -21,12 +21,12 @@ class Staging:
 
     Whoever knows the names and shapes that will come makes room for all (`open`), and later lets them change places
     with the tensors of the consumer (`install`, `undo`). Whoever does not adds them one by one (`put`), and reads what
-    came from here (`incoming`, `merged`). Either way `commit` or `abort` ends the sync.
+    came from here (`incoming`, `merged`) and ends the sync by `commit`. `clear` ends any other.
     """
 
     def __init__(self) -> None:
         self.current: dict[str, Tensor] = {}
-        """What was committed and is still here; nothing of what was installed."""
+        """What was committed here."""
         self.incoming: dict[str, Tensor] = {}
         """The tensors of the sync under way, contiguous, on the CPU."""
         self.targets: Mapping[str, Tensor] = {}
@@ -42,7 +42,7 @@ class Staging:
         Raises:
             TensorError: a target has no memory to install it in.
         """
-        self.abort()
+        self.clear()
         for name, target in targets.items():
             require_memory(name, target)
             self._make_room(name, target)
@@ -76,14 +76,12 @@ class Staging:
             self._installed.pop()
 
     def commit(self, *, is_whole: bool = False) -> None:
-        """Put in force what has come, in place of the tensors of the same names or, if it is whole, of all."""
-        if not self._installed:
-            self._spare |= {name: tensor for name, tensor in self.current.items() if is_whole or name in self.incoming}
-            self.current, self.incoming = self.incoming if is_whole else self.merged(), {}
-        self.abort()
+        """Make current what has come, in place of the tensors of the same names or, if it is whole, of all."""
+        self._spare |= {name: tensor for name, tensor in self.current.items() if is_whole or name in self.incoming}
+        self.current, self.incoming = self.incoming if is_whole else self.merged(), {}
 
-    def abort(self) -> None:
-        """Forget the sync, but not its memory."""
+    def clear(self) -> None:
+        """Forget the sync, but not its memory: it is off, or installed for good."""
         self._spare |= self.incoming
         self.incoming, self.targets, self._installed, self._torn = {}, {}, [], None
 

@@ -303,13 +303,13 @@ class FileReceiver(WeightReceiver):
         self._state = ReceiverState.PREPARING
         try:
             while (item := await self._worker.run(lambda: next(items, None))) is not None:
-                is_touched = not is_staged
+                is_touched = True
                 yield item
         finally:
-            if is_staged:
-                is_touched = not self._put_back()
             if self._state is ReceiverState.PREPARING:
-                self._state = ReceiverState.POISONED if is_touched else before
+                is_mixed = is_touched and not (is_staged and self._put_back())
+                self._state = ReceiverState.POISONED if is_mixed else before
+            self._staging.clear()
 
     def _put_back(self) -> bool:
         """Undo what was installed and not committed. False if that failed: the tensors may be mixed."""
@@ -364,7 +364,6 @@ class FileReceiver(WeightReceiver):
             )
         finish(digests)
         self._attest({spec.name for spec in digests}, found)
-        self._staging.commit()
         self._version, self._digest, self._state = manifest.version, found, ReceiverState.COMMITTED
 
     def _attest(self, names: set[str], digest: int) -> None:
