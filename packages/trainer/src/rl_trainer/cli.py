@@ -86,9 +86,7 @@ def _answered(program: str, body: _Main, argv: Sequence[str] | None) -> int:
 @_command("rl-train")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    import yaml
-
-    from rl_trainer.config import RECIPES, as_tree, load_config
+    from rl_trainer.config import RECIPES, load_config
 
     recipes = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -105,7 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--runtime", choices=("ray", "inline"), help="shorthand for runtime=...")
     parser.add_argument("--profile", action="store_true", help="shorthand for tracking.profile=true: write trace.json")
-    parser.add_argument("--print-config", action="store_true", help="print the configuration and stop")
+    parser.add_argument("--print-config", action="store_true", help="print every key, with its doc, type and source")
+    parser.add_argument("--explain", metavar="KEY", help="say what a key means, what it may hold, and who reads it")
+    parser.add_argument("--list", action="store_true", help="list recipes, backends, estimators, losses and plug-ins")
+    parser.add_argument("--completion", choices=("bash", "zsh"), help="print what the shell needs to complete keys")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and start nothing")
     parser.add_argument(
         "--simulate",
@@ -120,8 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="compare every file of a run's checkpoints (or of one checkpoint) with its digest, and start nothing",
     )
     arguments = parser.parse_intermixed_args(argv)
+    if (told := _told(arguments)) is not None:
+        print(told)
+        return 0
     if arguments.verify is None and arguments.recipe is None:
-        parser.error("give a recipe, or --verify OUTPUT_DIR")
+        parser.error("give a recipe (--list names them), or --verify OUTPUT_DIR")
     overrides = [*arguments.overrides, *([f"runtime={arguments.runtime}"] if arguments.runtime else [])]
     overrides += ["tracking.profile=true"] if arguments.profile else []
     keep_freed_memory()
@@ -131,7 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _simulate(arguments.recipe, overrides)
     config = load_config(arguments.recipe, overrides)
     if arguments.print_config:
-        print(yaml.safe_dump(as_tree(config), sort_keys=False))
+        from rl_trainer.config.explain import annotated
+
+        print(annotated(config, arguments.recipe, overrides), end="")
         return 0
     from rl_trainer.run import plan, resumed, run
 
@@ -139,6 +145,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan(resumed(config) if arguments.resume else config, is_resumed=arguments.resume)
         return 0
     return 130 if run(config, resume=arguments.resume)["interrupted"] else 0
+
+
+def _told(arguments: argparse.Namespace) -> str | None:
+    """What `--explain`, `--list` and `--completion` print; None if none of them was asked for."""
+    if arguments.explain is not None:
+        from rl_trainer.config.explain import explain
+
+        return explain(arguments.explain)
+    from rl_trainer import catalog
+
+    if arguments.list:
+        return catalog.listing()
+    return catalog.completion(arguments.completion) if arguments.completion else None
 
 
 def _from_verl(argv: Sequence[str]) -> int:

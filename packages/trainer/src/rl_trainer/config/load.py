@@ -54,18 +54,39 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
                 raise own from None
         unknown = [e["loc"] for e in error.errors() if e["type"] == "unexpected_keyword_argument"]
         if unknown:
-            raise ConfigError(_unknown_key(".".join(map(str, unknown[0])))) from None
+            raise ConfigError(unknown_key(".".join(map(str, unknown[0])))) from None
         problems = "; ".join(_problem(each) for each in error.errors())
         raise ConfigError(f"the configuration cannot be used: {problems}") from error
 
 
-def _read_recipe(recipe: str, beside: Path | None = None, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A recipe's tree, laid over that of the recipe it `extends`; a file's name is looked up beside the file."""
+def layers(recipe: str, overrides: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """(where from, tree) of every layer of a configuration, the lowest first."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    base: str | None = recipe
+    beside: Path | None = None
+    while base is not None:
+        path = _path_of(base, beside)
+        tree = yaml.safe_load(path.read_text())
+        beside, base = path.parent, tree.pop("extends", None)
+        found.insert(0, (path.name, tree))
+    for override in overrides:
+        key, _, value = override.partition("=")
+        tree: dict[str, Any] = {}
+        _set(tree, key.strip(), yaml.safe_load(value))
+        found.append(("the command line", tree))
+    return found
+
+
+def _path_of(recipe: str, beside: Path | None) -> Path:
     path = Path(recipe)
     if path.suffix not in {".yaml", ".yml"}:
-        path = RECIPES / f"{recipe}.yaml"
-    elif beside is not None:
-        path = beside / path
+        return RECIPES / f"{recipe}.yaml"
+    return path if beside is None else beside / path
+
+
+def _read_recipe(recipe: str, beside: Path | None = None, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A recipe's tree, laid over that of the recipe it `extends`; a file's name is looked up beside the file."""
+    path = _path_of(recipe, beside)
     if not path.is_file():
         shipped = sorted(p.stem for p in RECIPES.glob("*.yaml"))
         raise ConfigError(
@@ -113,7 +134,7 @@ def _problem(error: ErrorDetails) -> str:
     return f"{key}: {error['msg']}, got {error['input']!r}"
 
 
-def _unknown_key(key: str) -> str:
+def unknown_key(key: str) -> str:
     """A sentence that names the nearest key: one of the same section, or else one of the same last name anywhere."""
     keys = _all_keys(Config, "")
     last = [each for each in keys if each.rpartition(".")[2] == key.rpartition(".")[2]]

@@ -1,0 +1,278 @@
+"""What every configuration key means: its doc, type, default, where its value is from and who reads it.
+
+One source, the dataclasses, for `rl-train --explain`, `--print-config`, shell completion and the reference page.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import dedent, wrap
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from rl_trainer.config.load import as_tree, layers
+from rl_trainer.config.schema import Config
+from rl_trainer.errors import ConfigError
+
+_PACKAGES = ("rl_agent", "rl_engine", "rl_rollout", "rl_trainer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One configuration key."""
+
+    name: str
+    """Dotted; NAME stands for a name of the user's own."""
+    type: str
+    """What it may hold."""
+    default: str
+    """As YAML; empty where a value has to be given."""
+    doc: str
+    """One paragraph."""
+    owner: str
+    """The package whose dataclass defines it."""
+    is_section: bool
+    """Whether further keys stand below it."""
+
+
+@cache
+def keys() -> Mapping[str, Key]:
+    """Every key, in the order of the schema."""
+    return {key.name: key for key in _keys(Config, "")}
+
+
+def _keys(cls: type, prefix: str) -> list[Key]:
+    found: list[Key] = []
+    hints, docs = get_type_hints(cls, include_extras=True), docs_of(cls)
+    for each in (f for f in fields(cls) if f.init):
+        hint = hints[each.name]
+        section = section_of(hint)
+        owner = next(c for c in reversed(cls.__mro__) if each.name in vars(c).get("__annotations__", {}))
+        doc = docs.get(each.name) or (inspect.getdoc(section) or "" if section else "")
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        key = Key(
+            name=prefix + each.name,
+            type=type_name(hint),
+            default="" if default is MISSING or is_dataclass(default) else _yaml(default),
+            doc=" ".join(doc.split("\n\n")[0].split()),
+            owner=owner.__module__.partition(".")[0].replace("_", "-").replace("rl-trainer", "rl-post-trainer"),
+            is_section=section is not None,
+        )
+        found.append(key)
+        if section is not None:
+            by_name = "NAME." if get_origin(_bare(hint)) in (Mapping, dict) else ""
+            found += _keys(section, f"{key.name}.{by_name}")
+    return found
+
+
+@cache
+def docs_of(cls: type) -> Mapping[str, str]:
+    """The string below each field of a dataclass and of those that it extends."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not is_dataclass(base):
+            continue
+        body = ast.parse(dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef), "it is the source of a class"
+        for field_, text in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field_, ast.AnnAssign) and isinstance(field_.target, ast.Name):
+                is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+                if is_text and isinstance(text.value.value, str):
+                    found[field_.target.id] = inspect.cleandoc(text.value.value)
+    return found
+
+
+def section_of(hint: Any) -> type | None:
+    """The dataclass that a key of this type holds, or holds by name."""
+    hint = _bare(hint)
+    if is_dataclass(hint) and isinstance(hint, type):
+        return hint
+    inner = get_args(hint)
+    return next((found for each in inner if (found := section_of(each)) is not None), None)
+
+
+def _bare(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def type_name(hint: Any) -> str:
+    """A type in words: `int > 0`, `sync or async`, `float, or null`."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        bounds = [c for each in inner[1:] for c in getattr(each, "metadata", [each])]
+        marks = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        told = [f"{mark} {getattr(c, name)}" for c in bounds for name, mark in marks if hasattr(c, name)]
+        return " ".join([type_name(inner[0]), " and ".join(told)]).strip()
+    if origin is Literal:
+        return " or ".join(str(each) for each in inner)
+    if origin in (Union, UnionType):
+        kinds = [type_name(each) for each in inner if each is not NoneType]
+        return " or ".join(kinds) + (", or null" if NoneType in inner else "")
+    if origin is tuple:
+        return f"list of {type_name(inner[0])}" if inner[-1] is Ellipsis else f"[{', '.join(map(type_name, inner))}]"
+    if origin in (Mapping, dict):
+        return f"mapping of names to {type_name(inner[1])}"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return " or ".join(str(each.value) for each in hint)
+    if is_dataclass(hint):
+        return "section"
+    return {"str": "text", "bool": "true or false", "Any": "any value"}.get(
+        getattr(hint, "__name__", str(hint)), getattr(hint, "__name__", str(hint))
+    )
+
+
+def _yaml(value: Any) -> str:
+    if is_dataclass(value):
+        return "section"
+    plain = _plain(value)
+    return yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else value
+
+
+def explain(name: str) -> str:
+    """A key's doc, type, default and readers; of a section, one line per key.
+
+    Raises:
+        ConfigError: there is no such key (names the nearest).
+    """
+    found = find(name)
+    lines = [f"{found.name}: {found.type}" + (f", default {found.default}" if found.default else "")]
+    lines += wrap(found.doc, 100, initial_indent="  ", subsequent_indent="  ")
+    lines += [f"  Defined by {found.owner}; read in {', '.join(readers(found.name)) or found.owner}."]
+    for key in keys().values():
+        if found.is_section and key.name.startswith(f"{found.name}."):
+            lines += wrap(
+                f"{key.name}: {first_sentence(key.doc)}", 100, initial_indent="  ", subsequent_indent="      "
+            )
+    return "\n".join(lines)
+
+
+def find(name: str) -> Key:
+    """The key of a name, with names of the user's own in it as they are.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from rl_trainer.config.load import unknown_key
+
+    for key in keys().values():
+        if re.fullmatch(re.escape(key.name).replace("NAME", r"[\w-]+"), name):
+            return key
+    raise ConfigError(unknown_key(name))
+
+
+def first_sentence(doc: str) -> str:
+    """Up to the first full stop that ends a sentence."""
+    return re.split(r"(?<=[^.\d]\.)\s", doc, maxsplit=1)[0]
+
+
+def readers(name: str) -> tuple[str, ...]:
+    """Modules of the packages in whose text the key is read as `section.key`, or `config.key`."""
+    section, _, last = name.rpartition(".")
+    before = section.rpartition(".")[2] or "config"
+    return tuple(sorted(_reads().get(("part" if before == "NAME" else before, last), ())))
+
+
+@cache
+def _reads() -> Mapping[tuple[str, str], set[str]]:
+    """By `section.key` as it stands in the sources, the modules."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for package in _PACKAGES:
+        spec = find_spec(package)
+        assert spec is not None, "the trainer depends on it"
+        assert spec.origin is not None, "it has an __init__.py"
+        folder = Path(spec.origin).parent
+        for file in folder.rglob("*.py"):
+            if file.stem in _TALKERS or "testing" in file.parts:
+                continue
+            module = ".".join((package, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+            for pair in _PAIR.findall(file.read_text()):
+                found.setdefault(pair, set()).add(module)
+    return found
+
+
+_PAIR = re.compile(r"(?<![\w])_?(\w+)\.(\w+)\b(?!\()")
+_TALKERS = ("equivalents", "explain", "from_verl", "testing")
+"""Modules that speak of keys and read none."""
+
+
+def annotated(config: Config, recipe: str, overrides: Sequence[str]) -> str:
+    """The configuration as YAML that `load_config` reads, with doc, type, default and source of every key."""
+    sources = {key: told for told, tree in layers(recipe, overrides) for key in _leaves(tree)}
+    lines: list[str] = []
+    _write(lines, config, as_tree(config), "", sources)
+    return "\n".join(lines) + "\n"
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        found.append(name)
+        if isinstance(value, Mapping):
+            found += _leaves(value, f"{name}.")
+    return found
+
+
+def _write(lines: list[str], section: Any, tree: Mapping[str, Any], prefix: str, sources: Mapping[str, str]) -> None:
+    indent = "  " * prefix.count(".")
+    for name, value in tree.items():
+        key = keys()[f"{prefix}{name}"]
+        held = getattr(section, name)
+        told = f"{first_sentence(key.doc)} ({key.type}" + (f"; default {key.default}" if key.default else "")
+        told += f"; from {sources.get(key.name, 'the default')})" if not is_dataclass(held) else ")"
+        lines += wrap(told, 112 - len(indent), initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        if is_dataclass(held):
+            lines.append(f"{indent}{name}:")
+            _write(lines, held, value, f"{key.name}.", sources)
+        else:
+            lines.append(f"{indent}{name}: {_yaml(value)}")
+
+
+def reference() -> str:
+    """The reference page: a table per section."""
+    out = ["# Configuration", "", "Every key of `rl-train`, from the dataclasses that the components own.", ""]
+    out += [
+        "`rl-train RECIPE key=value ...` sets them, `--explain KEY` tells one, `--print-config` all of a run's.",
+        "",
+    ]
+    sections: dict[str, list[Key]] = {}
+    for key in keys().values():
+        sections.setdefault(key.name.rpartition(".")[0], []).append(key)
+    for section, members in sections.items():
+        out += [f"## {f'`{section}`' if section else 'The run'}", ""]
+        if section in keys():
+            out += [_markdown(keys()[section].doc), ""]
+        out += ["| key | what | type | default | owner; read in |", "|---|---|---|---|---|"]
+        for key in members:
+            read = ", ".join(f"`{r.rpartition('.')[2]}`" for r in readers(key.name)[:4])
+            cells = (
+                f"`{key.name}`",
+                _markdown(key.doc),
+                _markdown(key.type),
+                f"`{key.default}`" if key.default else "-",
+            )
+            out.append(f"| {' | '.join(cells)} | {key.owner}{f'; {read}' if read else ''} |")
+        out.append("")
+    return "\n".join(out)
+
+
+def _markdown(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
