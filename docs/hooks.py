@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mkdocs.structure.files import File, Files
 
@@ -35,17 +37,74 @@ def pages() -> dict[str, Path]:
         for file in sorted((ROOT / folder).glob("docs/*.md")):
             found[f"packages/{name}/{file.stem}.md"] = file
         for upper in sorted((ROOT / folder).glob("[A-Z]*.md")):
-            if upper.stem not in ("README", "CHANGELOG"):
+            if upper.stem not in ("README", "CHANGELOG", "ALGORITHMS"):
                 found[f"packages/{name}/{upper.stem.lower()}.md"] = upper
+    found["reference/algorithms.md"] = ROOT / "packages/trainer/ALGORITHMS.md"
     return found
 
 
+@cache
 def tables() -> dict[str, str]:
     """By page, what is rendered from the code."""
     from rl_trainer import equivalents
     from rl_trainer.config.explain import reference
 
-    return {"reference/config.md": reference(), "how-to/names.md": f"# Names elsewhere\n\n{equivalents.table()}"}
+    names = f"# Names elsewhere\n\n{equivalents.table()}"
+    return {"reference/config.md": reference(), "how-to/names.md": names, "performance.md": performance()}
+
+
+def performance() -> str:
+    """The newest figures of every benchmark that has a limit or a peer beside ours."""
+    newest: dict[str, tuple[str, dict[str, Any]]] = {}
+    for file in sorted((ROOT / "bench/results").glob("*.json")):
+        found = json.loads(file.read_text())
+        is_figures = isinstance(found, dict) and isinstance(found.get("rows"), list) and "machine" in found
+        if is_figures and found["date"] > newest.get(found["name"], ("", {"date": ""}))[1]["date"]:
+            newest[found["name"]] = (file.name, found)
+    out = [PERFORMANCE]
+    for name, (file, found) in sorted(newest.items()):
+        rows = [row for row in found["rows"] if row.get("role") == "ours" and _ratios(row)]
+        if not rows:
+            continue
+        machine = found["machine"]
+        where = ", ".join(machine.get("gpu") or []) or f"{machine['cpu']}, {machine['cores']} cores"
+        out += [
+            f"## {name}",
+            "",
+            f"{where}; {found['date'][:10]}; torch {machine.get('torch')}; `bench/results/{file}`.",
+        ]
+        out += ["", "| system | what | median | of the limit | of the best peer |", "|---|---|---|---|---|"]
+        for row in rows:
+            limit, peer = _ratios(row)
+            cells = (row["system"], row["metric"], f"{row['median']:.4g} {row['unit']}", limit, peer)
+            out.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+        out.append("")
+    return "\n".join(out)
+
+
+def _ratios(row: dict[str, Any]) -> tuple[str, str] | None:
+    limit, peer = row.get("ratio_to_limit"), row.get("ratio_to_best_peer")
+    if limit is None and peer is None:
+        return None
+    return ("-" if limit is None else f"{limit:.2f}"), ("-" if peer is None else f"{peer:.2f}")
+
+
+PERFORMANCE = """# Performance
+
+Every figure is a median of alternating repetitions (ours, peer, ours, peer) on one machine, beside the limit of that
+machine or the best peer in the same run. `uv run rl-bench NAME` measures again. The table is made from the newest
+JSON of each benchmark; those of a package have pages of their own:
+[kernels](../csrc/docs/kernels.md), [weights](../packages/ckpt/docs/performance.md),
+[queue](../packages/tq/docs/figures.md), [agents](../packages/agent/docs/figures.md).
+"""
+
+
+def places() -> dict[Path, str]:
+    """By file of the repository, and by place in docs/, the page that it is."""
+    docs = ROOT / "docs"
+    found = {file.resolve(): str(file.relative_to(docs)) for file in docs.rglob("*") if file.is_file()}
+    found |= {docs / name: name for name in (*pages(), *tables())}
+    return found | {file.resolve(): page for page, file in pages().items()}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -60,14 +119,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that no file in docs/ holds."""
-    made = pages()
-    where = {file.resolve(): page for page, file in made.items()}
-    where |= {file.resolve(): str(file.relative_to(ROOT / "docs")) for file in (ROOT / "docs").rglob("*.md")}
+    made, where = pages(), places()
     for page, file in made.items():
         text = rewritten(file.read_text(), file, page, where)
         files.append(File.generated(config, page, content=text))
     for page, text in tables().items():
-        files.append(File.generated(config, page, content=text))
+        files.append(File.generated(config, page, content=rewritten(text, ROOT / "docs" / page, page, where)))
     return files
 
 
@@ -76,10 +133,7 @@ def on_page_markdown(markdown: str, page: object, config: MkDocsConfig, files: F
     source = Path(config.docs_dir) / page.file.src_uri
     if not source.is_file():
         return markdown
-    where = {file.resolve(): name for name, file in pages().items()}
-    where |= {file.resolve(): str(file.relative_to(ROOT / "docs")) for file in (ROOT / "docs").rglob("*")}
-    where |= {ROOT / "docs" / name: name for name in tables()}
-    return rewritten(markdown, source, page.file.src_uri, where)
+    return rewritten(markdown, source, page.file.src_uri, places())
 
 
 def rewritten(text: str, file: Path, page: str, where: dict[Path, str]) -> str:

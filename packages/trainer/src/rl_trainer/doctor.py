@@ -112,7 +112,7 @@ def _gpus() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         yield Finding(what=f"GPU {index}", value=f"{about.name}, {about.total_memory / _GIB:.0f} GiB")
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    nccl = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
     yield Finding(what="CUDA, NCCL", value=f"{torch.version.cuda}, {nccl}")
     has_module = importlib.util.find_spec("rl_csrc._cuda") is not None
     fix = "" if has_module else "build it: RL_CSRC_CUDA=ON pip install rl-csrc (plain torch is used until then)"

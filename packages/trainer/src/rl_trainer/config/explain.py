@@ -85,10 +85,14 @@ def docs_of(cls: type) -> Mapping[str, str]:
         body = ast.parse(dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef), "it is the source of a class"
         for field_, text in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field_, ast.AnnAssign) and isinstance(field_.target, ast.Name):
-                is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-                if is_text and isinstance(text.value.value, str):
-                    found[field_.target.id] = inspect.cleandoc(text.value.value)
+            if not (isinstance(field_, ast.AnnAssign) and isinstance(field_.target, ast.Name)):
+                continue
+            if (
+                isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+                and isinstance(text.value.value, str)
+            ):
+                found[field_.target.id] = inspect.cleandoc(text.value.value)
     return found
 
 

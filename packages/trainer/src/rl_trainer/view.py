@@ -1,0 +1,291 @@
+"""`rl-view OUTPUT_DIR`: everything that a run left, as one HTML file that needs no network and no server.
+
+Curves, phases, samples token by token, groups, prompts that never teach, staleness, failures, and the configuration
+beside another run's. Works on a run that was killed or is still going. A step's samples are a compressed chunk that the
+browser unpacks when it is looked at; `--budget-mb` bounds them, evenly over the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import gzip
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from rl_trainer.errors import DataError, InputError
+from rl_trainer.samples import read_samples, steps_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PER_TOKEN = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "weight_versions")
+_PER_SAMPLE = ("group_id", "reward", "finish_reason", "weight_version_min", "weight_version_max", "num_turns")
+_MOST_TOKENS = 4096
+"""Of one sample that are shown."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page and say where; returns the exit code: 2 if there is no run."""
+    parser = argparse.ArgumentParser(prog="rl-view", description="One HTML file with everything that a run left.")
+    parser.add_argument("run", help="output_dir of a run")
+    parser.add_argument("--against", metavar="RUN", help="another run: curves beside, and what differs in their keys")
+    parser.add_argument("--output", metavar="FILE", help="the page; OUTPUT_DIR/view.html by default")
+    parser.add_argument("--budget-mb", type=float, default=64.0, help="most megabytes of samples in the page")
+    parser.add_argument("--serve", type=int, metavar="PORT", help="serve it on loopback, anew at every request")
+    arguments = parser.parse_args(argv)
+    make = partial(page, arguments.run, against=arguments.against, budget_bytes=int(arguments.budget_mb * 1e6))
+    try:
+        text = make()
+    except InputError as error:
+        print(f"rl-view: {error}", file=sys.stderr)
+        return 2
+    if arguments.serve is not None:
+        _serve(arguments.serve, lambda: make(is_live=True))
+        return 0
+    file = Path(arguments.output or Path(arguments.run) / "view.html")
+    file.write_text(text)
+    print(f"{file}, {len(text) / 1e6:.1f} MB")
+    return 0
+
+
+def page(
+    run: str | Path, *, against: str | Path | None = None, budget_bytes: int = 64_000_000, is_live: bool = False
+) -> str:
+    """The page of a run.
+
+    Args:
+        run: Its `output_dir`.
+        against: Another run's, for comparison.
+        budget_bytes: Most bytes of samples; steps are left out evenly.
+        is_live: Reload every ten seconds.
+
+    Raises:
+        DataError: the folder holds no run.
+    """
+    about: dict[str, Any] = {**overview(Path(run)), "live": is_live}
+    if against is not None:
+        about["other"] = {"name": str(against), "curves": curves(records(Path(against)))}
+        about["difference"] = difference(Path(run), Path(against))
+    chunks, told, prompts = _chunks(Path(run), budget_bytes)
+    about |= {"sampleSteps": [step for step, _ in chunks], "told": [*about["told"], *told], "prompts": prompts}
+    scripts = "".join(
+        f'<script type="text/plain" id="samples-{step}">{base64.b64encode(chunk).decode()}</script>\n'
+        for step, chunk in chunks
+    )
+    template = (files("rl_trainer") / "view.html").read_text()
+    return template.replace("<!--SAMPLES-->", scripts).replace("/*DATA*/null", _script(about))
+
+
+def _script(value: Any) -> str:
+    """JSON that may stand inside a script."""
+    return json.dumps(_finite(value), separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def overview(run: Path) -> dict[str, Any]:
+    """What a run's small files say."""
+    found = records(run)
+    config, summary = _yaml(run / "config.yaml"), _json(run / "summary.json")
+    told: list[str] = []
+    if summary is None:
+        last = found[-1]["step"] if found else 0
+        told.append(f"The run has no summary: it was killed, or still goes on. Its last step is {last}.")
+    return {
+        "name": config.get("name", run.name),
+        "folder": run.name,
+        "config": config,
+        "summary": summary,
+        "steps": config.get("steps"),
+        "curves": curves(found),
+        "phases": [[line["step"], line.get("phase_s", {})] for line in found],
+        "staleness": [
+            [line["step"], {n.removeprefix("staleness_"): v for n, v in line.get("metrics", {}).items() if _is_age(n)}]
+            for line in found
+        ],
+        "failures": [[line["step"], line["failures"]] for line in found if line.get("failures")],
+        "told": told,
+    }
+
+
+def _is_age(name: str) -> bool:
+    return name.startswith("staleness_") and name.removeprefix("staleness_").isdigit()
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`, the last of each step; one that a kill tore is passed over.
+
+    Raises:
+        DataError: there is none.
+    """
+    file = run / "metrics.jsonl"
+    if not file.is_file():
+        raise DataError(f"{run} has no metrics.jsonl, so it is no output_dir of a run; give the folder of one")
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in file.read_text(errors="replace").splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and "step" in found:
+            known = by_step.get(found["step"], {})
+            by_step[found["step"]] = {**known, **{k: v for k, v in found.items() if v is not None or k not in known}}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def curves(found: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """By name, (step, value) of every number that the lines have."""
+    lines: dict[str, list[list[float]]] = {}
+    for record in found:
+        of_training = ("reward", "num_tokens", "num_truncated", "tokens_per_s", "wall_s")
+        names = ("accuracy", *of_training) if record.get("reward") is not None else ("accuracy",)
+        numbers = {name: record.get(name) for name in names}
+        for name, value in (numbers | record.get("metrics", {})).items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                lines.setdefault(name, []).append([record["step"], value])
+    return lines
+
+
+def difference(run: Path, other: Path) -> list[tuple[str, Any, Any]]:
+    """(key, value here, value there) of the keys in which the configurations differ."""
+    here, there = dict(_flat(_yaml(run / "config.yaml"))), dict(_flat(_yaml(other / "config.yaml")))
+    return [(key, here.get(key), there.get(key)) for key in sorted({*here, *there}) if here.get(key) != there.get(key)]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _yaml(file: Path) -> dict[str, Any]:
+    return (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _chunks(run: Path, budget_bytes: int) -> tuple[list[tuple[int, bytes]], list[str], list[list[Any]]]:
+    """(step, compressed samples), what to tell, and the prompts whose groups never differed in reward."""
+    there, told = steps_of(run), list[str]()
+    if not there:
+        return [], ["The run kept no samples: tracking.keep_samples=true keeps them."], []
+    piece, seen = _pieces(run), dict[str, list[Any]]()
+    sizes = {step: (run / "samples" / f"step-{step:06d}.parquet").stat().st_size for step in there}
+    wanted = _evenly(there, sizes, budget_bytes)
+    chunks, spent = list[tuple[int, bytes]](), 0
+    for step in wanted:
+        try:
+            rows = read_samples(run, steps=[step]).to_pylist()
+        except (DataError, OSError, ValueError) as error:
+            told.append(f"The samples of step {step} cannot be read: {error}")
+            continue
+        _note_prompts(seen, rows)
+        chunk = gzip.compress(json.dumps(_finite([_sample(row, piece) for row in rows])).encode(), 6)
+        if spent + len(chunk) * 4 / 3 > budget_bytes:
+            told.append(f"From step {step} on samples are left out: --budget-mb={budget_bytes / 1e6:g} is full.")
+            break
+        spent += len(chunk) * 4 // 3
+        chunks.append((step, chunk))
+    if len(wanted) < len(there):
+        told.append(f"Samples of {len(wanted)} of {len(there)} steps are in this page (--budget-mb).")
+    never = [[prompt, groups, rewards] for prompt, (groups, taught, rewards) in seen.items() if not taught]
+    return chunks, told, sorted(never, key=itemgetter(1), reverse=True)[:500]
+
+
+def _evenly(steps: Sequence[int], sizes: Mapping[int, int], budget_bytes: int) -> list[int]:
+    """Steps whose files are about the budget together, the first and the last among them."""
+    share = min(budget_bytes / max(sum(sizes.values()), 1), 1.0)
+    count = max(math.ceil(len(steps) * share), 1)
+    return sorted({steps[round(at * (len(steps) - 1) / max(count - 1, 1))] for at in range(count)})
+
+
+def _note_prompts(seen: dict[str, list[Any]], rows: Sequence[Mapping[str, Any]]) -> None:
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row.get("group_id"), []).append(row)
+    for members in groups.values():
+        rewards = [row["reward"] for row in members]
+        known = seen.setdefault(members[0]["prompt"], [0, False, []])
+        known[0] += 1
+        known[1] = known[1] or len({round(reward, 9) for reward in rewards}) > 1
+        known[2].append(rewards[0])
+
+
+def _sample(row: Mapping[str, Any], piece: Callable[[int], str]) -> dict[str, Any]:
+    made = {name: row[name] for name in _PER_SAMPLE if row.get(name) is not None}
+    ids = (row.get("completion_token_ids") or [])[:_MOST_TOKENS]
+    made |= {"prompt": row["prompt"], "completion": row["completion"], "tokens": [piece(each) for each in ids]}
+    for name in _PER_TOKEN:
+        if isinstance(values := row.get(name), list) and len(values) >= len(ids):
+            made[name] = [round(value, 4) if isinstance(value, float) else value for value in values[: len(ids)]]
+    return made
+
+
+def _pieces(run: Path) -> Callable[[int], str]:
+    """What a token id reads; the id itself where the run's tokenizer is not to be found."""
+    config = _yaml(run / "config.yaml")
+    own = (config.get("model") or {}).get("path")
+    folders = [run / "model", *sorted(run.glob("checkpoint-*/model")), *([Path(own)] if own else [])]
+    file = next((folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None)
+    known: dict[int, str] = {}
+    if file is None:
+        return lambda token_id: f"⟨{token_id}⟩"
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def piece(token_id: int) -> str:
+        if token_id not in known:
+            known[token_id] = tokenizer.decode([token_id], skip_special_tokens=False) or f"⟨{token_id}⟩"
+        return known[token_id]
+
+    return piece
+
+
+def _serve(port: int, make: Callable[[], str]) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = make().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        print(f"http://127.0.0.1:{server.server_port}, Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,161 @@
+"""The documentation: every page is reachable, every link leads somewhere, and every code block runs."""
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+_BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+PAGES = sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
+WITH_CODE = [page for page in PAGES if re.search(r"^```(python|bash)", (DOCS / page).read_text(), re.MULTILINE)]
+ENDS_AT_ONCE = ("--dry-run", "--print-config", "--explain", "--list", "--from-verl", "--completion")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Where pages run: a tiny model under the name of a real one, and rows in the format of GSM8K."""
+    from rl_rollout.testing import write_tiny_model
+
+    folder = tmp_path_factory.mktemp("docs")
+    write_tiny_model(folder / "Qwen3-0.6B", max_position_embeddings=4096)
+    (folder / "gsm8k").mkdir()
+    for name, count in (("train", 100), ("test", 8)):
+        line = json.dumps({"question": "How much is 1 + 1?", "answer": "#### 2"}) + "\n"
+        (folder / "gsm8k" / f"{name}.jsonl").write_text(line * count)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    from rl_trainer.config import WarmupConfig, load_config
+    from rl_trainer.data import load_datasets
+    from rl_trainer.data.warmup import make_small_model
+
+    config = load_config("quickstart", ["data.options.num_rows=2000", "data.eval_size=16"])
+    warmup = WarmupConfig(hidden_size=32, num_layers=1, steps=2, batch_size=16)
+    rows = load_datasets(config.data, seed=0).train
+    return make_small_model(
+        tmp_path_factory.mktemp("small"), warmup, rows, seed=0, timeout_s=120, on_line=lambda line: None
+    )
+
+
+@pytest.fixture
+def small(small_model, monkeypatch):
+    """`rl_trainer.train` of the pages, as they stand, but of a tiny model, two steps, and one process."""
+    import rl_trainer
+
+    train, runs = rl_trainer.train, []
+    sizes = {"runtime": "inline", "steps": 2, "eval_every": 0, "timeout_s": 120, "tracking.trackers": {}}
+    sizes["batch"] = {"batch_size": 2, "mini_batch_size": 2, "group_size": 2}
+
+    def shortened(recipe, **given):
+        runs.append(train(recipe, **{"model": small_model} | given | sizes | {"output_dir": f"out-{len(runs)}"}))
+        return runs[-1]
+
+    monkeypatch.setattr(rl_trainer, "train", shortened)
+    return runs
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_the_code_of_a_page_runs_as_it_stands(page, folder, small, tmp_path, monkeypatch):
+    for name in ("Qwen3-0.6B", "gsm8k"):
+        (tmp_path / name).symlink_to(folder / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names: dict = {"__name__": "page"}
+    modules = set(sys.modules)
+    num_run = 0
+    for language, title, text in _BLOCK.findall((DOCS / page).read_text()):
+        if language == "python" and title:
+            Path(title).write_text(text)
+            importlib.invalidate_caches()
+            compile(text, title, "exec")
+        elif language == "python":
+            exec(compile(text, page, "exec"), names)
+        elif language == "bash":
+            for line in text.strip().splitlines():
+                run(line)
+        num_run += language in ("python", "bash")
+    assert num_run
+    for name in set(sys.modules) - modules:  # a page's own files, which another may have too
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def run(line):
+    """A command of a page; a training run is checked to the last moment before it would start."""
+    from rl_trainer import cli, doctor
+
+    program, *words = shlex.split(line)
+    if program == "rl-doctor":
+        with contextlib.suppress(SystemExit):
+            assert doctor.main([]) in (0, 1)
+        return
+    assert program == "rl-train", f"{line} is run by no test"
+    if not any(word in ENDS_AT_ONCE for word in words):
+        words.append("--dry-run")
+    if words[0] in ("quickstart", "tool_calculator") and not any("data." in word for word in words):
+        words += ["data.options.num_rows=2000", "data.eval_size=16"]
+    assert cli.main(words) == 0, line
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text()
+    assert [page for page in PAGES if page not in text] == []
+
+
+def test_no_page_names_a_machine_path_or_fetches_anything():
+    for file in [*DOCS.rglob("*.md"), ROOT / "README.md"]:
+        text = file.read_text()
+        assert not re.search(r"/(work|home|root|Users)/", text), file
+        assert max(map(len, text.splitlines()), default=0) <= 200, file
+    theme = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["theme"]
+    assert theme["font"] is False
+
+
+def test_pictures_are_readable_in_dark_mode():
+    for name in ("step", "trainer", "engine", "rollout", "agent", "ckpt", "tq", "csrc"):
+        text = (DOCS / "img" / f"{name}.svg").read_text()
+        assert "prefers-color-scheme: dark" in text
+        assert "<title>" in text
+        assert not re.search(r"(fill|stroke)=\"#", text), "colours are variables"
+
+
+def test_relative_links_lead_to_files():
+    links = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+    made = (
+        "reference/config.md",
+        "reference/algorithms.md",
+        "how-to/names.md",
+        "how-to/contributing.md",
+        "performance.md",
+    )
+    for file in DOCS.rglob("*.md"):
+        for target in links.findall(re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)):
+            path = (file.parent / target).resolve()
+            is_there = path.exists() or (path.is_relative_to(DOCS) and str(path.relative_to(DOCS)) in made)
+            assert is_there or re.match(r"^[a-z]+:", target), f"{file}: {target}"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_without_a_network(tmp_path):
+    pytest.importorskip("mkdocs", reason="uv sync --group docs")
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {
+        "NO_MKDOCS_2_WARNING": "1",
+        "http_proxy": "http://127.0.0.1:9",
+        "https_proxy": "http://127.0.0.1:9",
+    }
+    subprocess.run(line, cwd=ROOT, check=True, timeout=300, env=environment)
+    assert "batch.group_size" in (tmp_path / "reference" / "config.html").read_text()
+    assert "fonts.googleapis" not in (tmp_path / "index.html").read_text()
