@@ -25,10 +25,35 @@ def write(path, rows):
 
 
 def test_the_last_rows_of_a_single_file_are_held_out(tmp_path):
-    rows = [{**ROW, "extra_info": {"n": n}} for n in range(10)]
+    rows = [{**ROW, "extra_info": {"n": n}} for n in range(40)]
     data = load_datasets(DataConfig(path=write(tmp_path / "all.jsonl", rows), eval_size=3), seed=0)
-    assert [r["extra_info"]["n"] for r in data.train] == list(range(7))
-    assert [r["extra_info"]["n"] for r in data.eval] == [7, 8, 9]
+    assert [r["extra_info"]["n"] for r in data.train] == list(range(37))
+    assert [r["extra_info"]["n"] for r in data.eval] == [37, 38, 39]
+
+
+def test_at_most_a_tenth_is_held_out(tmp_path):
+    data = load_datasets(DataConfig(path=write(tmp_path / "all.jsonl", [ROW] * 300)), seed=0)
+    assert (len(data.train), len(data.eval)) == (270, 30)
+
+
+def test_rows_may_have_fields_of_other_names_and_prompts_of_text(tmp_path):
+    path = write(tmp_path / "all.jsonl", [{"question": "2+2=", "solution": "4", "level": 1}] * 20)
+    options = {"columns": {"prompt": "question", "answer": "solution"}}
+    row = load_datasets(DataConfig(path=path, options=options), seed=0).train[0]
+    assert row["prompt"] == [{"role": "user", "content": "2+2="}]
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "4"}
+    assert (row["data_source"], row["level"]) == ("rows", 1)
+
+
+def test_all_complaints_about_a_file_are_told_at_once(tmp_path):
+    rows = [ROW, {"prompt": 1}, ROW, {"prompt": []}, {"prompt": [1]}, {"text": 1}]
+    with pytest.raises(DataError) as error:
+        load_datasets(DataConfig(path=write(tmp_path / "all.jsonl", rows)), seed=0)
+    told = str(error.value)
+    assert "4 of 6 rows cannot be used" in told
+    assert "row 2:" in told
+    assert "and 1 more" in told
+    assert told.endswith('The first of them is {"prompt": 1}')
 
 
 def test_a_folder_has_its_own_test_file_and_parquet_reads_like_jsonl(tmp_path):
@@ -52,7 +77,7 @@ def test_gsm8k_lines_are_read_as_they_are(tmp_path):
     ("rows", "config", "words"),
     [
         ([ROW, {"data_source": "x", "reward_model": {}}], {}, "row 2 has no field 'prompt'"),
-        ([{**ROW, "prompt": "text"}], {}, "row 1: 'prompt' must be a non-empty list of messages"),
+        ([{**ROW, "prompt": {}}], {}, "row 1: 'prompt' must be a non-empty list of messages"),
         ([{**ROW, "prompt": [{"role": "user", "content": None}]}], {}, "message 1 of 'prompt' has content None"),
         ([{**ROW, "prompt": [{"role": "user", "content": 5}]}], {}, "message 1 of 'prompt' has content 5"),
         (
@@ -62,7 +87,9 @@ def test_gsm8k_lines_are_read_as_they_are(tmp_path):
         ),
         ([{"question": "q", "answer": "a"}], {"format": "gsm8k"}, "row 1: the answer has no line '#### <number>'"),
         ([{"question": "q"}], {"format": "gsm8k"}, "row 1 has no text field 'answer'"),
-        ([ROW] * 3, {"eval_size": 3}, "too few to hold out data.eval_size=3"),
+        ([ROW], {"eval_size": 3}, "has 1 rows, too few to hold one out"),
+        ([{"question": "q"}], {}, "row 1 has no field 'prompt', but question; data.options.columns={prompt: NAME}"),
+        ([ROW], {"options": {"columns": {"prompt": "text"}}}, "has no field 'text', which data.options.columns.prompt"),
     ],
 )
 def test_a_bad_row_is_named_with_its_number(tmp_path, rows, config, words):

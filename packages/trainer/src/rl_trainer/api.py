@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_trainer.config import load_config
+from rl_trainer.data.rows import completed
 from rl_trainer.errors import ConfigError, DataError
 from rl_trainer.plugins import Serialized
 from rl_trainer.run import run as run_config
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from rl_trainer.metrics import StepRecord
 
 _POLL_S = 0.2
-_MOST_HELD_OUT = 256
 
 
 def train(
@@ -252,7 +252,7 @@ def _as_files(
     train = _file_of(folder, lines)
     keys: dict[str, Any] = {"data.format": "rows", "data.options": {}, "data.path": train}
     if eval_data is None:
-        return keys | {"data.eval_size": min(max(len(lines) // 10, 1), _MOST_HELD_OUT)}, {train: "".join(lines)}
+        return keys, {train: "".join(lines)}
     held_out = _lines(eval_data, "eval_data")
     file = _file_of(folder, held_out)
     keys |= {"data.eval_path": file, "data.eval_size": len(held_out)}
@@ -268,11 +268,8 @@ def _lines(rows: Iterable[Mapping[str, Any]], what: str) -> list[str]:
     for number, row in enumerate(rows, start=1):
         if "prompt" not in row:
             raise DataError(f"{what}: row {number} has no 'prompt', but {sorted(row)}; give it text, or chat messages")
-        prompt = row["prompt"]
-        defaults = {"data_source": "rows", "reward_model": {"style": "rule", "ground_truth": row.get("answer")}}
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            lines.append(json.dumps(defaults | dict(row) | {"prompt": messages}) + "\n")
+            lines.append(json.dumps(completed(row)) + "\n")
         except TypeError as error:
             raise DataError(f"{what}: row {number} cannot be written as JSON: {error}") from error
     if not lines:

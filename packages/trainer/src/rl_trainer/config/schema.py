@@ -214,7 +214,7 @@ class DataConfig:
     eval_path: str | None = None
     """Held-out file; None takes test.* of the folder, or else the last `eval_size` rows of the file."""
     eval_size: Positive = 256
-    """Held-out rows."""
+    """Held-out rows, at most; of a file from which they are held out at most a tenth."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What that format alone reads: the keys of a class in `rl_trainer.data.rows`, or those of your own format."""
     mixture: Mapping[str, MixturePart] = field(default_factory=dict)

@@ -72,7 +72,7 @@ def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
     make = row_maker(config)
     held_out: list[Row] = []
     if eval_source is not None:
-        held_out = [make(r.read(), r.where) for r in itertools.islice(eval_source.records(), config.eval_size)]
+        held_out = _rows(itertools.islice(eval_source.records(), config.eval_size), make)
     buffer_size = record_options(config).stream_buffer
     if buffer_size is not None:
         if eval_source is None:
@@ -82,15 +82,45 @@ def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
             )
         stream = StreamedRows(train_source, make, seed=seed, buffer_size=buffer_size)
         return Datasets(train=[], eval=held_out, stream=stream)
-    train = [make(record.read(), record.where) for record in train_source.records()]
+    train = _rows(train_source.records(), make)
     if eval_source is not None:
         return Datasets(train=train, eval=held_out)
-    if len(train) <= config.eval_size:
-        raise DataError(
-            f"{train_source.name} has {len(train)} rows, too few to hold out data.eval_size={config.eval_size} of "
-            "them; lower it or give data.eval_path"
-        )
-    return Datasets(train=train[: -config.eval_size], eval=train[-config.eval_size :])
+    if len(train) < 2:
+        raise DataError(f"{train_source.name} has {len(train)} rows, too few to hold one out; give data.eval_path")
+    size = min(config.eval_size, max(len(train) // 10, 1))
+    return Datasets(train=train[:-size], eval=train[-size:])
+
+
+_MOST_COMPLAINTS = 3
+
+
+def _rows(records: Iterable[Record], make: Callable[[Mapping[str, Any], str], Row]) -> list[Row]:
+    """A row of each record.
+
+    Raises:
+        DataError: of some there is none; names the first, and says how many there are.
+    """
+    rows, complaints, first = list[Row](), list[str](), ""
+    for record in records:
+        try:
+            rows.append(make(record.read(), record.where))
+        except DataError as error:
+            first = first or _shown(record)
+            complaints.append(str(error))
+    if len(complaints) == 1:
+        raise DataError(f"{complaints[0]}{first}")
+    if complaints:
+        more = f"; and {len(complaints) - _MOST_COMPLAINTS} more" if len(complaints) > _MOST_COMPLAINTS else ""
+        told = "; ".join(complaints[:_MOST_COMPLAINTS])
+        raise DataError(f"{len(complaints)} of {len(rows) + len(complaints)} rows cannot be used: {told}{more}{first}")
+    return rows
+
+
+def _shown(record: Record) -> str:
+    try:
+        return f". The first of them is {json.dumps(record.read(), default=str)[:300]}"
+    except DataError:
+        return ""  # it is no JSON, and said so
 
 
 def check_data(data: DataConfig) -> None:

@@ -1,8 +1,8 @@
 """What a row is, and how a record of a file becomes one.
 
-A row is a JSON-able mapping: `prompt` (chat messages), `data_source`, `reward_model` ({"style": "rule",
-"ground_truth": ...}), `extra_info`, optionally `agent_name`, `images` and `videos`. Every row is checked before it is
-used.
+A row is a JSON-able mapping: `prompt` (chat messages, or text), optionally `answer`, `data_source`, `reward_model`
+({"style": "rule", "ground_truth": ...}), `extra_info`, `agent_name`, `images` and `videos`. Every row is checked before it
+is used.
 """
 
 from __future__ import annotations
@@ -35,15 +35,47 @@ def row_maker(config: DataConfig) -> Callable[[Mapping[str, Any], str], Row]:
     Raises (when called):
         DataError: the record lacks a field, or holds what no part can use.
     """
-    template = record_options(config).prompt_template
-    return (lambda record, where: _from_gsm8k(record, where, template)) if config.format == "gsm8k" else checked
+    options = record_options(config)
+    if config.format == "gsm8k":
+        return lambda record, where: _from_gsm8k(record, where, options.prompt_template)
+    return lambda record, where: checked(completed(renamed(record, options.columns, where)), where)
+
+
+OWN = "rows"
+"""`data_source` of rows that name none."""
+
+
+def renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
+    """The record with the fields that `data.options.columns` names under our names too.
+
+    Raises:
+        DataError: it has no such field (names those that it has).
+    """
+    for ours, theirs in columns.items():
+        if theirs not in record:
+            raise DataError(
+                f"{where} has no field {theirs!r}, which data.options.columns.{ours} names; it has {', '.join(record)}"
+            )
+    return {**record, **{ours: record[theirs] for ours, theirs in columns.items()}}
+
+
+def completed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """With what a row may leave out: text as prompt is one message, `answer` is the ground truth of rules."""
+    prompt = record.get("prompt")
+    defaults: dict[str, Any] = {"data_source": OWN}
+    defaults["reward_model"] = {"style": "rule", "ground_truth": record.get("answer")}
+    messages = {"prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else {}
+    return {**defaults, **record, **messages}
 
 
 def checked(record: Mapping[str, Any], where: str) -> Row:
     """The record as it is, if it is a row."""
     for name in ("prompt", "data_source", "reward_model"):
         if name not in record:
-            raise DataError(f"{where} has no field {name!r}; a row needs prompt, data_source and reward_model")
+            have = ", ".join(str(each) for each in record if each not in ("data_source", "reward_model"))
+            raise DataError(
+                f"{where} has no field {name!r}, but {have}; data.options.columns={{{name}: NAME}} says which it is"
+            )
     messages = record["prompt"]
     if (
         not isinstance(messages, list)
@@ -99,6 +131,8 @@ class RecordOptions:
 
     prompt_template: str = "{question}"
     """How a prompt is made of `{question}`; gsm8k only."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Names of the file's fields by ours, such as {prompt: question, answer: solution}; rows only."""
     stream_buffer: Positive | None = None
     """Read rows as they are needed, shuffled within so many, for what does not fit into memory; None reads them all."""
     train_split: str = "train"
@@ -166,6 +200,7 @@ def check_options(config: DataConfig, *, uses_datasets: bool) -> None:
         return
     record_options(config)
     unless = {"stream_buffer": (not config.mixture, "beside data.mixture, which draws from rows that it has read")}
+    unless["columns"] = (config.format == "rows", "with data.format=gsm8k, whose fields are question and answer")
     unless["prompt_template"] = (config.format != "rows" or bool(config.mixture), "with data.format=rows")
     for name in ("train_split", "eval_split", "load_options"):
         unless[name] = (uses_datasets, "unless data.path is of the datasets package")
