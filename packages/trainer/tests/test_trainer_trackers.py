@@ -13,8 +13,10 @@ from rich.console import Console
 from rl_trainer import checkpoints
 from rl_trainer.config import load_config
 from rl_trainer.errors import InputError
+from rl_trainer.loop import completion_metrics
 from rl_trainer.metrics import StepRecord
 from rl_trainer.trackers import RunInfo, Tracker, TrackerGroup
+from rl_trainer.trackers.console import sparkline
 
 
 def record(step, **values):
@@ -49,12 +51,53 @@ def test_a_record_s_numbers_have_flat_names():
 def test_console_and_jsonl(run):
     logged(run, "console")
     shown = run.console.file.getvalue()
-    assert "step 1/3  reward 0.250  5 tok/s  generate 1.50s update 0.50s" in shown
+    assert "step 1/3  reward 0.250  5 tok/s  generate 1.50s  update 0.50s" in shown
     assert "step 2/3  reward 0.500  held-out 0.750" in shown
     assert "update 1.0" in shown.split("summary")[1]
     lines = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["metrics"] == {"policy_loss": -0.5}
+
+
+def test_a_step_is_one_line_of_at_most_120_characters(run):
+    phases = {f"phase_with_a_long_name_{n}": float(n) for n in range(9)}
+    with TrackerGroup(run, {"console": {}}) as trackers:
+        trackers.log(record(1, phase_s=phases, accuracy=0.5))
+    (line,) = run.console.file.getvalue().splitlines()
+    assert len(line) <= 120
+    assert "phase_with_a_long_name_8" in line, "the longest phase comes first"
+    assert "phase_with_a_long_name_0" not in line
+
+
+def test_a_terminal_shows_a_panel(run):
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    ages = {"staleness_mean": 0.5, "staleness_max": 2.0}
+    with TrackerGroup(replace(run, console=console), {"console": {}}) as trackers:
+        for step in (1, 2, 3):
+            trackers.log(record(step, metrics=ages))
+    shown = console.file.getvalue()
+    for words in ("▁▅█", "mean 0.50, at most 2 versions", "timeout 6", "3/3", "█"):
+        assert words in shown, words
+
+
+def test_a_sparkline_scales_itself():
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert sparkline([]) == ""
+
+
+def test_completions_are_measured_from_their_tags():
+    tags = [
+        {"group_id": 0, "reward": 1.0, "num_tokens": 4, "finish_reason": "stop"},
+        {"group_id": 0, "reward": 1.0, "num_tokens": 8, "finish_reason": "length"},
+        {"group_id": 1, "reward": 0.0, "num_tokens": 2, "finish_reason": "stop"},
+        {"group_id": 1, "reward": 2.0, "num_tokens": 2, "finish_reason": "timeout"},
+    ]
+    assert completion_metrics(tags) == {
+        "completion_tokens_mean": 4.0, "completion_tokens_max": 8.0, "truncated_share": 0.5,
+        "reward_std": 0.5**0.5, "groups_without_signal": 0.5,
+    }  # fmt: skip
+    assert completion_metrics([]) == {}
 
 
 def test_the_evaluation_with_which_a_run_goes_on_is_there_once(run):

@@ -72,7 +72,7 @@ def _doc_of(point: EntryPoint) -> str:
 
 def completion(shell: Literal["bash", "zsh"]) -> str:
     """A script that completes recipes, options and keys: `eval "$(rl-train --completion bash)"`."""
-    options = "--runtime --profile --print-config --explain --list --dry-run --resume --verify --from-verl --completion"
+    options = "--runtime --profile --print-config --explain --list --dry-run --quiet --resume --verify --from-verl"
     recipes = " ".join(sorted(file.stem for file in RECIPES.glob("*.yaml")))
     settable = " ".join(f"{key.name}=" for key in keys().values() if "NAME" not in key.name and not key.is_section)
     lines = [

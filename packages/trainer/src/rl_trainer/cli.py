@@ -114,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="print what a step would take, and start nothing; takes rates as further key=value, or run=OUTPUT_DIR to "
         "take them from a run, and cluster=NODESxGPUS",
     )
+    parser.add_argument("--quiet", action="store_true", help="print errors alone; metrics.jsonl has the numbers")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir, if any")
     parser.add_argument(
         "--verify",
@@ -139,12 +140,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(annotated(config, arguments.recipe, overrides), end="")
         return 0
+    from rich.console import Console
+
     from rl_trainer.run import plan, resumed, run
 
+    console = Console(quiet=arguments.quiet)
     if arguments.dry_run:
-        plan(resumed(config) if arguments.resume else config, is_resumed=arguments.resume)
+        plan(resumed(config) if arguments.resume else config, console, is_resumed=arguments.resume)
         return 0
-    return 130 if run(config, resume=arguments.resume)["interrupted"] else 0
+    return 130 if run(config, console, resume=arguments.resume)["interrupted"] else 0
 
 
 def _told(arguments: argparse.Namespace) -> str | None:

@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.algorithms import estimator_named
@@ -287,7 +287,7 @@ def record_of(
     metrics |= {name: value for name, value in updates[-1].items() if name == "lr"}
     metrics |= {"dropped_groups": generated.dropped_groups, "late_groups": generated.late_groups}
     metrics |= {"stopped_groups": generated.stopped_groups, "replayed_groups": len(reused)}
-    metrics |= {**ages, **part_means(tags)}
+    metrics |= {**ages, **part_means(tags), **completion_metrics(tags)}
     return StepRecord(
         step=step,
         position=source.position,
@@ -302,6 +302,24 @@ def record_of(
         phase_s=phase_s,
         rows=tuple(group.row_index for group in generated.groups),
     )
+
+
+def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How long completions were and how rewards spread: by sample, and by group where all rewards are equal."""
+    groups: dict[int, set[float]] = {}
+    for tag in tags:
+        groups.setdefault(tag["group_id"], set()).add(tag["reward"])
+    if not tags:
+        return {}
+    lengths = [tag["num_tokens"] for tag in tags]
+    truncated = sum(tag["finish_reason"] in ("length", "timeout") for tag in tags)
+    return {
+        "completion_tokens_mean": fmean(lengths),
+        "completion_tokens_max": float(max(lengths)),
+        "truncated_share": truncated / len(tags),
+        "reward_std": pstdev(tag["reward"] for tag in tags),
+        "groups_without_signal": sum(len(rewards) == 1 for rewards in groups.values()) / len(groups),
+    }
 
 
 def part_means(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -196,7 +196,7 @@ class Report:
         for label, points, style in (("training reward", rewards, "-"), ("held-out accuracy", held_out, "o-")):
             if points:
                 axes.plot(*zip(*points, strict=True), style, label=label, alpha=0.9, markersize=4)
-        axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title="learning curve")
+        axes.set(xlabel="step", ylabel="mean reward", title="learning curve")
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right")
         path = self._dir / "learning_curve.png"

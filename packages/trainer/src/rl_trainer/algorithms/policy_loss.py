@@ -381,6 +381,8 @@ class PolicyLossFunction:
         compared = (trained, rollout, mask, output.cu_seqlens)
         weights, kept, row_counts = configured_weights(config, *compared), mask, None
         metrics = mismatch_metrics(trained, rollout, mask, weights, output.counts.tokens)
+        # The mean of -log p over tokens drawn from p: an unbiased estimate of the sampler's entropy, for nothing.
+        metrics["entropy_estimate"] = -torch.where(mask, rollout, 0.0).sum() / num_tokens
         if weights is not None:
             bound = correction_bounds(config)[1]
             clipped = (weights >= bound) if config.correction.endswith("tis") else (weights == 0)

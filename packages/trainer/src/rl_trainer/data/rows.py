@@ -1,8 +1,8 @@
 """What a row is, and how a record of a file becomes one.
 
 A row is a JSON-able mapping: `prompt` (chat messages, or text), optionally `answer`, `data_source`, `reward_model`
-({"style": "rule", "ground_truth": ...}), `extra_info`, `agent_name`, `images` and `videos`. Every row is checked before it
-is used.
+({"style": "rule", "ground_truth": ...}), `extra_info`, `agent_name`, `images` and `videos`. Every row is checked
+before it is used.
 """
 
 from __future__ import annotations

@@ -1,52 +1,83 @@
-"""The terminal: a progress bar, or a line per step where there is no terminal, and a closing table."""
+"""The terminal: a live panel, or a line of at most 120 characters per step without one, and a closing table."""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from rl_trainer.trackers.base import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from rl_trainer.metrics import StepRecord
     from rl_trainer.trackers.base import RunInfo
 
+_LONGEST = 120
+_BARS = "▁▂▃▄▅▆▇█"
+_COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red")
+_NUM_SHOWN, _PHASE_WIDTH = 60, 60
+
 
 class ConsoleTracker(Tracker):
-    """Shows the last step's reward, accuracy, KL, speed and phases."""
+    """Shows the last step's reward, accuracy, KL, speed, phases, staleness and failures, and the rewards so far."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._run, self._accuracy = run, None
+        self._run = run
+        self._accuracy: float | None = None
+        self._rewards: deque[float] = deque(maxlen=_NUM_SHOWN)
+        self._failures: Counter[str] = Counter()
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
             console=run.console,
-            refresh_per_second=4,
-            disable=not run.console.is_terminal,
         )
-        self._task = self._progress.add_task("training", total=run.num_steps, status="")
+        self._task = self._progress.add_task(run.name, total=run.num_steps, completed=run.start_step)
+        self._live = Live(console=run.console, refresh_per_second=4)
+        self._has_begun = False
 
     def log(self, record: StepRecord) -> None:
-        """Move the bar, or print a line."""
+        """Renew the panel, or print a line."""
         self._accuracy = self._accuracy if record.accuracy is None else record.accuracy
-        status = _status(record, self._accuracy)
-        self._progress.start()  # not before: while workers start, the terminal shows that
-        self._progress.update(self._task, completed=record.step, status=status)
+        self._failures.update(record.failures)
+        if record.reward is not None:
+            self._rewards.append(record.reward)
         if not self._run.console.is_terminal:
-            self._run.console.print(
-                f"step {record.step}/{self._run.num_steps}  {status}", highlight=False, soft_wrap=True
-            )
+            line = line_of(record, self._run.num_steps, self._accuracy)
+            self._run.console.print(line, highlight=False, soft_wrap=True, markup=False)
+            return
+        if not self._has_begun:  # not before: while workers start, the terminal shows that
+            self._live.start()
+            self._has_begun = True
+        self._progress.update(self._task, completed=record.step)
+        self._live.update(self._panel(record), refresh=True)
+
+    def _panel(self, record: StepRecord) -> Group:
+        rows = Table.grid(padding=(0, 2))
+        rows.add_row("reward", Text(f"{sparkline(self._rewards)} {_number(record.reward)}"))
+        rows.add_row("now", Text("  ".join(_numbers(record, self._accuracy))))
+        rows.add_row("phases", phase_bar(record.phase_s))
+        if record.metrics.get("staleness_max"):
+            ages = f"mean {record.metrics['staleness_mean']:.2f}, at most {record.metrics['staleness_max']:g} versions"
+            rows.add_row("staleness", Text(ages))
+        if self._failures:
+            rows.add_row("failures", Text(", ".join(f"{kind} {count}" for kind, count in self._failures.items())))
+        return Group(self._progress, rows)
 
     def close(self, summary: Mapping[str, Any] | None) -> None:
-        """Take the bar away, and show the summary."""
-        self._progress.stop()
+        """Leave the panel as it is, and show the summary."""
+        if self._has_begun:
+            self._live.stop()
         if summary is None:
             return
         table = Table(title="summary", show_header=False)
@@ -57,12 +88,42 @@ class ConsoleTracker(Tracker):
         self._run.console.print(table)
 
 
-def _status(record: StepRecord, accuracy: float | None) -> str:
+def line_of(record: StepRecord, num_steps: int, accuracy: float | None) -> str:
+    """One step in at most 120 characters: what does not fit is left out from the end; `metrics.jsonl` has it."""
+    line = f"step {record.step}/{num_steps}"
+    longest = sorted(record.phase_s.items(), key=lambda phase: -phase[1])
+    for part in (*_numbers(record, accuracy), *(f"{name} {seconds:.2f}s" for name, seconds in longest)):
+        if len(line) + 2 + len(part) <= _LONGEST:
+            line += f"  {part}"
+    return line
+
+
+def _numbers(record: StepRecord, accuracy: float | None) -> list[str]:
     parts = [] if record.reward is None else [f"reward {record.reward:.3f}"]
     parts += [] if accuracy is None else [f"held-out {accuracy:.3f}"]
     kinds = {"kl": "kl", "reward_kl": "kl", "k3": "kl to old policy"}  # to the reference where there is one
     known = next((name for name in kinds if name in record.metrics), None)
     parts += [f"{kinds[known]} {record.metrics[known]:.4f}"] if known is not None else []
     parts += [f"{record.tokens_per_s:.0f} tok/s"] if record.num_tokens else []
-    parts.append(" ".join(f"{name} {seconds:.2f}s" for name, seconds in record.phase_s.items()))
-    return "  ".join(parts)
+    return parts
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def sparkline(values: Iterable[float]) -> str:
+    """A character per value, from the lowest to the highest of them."""
+    values = list(values)
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    span = high - low
+    return "".join(_BARS[min(int((v - low) / span * len(_BARS)), len(_BARS) - 1)] if span else _BARS[0] for v in values)
+
+
+def phase_bar(phase_s: Mapping[str, float]) -> Text:
+    """The phases of a step as one bar in their colours, each with its name and seconds behind it."""
+    whole, bar, names = sum(phase_s.values()), Text(), Text()
+    for (name, seconds), colour in zip(phase_s.items(), _COLOURS * len(phase_s), strict=False):
+        bar.append("█" * round(_PHASE_WIDTH * seconds / whole) if whole else "", style=colour)
+        names.append(f" {name} {seconds:.2f}s", style=colour)
+    return bar.append_text(names)
