@@ -146,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     console = Console(quiet=arguments.quiet)
     if arguments.dry_run:
-        plan(resumed(config) if arguments.resume else config, console, is_resumed=arguments.resume)
+        config = resumed(config) if arguments.resume else config
+        plan(config, console, is_resumed=arguments.resume, is_rehearsed=True)
         return 0
     return 130 if run(config, console, resume=arguments.resume)["interrupted"] else 0
 

@@ -27,6 +27,7 @@ from rl_trainer.planning import preflight
 from rl_trainer.planning.gpus import gpu_facts, settle
 from rl_trainer.planning.memory import memory_facts
 from rl_trainer.planning.plan import show_plan
+from rl_trainer.planning.rehearsal import rehearse, reward_source
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.runtime import create_runtime
@@ -49,13 +50,16 @@ _DEATH_WAIT_S = 2.0
 """How long an error waits for the news of a death that may be its cause: a peer's socket tells it before Ray does."""
 
 
-def plan(config: Config, console: Console | None = None, *, is_resumed: bool = False) -> Datasets:
+def plan(
+    config: Config, console: Console | None = None, *, is_resumed: bool = False, is_rehearsed: bool = False
+) -> Datasets:
     """Check everything that can be known before a process starts, show what would run, and return its data.
 
     Args:
         config: Of the run.
         console: Shows the plan.
         is_resumed: `resumed` gave the configuration: the checkpoint's files have been compared with their digests.
+        is_rehearsed: Also try the chat template, the reward and the server's program.
 
     Raises:
         InputError: something cannot work.
@@ -69,7 +73,8 @@ def plan(config: Config, console: Console | None = None, *, is_resumed: bool = F
     preflight.check(config, [*datasets.train, *datasets.eval], is_resumed=is_resumed)
     checkpoints.check_resume(config, len(datasets.train), is_known_whole=is_resumed)  # no rows of a stream
     backends = preflight.check_backends(config)
-    show_plan(console or Console(), counts, [*_facts(config, datasets), *_resumed(config), *backends])
+    rehearsed = rehearse(config, datasets.train or datasets.eval) if is_rehearsed else []
+    show_plan(console or Console(), counts, [*_facts(config, datasets), *_resumed(config), *backends, *rehearsed])
     return datasets
 
 
@@ -216,6 +221,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         *gpu_facts(config),
         *memory_facts(config),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
+        ("reward", reward_source(config.reward, [*datasets.train, *datasets.eval])),
         *sandbox_facts(config.reward, config.agent),
     ]
 

@@ -40,6 +40,7 @@ from rl_trainer.planning.plan import (
     sends_adapter,
     server_config,
 )
+from rl_trainer.planning.rehearsal import check_signature
 from rl_trainer.rewards import check_packages, resolve_reward
 from rl_trainer.rewards.worker import GROUP as REWARDS
 from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, scheme_of
@@ -129,6 +130,7 @@ def _check_rewards(config: Config, rows: list[Row]) -> None:
     for key, path in ({"reward.path": reward.path} | own).items():
         if path is not None:
             plugins.check(path, REWARDS, key=key)
+            check_signature(path, key)
     for name, part in reward.parts.items():
         if part.kind == "classifier" and part.path is not None and not (Path(part.path) / "config.json").is_file():
             raise InputError(

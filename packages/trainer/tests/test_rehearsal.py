@@ -1,0 +1,82 @@
+"""`--dry-run` tries what would fail after start-up, and says where the reward comes from."""
+
+import pytest
+
+from rl_rollout.testing import write_tiny_model
+from rl_trainer.config import load_config
+from rl_trainer.errors import ConfigError, InputError
+from rl_trainer.planning.rehearsal import check_signature, rehearse, reward_source
+
+ROW = {
+    "prompt": [{"role": "user", "content": "2+2="}],
+    "data_source": "gsm8k",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {},
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_tiny_model(tmp_path / "model", max_position_embeddings=4096)
+
+
+def config_of(model, *overrides):
+    return load_config("gsm8k", [f"model.path={model}", *overrides])
+
+
+def test_the_chat_template_and_the_reward_are_tried(model):
+    told = dict(rehearse(config_of(model), [ROW]))
+    assert told["chat template"].startswith("the first prompt has ")
+    assert told["reward tried"] == "a made-up completion 0, the ground truth 1"
+
+
+def test_a_model_without_a_chat_template_is_told_in_a_sentence(model):
+    import json
+
+    for file in ("tokenizer_config.json", "chat_template.jinja"):
+        if (path := model / file).is_file():
+            values = json.loads(path.read_text()) if path.suffix == ".json" else None
+            path.unlink() if values is None else path.write_text(json.dumps({**values, "chat_template": None}))
+    with pytest.raises(InputError, match="the first row cannot be written by the chat template") as error:
+        rehearse(config_of(model), [ROW])
+    assert "\n" not in str(error.value)
+
+
+def test_a_reward_that_cannot_be_called_is_found_before_anything_starts(model, tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "def broken(text, row):\n    return text + 1\n\n"
+        "def picky(text, row):\n    raise ValueError('no number')\n\n"
+        "def three(prompt, completion, answer):\n    return 1\n\n"
+        "def fine(text, row, weight=1.0):\n    return 1\n"
+    )
+    with pytest.raises(InputError, match="the reward cannot be used: .* raised TypeError"):
+        rehearse(config_of(model, f"reward.path={file}:broken"), [ROW])
+    told = dict(rehearse(config_of(model, f"reward.path={file}:picky"), [ROW]))
+    assert told["reward tried"].count("no score") == 2
+    with pytest.raises(
+        ConfigError, match=r"takes \(prompt, completion, answer\); a reward is called with \(text, row\)"
+    ):
+        check_signature(f"{file}:three", "reward.path")
+    check_signature(f"{file}:fine", "reward.path")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.options={}", "rollout.backend=sglang starts sglang, which is not installed here"),
+        ("rollout.options={command: no-such-program --port 1}", "starts no-such-program, which is not there"),
+    ],
+)
+def test_a_server_that_is_not_there_is_told(model, override, words):
+    with pytest.raises(ConfigError, match=words):
+        rehearse(config_of(model, "rollout.backend=sglang", override), [ROW])
+
+
+def test_the_plan_says_where_the_reward_comes_from():
+    rows = [ROW, {**ROW, "data_source": "reasoning_gym/x"}]
+    own = reward_source(load_config("gsm8k").reward, rows)
+    assert "rule gsm8k for data_source=gsm8k" in own
+    assert "rule exact_match for data_source=reasoning_gym/x" in own
+    by_function = load_config("gsm8k", ["reward.path=mine.py:score"]).reward
+    assert reward_source(by_function, rows).endswith("mine.py:score (reward.path)")
