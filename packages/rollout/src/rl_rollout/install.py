@@ -87,14 +87,14 @@ def install(server: str, folder: Path, *, device: str, torch: str | None, withou
     uv = shutil.which("uv")
     if uv is None:
         raise ConfigError("uv, which makes the environment, is not there: pip install uv")
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="overrides-") as overrides:
-        overrides.write("".join(f"{line}\n" for line in override_lines(torch, without)))
-        overrides.flush()
-        todo = commands(
-            server, folder, device=device, torch=torch, without=without, overrides=Path(overrides.name), uv=uv
-        )
+    with tempfile.TemporaryDirectory(
+        prefix="rl-rollout-install-"
+    ) as outside:  # of any project, whose pins uv would take
+        overrides = Path(outside) / "overrides.txt"
+        overrides.write_text("".join(f"{line}\n" for line in override_lines(torch, without)))
+        todo = commands(server, folder, device=device, torch=torch, without=without, overrides=overrides, uv=uv)
         for command in todo:
-            if (code := subprocess.run(command, check=False).returncode) != 0:
+            if (code := subprocess.run(command, cwd=outside, check=False).returncode) != 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise RolloutError(f"{' '.join(command)} ended with {code}; {folder} was taken away")
     return f"{folder / 'bin' / 'python'} -m {_MODULES[server]}"
