@@ -94,7 +94,8 @@ def test_the_code_of_a_page_runs_as_it_stands(page, folder, small, tmp_path, mon
 
 def run(line):
     """A command of a page; a training run is checked to the last moment before it would start."""
-    from rl_trainer import cli, doctor
+    from rl_trainer import cli
+    from rl_trainer.commands import doctor
 
     program, *words = shlex.split(line)
     if program == "rl-doctor":

@@ -5,7 +5,8 @@ import subprocess
 
 import pytest
 
-from rl_trainer import catalog, cli, doctor, load_config
+from rl_trainer import cli, load_config
+from rl_trainer.commands import catalog, doctor
 from rl_trainer.config import explain
 from rl_trainer.errors import ConfigError
 

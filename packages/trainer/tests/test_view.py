@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from rl_trainer import view
+from rl_trainer.commands import view
 from rl_trainer.errors import DataError
 from rl_trainer.samples import FOLDER, file_of, write_samples
 

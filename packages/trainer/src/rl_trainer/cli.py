@@ -158,7 +158,7 @@ def _told(arguments: argparse.Namespace) -> str | None:
         from rl_trainer.config.explain import explain
 
         return explain(arguments.explain)
-    from rl_trainer import catalog
+    from rl_trainer.commands import catalog
 
     if arguments.list:
         return catalog.listing()
