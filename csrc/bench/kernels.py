@@ -8,6 +8,8 @@ them only take longer.
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -270,3 +272,18 @@ def _copies(run: Run) -> None:
         limit={"memcpy": lambda: other.copy_(one)},
         goal=f">= {1 / 1.3:.3f} of limit",
     )
+
+
+def gpu(run):
+    """The rows of `gpu/`, which also run beside an installed rl_csrc alone (`gpu/device.sh bench`)."""
+    sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+    from head import linear
+    from scores import forward, train
+    from table import ROWS, VOCAB, Table
+    from tokens_and_bytes import copies, deltas, losses
+
+    run.parameters(rows=ROWS, vocab=VOCAB, dtype="bfloat16")
+    for group in (losses, copies) if run.quick else (losses, copies, deltas, forward, train, linear):
+        table = Table()
+        group(table)
+        table.copy_to(run)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Build csrc for one GPU architecture on the machine this runs on, then do what the arguments say, in order:
 #   build | test [pytest arguments in RL_TESTS] | overlap | bench [groups in RL_BENCH] | sanitize
+# With RL_DRY=1 no device is needed: nothing is built, tests are collected, scripts say how they are called.
 # Results go to $OUT (default: ./out). Needs nvcc, torch, pybind11, scikit-build-core, pytest. Builds outside the checkout.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -13,6 +14,7 @@ mkdir -p "$out" "$work"
 export PYTHONPATH=$site:${PYTHONPATH:-} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 
 build() {
+  if [ -n "${RL_DRY:-}" ]; then return; fi
   rm -rf "$work/csrc" "$site" && cp -r "$root" "$work/csrc" && rm -rf "$work/csrc/build"
   if [ "${RL_CUDA_ONLY:-0}" = 0 ] && (cd "$work" && RL_CSRC_CUDA=ON CMAKE_ARGS="-DCMAKE_CUDA_ARCHITECTURES=$arch-real" "$python" -m pip install -q \
       --no-build-isolation --no-deps --no-index --target "$site" ./csrc >"$out/build.log" 2>&1); then
@@ -39,13 +41,13 @@ build() {
 run_tests() {
   # shellcheck disable=SC2086
   (cd "$root" && "$python" -m pytest -q -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
-    -o markers="gpu: a CUDA device" -W error -m gpu --durations=8 ${RL_TESTS:-$(cd "$root" && find tests -name 'test_csrc_cuda_*.py')}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
+    -o markers="gpu: a CUDA device" -W error -m gpu --durations=8 ${RL_DRY:+--collect-only} ${RL_TESTS:-$(cd "$root" && find tests -name 'test_csrc_cuda_*.py')}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
 }
 
-overlap() { "$python" "$root/bench/gpu/overlap.py" --json "$out/overlap.json"; }
+overlap() { "$python" "$root/bench/gpu/overlap.py" --json "$out/overlap.json" ${RL_DRY:+--help}; }
 
 bench() {
-  "$python" "$root/bench/gpu/kernels.py" --json "$out/bench.json" ${RL_BENCH:+--only "$RL_BENCH"} 2>&1 | tee "$out/bench.log"
+  "$python" "$root/bench/gpu/kernels.py" --json "$out/bench.json" ${RL_BENCH:+--only "$RL_BENCH"} ${RL_DRY:+--help} 2>&1 | tee "$out/bench.log"
 }
 
 sanitize() {
@@ -53,8 +55,9 @@ sanitize() {
   local tool failed=0
   for tool in memcheck racecheck; do
     echo "compute-sanitizer $tool"
-    (cd "$root" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${RL_SANITIZE_S:-200}" compute-sanitizer --tool $tool --error-exitcode 9 \
-      "$python" -m pytest -q -x -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
+    local under=(timeout "${RL_SANITIZE_S:-200}" compute-sanitizer --tool "$tool" --error-exitcode 9)
+    if [ -n "${RL_DRY:-}" ]; then under=(); fi
+    (cd "$root" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${under[@]}" "$python" -m pytest -q -x ${RL_DRY:+--collect-only} -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
       -o markers="gpu: a CUDA device" -m gpu -k "$chosen" tests/ops/test_csrc_cuda_{logprobs,policy_loss}.py tests/buffers/test_csrc_cuda_buffers.py 2>&1 |
       tee "$out/$tool.log" | tail -12) || failed=1
   done

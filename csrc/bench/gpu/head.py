@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,71 @@ if TYPE_CHECKING:
 
 ALONE = "the products alone, without the kernels between them"
 BEYOND = "peak beyond operands, returned gradients and, of linear_loss, its float32 total; our room is 0.65 GiB"
+
+
+def tuning(table: Table) -> None:
+    """The LM head's ops by the shapes of their blocks: which of them should be the constants of `linear_logprobs.py`.
+
+    RL_HEAD_MIB (default 335,670,1340): room for logits and gradients, MiB. RL_HEAD_ROWS (256,512,1024): rows of logits
+    where a loss stands between them and their gradient. RL_HEAD_WIDTHS (2048,4096): hidden sizes.
+    """
+    from rl_csrc.cuda import linear_logprobs as op
+
+    def of(name: str, default: str) -> list[int]:
+        return [int(each) for each in os.environ.get(name, default).split(",")]
+
+    before = op.CHUNK_BYTES, op.GRADIENT_ROWS
+    try:
+        for width in of("RL_HEAD_WIDTHS", "2048,4096"):
+            hidden = torch.randn(ROWS, width, device=DEVICE, dtype=torch.bfloat16)
+            weight = torch.randn(VOCAB, width, device=DEVICE, dtype=torch.bfloat16) * 0.02
+            labels = torch.randint(0, VOCAB, (ROWS,), device=DEVICE)
+            product, two = products(hidden, weight)
+            one, pair = statistics.median(product), statistics.median(two)
+            for name, limit in (("forward", one), ("forward and backward", 2 * one + pair), ("loss", one + pair)):
+                table.add(f"tuning: {name} H={width}", "its torch.mm", [limit], role="limit")
+            for mib in of("RL_HEAD_MIB", "335,670,1340"):
+                op.CHUNK_BYTES = mib << 20
+                tuning_at(table, width, f"{mib} MiB", hidden, weight, labels)
+                for rows in of("RL_HEAD_ROWS", "256,512,1024"):
+                    op.GRADIENT_ROWS = rows
+                    tuning_loss(table, width, f"{mib} MiB, {rows} rows", hidden, weight, labels)
+    finally:
+        op.CHUNK_BYTES, op.GRADIENT_ROWS = before
+
+
+def tuning_at(
+    table: Table, width: int, shape: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> None:
+    """Forward, and forward with the backward by recompute."""
+    how = (1.0, None, -100, True, False, None, False)
+    grads = torch.randn(ROWS, device=DEVICE) * 1e-4
+
+    def both() -> None:
+        scored, entropies, _, lse = ours.linear_logprobs_forward(hidden, weight, labels, None, *how)
+        back = (None, scored, lse, grads, entropies, None, 1.0, None, -100, None, False, (True, True, False))
+        ours.linear_logprobs_backward(hidden, weight, labels, *back)
+
+    forward = measure(lambda: ours.linear_logprobs_forward(hidden, weight, labels, None, *how), repeats=7)
+    table.add(f"tuning: forward H={width}", shape, forward, goal_of_limit=1 / 1.07)
+    table.add(f"tuning: forward and backward H={width}", shape, measure(both, repeats=7), goal_of_limit=1 / 1.10)
+
+
+def tuning_loss(
+    table: Table, width: int, shape: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> None:
+    """The loss inside: three products."""
+    old, advantages = -torch.rand(ROWS, device=DEVICE), torch.randn(ROWS, device=DEVICE) * 1e-4
+    mask = torch.ones(ROWS, dtype=torch.bool, device=DEVICE)
+    tokens = (old, advantages, mask, torch.arange(0, ROWS + 1, 512, device=DEVICE), LossSpec(), float(ROWS))
+
+    def loss(scored: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None]:
+        value, _, grad, _ = ours.policy_loss(scored, *tokens, entropies, None, None)
+        return value, grad, None
+
+    how = (1.0, None, -100, False, False, None, (True, True), 0, None)
+    samples = measure(lambda: ours.linear_loss(hidden, weight, labels, loss, *how), repeats=7)
+    table.add(f"tuning: loss H={width}", shape, samples, goal_of_limit=1 / 1.08)
 
 
 def linear(table: Table) -> None:

@@ -13,12 +13,14 @@ import subprocess
 from pathlib import Path
 
 import torch
-from head import linear
+from head import linear, tuning
 from scores import forward, train
 from table import ROWS, VOCAB, Table
 from tokens_and_bytes import copies, deltas, losses
 
 GROUPS = {"deltas": deltas, "forward": forward, "train": train, "linear": linear, "losses": losses, "copies": copies}
+ON_DEMAND = {"tuning": tuning}
+"""Not of a run that names no groups."""
 
 
 def main() -> None:
@@ -30,7 +32,7 @@ def main() -> None:
     table = Table()
     for name in options.only.split(","):
         try:
-            GROUPS[name](table)
+            (GROUPS | ON_DEMAND)[name](table)
         except Exception as error:  # noqa: BLE001  # the other groups' figures must not be lost with this one
             print(f"{name} FAILED: {error!r}", flush=True)
         torch.cuda.empty_cache()

@@ -32,12 +32,28 @@ class Table:
         row |= {"median": None, "min": None, "max": None, "n": 0, "wall_s": None, "cpu_s": None}
         if samples:
             row |= {"median": statistics.median(samples), "min": min(samples), "max": max(samples), "n": len(samples)}
-        row["_goal"], row["_goal_of_limit"] = goal, goal_of_limit
+        row["_goal"], row["_goal_of_limit"], row["_samples"] = goal, goal_of_limit, samples or []
         self.rows.append(row)
         if samples:
             print(f"{metric:44s} {system:28s} {row['median']:10.4f} {unit:5s} {row['min']:10.4f} {note}", flush=True)
         else:
             print(f"{metric:44s} {system:28s} missing: {note}", flush=True)
+
+    def copy_to(self, run: Any) -> None:
+        """Record the rows with an `rl_bench.Run`."""
+        from rl_bench import Role
+
+        limited: set[str] = set()
+        for row in self.rows:
+            if row["role"] == "limit" and row["metric"] in limited:
+                continue
+            limited |= {row["metric"]} if row["role"] == "limit" else set()
+            sign = ">=" if row["unit"].endswith("/s") else "<="
+            goal = f"{sign} {row['_goal']} {row['unit']}" if row["_goal"] else None
+            if row["_goal_of_limit"]:
+                goal = f">= {row['_goal_of_limit']:.4f} of limit"
+            which = {"role": Role(row["role"]), "unit": row["unit"], "goal": goal, "note": row["note"]}
+            run.record(row["metric"], row["system"], row["_samples"], **which)
 
     def finished(self) -> list[dict[str, Any]]:
         """The rows with ratios to the limit and to the best peer of their metric, and whether the goal was met."""
@@ -52,7 +68,7 @@ class Table:
                 base = best(row["metric"], role, rate)
                 known = base and row["median"] and (role == "limit" or row["role"] == "ours")
                 row[key] = (row["median"] / base if rate else base / row["median"]) if known else None
-            goal, share = row.pop("_goal"), row.pop("_goal_of_limit")
+            goal, share, _ = row.pop("_goal"), row.pop("_goal_of_limit"), row.pop("_samples")
             sign = ">=" if rate else "<="
             row["goal"] = f"{sign} {goal} {row['unit']}" if goal else f">= {share:.4g} of limit" if share else None
             row["met"] = None

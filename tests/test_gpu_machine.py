@@ -1,0 +1,128 @@
+"""What is owed on a GPU can be run when one is at hand: its commands start on a machine as bare as a GPU's has been."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from rl_bench.cli import find_benchmarks
+from rl_rollout.testing import write_tiny_model
+from rl_trainer.config import load_config
+
+ROOT = Path(__file__).parents[1]
+THERE = ("torch", "transformers", "pytest", "triton", "pybind11", "scikit-build-core", "pip", "setuptools")
+"""Distributions of the machine, with what they need. `.ci/gpu pack` brings the rest."""
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def brought():
+    named = re.search(r"RL_LACKS:-([^}]*)}", (ROOT / ".ci/gpu").read_text())[1]
+    return {normal(name) for name in named.split()}
+
+
+def with_needs(names):
+    found, todo = set(), [*map(normal, names)]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        todo += [normal(re.match(r"[\w.-]+", need)[0]) for need in needs if "extra ==" not in need]
+    return found
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """The environment variables of a process that sees no more than the machine's distributions and ours."""
+    seen = with_needs(THERE) | brought()
+    hidden = [
+        module
+        for module, names in metadata.packages_distributions().items()
+        if not any(normal(name) in seen or normal(name).startswith("rl-") for name in names)
+    ]
+    assert {"ray", "rich", "peft", "hypothesis", "aiohttp"} & {*hidden} == {"ray", "peft"}
+    work = tmp_path_factory.mktemp("gpu")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RL_", "PYTEST_"))}
+    return kept | {
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT / "tests/gpu_machine"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # most are not there
+        "PYTEST_PLUGINS": "pytest_timeout",
+        "RL_HIDDEN": ",".join(hidden),
+        "RL_STUBS": "rl_csrc._cuda",
+        "RL_WORK": str(work / "work"),
+        "OUT": str(work / "out"),
+    }
+
+
+def start(command, environment):
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_every_step_s_command_starts_without_a_gpu_and_without_ray(machine):
+    said = start([".ci/gpu", "--dry"], machine)
+    steps = start([".ci/gpu", "--list"], machine).split()
+    assert re.findall(r"^== (\w+) ended", said, re.MULTILINE) == steps
+    counts = [int(count) for count in re.findall(r"^(\d+)/\d+ tests collected", said, re.MULTILINE)]
+    assert len(counts) == 4  # the packages, rl-csrc, and two sanitizers
+    assert min(counts) > 5
+    assert not list(Path(machine["RL_WORK"]).glob("passed.*"))  # a dry step has not passed
+
+
+def test_the_step_s_benchmark_can_plan_its_run_without_ray(machine, tmp_path):
+    write_tiny_model(tmp_path)
+    task = ROOT / "packages/trainer/bench/_letters.py"
+    data = f"data={{format: {task}:Letters, eval_size: 2, max_prompt_tokens: 64}}"
+    overrides = [f"model.path={tmp_path}", data, f"reward.path={task}:share_of_even", "runtime=inline"]
+    overrides += ["rollout.max_new_tokens=64", "rollout.max_model_len=128"]
+    assert "memory" in start([sys.executable, "-m", "rl_trainer.cli", "gsm8k", *overrides, "--dry-run"], machine)
+
+
+def commands():
+    table = [line for line in (ROOT / "bench/gpu-owed.md").read_text().splitlines() if re.match(r"\| \d", line)]
+    return [command for line in table for command in re.findall(r"`([^`]+)`", line.split("|")[3])]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_an_owed_command_parses(command):
+    words = shlex.split(command)
+    variables = {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    benchmarks, device = find_benchmarks(ROOT), (ROOT / "csrc/bench/gpu/device.sh").read_text()
+    for name in variables:
+        assert name in (ROOT / ".ci/gpu").read_text() + device
+    for name in variables.get("RL_BENCHES", "").split():
+        assert name in benchmarks
+        assert re.search(r"^(def gpu\(|gpu = )", benchmarks[name].read_text(), re.MULTILINE)
+    for name in filter(None, variables.get("RL_BENCH", "").split(",")):
+        assert f'"{name}":' in (ROOT / "csrc/bench/gpu/kernels.py").read_text()
+    match words:
+        case [".ci/gpu", *steps]:
+            known = subprocess.run([".ci/gpu", "--list"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+            assert {*steps} <= {*known.split(), "pack"}
+        case ["bash", "csrc/bench/gpu/device.sh", *steps]:
+            assert steps
+            assert all(f"{step}) {step}" in device or f"{step}) run_{step}" in device for step in steps)
+        case ["rl-train", recipe, *overrides]:
+            load_config(recipe, [word for word in overrides if not word.startswith("--")])
+        case ["python", "-m", "pytest", "-m", "gpu", *paths]:
+            assert paths
+            assert all("mark.gpu" in (ROOT / path).read_text() for path in paths)
+        case _:
+            pytest.fail(f"{command!r} is none of the commands that this test knows")
