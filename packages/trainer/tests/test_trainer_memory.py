@@ -3,10 +3,25 @@
 import json
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from rl_engine import create_engine
+from rl_engine.losses import sft_loss
+from rl_engine.testing import ragged_batch
+from rl_rollout.backends.embedded.kv_cache import KVCache
+from rl_rollout.backends.embedded.model.model_runner import load_model
+from rl_rollout.testing import write_tiny_model
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.planning.memory import count_parameters, memory_plan, stored_parameters
+from rl_trainer.planning.memory import (
+    block_activations,
+    count_parameters,
+    memory_facts,
+    memory_plan,
+    stored_parameters,
+)
+from rl_trainer.planning.plan import actor_config, model_config, server_config
 from rl_trainer.planning.simulate import forecast
 from rl_trainer.planning.validate import make_plan
 
@@ -59,7 +74,8 @@ def test_a_plan_by_hand():
             "gradients": 4.0,
             "optimizer": 8.0,
             "gathered blocks": 2 * 2 * (4 * GIB - 2 * 152_064 * 3584) / 28 / GIB,
-            "activations": 16_384 * 3584 * (2 * 28 + 34) / GIB,
+            # Inputs of 28 blocks, and of one: norms 16 bytes a unit of width, heads 14, four widths of the MLP.
+            "activations": 16_384 * (2 * 28 * 3584 + 16 * 3584 + 14 * 32 * 128 + 8 * 18944) / GIB,
             "reference": 4.0,
         }
     )
@@ -109,3 +125,83 @@ def test_what_does_not_fit_is_refused_with_what_to_change(recipe, cluster, overr
     config = load_config(recipe, [of_shape(recipe, tmp_path), *overrides])
     with pytest.raises((ConfigError, PlanError), match=words):
         forecast(config, RATES | {"cluster": cluster})
+
+
+LORA = ["engine.lora={rank: 4}"]
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+}
+
+
+@pytest.mark.parametrize("overrides", [[], LORA, ["engine.lora={rank: 3, target_modules: [q_proj, down_proj]}"]])
+def test_weights_gradients_and_moments_are_those_of_an_engine(tmp_path, overrides):
+    folder = write_tiny_model(tmp_path / "model", tie_word_embeddings=False, **SIZES)
+    config = load_config("gsm8k", [f"model.path={folder}", "data.path=there", "engine.precision=float32", *overrides])
+    engine = create_engine("fsdp", actor_config(config, folder))
+    engine.initialize()
+    engine.forward_backward_batch(ragged_batch([[5, 6, 7]], [[9, 10]]), sft_loss)
+    weights = [*engine._scorer.model.parameters()]
+    held = {
+        "weights": sum(w.nbytes for w in weights if not (overrides and w.requires_grad)),
+        "gradients": sum(w.grad.nbytes for w in weights if w.grad is not None),
+    }
+    if overrides:
+        held["adapter"] = sum(w.nbytes for w in weights if w.requires_grad)
+    engine.optimizer_step()
+    moments = [value for state in engine._optimizer.state.values() for value in state.values()]
+    held["optimizer"] = sum(value.nbytes for value in moments if value.ndim)
+    engine.close()
+    plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
+    assert {name: round(plan.engine[name] * GIB) for name in held} == held
+    assert ("adapter" in plan.engine) == bool(overrides)
+
+
+def saved_bytes(num_layers, dtype, num_tokens):
+    """What the backward pass of a model keeps of its forward pass, its own weights excepted."""
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_hidden_layers=num_layers, **SIZES)).to(dtype)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.model(torch.zeros(1, num_tokens, dtype=torch.int64)).last_hidden_state.sum()
+        return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_those_that_a_block_keeps(dtype):
+    measured = (saved_bytes(5, dtype, 100) - saved_bytes(1, dtype, 100)) / 4 / 100
+    assert measured <= block_activations(SIZES, dtype.itemsize) <= 1.2 * measured
+
+
+def test_a_server_s_parts_are_those_of_its_model_and_cache(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", max_position_embeddings=4096, **SIZES)
+    config = load_config("gsm8k", [f"model.path={folder}", "data.path=there", "engine.precision=float32"])
+    model = load_model(server_config(config, folder))
+    cache = KVCache(model.layer_shapes, block_size=16, dtype=model.dtype, device=model.device)
+    plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
+    assert round(plan.server["weights"] * GIB) == sum(p.nbytes for p in model.module.parameters())
+    assert round(plan.server["keys and values"] * GIB) == cache.bytes_per_block * (512 + 1024) // 16
+
+
+def test_8b_with_lora_fits_one_gpu_and_without_it_does_not(tmp_path):
+    sizes = shape(4096, 36, 32, 8, 12288, model_type="qwen3", vocab_size=151_936, head_dim=128)
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    overrides = ["data.path=there", f"model.path={tmp_path}", "rollout.colocated=true"]
+    lora = load_config("lora", overrides)
+    for gib, verdict in ((139.8, "of 139.8: it fits"), (79.6, "of 79.6: it fits"), (40, "of 40.0: too much")):
+        assert verdict in dict(memory_facts(lora, there=gib))["a GPU at its fullest"]
+    phase, most = memory_plan(lora, sizes).fullest()
+    assert phase == "weight sync"  # the engine's float32 weights beside the server's
+    assert 45 < most < 49
+    whole = dict(memory_facts(load_config("gsm8k", overrides), there=139.8))["a GPU at its fullest"]
+    assert "(training) of 139.8: too much" in whole

@@ -24,7 +24,7 @@ from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDiedError, sentence_of
 from rl_trainer.metrics import Report
 from rl_trainer.planning import preflight
-from rl_trainer.planning.gpus import gpu_facts, settle
+from rl_trainer.planning.gpus import gpu_facts, gpu_gib, settle
 from rl_trainer.planning.memory import memory_facts
 from rl_trainer.planning.plan import show_plan
 from rl_trainer.planning.rehearsal import rehearse, reward_source
@@ -219,7 +219,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
         ("components", f"{components}, weights by {config.weights_transport}, samples by {config.queue_storage}"),
         *gpu_facts(config),
-        *memory_facts(config),
+        *memory_facts(config, there=gpu_gib()),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
         ("reward", reward_source(config.reward, [*datasets.train, *datasets.eval])),
         *sandbox_facts(config.reward, config.agent),

@@ -77,6 +77,14 @@ def local_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def gpu_gib() -> float | None:
+    """Memory of this machine's smallest GPU, GiB; None where there is none."""
+    import torch
+
+    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(local_gpus())]
+    return min(sizes) / 2**30 if sizes else None
+
+
 @cache
 def _gpus_of_cluster(address: str) -> int:
     del address  # Ray reads it from the environment: it is here to be remembered by

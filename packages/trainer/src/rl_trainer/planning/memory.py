@@ -1,11 +1,11 @@
 """Memory plan: GiB that every role takes of a GPU, by the model's config.json and the run's layout; touches no GPU.
 
 Engine: 4 bytes per parameter for the weights, 4 for the gradients and 8 for AdamW's moments (float32), cut over the
-ranks, and two gathered blocks in the number format of the passes. Activations of the longest micro-batch are those of
-arXiv 2205.05198, table 2, with flash attention: 34 bytes per token, layer and unit of width; with
-`engine.activation_checkpointing` 2, and 34 for the block that is computed again. Logits, the allocator's slack and
-CUDA itself come on top. Server: its weights, and keys and values of one sequence of the greatest length; it takes more
-for keys and values where there is more, and lets requests wait where there is not.
+ranks, and two gathered blocks in the number format of the passes; with LoRA, gradients and moments of the adapter
+alone. Activations of the longest micro-batch are what torch keeps of a block's norms, heads and MLP, within a fifth;
+with `engine.activation_checkpointing` the inputs of all blocks, and the whole of the one that is computed again.
+Logits, the allocator's slack and CUDA itself come on top. Server: its weights, and keys and values of one sequence of
+the greatest length; it takes more for keys and values where there is more, and lets requests wait where there is not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl_trainer.errors import PlanError
 from rl_trainer.planning.plan import has_reference, longest_sequence, model_config
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rl_trainer.config import Config
 
@@ -39,6 +39,15 @@ class MemoryPlan:
     """Of one rank: `weights`, `gradients`, `optimizer`, `gathered blocks`, `activations`, and other models."""
     server: Mapping[str, float]
     """Of one GPU of a replica: `weights`, `keys and values`."""
+    is_colocated: bool = False
+    """Whether both have the same GPU in turn."""
+
+    def fullest(self) -> tuple[str, float]:
+        """The phase of a step in which a GPU holds most, and how much, GiB."""
+        phases = {"training": sum(self.engine.values()), "generation": sum(self.server.values())}
+        if self.is_colocated:  # the engine sends from the GPU what the server takes there
+            phases["weight sync"] = self.engine["weights"] + self.engine.get("adapter", 0.0) + self.server["weights"]
+        return max(phases.items(), key=lambda phase: phase[1])
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """(what, how much) for the screen."""
@@ -63,15 +72,19 @@ def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int
     ranks, engine = config.engine.world_size, config.engine
     width, layers, precision = model["hidden_size"], model["num_hidden_layers"], _BYTES[str(engine.precision)]
     embeddings = model["vocab_size"] * width * (1 if model.get("tie_word_embeddings") else 2)
-    learns = 0 if engine.lora is not None else count / ranks / _GIB
-    tokens = engine.max_tokens_per_gpu * width / _GIB
+    adapter = 0 if engine.lora is None else adapter_parameters(model, engine.lora.rank, engine.lora.target_modules)
+    learns = (count if engine.lora is None else adapter) / ranks / _GIB
+    tokens = max(engine.max_tokens_per_gpu, longest_sequence(config)[0]) / _GIB
+    kept, block = precision * width, block_activations(model, precision)
     parts = {
         "weights": 4 * count / ranks / _GIB,
         "gradients": 4 * learns,
         "optimizer": 8 * learns,
         "gathered blocks": 2 * precision * (count - embeddings) / layers / _GIB if ranks > 1 else 0.0,
-        "activations": tokens * ((2 * layers + 34) if engine.activation_checkpointing else 34 * layers),
+        "activations": tokens * (layers * kept + block if engine.activation_checkpointing else layers * block),
     }
+    if engine.lora is not None:
+        parts["adapter"] = 4 * learns
     if has_reference(config) and engine.lora is None:
         parts["reference"] = 4 * count / ranks / _GIB
     if config.critic is not None:
@@ -82,7 +95,40 @@ def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int
         "weights": _BYTES.get(config.rollout.dtype, precision) * count / served / _GIB,
         "keys and values": per_token * longest_sequence(config)[0] / served / _GIB,
     }
-    return MemoryPlan(num_parameters=count, engine=parts, server=server)
+    is_colocated = bool(config.rollout.colocated)
+    return MemoryPlan(num_parameters=count, engine=parts, server=server, is_colocated=is_colocated)
+
+
+def block_activations(model: Mapping[str, Any], itemsize: int) -> int:
+    """Bytes per token that the backward pass of one block needs; norms compute in float32, products in `itemsize`.
+
+    Per norm its float32 input, its output before and after the scale; of queries and keys the same and both
+    rotations; values, what was attended, and four widths of the MLP.
+    """
+    width, heads = model["hidden_size"], model["num_attention_heads"]
+    query = heads * (model.get("head_dim") or width // heads)
+    norms, attention = 2 * (4 + 2 * itemsize) * width, (4 + 5 * itemsize) * (query + _kv_width(model))
+    experts = model.get("num_experts_per_tok") or 1
+    inner = (
+        experts * model["moe_intermediate_size"] if model.get("moe_intermediate_size") else model["intermediate_size"]
+    )
+    return norms + attention + 4 * itemsize * inner
+
+
+def adapter_parameters(model: Mapping[str, Any], rank: int, targets: Sequence[str]) -> int:
+    """Elements of a LoRA adapter on the layers of these names; on every linear layer but the head for none."""
+    width: int = model["hidden_size"]
+    heads, key, inner = model["num_attention_heads"], _kv_width(model), model["intermediate_size"]
+    query = heads * (model.get("head_dim") or width // heads)
+    sizes: dict[str, int] = {
+        "q_proj": width + query,
+        "k_proj": width + key,
+        "v_proj": width + key,
+        "o_proj": query + width,
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), width + inner),
+    }
+    wanted = sum(size for name, size in sizes.items() if not targets or name in targets)
+    return rank * model["num_hidden_layers"] * wanted
 
 
 def check_memory(plan: MemoryPlan, config: Config, gib: float) -> None:
@@ -103,8 +149,10 @@ def check_memory(plan: MemoryPlan, config: Config, gib: float) -> None:
             )
 
 
-def memory_facts(config: Config, gib: float | None = None) -> list[tuple[str, str]]:
+def memory_facts(config: Config, gib: float | None = None, *, there: float | None = None) -> list[tuple[str, str]]:
     """(what, how much) for the screen, of the model in `model.path`, which may have its config.json alone.
+
+    `there` is what a GPU of this machine has, GiB; too little is said, and no error: a server makes do with less.
 
     Raises:
         PlanError: a role has no room on a GPU of `gib`.
@@ -118,7 +166,9 @@ def memory_facts(config: Config, gib: float | None = None) -> list[tuple[str, st
         return [("memory", f"unknown: config.json of {folder} has no {missing}")]
     if gib is not None:
         check_memory(plan, config, gib)
-    lines = [*plan.lines()]
+    phase, most = plan.fullest()
+    verdict = "" if there is None else f" of {there:.1f}: it fits" if most <= there else f" of {there:.1f}: too much"
+    lines = [*plan.lines(), ("a GPU at its fullest", f"{most:.1f} GiB ({phase}){verdict}")]
     if config.teacher is not None and config.teacher.url is None:
         size = stored_parameters(Path(config.teacher.path))
         each = "unknown" if size is None else f"{4 * size / config.engine.world_size / _GIB:.1f} GiB"
