@@ -1,10 +1,13 @@
-"""For tests of the kernels: implementations behind one internal signature, how far results lie apart, a decoder."""
+"""For tests: kernels behind one internal signature, how far results lie apart, a decoder, listening sockets."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +15,7 @@ import torch
 from rl_csrc.native import has_cuda
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import ModuleType
 
     from torch import Tensor
@@ -129,3 +132,19 @@ def random_decoder(
         num_kv_heads=num_kv_heads,
         eps=1e-6,
     )
+
+
+def listening_addresses() -> Iterator[str]:
+    """IP addresses at which this process listens for TCP, one per socket, as Linux says in /proc."""
+    links: list[str] = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            links.append(str(fd.readlink()))
+    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in mine:
+                words = fields[1].partition(":")[0]
+                raw = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
+                yield socket.inet_ntop(family, raw)

@@ -1,4 +1,4 @@
-"""`rl-tq` as somebody else runs it: the installed command, against a queue that another process serves."""
+"""`rl-tq`: the installed command once, as somebody else runs it; the rest of its answers in this process."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import rl_tq
+from rl_tq.cli import main
 
 COMMAND = str(Path(sys.executable).with_name("rl-tq"))
 
@@ -26,11 +27,17 @@ def queue(request):
         yield served
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False)
+@pytest.fixture
+def run(capsys):
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        status = main(arguments)
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, status, said.out, said.err)
+
+    return call
 
 
-def test_metrics_are_what_prometheus_reads(queue):
+def test_metrics_are_what_prometheus_reads(queue, run):
     parser = pytest.importorskip("prometheus_client.parser")
     done = run("metrics", queue.address)
     assert (done.returncode, done.stderr) == (0, "")
@@ -55,7 +62,7 @@ def test_metrics_are_what_prometheus_reads(queue):
     assert families["rl_tq_partition_rows"].type == "gauge"
 
 
-def test_top_shows_partitions_and_tasks_as_often_as_asked(queue):
+def test_top_shows_partitions_and_tasks_as_often_as_asked(queue, run):
     done = run("top", "--count", "2", "--every", "0.05", queue.address)
     assert (done.returncode, done.stderr) == (0, "")
     looks = done.stdout.strip().split("\n\n")
@@ -68,7 +75,14 @@ def test_top_shows_partitions_and_tasks_as_often_as_asked(queue):
     assert (cells["task"], cells["leased"], cells["acked"], cells["dead"]) == ("actor", "1", "1", "0")
 
 
-def test_what_is_not_served_is_said_in_a_line():
+def test_the_installed_command_prints_them_too():
+    with rl_tq.serve("shm://") as queue:
+        queue.put({"x": [1]}, partition="p")
+        command = [COMMAND, "metrics", queue.address]
+        assert "rl_tq_rows 1" in subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+
+
+def test_what_is_not_served_is_said_in_a_line(run):
     for address, words in (("shm://tq-cli-nobody", "nobody serves"), ("nowhere", "is not an address")):
         done = run("top", address)
         assert (done.returncode, done.stdout) == (1, "")

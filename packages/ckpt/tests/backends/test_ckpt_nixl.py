@@ -127,27 +127,9 @@ def test_processes_that_are_killed_leave_nothing_in_shared_memory():
     assert in_shared_memory() <= before
 
 
-LISTENERS = """
-import os, socket
-from pathlib import Path
-def listeners():
-    links = []
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(os.readlink(fd))
-        except OSError:
-            pass
-    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
-    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in mine:
-                words = fields[1].partition(":")[0]
-                raw = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
-                yield socket.inet_ntop(family, raw)
-"""
 BOTH_ENDS = """
 import asyncio, torch, rl_ckpt
+from rl_csrc.testing import listening_addresses
 async def main():
     async with rl_ckpt.connect("nixl://127.0.0.1:0", role="send", token="t") as sender:
         await sender.prepare()
@@ -155,7 +137,7 @@ async def main():
             async def take():
                 return [(name, tensor.clone()) async for name, tensor in receiver.receive_weights()]
             await asyncio.gather(sender.send_weights([("a", torch.ones(4))], version=1), take())
-            print(*listeners())
+            print(*listening_addresses())
 asyncio.run(main())
 """
 
@@ -164,7 +146,7 @@ def test_on_loopback_nothing_listens_beyond_it():
     """UCX's own listeners ask nobody for a token."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     done = subprocess.run(
-        [sys.executable, "-c", LISTENERS + BOTH_ENDS], capture_output=True, text=True, check=True, env=environment
+        [sys.executable, "-c", BOTH_ENDS], capture_output=True, text=True, check=True, env=environment
     )
     found = done.stdout.splitlines()[-1].split()
     assert len(found) >= 3, "UCX is not among them: the test shows nothing"

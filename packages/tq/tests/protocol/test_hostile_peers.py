@@ -262,17 +262,17 @@ def test_a_wrong_request_is_answered_with_an_error(server, message):
 
 
 def test_answers_that_nobody_reads_are_bounded(serve):
-    """A client asks 200 times for 8 MiB, and reads nothing: 1.6 GiB, of which the server makes 64 MiB and one more."""
+    """A client asks 80 times for 8 MiB, and reads nothing: 640 MiB, of which the server makes 64 MiB and one more."""
     server = serve("tcp://127.0.0.1:0?max_put_bytes=67108864")
     with rl_tq.connect(server.address, token=TOKEN) as client:
         meta = client.put({"a": torch.ones(2, MIB), "b": torch.ones(2)}, partition="q")
     rows = {"partition": "q", "generation": meta.generation, "rows": [meta.rows[1], meta.rows[0]], "sample_ids": ()}
     text = encode({"id": 1, "op": "fetch", **rows, "columns": ["a"]})
     with dial(server.address) as connection, server.grows_at_most(256 * MIB):
-        connection.sendall((header(len(text)) + text) * 200)
+        connection.sendall((header(len(text)) + text) * 80)
         time.sleep(1.0)
         assert is_well(server)
-        for _ in range(200):  # who reads, is answered
+        for _ in range(80):  # who reads, is answered
             assert "columns" in answer(connection)
 
 
@@ -302,7 +302,7 @@ def test_strangers_at_the_door_keep_nobody_out(server):
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(dial(server.address, has_token=False)) for _ in range(300)]
         assert is_well(server)
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + handshake.LIMIT_S / 2  # closed, and not left to prove a token in time
         while server.status("Threads") >= 200:  # each connection's thread ends soon after it
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -356,13 +356,14 @@ def test_on_loopback_a_token_is_made_that_children_inherit_and_strangers_lack(sc
         assert made not in queue.address
         child = look(queue.address, dict(os.environ))
         assert child.stdout == "0\n", child.stderr
-        bare = {name: value for name, value in os.environ.items() if name != "RL_TQ_TOKEN"}
-        assert "this process has none: set RL_TQ_TOKEN" in look(queue.address, bare).stderr
-        assert "has another token" in look(queue.address, {**bare, "RL_TQ_TOKEN": "0" * 64}).stderr
-        assert "has a token in it, where logs show it" in look(queue.address + f"?token={made}", bare).stderr
+        monkeypatch.setenv("RL_TQ_TOKEN", "0" * 64)
+        with pytest.raises(rl_tq.AddressError, match="has another token.*set RL_TQ_TOKEN alike"):
+            rl_tq.connect(queue.address, timeout_s=20.0)
+        monkeypatch.delenv("RL_TQ_TOKEN")
+        with pytest.raises(rl_tq.AddressError, match="this process has none: set RL_TQ_TOKEN"):
+            rl_tq.connect(queue.address, timeout_s=20.0)
         with pytest.raises(rl_tq.AddressError, match="has another token"):
             rl_tq.connect(queue.address, token="wrong", timeout_s=20.0)
-        monkeypatch.delenv("RL_TQ_TOKEN")
         with rl_tq.connect(queue.address, token=made, timeout_s=20.0) as client:
             assert client.stats()["rows"] == 0
     with rl_tq.serve(f"{scheme}://127.0.0.1:0", token="given", timeout_s=20.0) as queue:
@@ -504,31 +505,13 @@ def test_a_unix_socket_grows_with_what_arrived(server, body):
         assert client.stats()["rows"] >= 0
 
 
-LISTENERS = """
-import os, socket
-from pathlib import Path
-def listeners():
-    links = []
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(os.readlink(fd))
-        except OSError:
-            pass
-    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
-    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in mine:
-                words = fields[1].partition(":")[0]
-                raw = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
-                yield socket.inet_ntop(family, raw)
-"""
 BOTH_ENDS = """
 import torch, rl_tq
+from rl_csrc.testing import listening_addresses
 queue = rl_tq.serve("nixl://127.0.0.1:0", timeout_s=30.0)
 with rl_tq.connect(queue.address, timeout_s=30.0) as client:
     client.get(client.put({"a": torch.zeros(4)}, partition="p"))
-    print(*listeners())
+    print(*listening_addresses())
 queue.close()
 """
 
@@ -538,7 +521,7 @@ def test_a_queue_over_nixl_on_loopback_listens_nowhere_else():
     """UCX's own listeners ask nobody for a token."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     done = subprocess.run(
-        [sys.executable, "-c", LISTENERS + BOTH_ENDS], capture_output=True, text=True, check=True, env=environment
+        [sys.executable, "-c", BOTH_ENDS], capture_output=True, text=True, check=True, env=environment
     )
     found = done.stdout.splitlines()[-1].split()
     assert len(found) >= 3, "UCX is not among them: the test shows nothing"

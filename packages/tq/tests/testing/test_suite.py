@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 PLANTED = Path(__file__).with_name("planted.py")
-TRIAL = ["CacheOutlivesClear", "LateClaims", "LateLeases", "NackAcks"]
-"""Mistakes that an earlier suite let pass, or nearly."""
+TRIAL = ["CacheOutlivesClear", "NackAcks"]
+"""Mistakes that an earlier suite let pass, and that take no deadlines to find."""
 NAMES = re.findall(r"^@planted\nclass (\w+)", PLANTED.read_text(), re.MULTILINE)
 OTHERS = [name for name in NAMES if name not in ("NoMistake", *TRIAL)]
 
@@ -25,14 +25,14 @@ def verdicts(*names: str) -> dict[str, str]:
 
 
 @pytest.mark.timeout(600)
-def test_a_cache_that_outlives_clear_late_deadlines_and_a_nack_that_acks_are_caught():
+def test_a_cache_that_outlives_clear_and_a_nack_that_acks_are_caught():
     assert [name for name, failed in verdicts(*TRIAL).items() if not failed] == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_every_other_planted_mistake_is_caught_and_none_is_no_mistake():
-    assert len(OTHERS) >= 25
+    assert len(OTHERS) >= 27
     found = verdicts("NoMistake", *OTHERS)
     assert found.pop("NoMistake") == ""
     assert [name for name, failed in found.items() if not failed] == []

@@ -32,6 +32,11 @@ class Served(Protocol):
         """Whether the other end proved the token."""
         ...
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether it was told to end."""
+        ...
+
     def shut(self) -> None:
         """Have it end, without waiting."""
         ...
@@ -112,7 +117,9 @@ class Listener:
     def _has_room(self, host: str) -> bool:
         """Whether one more connection of a host may come; of too many without a proof, the oldest one ends."""
         own = [served for peer, served in self._served if peer == host]
-        unauthenticated = [served for served in own if not served.is_authenticated]
-        if len(unauthenticated) >= self._limits.unauthenticated:
-            unauthenticated[0].shut()
-        return len(own) - len(unauthenticated) < self._limits.connections
+        unproved = [served for served in own if not served.is_authenticated]
+        # One that was shut before has not ended yet: in a burst, it would be shut again instead of the next.
+        waiting = [served for served in unproved if not served.is_shut]
+        if len(waiting) >= self._limits.unauthenticated:
+            waiting[0].shut()
+        return len(own) - len(unproved) < self._limits.connections

@@ -43,7 +43,7 @@ class _Remote:
     """One client, as the server has it: a thread that reads and handles, and one that sends."""
 
     def __init__(self, front: TcpFront, connection: socket.socket, label: str) -> None:
-        self.is_authenticated = False
+        self.is_authenticated = self.is_shut = False
         self._connection = connection
         self._secret = front.secret
         self._limits = front.limits
@@ -62,6 +62,7 @@ class _Remote:
 
     def shut(self) -> None:
         """End the connection, without waiting until it has ended."""
+        self.is_shut = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
