@@ -85,12 +85,12 @@ def test_waiters_are_answered_in_order_and_small_ones_are_not_held_up():
 
 def test_deadlines():
     store = MetadataStore(lambda _: next(EXTENTS))
-    assert store.next_deadline() is None
+    assert store.timers.earliest is None
     store.claim(claim("one", 1, deadline=5.0))
     store.claim(claim("two", 1, deadline=3.0))
     store.claim(claim("gone", 1, deadline=1.0))
     store.withdraw("gone")
-    assert store.next_deadline() == 3.0
+    assert store.timers.earliest == 3.0
     expire(store, 2.9)
     assert store.drain() == ([], [])
     expire(store, 3.0)

@@ -355,7 +355,8 @@ class LeaderFollower:
     def leave(self) -> None:
         """Have another thread lead, after `enter`."""
         self.turn.release()
-        self._pass_on()
+        if self._waiting:
+            self._pass_on()
 
     def _read_until(self, slot: PendingReply[Any], deadline: float) -> bool:
         """Read until a slot is done or the time is up; False: another thread reads."""

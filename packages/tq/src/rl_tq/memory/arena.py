@@ -81,6 +81,8 @@ class Block(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Segment:
     memory: np.ndarray[Any, Any]
+    address: int
+    """Of the memory: asking numpy each time takes as long as the kernel does."""
     spill: str | None
     """The directory that it spills to, if it does."""
     where: str
@@ -213,7 +215,7 @@ class Arena:
         start = segment.backed
         if stop > start:
             stop = min(len(segment.memory), stop + -stop % _BACKED_AT_ONCE)
-            populate(segment.memory.ctypes.data + start, stop - start, segment.where)
+            populate(segment.address + start, stop - start, segment.where)
             segment.backed = stop
 
     def _open(self, nbytes: int, spill: str | None, *, is_packed: bool) -> int:
@@ -224,7 +226,8 @@ class Arena:
         source = source_of(self._directory, spill)
         shared, name = source.create(nbytes)
         number = next(self._numbers)
-        self._segments[number] = _Segment(shared.map(is_shared=True).numpy(), spill, source.where)
+        memory = shared.map(is_shared=True)
+        self._segments[number] = _Segment(memory.numpy(), memory.data_ptr(), spill, source.where)
         try:
             self._announce(number, shared, is_packed, name)
         except BaseException:

@@ -149,8 +149,8 @@ class Timers:
         self._deadlines: dict[Any, float] = {}
         self._heap: list[tuple[float, int, Any]] = []
         self._count = 0
-        self._next: float | None = None
-        """The earliest deadline; asked for several times between two changes."""
+        self.earliest: float | None = None
+        """The earliest deadline, None where there is none: kept, as it is asked for several times per request."""
 
     def set(self, key: Any, deadline: float) -> None:
         """Have `due` return the key once `deadline` has come; a second call replaces the first."""
@@ -178,11 +178,7 @@ class Timers:
         self._find_next()
         return found
 
-    def next(self) -> float | None:
-        """The earliest deadline; None when there is none."""
-        return self._next
-
     def _find_next(self) -> None:
         while self._heap and self._deadlines.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
-        self._next = self._heap[0][0] if self._heap else None
+        self.earliest = self._heap[0][0] if self._heap else None

@@ -41,11 +41,10 @@ class MetadataStore:
         self.num_expired = 0
         """Leases that ended at their deadline."""
         self._admissions = Admissions(self.state, alias)
-        self._timers = Timers()
-        self._waiting = Waiting(self._timers)
-        self.next_deadline = self._timers.next
-        """When `expire` must be called again at the latest; None: nothing has a deadline."""
-        self._leases = Leases(self.state, self._admissions, self._timers)
+        self.timers = Timers()
+        """`timers.earliest` is when `expire` must be called again at the latest."""
+        self._waiting = Waiting(self.timers)
+        self._leases = Leases(self.state, self._admissions, self.timers)
         self._claims = Claims(self.state, self._admissions, self._leases)
         self._settled: list[tuple[Request, Outcome]] = []
 
@@ -258,7 +257,7 @@ class MetadataStore:
 
     def expire(self) -> None:
         """End the leases, and settle the parked requests, whose deadline has come."""
-        for kind, key in self._timers.due(self.now):
+        for kind, key in self.timers.due(self.now):
             if kind == "lease":
                 lease = self.state.leases.get(key)
                 if lease is not None:
@@ -272,7 +271,7 @@ class MetadataStore:
 
     def has_news(self, now: float) -> bool:
         """Whether a deadline has come, or `drain` would return anything, or a part of an extent was cleared."""
-        deadline = self._timers.next()
+        deadline = self.timers.earliest
         return bool(
             self._settled or self.state.freed or self.state.shrunk or (deadline is not None and deadline <= now)
         )

@@ -53,12 +53,13 @@ class Service:
         bytes, slot and generation of an extent, if clients can read it without asking.
         """
         self.store = MetadataStore(alias)
-        # At every turn of a host: without a call in between.
-        self.next_deadline = self.store.next_deadline
-        """When `drain` must be called again at the latest."""
+        self.timers = self.store.timers
+        """`timers.earliest` is when `drain` must be called again at the latest."""
         self.has_news = self.store.has_news
         """Whether `drain(now)` has anything to do or to tell."""
         self._where = where
+        self._most = self.store.count_rows
+        """How many numbers a client may name: no more than there are rows, whatever it says."""
 
     def resume(self, records: Sequence[Record], now: float) -> None:
         """Begin with the state that records make. Call `store.adopt` once its extents are there."""
@@ -105,8 +106,8 @@ class Service:
             shared=get("shared", ()),
         )
         if "rows" in request:
-            put.rows, put.generation = self._lengthen(request["rows"]), request["generation"]
-            put.task, put.leases = request["task"], self._lengthen(request["leases"])
+            put.rows, put.generation = lengthen(request["rows"], self._most), request["generation"]
+            put.task, put.leases = request["task"], lengthen(request["leases"], self._most)
         answer = self.store.put(put)
         if isinstance(answer, Spill):
             return {"spill": answer.directory}
@@ -135,7 +136,7 @@ class Service:
         return None if answer is None else self._reply(answer)
 
     def _claim_rows(self, request: Message, caller: Caller) -> Message:
-        batch = self.store.claim_rows(self._claim(request, caller), self._lengthen(request["rows"]))
+        batch = self.store.claim_rows(self._claim(request, caller), lengthen(request["rows"], self._most))
         return {"is_conflict": True} if batch is None else self._reply(batch)
 
     def _claim(self, request: Message, caller: Caller) -> Claim:
@@ -217,16 +218,12 @@ class Service:
         return {
             "partition": request["partition"],
             "generation": request["generation"],
-            "rows": self._lengthen(request["rows"]),
+            "rows": lengthen(request["rows"], self._most),
             "sample_ids": request["sample_ids"],
         }
 
     def _leased(self, request: Message) -> Message:
-        return {**self._rows_of(request), "task": request["task"], "leases": self._lengthen(request["leases"])}
-
-    def _lengthen(self, value: Any) -> list[int]:
-        """Numbers that a client names: no more than there are rows, whatever it says."""
-        return lengthen(value, self.store.count_rows)
+        return {**self._rows_of(request), "task": request["task"], "leases": lengthen(request["leases"], self._most)}
 
     def _reply(self, outcome: Outcome) -> Message:
         if not isinstance(outcome, Batch):

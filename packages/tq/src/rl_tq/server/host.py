@@ -200,7 +200,8 @@ class QueueHost:
 
     def put(self, request: Message, extent: int, key: ReplyTo, owner: Owner) -> Message | None:
         """The same for a put of an extent that is in the memory; it stays there unless it is refused."""
-        self.log_place(extent)
+        if self.journal is not None:
+            self.log_place(extent)
         try:
             request["extent"] = extent
             return self.handle(request, key, owner)
@@ -236,7 +237,8 @@ class QueueHost:
             outbox, self._outbox = self._outbox, []
             for key, reply in outbox:
                 key.put(reply)
-        self.memory.tidy()
+        if self.memory.freed:
+            self.memory.tidy()
         self.flush()
 
     def drop(self, owner: Owner, *, has_died: bool) -> None:

@@ -17,7 +17,7 @@ from rl_tq.memory.pool import RESERVE_S
 from rl_tq.server.segment_table import Client, SegmentTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -44,6 +44,8 @@ class HeapMemory:
     def __init__(self, *, is_compacted: bool = True) -> None:
         """`is_compacted`: the extents are tensors, which are written anew when most of their rows are cleared."""
         self.extents: dict[int, ExtentView] = {}
+        self.freed: Mapping[int, Any] = {}
+        """What `tidy` lets go of, once nobody reads it."""
         self._is_compacted = is_compacted
         self.place: Callable[[torch.Tensor], Any] | None = None
         """Gives what is kept instead of an extent of a snapshot."""
@@ -156,6 +158,7 @@ class SegmentMemory(SegmentTable):
         """Sends a message to a client of another process, with the descriptor of a segment."""
         self._here = Client()
         self._mapped = MappedSegments()
+        self.freed = self._mapped.freed
         self._reusable: deque[int] = deque()
         self._to_seal: deque[int] = deque()
         self._arena = Arena(self._announce, self._seal, self._retire, directory)
@@ -203,8 +206,7 @@ class SegmentMemory(SegmentTable):
 
     def tidy(self) -> None:
         """See `HeapMemory`."""
-        if self._mapped.freed:
-            self.release(self._here, self._mapped.take_released())
+        self.release(self._here, self._mapped.take_released())
 
     def catch_up(self) -> float | None:
         """See `HeapMemory`."""

@@ -21,7 +21,7 @@ from rl_csrc import ipc
 from rl_tq.client.shm import ShmQueue
 from rl_tq.metadata.checks import LONGEST_S
 from rl_tq.protocol.framing import Inbox, listen, pack, send_some
-from rl_tq.protocol.service import Message, error_reply
+from rl_tq.protocol.service import Message, Service, error_reply
 from rl_tq.server.host import QueueHost
 from rl_tq.server.memory import SegmentMemory
 from rl_tq.server.segment_table import Client
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _Outgoing: TypeAlias = "tuple[bytes | memoryview, ipc.SharedMemory | None]"
 _SMALL_BYTES = 1 << 14
+_PLAIN = Service.operations.keys() - {"put", "locate", "snapshot", "stats"}
+"""What the service answers, and memory has no part in."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -124,8 +126,9 @@ class UnixFront:
 
     def _turn(self) -> None:
         host = self._host
-        deadline = self._sleeps_until = host.service.next_deadline()
-        if host.service.next_deadline() != deadline:
+        timers = host.service.timers
+        deadline = self._sleeps_until = timers.earliest
+        if timers.earliest != deadline:
             return  # another thread set it meanwhile, and may not have seen until when this one sleeps
         # Bounded: what asks for more, from wherever it comes, must not end everybody's queue.
         left = None if deadline is None else min(max(0.0, deadline - time.monotonic()), LONGEST_S)
@@ -153,7 +156,7 @@ class UnixFront:
             self._to_flush.clear()
         if threading.get_ident() == self._ident:
             return
-        deadline = self._host.service.next_deadline()
+        deadline = self._host.service.timers.earliest
         is_earlier = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
         if is_earlier and not self._is_closing:
             self._sleeps_until = deadline
@@ -203,7 +206,12 @@ class UnixFront:
 
     def _take(self, connection: _Connection, message: Message, fd: int | None) -> None:
         try:
-            reply = self._handle(connection, message, fd)
+            if (op := message["op"]) in _PLAIN:
+                reply = self._ask(connection, message)
+            elif op == "put":
+                reply = self._put(connection, message)
+            else:
+                reply = self._handle(connection, message, fd)
         except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
             reply = error_reply(error)
         # What this made free is told first, so that whoever asked can use it again once answered; but never ahead
@@ -267,10 +275,6 @@ class UnixFront:
 
     def _handle(self, connection: _Connection, message: Message, fd: int | None) -> Message | None:
         match message["op"]:
-            case "put":  # first what comes most often
-                return self._put(connection, message)
-            case "wait" | "ack":
-                return self._ask(connection, message)
             case "segment":
                 if fd is not None:
                     self._memory.admit(

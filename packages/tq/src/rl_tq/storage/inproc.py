@@ -70,7 +70,7 @@ class InprocQueue(QueueClient):
         deadline = time.monotonic() + timeout_s
         while True:
             now = time.monotonic()
-            due = self.host.service.next_deadline()
+            due = self.host.service.timers.earliest
             # A lease that another thread takes meanwhile may be due before what is known now.
             until = min(deadline, now + 0.25, due if due is not None else deadline)
             try:
