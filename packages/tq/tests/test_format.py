@@ -136,7 +136,7 @@ def test_the_table_of_messages_lists_the_requests_and_the_fields_that_a_client_s
     ):
         listed = set(re.findall(r"\w+", told[op])) - {"packed"}
         assert fields - {"op", "id", "timeout_s"} <= listed, op
-        assert listed - fields <= {"is_spilled", "timeout_s"}, op
+        assert listed - fields <= {"timeout_s"}, op
 
 
 def test_the_journal_has_the_changes_of_the_state_and_the_places_of_extents(tmp_path):

@@ -249,10 +249,10 @@ class TransferQueue(ABC):
     def stats(self) -> dict[str, Any]:
         """Counts, as plain values. A storage may add others.
 
-        Of all: `rows`, `bytes` in memory, `spilled_bytes`, `extents` (puts of which a row is left), `leases`,
+        Of all: `rows`, `bytes`, `extents` (puts of which a row is left), `leases`,
         `leases_expired`, `partitions`, and `waiters_elsewhere`, by the name of a partition that does not exist yet.
 
-        Of each partition: `generation`, `rows`, `bytes`, `spilled_bytes`, `columns` (to their kinds), `weight_version`,
+        Of each partition: `generation`, `rows`, `bytes`, `columns` (to their kinds), `weight_version`,
         `dropped` (rows, by reason), `tasks` (to `leased`, `acked`, `dead` and `returns`), `options`, `waiters`,
         `promised_rows` and `promised_bytes`.
         """

@@ -70,7 +70,7 @@ def table(stats: dict[str, Any]) -> str:
 
 
 _PARTITION_GAUGES = (
-    "rows", "bytes", "spilled_bytes", "waiters", "weight_version", "lag", "promised_rows", "promised_bytes"
+    "rows", "bytes", "waiters", "weight_version", "lag", "promised_rows", "promised_bytes"
 )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def prometheus(stats: dict[str, Any]) -> str:
         for task, counts in home["tasks"].items():
             for key, kind in (("leased", "leased_rows"), ("acked", "acked_rows_total"), ("dead", "dead_rows")):
                 add(kind, counts[key], partition=name, task=task)
-    for key in ("rows", "bytes", "spilled_bytes", "extents", "leases"):
+    for key in ("rows", "bytes", "extents", "leases"):
         add(key, stats[key])
     add("leases_expired_total", stats["leases_expired"])
     for name, samples in series.items():

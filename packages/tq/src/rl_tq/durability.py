@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from rl_tq.metadata.state import Record, State
+    from rl_tq.metadata.state import Record
 
 NAME = "journal"
-VERSION = 1
+VERSION = 2
 _COMPACT_BYTES = 32 << 20
 _RESERVE_BYTES = 1 << 20
 _KEEP_SIZE = 1
@@ -160,7 +160,7 @@ def write_snapshot(directory: Path, records: Sequence[Record], extents: Mapping[
         before = set(directory.glob("*.segment"))
         files: list[_File] = []
         try:
-            places = _write_extents(directory, files, _alike(records), extents)
+            places = _write_extents(directory, files, extents)
             journal.rewrite([*records, *places], is_synced=True)
         except OSError as error:
             for file in files:
@@ -202,16 +202,9 @@ class _File:
         self.path.unlink()
 
 
-def _alike(records: Iterable[Record]) -> dict[int, str]:
-    """Extent to the partition that it was spilled for, or nothing: extents of one file are alike in that."""
-    return {record[2]: record[1] if record[11] else "" for record in records if record[0] == "put"}
-
-
-def _write_extents(
-    directory: Path, files: list[_File], alike: Mapping[int, str], extents: Mapping[int, torch.Tensor]
-) -> list[Record]:
+def _write_extents(directory: Path, files: list[_File], extents: Mapping[int, torch.Tensor]) -> list[Record]:
     places: list[Record] = []
-    shared: dict[str, _File] = {}
+    shared: _File | None = None
     known: dict[tuple[int, int], Record] = {}
     for number, memory in extents.items():
         same = known.get((memory.data_ptr(), len(memory)))
@@ -219,22 +212,22 @@ def _write_extents(
             places.append([same[0], number, *same[2:]])
             continue
         is_packed = len(memory) <= PACKED_BYTES
-        file = shared.get(alike[number]) if is_packed else None
+        file = shared if is_packed else None
         if file is None or file.nbytes + len(memory) > SEGMENT_BYTES:
             if file is not None:
                 file.finish()
             file = _File(directory)
             files.append(file)
             if is_packed:
-                shared[alike[number]] = file
+                shared = file
         start = file.append(memory)
         place = ["note_place", number, file.path.name, start, len(memory), is_packed]
         places.append(place)
         known[memory.data_ptr(), len(memory)] = place
         if not is_packed:
             file.finish()
-    for file in shared.values():
-        file.finish()
+    if shared is not None:
+        shared.finish()
     return places
 
 
@@ -300,10 +293,3 @@ class Snapshot:
 def _buffer(memory: torch.Tensor) -> memoryview:
     array: Any = memory.numpy()
     return memoryview(array)
-
-
-def spill_directory_of(state: State, extent: int) -> str | None:
-    """Where an extent belongs, if in files."""
-    held = state.extents[extent]
-    options = state.options.get(held.partition)
-    return options.spill_directory if held.is_spilled and options is not None else None

@@ -435,7 +435,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @property
     def due(self) -> dict[int, float]:
-        return {key[1]: at for key, at in self.store._timers._deadlines.items() if key[0] == "lease"}
+        return {key[1]: at for key, at in self.store.timers._deadlines.items() if key[0] == "lease"}
 
     @rule(from_snapshot=st.booleans())
     def restart(self, from_snapshot: bool) -> None:

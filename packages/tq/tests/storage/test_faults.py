@@ -2,7 +2,7 @@
 
 Here: a full arena, a dead compactor, a producer that dies while it sends over TCP. Elsewhere: one that dies while it
 writes to shared memory, a dead or stopped server (`storage`), a consumer that dies with a lease
-(`test_known_failures`), a reader that dies (`server`), whoever dies while it spills (`memory`) or writes a snapshot
+(`test_known_failures`), a reader that dies (`server`), whoever dies while it writes a snapshot
 (`durability`).
 """
 

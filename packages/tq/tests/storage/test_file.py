@@ -107,8 +107,8 @@ def test_what_a_dying_server_wrote_by_half_is_cut_off_and_damage_is_told(killed)
     journal.write_bytes(b"[" + whole)
     with pytest.raises(rl_tq.TransferQueueError, match="line 1 of .*journal is no record"):
         rl_tq.serve(address)
-    journal.write_bytes(whole.replace(b'["version",1]', b'["version",99]'))
-    with pytest.raises(rl_tq.TransferQueueError, match="reads version 1"):
+    journal.write_bytes(whole.replace(b'["version",2]', b'["version",99]'))
+    with pytest.raises(rl_tq.TransferQueueError, match="reads version 2"):
         rl_tq.serve(address)
     journal.write_bytes(whole)
     rl_tq.serve(address).close()
@@ -164,7 +164,7 @@ def test_the_journal_is_lines_of_json(tmp_path):
     journal.rewrite([["a", 1]])
     journal.append([["b", {"x": None}], ["c"]])
     lines = (tmp_path / "journal").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [["version", 1], ["a", 1], ["b", {"x": None}], ["c"]]
+    assert [json.loads(line) for line in lines] == [["version", 2], ["a", 1], ["b", {"x": None}], ["c"]]
     journal.close()
     with contextlib.closing(Journal(tmp_path)) as again:
         assert again.load() == [["a", 1], ["b", {"x": None}], ["c"]]

@@ -138,14 +138,9 @@ class ShmQueue(QueueClient):
         return reply
 
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
-        reply = self._store_in(None, layout, request, timeout_s)
-        return self._store_in(reply["spill"], layout, request, timeout_s) if "spill" in reply else reply
-
-    def _store_in(self, spill: str | None, layout: Layout, request: Message, timeout_s: float) -> Message:
-        """The same, in memory or in a file of a directory."""
         self._session.check()
         self._tidy()  # what the server gave back with its last answer is there for this put
-        block = self._arena.allocate(layout.nbytes, spill)
+        block = self._arena.allocate(layout.nbytes)
         try:
             try:
                 layout.write(block.memory)
@@ -154,8 +149,6 @@ class ShmQueue(QueueClient):
                     self._seal(block.segment)
                 raise
             request["segment"], request["offset"], request["is_last"] = block.segment, block.offset, block.is_alone
-            if spill is not None:
-                request["is_spilled"] = True
             return self._session.request(request, timeout_s)[0]
         finally:
             self._arena.settle(block)

@@ -3,21 +3,17 @@
 Anonymous memory lives as long as somebody holds a descriptor or a mapping, so nothing is left behind, however a process
 ends. The first touch of a page costs many times a later one: segments are used again where they are.
 
-Partitions that are told to spill have values in files instead. The files of a queue whose processes it does not outlive
-lose their name before anything is written. Those of a queue that outlives its processes (`file`) are named after its
-directory, and a server that takes it up removes those that its journal does not name: what a process that died had not
-put.
+Files are of a queue that outlives its processes (`file`): a server that takes it up removes those that its journal
+does not name, which is what a process that died had not put.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 import uuid
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_csrc import ipc
@@ -26,10 +22,10 @@ from rl_tq.errors import QueueFullError
 from rl_tq.memory.pool import RESERVE_BYTES, RESERVE_S, Reserve, size_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from pathlib import Path
 
     import numpy as np
-    import torch
 
 SEGMENT_BYTES = 64 << 20
 """Size of the segments that small extents share. Only what is written takes memory."""
@@ -55,8 +51,10 @@ def _memory(nbytes: int) -> tuple[SharedMemory, None]:
 MEMORY = Source(_memory, "this host's shared memory")
 
 
-def files_of(directory: Path) -> Source:
-    """Files of a queue's own directory."""
+def source_of(directory: Path | None) -> Source:
+    """Where values lie: in files of a queue's own directory, or in memory."""
+    if directory is None:
+        return MEMORY
 
     def create(nbytes: int) -> tuple[SharedMemory, str]:
         name = f"{uuid.uuid4().hex}.segment"
@@ -83,10 +81,6 @@ class _Segment:
     memory: np.ndarray[Any, Any]
     address: int
     """Of the memory: asking numpy each time takes as long as the kernel does."""
-    spill: str | None
-    """The directory that it spills to, if it does."""
-    where: str
-    """Where that is, in words."""
     backed: int = 0
     """Bytes from its start that are there for certain."""
     cursor: int = 0
@@ -114,34 +108,34 @@ class Arena:
     ) -> None:
         """`directory`: of the queue's files; None: its memory is anonymous."""
         self._announce, self._seal, self._retire = announce, seal, retire
-        self._directory = directory
+        self._source = source_of(directory)
         self._lock = threading.Lock()
         self._numbers = count(1)
         self._segments: dict[int, _Segment] = {}
-        self._current: dict[str | None, int] = {}
-        """The common segment that is being filled, by the directory that it spills to."""
+        self._current = 0
+        """The common segment that is being filled; 0: none."""
         self._spare: Reserve[int] = Reserve()
         """Segments that nobody reads."""
 
-    def allocate(self, nbytes: int, spill: str | None = None) -> Block:
-        """Memory of `nbytes`; of a file in the directory `spill`, if one is given. `settle` it once it is put.
+    def allocate(self, nbytes: int) -> Block:
+        """Memory of `nbytes`. `settle` it once it is put.
 
         Raises:
             QueueFullError: there is none.
         """
         with self._lock:
             if nbytes > PACKED_BYTES:
-                number = self._open(size_class(nbytes), spill, is_packed=False)
+                number = self._open(size_class(nbytes), is_packed=False)
                 try:
                     self._back(number, nbytes)
                 except QueueFullError:
                     self._seal(number)
                     raise
                 return Block(number, 0, self._segments[number].memory[:nbytes], is_alone=True)
-            number = self._current.get(spill, 0)
+            number = self._current
             if not number or self._segments[number].cursor + nbytes > SEGMENT_BYTES:
                 self._leave(number)
-                number = self._current[spill] = self._open(SEGMENT_BYTES, spill, is_packed=True)
+                number = self._current = self._open(SEGMENT_BYTES, is_packed=True)
             segment = self._segments[number]
             start = segment.cursor
             try:
@@ -165,7 +159,7 @@ class Arena:
     def leave(self, number: int) -> None:
         """Put no more into a common segment."""
         with self._lock:
-            if number in self._current.values():
+            if number == self._current:
                 self._leave(number)
 
     def reuse(self, number: int) -> None:
@@ -194,7 +188,7 @@ class Arena:
         with self._lock:
             self._segments.clear()
             self._spare = Reserve()
-            self._current.clear()
+            self._current = 0
 
     def _leave(self, number: int) -> None:
         """Give nothing more out of a common segment; it is sealed once all that was given is put.
@@ -204,7 +198,7 @@ class Arena:
         if not number:
             return
         segment = self._segments[number]
-        del self._current[segment.spill]
+        self._current = 0
         segment.is_left = True
         if not segment.num_unsettled:
             self._seal(number)
@@ -215,19 +209,18 @@ class Arena:
         start = segment.backed
         if stop > start:
             stop = min(len(segment.memory), stop + -stop % _BACKED_AT_ONCE)
-            populate(segment.address + start, stop - start, segment.where)
+            populate(segment.address + start, stop - start, self._source.where)
             segment.backed = stop
 
-    def _open(self, nbytes: int, spill: str | None, *, is_packed: bool) -> int:
-        spare = self._spare.take(nbytes, lambda number: self._segments[number].spill == spill)
+    def _open(self, nbytes: int, *, is_packed: bool) -> int:
+        spare = self._spare.take(nbytes)
         if spare is not None:
             self._segments[spare].cursor, self._segments[spare].is_left = 0, False
             return spare
-        source = source_of(self._directory, spill)
-        shared, name = source.create(nbytes)
+        shared, name = self._source.create(nbytes)
         number = next(self._numbers)
         memory = shared.map(is_shared=True)
-        self._segments[number] = _Segment(memory.numpy(), memory.data_ptr(), spill, source.where)
+        self._segments[number] = _Segment(memory.numpy(), memory.data_ptr())
         try:
             self._announce(number, shared, is_packed, name)
         except BaseException:
@@ -249,53 +242,3 @@ def populate(address: int, nbytes: int, where: str) -> None:
             f"{where} has no room for {nbytes} bytes more: clear rows, make it larger, or bound "
             "the partitions by max_bytes, so that a put waits"
         ) from error
-
-
-def source_of(directory: Path | None, spill: str | None) -> Source:
-    """Where values lie: those that are spilled, or those of the queue of a directory, or of none."""
-    if spill is not None:
-        return _spilling(Path(spill), directory)
-    return files_of(directory) if directory is not None else MEMORY
-
-
-def spilled_files(directory: Path, spill: str) -> Iterator[Path]:
-    """The files in `spill` of the queue of a directory."""
-    return Path(spill).glob(f"{_mark(directory)}*.segment")
-
-
-def write_spilled(memory: torch.Tensor, spill: str) -> torch.Tensor:
-    """A copy of uint8 [n], in a file without a name that lasts as long as the copy.
-
-    Raises:
-        QueueFullError: the file system has no room.
-    """
-    source = _spilling(Path(spill), None)
-    segment, _ = source.create(len(memory))
-    copy = segment.map(is_shared=True)
-    populate(copy.data_ptr(), len(memory), source.where)
-    copy.numpy()[:] = memory.numpy()
-    return copy
-
-
-def _spilling(spill: Path, directory: Path | None) -> Source:
-    """Files in `spill`; with names, if they are of the queue of a directory."""
-
-    def create(nbytes: int) -> tuple[SharedMemory, str | None]:
-        path = spill / f"{_mark(directory) if directory else ''}{uuid.uuid4().hex}.segment"
-        try:
-            spill.mkdir(mode=0o700, parents=True, exist_ok=True)
-            segment = SharedMemory.create_file(path, nbytes)
-            if directory is None:
-                path.unlink()
-        except OSError as error:
-            raise QueueFullError(
-                f"no file can be made in the spill_directory {spill}: {error.strerror}; make room or give access "
-                "there, or configure another one"
-            ) from error
-        return segment, str(path) if directory else None
-
-    return Source(create, f"the file system of {spill}")
-
-
-def _mark(directory: Path) -> str:
-    return hashlib.sha256(str(directory).encode()).hexdigest()[:16] + "-"

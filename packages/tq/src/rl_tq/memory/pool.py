@@ -12,12 +12,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Held = TypeVar("Held")
 
@@ -49,10 +46,10 @@ class Reserve(Generic[Held]):
         """Keep what is not used since then."""
         self._held.append((held, nbytes, since))
 
-    def take(self, nbytes: int, is_good: Callable[[Held], bool] = lambda _: True) -> Held | None:
-        """What came last of those of so many bytes that are good; None: there is none."""
+    def take(self, nbytes: int) -> Held | None:
+        """What came last of those of so many bytes; None: there is none."""
         for each in reversed(self._held):
-            if each[1] == nbytes and is_good(each[0]):
+            if each[1] == nbytes:
                 self._held.remove(each)
                 return each[0]
         return None

@@ -81,8 +81,7 @@ class Admissions:
         if num_new and self._has_limits(put.partition):
             rows = max(0, num_new - (reservation.num_rows if reservation else 0))
             nbytes = max(0, put.nbytes - (reservation.num_bytes if reservation else 0))
-            has_room = self._has_room(put.partition, rows, nbytes) and self._fits_where_it_lies(put)
-            if not has_room and not self._make_room(put, rows, nbytes):
+            if not self._has_room(put.partition, rows, nbytes) and not self._make_room(put, rows, nbytes):
                 return None
         if reservation is not None:
             reservation.num_rows = max(0, reservation.num_rows - num_new)
@@ -90,25 +89,6 @@ class Admissions:
             if not reservation.num_rows:
                 del self._reservations[put.credit]
         return self.enter(put, existing)
-
-    def spill(self, put: Put) -> str | None:
-        """The directory that a put's values belong in; None: they may stay in memory."""
-        options = self._options(put.partition)
-        if options.spill_bytes is None or put.is_spilled or self._fits_where_it_lies(put):
-            return None
-        if put.nbytes > options.spill_bytes:
-            return None  # it waits for memory
-        return options.spill_directory
-
-    def _fits_where_it_lies(self, put: Put) -> bool:
-        """Whether a put that may spill fits into what its partition has of memory or of files."""
-        options = self._options(put.partition)
-        if options.on_full is not OnFull.SPILL:
-            return True
-        home = self._state.partitions.get(put.partition)
-        in_memory, in_files = (home.nbytes, home.spilled_nbytes) if home else (0, 0)
-        held, limit = (in_files, options.spill_bytes) if put.is_spilled else (in_memory, options.max_bytes)
-        return limit is None or held + put.nbytes <= limit
 
     def enter(self, put: Put, existing: list[Row | None]) -> list[Row]:
         """Enter a put that is checked and for which there is room; `existing` is what `check` returned."""
@@ -127,7 +107,6 @@ class Admissions:
                 names = [_untaken(f"row{number}", home) for number in numbers]
         rows = state.put(
             put.partition, put.extent, put.schema, put.nbytes, put.num_rows, put.label, None, numbers, names, put.tags,
-            put.is_spilled,
         )  # fmt: skip
         if put.shared:
             share_group_columns(state, home, put, rows, self._alias)
@@ -221,11 +200,6 @@ class Admissions:
         return (
             f"partition {request.partition!r} has no room for {wanted}: it holds {len(home.rows) if home else 0} of "
             f"{options.row_limit} rows ({leased} leased), {home.nbytes if home else 0} of {options.max_bytes} bytes, "
-            + (
-                f"{home.spilled_nbytes if home else 0} of {options.spill_bytes} in files, "
-                if options.spill_bytes
-                else ""
-            )
             + f"and promised {rows} rows, {nbytes} bytes"
             + (f" to {', '.join(holders)}" if holders else "")
             + ". Rows leave when they are cleared"
@@ -262,10 +236,7 @@ class Admissions:
 
     def _check_possible(self, partition: str, num_rows: int, nbytes: int, what: str) -> None:
         options = self._options(partition)
-        byte_limit = options.byte_limit
-        if what == "a put" and options.spill_bytes is not None and options.max_bytes is not None:
-            byte_limit = max(options.max_bytes, options.spill_bytes)  # it is not divided
-        for amount, limit, unit in ((num_rows, options.row_limit, "rows"), (nbytes, byte_limit, "bytes")):
+        for amount, limit, unit in ((num_rows, options.row_limit, "rows"), (nbytes, options.max_bytes, "bytes")):
             if limit is not None and amount > limit:
                 raise QueueFullError(
                     f"{what} of {amount} {unit} can never enter partition {partition!r}, which takes {limit}: put "
@@ -275,11 +246,11 @@ class Admissions:
     def _has_room(self, partition: str, num_rows: int, nbytes: int) -> bool:
         options = self._options(partition)
         home = self._state.partitions.get(partition)
-        held_rows, held_bytes = (len(home.rows), home.nbytes + home.spilled_nbytes) if home else (0, 0)
+        held_rows, held_bytes = (len(home.rows), home.nbytes) if home else (0, 0)
         promised_rows, promised_bytes = self._reserved(partition)
         row_limit = options.row_limit
         return (row_limit is None or not num_rows or held_rows + promised_rows + num_rows <= row_limit) and (
-            options.byte_limit is None or not nbytes or held_bytes + promised_bytes + nbytes <= options.byte_limit
+            options.max_bytes is None or not nbytes or held_bytes + promised_bytes + nbytes <= options.max_bytes
         )
 
     def _reserved(self, partition: str) -> tuple[int, int]:
@@ -294,7 +265,7 @@ class Admissions:
         """
         options = self._options(put.partition)
         home = self._state.partitions.get(put.partition)
-        if options.on_full in (OnFull.BLOCK, OnFull.SPILL):
+        if options.on_full is OnFull.BLOCK:
             return False
         if options.on_full is OnFull.RAISE or home is None:
             raise QueueFullError(self.explain(put))

@@ -66,12 +66,6 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
     """Every extent among them."""
 
 
-class Spill(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a put for which memory has no room: write it to a file, and put that."""
-
-    directory: str
-
-
 class Request(msgspec.Struct, kw_only=True, eq=False):
     """Anything that may have to wait: parked until it can be answered or its deadline passes."""
 
@@ -123,8 +117,6 @@ class Put(Request, kw_only=True, eq=False):
     task: str = ""
     leases: Sequence[int] = ()
     """The leases under which the caller writes: refused if one of them is lost."""
-    is_spilled: bool = False
-    """Whether the extent lies in a file."""
     shared: Sequence[str] = ()
     """Columns that each row has of its group."""
 

@@ -42,8 +42,6 @@ class Extent(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """Where its rows are."""
     rows: Sequence[int]
     """Their numbers, those that are cleared among them. A range: row i of it lies at index i."""
-    is_spilled: bool = False
-    """Whether it lies in a file instead of memory."""
 
     @property
     def live_nbytes(self) -> int:
@@ -161,9 +159,7 @@ class Partition:
     by_version: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     by_group: defaultdict[Hashable, set[int]] = field(default_factory=lambda: defaultdict(set))
     nbytes: int = 0
-    """Of its extents in memory."""
-    spilled_nbytes: int = 0
-    """Of those in files."""
+    """Of its extents."""
     weight_version: int = 0
     tasks: dict[str, TaskLedger] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -184,13 +180,6 @@ class Partition:
         if packed is None:
             packed = self._packed[columns] = pack_schema((name, self.schema[name]) for name in columns)
         return packed
-
-    def count(self, extent: Extent, times: int) -> None:
-        """Count an extent that comes (1) or goes (-1)."""
-        if extent.is_spilled:
-            self.spilled_nbytes += times * extent.nbytes
-        else:
-            self.nbytes += times * extent.nbytes
 
     def accept(self, schema: Schema) -> None:
         """Take in the columns of a put, which agree with those that it has."""

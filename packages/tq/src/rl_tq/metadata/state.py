@@ -107,7 +107,6 @@ class State:
         numbers: Sequence[int],
         sample_ids: Sequence[str | None] | None,
         tags: Sequence[Mapping[str, Any]] | None,
-        is_spilled: bool = False,
     ) -> list[Row]:
         """Enter an extent and the rows in it; `places` None means that row i lies at index i.
 
@@ -119,7 +118,7 @@ class State:
         if self.log is not None:
             self._record(
                 "put", partition, extent, schema.as_json, nbytes, num_rows, owner, places, list(numbers), sample_ids,
-                tags, is_spilled,
+                tags,
             )  # fmt: skip
         home = self.partitions[partition]
         home.accept(schema)
@@ -127,9 +126,9 @@ class State:
         whole = as_range(numbers)
         held = self.extents[extent] = Extent(
             number=extent, columns=columns, nbytes=nbytes, num_rows=num_rows, num_live=len(numbers), owner=owner,
-            partition=partition, rows=whole if places is None else tuple(numbers), is_spilled=is_spilled,
+            partition=partition, rows=whole if places is None else tuple(numbers),
         )  # fmt: skip
-        home.count(held, 1)
+        home.nbytes += nbytes
         indexes = range(len(numbers)) if places is None else places
         least, most = (whole[0], whole[-1]) if isinstance(whole, range) else (min(whole), max(whole))
         is_all_new = least >= self.next_row
@@ -182,7 +181,7 @@ class State:
             source = self.extents[of]
             held = self.extents[extent] = Extent(
                 number=extent, columns=names, nbytes=0, num_rows=source.num_rows, num_live=0, owner=source.owner,
-                partition=partition, rows=(), is_spilled=source.is_spilled,
+                partition=partition, rows=(),
             )  # fmt: skip
         held.num_live += len(numbers)
         held.rows = (*held.rows, *numbers)
@@ -194,21 +193,19 @@ class State:
             ledger.offer(rows)
         self.touch(home)
 
-    def move(
-        self, extent: int, nbytes: int, old: Sequence[int], numbers: Sequence[int], is_spilled: bool = False
-    ) -> None:
+    def move(self, extent: int, nbytes: int, old: Sequence[int], numbers: Sequence[int]) -> None:
         """Have rows refer to a new extent, where row i lies at index i, instead of old ones that have its columns.
 
         Rows that were cleared since it was written are left out; if that is all of them, it is freed at once.
         """
-        self._record("move", extent, nbytes, old, numbers, is_spilled)
+        self._record("move", extent, nbytes, old, numbers)
         first = self.extents[old[0]]
         home = self.partitions[first.partition]
         held = self.extents[extent] = Extent(
             number=extent, columns=first.columns, nbytes=nbytes, num_rows=len(numbers), num_live=0, owner=first.owner,
-            partition=home.name, rows=as_range(numbers), is_spilled=is_spilled,
+            partition=home.name, rows=as_range(numbers),
         )  # fmt: skip
-        home.count(held, 1)
+        home.nbytes += nbytes
         gone = {self.extents[number] for number in old}
         for index, number in enumerate(numbers):
             row = home.rows.get(number)
@@ -363,7 +360,7 @@ class State:
         else:
             del self.extents[extent.number]
             self.shrunk.discard(extent.number)
-            home.count(extent, -1)
+            home.nbytes -= extent.nbytes
             self.freed.append(extent.number)
 
     def _interned(self, columns: frozenset[str]) -> frozenset[str]:
@@ -396,7 +393,7 @@ def dump(state: State) -> Iterator[Record]:
         yield [
             "put", home.name, number, schema, extent.nbytes, extent.num_rows, extent.owner,
             [index for _, index in rows], [row.number for row, _ in rows], [row.sample_id for row, _ in rows],
-            [dict(row.tags) for row, _ in rows], extent.is_spilled,
+            [dict(row.tags) for row, _ in rows],
         ]  # fmt: skip
     for name, home in state.partitions.items():
         for task, ledger in home.tasks.items():

@@ -16,7 +16,7 @@ from rl_tq.metadata.admission import Admissions
 from rl_tq.metadata.checks import few
 from rl_tq.metadata.leasing import Claims, Leases
 from rl_tq.metadata.ledger import Timers
-from rl_tq.metadata.requests import Admission, Batch, Claim, Located, Outcome, Put, Request, Spill, batch_of
+from rl_tq.metadata.requests import Admission, Batch, Claim, Located, Outcome, Put, Request, batch_of
 from rl_tq.metadata.rows import runs_of
 from rl_tq.metadata.state import State
 from rl_tq.policies import Fifo
@@ -50,7 +50,7 @@ class MetadataStore:
 
     # Rows in and out
 
-    def put(self, put: Put) -> Batch | Spill | None:
+    def put(self, put: Put) -> Batch | None:
         """Make an extent's rows visible, or park the put while there is no room for it and return None.
 
         Raises:
@@ -63,11 +63,6 @@ class MetadataStore:
             rows = self._admissions.enter(put, [])
             home = home or self.state.partitions[put.partition]
             return batch_of(home, rows, put.schema.names, range(rows[0].number, rows[0].number + put.num_rows))
-        directory = self._admissions.spill(put)
-        if directory is not None:
-            self._admissions.check(put)
-            self.state.freed.append(put.extent)
-            return Spill(directory=directory)
         return self._try_or_park(put)
 
     def admit(self, request: Admission) -> Credit | None:
@@ -219,16 +214,14 @@ class MetadataStore:
             return None, {}
         return batch_of(home, [home.rows[number] for number in sorted(ledger.dead)]), ledger.dead
 
-    def move(
-        self, *, extent: int, nbytes: int, old: Sequence[int], rows: Sequence[int], is_spilled: bool = False
-    ) -> None:
+    def move(self, *, extent: int, nbytes: int, old: Sequence[int], rows: Sequence[int]) -> None:
         """Have rows lie in a copy of what old extents hold of them. What was cleared meanwhile stays cleared."""
         left = [number for number in old if number in self.state.extents]
         if not left:
             self.state.freed.append(extent)
         else:
             partition = self.state.extents[left[0]].partition
-            self.state.move(extent, nbytes, left, rows, is_spilled)
+            self.state.move(extent, nbytes, left, rows)
             self._settle(partition)
 
     # Time, and clients that go
@@ -306,7 +299,6 @@ class MetadataStore:
             "waiters_elsewhere": dict(waiting),
             "rows": self.count_rows(),
             "bytes": sum(home.nbytes for home in self.state.partitions.values()),
-            "spilled_bytes": sum(home.spilled_nbytes for home in self.state.partitions.values()),
             "extents": len(self.state.extents),
             "leases": len(self.state.leases),
             "leases_expired": self.num_expired,
@@ -474,7 +466,6 @@ def partition_stats(home: Partition) -> dict[str, Any]:
         "generation": home.generation,
         "rows": len(home.rows),
         "bytes": home.nbytes,
-        "spilled_bytes": home.spilled_nbytes,
         "columns": {column: str(schema) for column, schema in home.schema.items()},
         "weight_version": home.weight_version,
         "lag": home.weight_version - versions[0] if versions else 0,

@@ -13,7 +13,7 @@ import msgspec
 
 from rl_tq import errors
 from rl_tq.columns.schema import read_schema
-from rl_tq.metadata.requests import Admission, Batch, Claim, Outcome, Put, Spill
+from rl_tq.metadata.requests import Admission, Batch, Claim, Outcome, Put
 from rl_tq.metadata.rows import packed_locations, pieces_of
 from rl_tq.metadata.state import dump
 from rl_tq.metadata.store import MetadataStore
@@ -102,15 +102,12 @@ class Service:
             sample_ids=get("sample_ids"),
             tags=get("tags"),
             credit=get("credit", 0),
-            is_spilled=get("is_spilled", False),
             shared=get("shared", ()),
         )
         if "rows" in request:
             put.rows, put.generation = lengthen(request["rows"], self._most), request["generation"]
             put.task, put.leases = request["task"], lengthen(request["leases"], self._most)
         answer = self.store.put(put)
-        if isinstance(answer, Spill):
-            return {"spill": answer.directory}
         return None if answer is None else self._reply(answer)
 
     def _locate(self, request: Message, _: Caller) -> Message:

@@ -52,8 +52,6 @@ class Plan(NamedTuple):
     """Extents, all of these columns."""
     rows: list[int]
     """Numbers of the rows in them that are not cleared."""
-    spill: str | None
-    """The directory that the copy belongs in, if they lie in files."""
     nbytes: int
     """Of the extents as they are."""
 
@@ -106,16 +104,13 @@ class CompactionQueue:
             rows: dict[int, None] = {}
             nbytes = 0
             for extent in extents:
-                alike = (extent.partition, extent.columns, extent.is_spilled) == (
-                    first.partition, first.columns, first.is_spilled
-                )  # fmt: skip
+                alike = (extent.partition, extent.columns) == (first.partition, first.columns)
                 if alike and (not chosen or (nbytes + extent.live_nbytes <= _MAX_BYTES and len(chosen) < _MAX_EXTENTS)):
                     chosen.append(extent.number)
                     nbytes += extent.live_nbytes
                     rows.update(dict.fromkeys(number for number in extent.rows if number in home.rows))
-            spill = home.options.spill_directory if first.is_spilled else None
             whole = sum(self._state.extents[number].nbytes for number in chosen)
-            return Plan(first.partition, sorted(first.columns), chosen, list(rows), spill, whole)
+            return Plan(first.partition, sorted(first.columns), chosen, list(rows), whole)
         return None
 
 

@@ -259,15 +259,9 @@ class QueueHost:
 
     def publish(self, request: Message, values: Any, owner: Owner) -> Reply:
         """The future reply to a put of these values, uint8 [n], or what else the memory keeps."""
-        future = self._publish(request, values, owner, None)
-        if future.is_done and (directory := future.result().get("spill")):
-            return self._publish({**request, "is_spilled": True}, values, owner, directory)
-        return future
-
-    def _publish(self, request: Message, values: Any, owner: Owner, spill: str | None) -> Reply:
         future = Reply()
         try:
-            taken = self.memory.take(values, spill)
+            taken = self.memory.take(values)
         except (OSError, MemoryError, TransferQueueError) as error:
             future.put(error_reply(error))
             return future
@@ -469,15 +463,12 @@ class Compactor:
 
     def _move(self, plan: Plan, layout: Layout) -> None:
         host = self._host
-        taken = host.memory.write(layout, plan.spill)
+        taken = host.memory.write(layout)
         try:
             with host.turn():
                 if host.is_open:
                     extent = host.memory.enter(taken)
                     host.log_place(extent)
-                    host.service.store.move(
-                        extent=extent, nbytes=layout.nbytes, old=plan.old, rows=plan.rows,
-                        is_spilled=plan.spill is not None,
-                    )  # fmt: skip
+                    host.service.store.move(extent=extent, nbytes=layout.nbytes, old=plan.old, rows=plan.rows)
         finally:
             host.memory.settle(taken)

@@ -11,8 +11,7 @@ import torch
 
 from rl_tq.client.mappings import MappedSegments
 from rl_tq.columns.extent import ExtentView
-from rl_tq.durability import spill_directory_of
-from rl_tq.memory.arena import Arena, Block, write_spilled
+from rl_tq.memory.arena import Arena, Block
 from rl_tq.memory.pool import RESERVE_S
 from rl_tq.server.segment_table import Client, SegmentTable
 
@@ -57,19 +56,19 @@ class HeapMemory:
     def begin(self, turn: Turn, wake: Callable[[], None]) -> None:
         """`turn` takes the host's lock; `wake` has `catch_up` called soon."""
 
-    def take(self, values: Any, spill: str | None) -> Any:
-        """Values of a put, uint8 [n], where they can stay; in a file of the directory `spill`, if one is given.
+    def take(self, values: Any) -> Any:
+        """Values of a put, uint8 [n], where they can stay.
 
         Raises:
             QueueFullError: there is no room.
         """
-        return values if spill is None else write_spilled(values, spill)
+        return values
 
-    def write(self, layout: Layout, spill: str | None) -> Any:
+    def write(self, layout: Layout) -> Any:
         """The same for an extent that is not written yet."""
         memory = torch.empty(layout.nbytes, dtype=torch.uint8)
         layout.write(memory)
-        return self.take(memory, spill)
+        return self.take(memory)
 
     def settle(self, taken: Any) -> None:
         """What `take` or `write` gave was entered, or is not going to be. Call it once."""
@@ -136,7 +135,7 @@ class HeapMemory:
             where = snapshot.where(number)
             if where not in known:
                 values = snapshot.extent(number)
-                taken = self.place(values) if self.place else self.take(values, spill_directory_of(state, number))
+                taken = self.place(values) if self.place else values
                 known[where] = ExtentView(memory=taken, is_private=False)
             self.extents[number] = known[where]
         self._numbers = count(max(snapshot.places, default=0) + 1)
@@ -167,15 +166,15 @@ class SegmentMemory(SegmentTable):
         """See `HeapMemory`."""
         self._turn, self._wake = turn, wake
 
-    def take(self, values: torch.Tensor, spill: str | None) -> Block:
+    def take(self, values: torch.Tensor) -> Block:
         """See `HeapMemory`."""
-        block = self._allocate(len(values), spill)
+        block = self._allocate(len(values))
         block.memory[:] = values.numpy()
         return block
 
-    def write(self, layout: Layout, spill: str | None) -> Block:
+    def write(self, layout: Layout) -> Block:
         """See `HeapMemory`."""
-        block = self._allocate(layout.nbytes, spill)
+        block = self._allocate(layout.nbytes)
         layout.write(block.memory)
         return block
 
@@ -225,9 +224,9 @@ class SegmentMemory(SegmentTable):
         self._mapped.clear()
         super().close()
 
-    def _allocate(self, nbytes: int, spill: str | None) -> Block:
+    def _allocate(self, nbytes: int) -> Block:
         self.catch_up()
-        return self._arena.allocate(nbytes, spill)
+        return self._arena.allocate(nbytes)
 
     def _announce(self, number: int, segment: SharedMemory, is_packed: bool, file: str | None) -> None:
         with self._turn():

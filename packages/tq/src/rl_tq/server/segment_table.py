@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rl_csrc.ipc import SharedMemory
-from rl_tq.durability import spill_directory_of
 from rl_tq.errors import TransferQueueError
-from rl_tq.memory.arena import source_of, spilled_files
+from rl_tq.memory.arena import source_of
 from rl_tq.memory.generations import ExtentGenerations
 
 if TYPE_CHECKING:
@@ -254,18 +253,16 @@ class SegmentTable:
             lambda file: (SharedMemory(os.open(directory / file, os.O_RDWR | os.O_CLOEXEC)), file),
         )  # fmt: skip
         kept = {directory / held.file for held in self._segments.values() if held.file is not None}
-        spilled_to = {each.spill_directory for each in state.options.values() if each.spill_directory}
-        for path in chain(directory.glob("*.segment"), *(spilled_files(directory, each) for each in spilled_to)):
+        for path in directory.glob("*.segment"):
             if path not in kept:
                 path.unlink()
 
     def restore(self, state: State, snapshot: Snapshot) -> None:
         """Take the extents of a state out of a snapshot, in memory and files of this queue's own."""
         places = {number: snapshot.places[number] for number in state.extents}
-        spills = {places[number][0]: spill_directory_of(state, number) for number in places}
 
         def make(file: str) -> tuple[SharedMemory, str | None]:
-            segment, own = source_of(self._directory, spills[file]).create(snapshot.nbytes(file))
+            segment, own = source_of(self._directory).create(snapshot.nbytes(file))
             snapshot.read(file, 0, segment.map(is_shared=True))
             return segment, own
 

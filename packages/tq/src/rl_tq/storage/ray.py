@@ -117,9 +117,6 @@ class _RayConnection(ClientConnection):
         if message["op"] == "keeper":
             self._keepers.make(message["node"])
             self._send({"id": message["id"]}, [])
-        elif message["op"] == "configure" and message["options"].get("on_full") == "spill":
-            error = "the object store of Ray spills by itself (its setting object_spilling_directory): use 'block'"
-            self._send({"id": message["id"], "error": "ValueError", "message": f"on_full is 'spill': {error}"}, [])
         else:
             super().take(message, payload)
             self._keepers.sweep()

@@ -90,8 +90,6 @@ class OnFull(StrEnum):
     """Clear the oldest rows (whole groups) that nobody holds a lease on; `stats()` counts them."""
     DROP_STALEST = "drop_stalest"
     """The same, those of the lowest tag `weight_version_min` first; rows without that tag are never dropped."""
-    SPILL = "spill"
-    """Write values that do not fit into `max_bytes` to files of `spill_directory`, up to `spill_bytes`; then wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +99,7 @@ class PartitionOptions:
     max_rows: int | None = None
     """Rows it holds at most; None: any number."""
     max_bytes: int | None = None
-    """Bytes of the extents it holds in memory at most; None: any number."""
-    spill_directory: str | None = None
-    """With `on_full="spill"`, where values go that do not fit into `max_bytes`: an absolute path, made if it is not
-    there. `shm` and `file` write there from the process that puts, the other storages from the one that serves. The
-    files have no name and go with their processes; those of `file` stay, and are read when it is served again."""
-    spill_bytes: int | None = None
-    """Bytes of extents that lie in files at most. A put lies in memory or in files, whole; a credit is for both
-    together, so that a put which draws on one may still have to wait until one of them has as much room."""
+    """Bytes of the extents it holds at most; None: any number."""
     rows_per_version: int | None = None
     """Rows that training consumes between two weight versions. With `max_lag`, the partition takes at most
     `(max_lag + 1) * rows_per_version` rows, so that a row is consumed at most `max_lag` versions after it was begun
@@ -128,7 +119,7 @@ class PartitionOptions:
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("max_rows", 1), ("max_bytes", 1), ("spill_bytes", 1), ("rows_per_version", 1), ("max_lag", 0),
+            ("max_rows", 1), ("max_bytes", 1), ("rows_per_version", 1), ("max_lag", 0),
             ("keep_steps", 0), ("max_attempts", 1),
         ):  # fmt: skip
             value = getattr(self, name)
@@ -145,24 +136,8 @@ class PartitionOptions:
         object.__setattr__(self, "tasks", tuple(self.tasks))
         if (self.rows_per_version is None) != (self.max_lag is None) and self.rows_per_version is not None:
             raise ValueError("rows_per_version bounds nothing without max_lag: give both, or max_rows")
-        self._check_spill()
         if self.keep_steps and not self.tasks:
             raise ValueError(f"keep_steps is {self.keep_steps}, and no tasks are declared whose rows would be kept")
-
-    def _check_spill(self) -> None:
-        needed = {name: getattr(self, name) for name in ("max_bytes", "spill_directory", "spill_bytes")}
-        missing = [name for name, value in needed.items() if value is None]
-        if self.on_full is OnFull.SPILL and missing:
-            raise ValueError(f"on_full is 'spill', and {missing} are not given: spilling needs all of {list(needed)}")
-        if self.on_full is not OnFull.SPILL and (self.spill_directory or self.spill_bytes):
-            raise ValueError(f"spill_directory and spill_bytes mean nothing with on_full {str(self.on_full)!r}")
-        if self.spill_directory is not None and not self.spill_directory.startswith("/"):
-            raise ValueError(f"spill_directory is {self.spill_directory!r}: give an absolute path")
-
-    @property
-    def byte_limit(self) -> int | None:
-        """Bytes in memory and in files together."""
-        return None if self.max_bytes is None else self.max_bytes + (self.spill_bytes or 0)
 
     @property
     def row_limit(self) -> int | None:
