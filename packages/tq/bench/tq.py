@@ -240,7 +240,7 @@ def loopback(run: Run, data: TensorDict, address: str, plain_port: int, zmq_port
 
 
 def cleared(run: Run, data: TensorDict) -> None:
-    """What is left of memory once all rows but one are cleared and the host's agent has done its work."""
+    """What is left of memory once all rows but one are cleared and the compactor has done its work."""
     live = data["images"].nbytes / len(data)
     with rl_tq.serve("shm://") as queue:
         meta = queue.put(data, partition="left")

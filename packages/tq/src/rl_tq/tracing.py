@@ -49,11 +49,13 @@ class _Writer:
         """One line, in one write."""
         os.write(self._fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
-    def span(self, name: str, start_ns: int, told: dict[str, Any]) -> None:
+    def span(self, name: str, start_ns: int, attributes: dict[str, Any]) -> None:
         """One span, which ends now."""
         took = (time.monotonic_ns() - start_ns) / 1e3
         thread = threading.get_native_id()
-        self.write({"name": name, "ts": (self._epoch_ns + start_ns) / 1e3, "dur": took, "tid": thread, "args": told})
+        self.write(
+            {"name": name, "ts": (self._epoch_ns + start_ns) / 1e3, "dur": took, "tid": thread, "args": attributes}
+        )
 
 
 def trace(queue: TransferQueue, directory: str | Path) -> TransferQueue:
@@ -75,34 +77,34 @@ def _traced(writer: _Writer, name: str, call: Callable[..., Any]) -> Callable[..
     @functools.wraps(call)
     def traced(*args: Any, **kwargs: Any) -> Any:
         start_ns = time.monotonic_ns()
-        told: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         try:
             answer = call(*args, **kwargs)
-            told = _told(name, args, kwargs, answer)
+            attributes = _attributes(name, args, kwargs, answer)
         except BaseException as error:
-            told = {**_told(name, args, kwargs, None), "error": f"{type(error).__name__}: {error}"[:400]}
+            attributes = {**_attributes(name, args, kwargs, None), "error": f"{type(error).__name__}: {error}"[:400]}
             raise
         finally:
-            writer.span(name, start_ns, told)
+            writer.span(name, start_ns, attributes)
         return answer
 
     return traced
 
 
-def _told(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> dict[str, Any]:
-    """What is said of a call."""
+def _attributes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> dict[str, Any]:
+    """Attributes of the span of a call."""
     given = args[0] if args else next((kwargs[key] for key in ("data", "meta", "meta_or_partition") if key in kwargs), None)  # fmt: skip  # noqa: E501
     meta = answer if isinstance(answer, BatchMeta) else given if isinstance(given, BatchMeta) else None
-    told = {key: kwargs[key] for key in ("partition", "task", "batch_size", "step") if key in kwargs}
+    attributes = {key: kwargs[key] for key in ("partition", "task", "batch_size", "step") if key in kwargs}
     if meta is not None:
-        told |= {"partition": meta.partition, "rows": _ranges(meta.rows), "num_rows": len(meta)}
-        told |= {"columns": list(meta.columns)} if name != "ack" else {}
-        told |= {"task": meta.task, "leases": sorted(set(meta.leases))} if meta.leases else {}
+        attributes |= {"partition": meta.partition, "rows": _ranges(meta.rows), "num_rows": len(meta)}
+        attributes |= {"columns": list(meta.columns)} if name != "ack" else {}
+        attributes |= {"task": meta.task, "leases": sorted(set(meta.leases))} if meta.leases else {}
     elif isinstance(given, str):
-        told["partition"] = given
+        attributes["partition"] = given
     if name in ("put", "get"):
-        told["bytes"] = _nbytes(given if name == "put" else answer)
-    return told
+        attributes["bytes"] = _nbytes(given if name == "put" else answer)
+    return attributes
 
 
 def _ranges(numbers: Sequence[int]) -> str:

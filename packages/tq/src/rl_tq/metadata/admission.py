@@ -171,14 +171,14 @@ class Admissions:
             return 0
         oldest = home.weight_version - home.options.max_lag
         stale = [n for version in sorted(home.by_version) if version < oldest for n in home.by_version[version]]
-        gone = {mate for number in stale for mate in self._unit(home, home.rows[number])}
+        gone = {each for number in stale for each in self._unit(home, home.rows[number])}
         if gone:
             self._state.clear(partition, sorted(gone), "stale")
         return len(gone)
 
     def drop_rejected(self, home: Partition, rejected: Iterable[int]) -> bool:
         """Clear rows that a policy rejects, and their groups, leased ones excepted; whether there were any."""
-        gone = {mate for number in rejected for mate in self._unit(home, home.rows[number])}
+        gone = {each for number in rejected for each in self._unit(home, home.rows[number])}
         if gone:
             self._state.clear(home.name, sorted(gone), "rejected")
         return bool(gone)
@@ -301,8 +301,8 @@ class Admissions:
 
     def _unit(self, home: Partition, row: Row) -> set[int]:
         """What goes together: the row's group, or itself; empty while somebody has a lease on any of it."""
-        mates = home.by_group[row.group] if row.group is not None else {row.number}
-        return set() if any(map(home.is_leased, mates)) else set(mates)
+        group = home.by_group[row.group] if row.group is not None else {row.number}
+        return set() if any(map(home.is_leased, group)) else set(group)
 
 
 def _untaken(name: str, home: Partition) -> str | None:
@@ -331,7 +331,7 @@ def check_group_columns(put: Put, home: Partition | None, existing: Sequence[Row
                 raise SchemaError(
                     f"column {name!r} is that of each row's group, and a row has no tag 'group_id': tag all of them"
                 )
-            if home is None or not any(name in home.rows[mate].columns for mate in home.by_group.get(group, ())):
+            if home is None or not any(name in home.rows[number].columns for number in home.by_group.get(group, ())):
                 lacking[repr(group)] = None
         if lacking:
             raise MissingDataError(
@@ -362,8 +362,8 @@ def share_group_columns(
 def _holder(home: Partition, row: Row, name: str, wanted: frozenset[str]) -> tuple[Extent, int]:
     """Who has a column for a row's group; of several, one that has nothing else in the same extent."""
     found: tuple[Extent, int] | None = None
-    for mate in home.by_group[row.group]:
-        for extent, index in home.rows[mate].pieces:
+    for number in home.by_group[row.group]:
+        for extent, index in home.rows[number].pieces:
             if name in extent.columns:
                 found = extent, index
                 if extent.columns <= wanted:

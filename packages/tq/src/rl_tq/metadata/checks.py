@@ -80,8 +80,8 @@ def check_columns(partition: str, rows: Sequence[Row], columns: Sequence[str]) -
     if all(wanted <= held for held in {row.columns for row in rows}):
         return
     lacking = {c: ids for c in columns if (ids := [row.sample_id for row in rows if c not in row.columns])}
-    told = [f"{len(ids)} of {len(rows)} rows have no {c!r} yet ({few(ids)})" for c, ids in lacking.items()]
-    raise MissingDataError(f"partition {partition!r}: " + "; ".join(told))
+    clauses = [f"{len(ids)} of {len(rows)} rows have no {c!r} yet ({few(ids)})" for c, ids in lacking.items()]
+    raise MissingDataError(f"partition {partition!r}: " + "; ".join(clauses))
 
 
 def check_put(put: Put, home: Partition | None) -> None:

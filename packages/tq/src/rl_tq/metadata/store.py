@@ -425,38 +425,38 @@ def explain_claim(state: State, request: Claim) -> str:
     index = ledger.index(home.rows, request.columns, request.policy)
     needs = frozenset(request.columns)
     lacking = [row for row in home.rows.values() if ledger.is_free(row.number) and not needs <= row.columns]
-    told = [f"{len(index)} of its {len(home.rows)} rows are ready"]
+    clauses = [f"{len(index)} of its {len(home.rows)} rows are ready"]
     if not request.is_claim and len(index) >= request.batch_size:
-        told[0] += ", among which the sampler did not choose"
-    told[0] += f", {len(ledger.leased) + len(ledger.acked)} were given to this task before"
-    told[0] += f", {len(lacking)} are incomplete"
-    if lacks := index.why_waiting():
-        told.append(lacks)
+        clauses[0] += ", among which the sampler did not choose"
+    clauses[0] += f", {len(ledger.leased) + len(ledger.acked)} were given to this task before"
+    clauses[0] += f", {len(lacking)} are incomplete"
+    if why := index.why_waiting():
+        clauses.append(why)
     for column in request.columns:
         rows = [row for row in lacking if column not in row.columns]
         if rows:
             owners = sorted({extent.owner for row in rows for extent, _ in row.pieces})
             names = few([row.sample_id for row in rows], 3)
-            told.append(
+            clauses.append(
                 f"{len(rows)} lack {column!r} ({names}; the rest of them was put by {few(owners, 3, quote=False)})"
             )
     if ledger.leased:
-        told.append(_holders(ledger))
+        clauses.append(_holders(ledger))
     if ledger.dead:
-        told.append(f"{len(ledger.dead)} are dead letters ({next(iter(ledger.dead.values()))})")
+        clauses.append(f"{len(ledger.dead)} are dead letters ({next(iter(ledger.dead.values()))})")
     if home.dropped:
-        told.append("dropped so far: " + ", ".join(f"{times} {reason}" for reason, times in home.dropped.items()))
-    return f"{wanted}: " + "; ".join(told)
+        clauses.append("dropped so far: " + ", ".join(f"{times} {reason}" for reason, times in home.dropped.items()))
+    return f"{wanted}: " + "; ".join(clauses)
 
 
 def _holders(ledger: TaskLedger) -> str:
     leases = {lease.number: lease for lease in ledger.leased.values()}
-    told = [
+    clauses = [
         f"{len(lease.rows)} to {lease.label}" + ("" if lease.lease_s is None else f" for {lease.lease_s} s at a time")
         for lease in list(leases.values())[:3]
     ]
     more = f" and {len(leases) - 3} more" if len(leases) > 3 else ""
-    return f"leased and not acked: {', '.join(told)}{more}"
+    return f"leased and not acked: {', '.join(clauses)}{more}"
 
 
 def partition_stats(home: Partition) -> dict[str, Any]:

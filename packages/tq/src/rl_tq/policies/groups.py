@@ -127,17 +127,17 @@ class GroupedRows(UnsortedRows):
 
     def why_waiting(self) -> str:
         """See `ReadyRows.why_waiting`."""
-        told = [f"{len(self._complete)} groups of {self._size} are complete"]
-        told += [
+        clauses = [f"{len(self._complete)} groups of {self._size} are complete"]
+        clauses += [
             f"group {group!r} has {len(rows)} of {self._size}"
             for group, rows in list(self._groups.items())[:4]
             if group not in self._complete
         ]
         if self._ungrouped:
-            told.append(f"{len(self._ungrouped)} rows came without a tag 'group_id'")
+            clauses.append(f"{len(self._ungrouped)} rows came without a tag 'group_id'")
         if self._shut_out:
-            told.append(
+            clauses.append(
                 f"{len(self._shut_out)} rows stay out, as their groups were given before: a new group needs a group_id "
                 "that this partition never had"
             )
-        return ", ".join(told)
+        return ", ".join(clauses)

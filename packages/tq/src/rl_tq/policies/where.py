@@ -117,12 +117,12 @@ class FilteredRows(UnsortedRows):
 
     def why_waiting(self) -> str:
         """See `ReadyRows.why_waiting`."""
-        told = [self._inner.why_waiting()] if self._inner.why_waiting() else []
+        clauses = [self._inner.why_waiting()] if self._inner.why_waiting() else []
         if self._undecided:
-            told.append(f"{len(self._undecided)} have no tag {self._policy.tag!r} that can be compared yet")
+            clauses.append(f"{len(self._undecided)} have no tag {self._policy.tag!r} that can be compared yet")
         if self._refused:
-            told.append(f"{len(self._refused)} have one that is not {self._policy.op} {self._policy.value!r}")
-        return ", ".join(told)
+            clauses.append(f"{len(self._refused)} have one that is not {self._policy.op} {self._policy.value!r}")
+        return ", ".join(clauses)
 
     def _accepts(self, row: Row) -> bool | None:
         try:

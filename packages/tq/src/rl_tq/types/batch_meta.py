@@ -47,7 +47,7 @@ class BatchMeta:
     leases: tuple[int, ...] = ()
     """B lease numbers, in the same order: what `ack` and `nack` show. Empty where the rows were not claimed."""
     places: tuple[PackedLocation, ...] = field(default=(), compare=False, repr=False)
-    """Where the rows lay when the server told, for processes of its host: get needs no question while that holds."""
+    """Where the rows lay when the server answered: on its host, a get asks nothing while that holds."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What a storage wants to remember about the whole reference; opaque."""
 
