@@ -35,32 +35,12 @@ _BACKED_AT_ONCE = 16 << 10
 """The kernel is asked for memory in multiples of this: small puts need not ask each."""
 
 
-class Source(NamedTuple):
-    """Where an arena's segments come from."""
-
-    create: Callable[[int], tuple[SharedMemory, str | None]]
-    """A segment of so many bytes, and the file that the server is to name it by, if it outlives its processes."""
-    where: str
-    """In words."""
-
-
-def _memory(nbytes: int) -> tuple[SharedMemory, None]:
-    return SharedMemory.create(nbytes, name="rl-tq"), None
-
-
-MEMORY = Source(_memory, "this host's shared memory")
-
-
-def source_of(directory: Path | None) -> Source:
-    """Where values lie: in files of a queue's own directory, or in memory."""
+def create_segment(directory: Path | None, nbytes: int) -> tuple[SharedMemory, str | None]:
+    """A segment of so many bytes, and its file in the queue's own directory; without one, of anonymous memory."""
     if directory is None:
-        return MEMORY
-
-    def create(nbytes: int) -> tuple[SharedMemory, str]:
-        name = f"{uuid.uuid4().hex}.segment"
-        return SharedMemory.create_file(directory / name, nbytes), name
-
-    return Source(create, f"the file system of {directory}")
+        return SharedMemory.create(nbytes, name="rl-tq"), None
+    name = f"{uuid.uuid4().hex}.segment"
+    return SharedMemory.create_file(directory / name, nbytes), name
 
 
 class Block(NamedTuple):
@@ -108,7 +88,7 @@ class Arena:
     ) -> None:
         """`directory`: of the queue's files; None: its memory is anonymous."""
         self._announce, self._seal, self._retire = announce, seal, retire
-        self._source = source_of(directory)
+        self._directory = directory
         self._lock = threading.Lock()
         self._numbers = count(1)
         self._segments: dict[int, _Segment] = {}
@@ -209,7 +189,16 @@ class Arena:
         start = segment.backed
         if stop > start:
             stop = min(len(segment.memory), stop + -stop % _BACKED_AT_ONCE)
-            populate(segment.address + start, stop - start, self._source.where)
+            try:  # a page that a full file system cannot give would be a SIGBUS later
+                ipc.populate(segment.address + start, stop - start)
+            except OSError as error:
+                where = (
+                    "this host's shared memory" if self._directory is None else f"the file system of {self._directory}"
+                )
+                raise QueueFullError(
+                    f"{where} has no room for {stop - start} bytes more: clear rows, make it larger, or bound the "
+                    "partitions by max_bytes, so that a put waits"
+                ) from error
             segment.backed = stop
 
     def _open(self, nbytes: int, *, is_packed: bool) -> int:
@@ -217,7 +206,7 @@ class Arena:
         if spare is not None:
             self._segments[spare].cursor, self._segments[spare].is_left = 0, False
             return spare
-        shared, name = self._source.create(nbytes)
+        shared, name = create_segment(self._directory, nbytes)
         number = next(self._numbers)
         memory = shared.map(is_shared=True)
         self._segments[number] = _Segment(memory.numpy(), memory.data_ptr())
@@ -227,18 +216,3 @@ class Arena:
             del self._segments[number]
             raise
         return number
-
-
-def populate(address: int, nbytes: int, where: str) -> None:
-    """Have the kernel back mapped memory with pages now: a page that a full file system cannot give is a SIGBUS later.
-
-    Raises:
-        QueueFullError: it cannot: `where` is full.
-    """
-    try:
-        ipc.populate(address, nbytes)
-    except OSError as error:
-        raise QueueFullError(
-            f"{where} has no room for {nbytes} bytes more: clear rows, make it larger, or bound "
-            "the partitions by max_bytes, so that a put waits"
-        ) from error

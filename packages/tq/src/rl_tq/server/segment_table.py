@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_csrc.ipc import SharedMemory
 from rl_tq.errors import TransferQueueError
-from rl_tq.memory.arena import source_of
+from rl_tq.memory.arena import create_segment
 from rl_tq.memory.generations import ExtentGenerations
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class SegmentTable:
         places = {number: snapshot.places[number] for number in state.extents}
 
         def make(file: str) -> tuple[SharedMemory, str | None]:
-            segment, own = source_of(self._directory).create(snapshot.nbytes(file))
+            segment, own = create_segment(self._directory, snapshot.nbytes(file))
             snapshot.read(file, 0, segment.map(is_shared=True))
             return segment, own
 
