@@ -21,7 +21,8 @@ from rl_tq.protocol import framing, handshake
 from rl_tq.protocol.service import Service
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "docs/format.md").read_text()
+TEXT = re.sub(r"(?<!\n)\n(?![\n#|`-])", " ", (ROOT / "docs/format.md").read_text())
+"""Each paragraph in one line."""
 WORDS = set(re.findall(r"`([^`]+)`", TEXT))
 
 
