@@ -80,7 +80,7 @@ def test_a_plan_looks_at_some_of_a_segment_of_many_extents():
     float32 = Schema({"a": ColumnSchema(kind=ColumnKind.DENSE, dtype="float32", shape=())})
     for i in range(1 << 15):
         extent = table.add(member, 1, i << 11, 2048, is_last=False)
-        state.put("p", extent, float32, 2048, 1, "test", None, [i + 1], None, None, False)
+        state.put("p", extent, float32, 2048, 1, "test", None, [i + 1], None, None)
     state.extents = held = Counted(state.extents)
     wasted = CompactionQueue(table, state)
     for number, much in ((100, False), (1 << 14, True)):
