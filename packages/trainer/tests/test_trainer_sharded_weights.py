@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -47,7 +48,8 @@ def run(model, folder, *overrides):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return ended.stdout, [record["metrics"] for record in records if record["metrics"]]
+    told = re.sub(r"[\s│]+", " ", ended.stdout)  # as it was before the table was set
+    return told, [record["metrics"] for record in records if record["metrics"]]
 
 
 @pytest.mark.integration
