@@ -37,9 +37,9 @@ class Scripted(AgentLoop):
         return replace(await self.inner.run(sampling_params, **row), reward=float(number))
 
 
-def groups(loop, *, group_size=4, rows=ROWS, **policy):
+def groups(loop, *, group_size=4, rows=ROWS, max_concurrent=1, **policy):
     async def main():
-        agents = AgentRunner(lambda _: loop, max_concurrent=1)
+        agents = AgentRunner(lambda _: loop, max_concurrent=max_concurrent)
         return {g.row_index: g async for g in agents.run_groups(rows, PARAMS, group_size=group_size, **policy)}
 
     return asyncio.run(main())
@@ -54,6 +54,20 @@ def test_groups_without_failures_are_whole_under_every_policy():
         found = groups(Scripted({}), on_failure=policy)
         assert {i: rewards(g) for i, g in found.items()} == {i: [0.0, 1.0, 2.0, 3.0] for i in range(3)}
         assert not any(group.failures or group.is_dropped for group in found.values())
+
+
+class LastFirst(Scripted):
+    """The later a rollout starts, the sooner it ends."""
+
+    async def run(self, sampling_params, **row):
+        output = await super().run(sampling_params, **row)
+        await asyncio.sleep((3 - output.reward) * 0.05)
+        return output
+
+
+def test_rollouts_of_a_group_are_in_the_order_of_their_places_whichever_ends_first():
+    found = groups(LastFirst({}), rows=ROWS[:1], max_concurrent=4)
+    assert rewards(found[0]) == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_drop_gives_up_the_group_and_starts_no_more_of_it():

@@ -57,7 +57,7 @@ def test_experts_are_bytes_where_they_fit_and_else_two_each_the_low_one_first():
     assert (wide["dtype"], base64.b64decode(wide["data"])[-2:]) == ("int16", struct.pack("<h", 511))
 
 
-@pytest.mark.parametrize("experts", [EXPERTS, WIDE, (((-1,),),), ()])
+@pytest.mark.parametrize("experts", [EXPERTS, WIDE, (((255,),),), (((256,),),), (((-1,),),), ()])
 def test_an_output_comes_back_as_it_was(experts):
     output = replace(OUTPUT, routed_experts=experts)
     assert output_from_body(output_to_body(output)) == output
