@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from host_memory import HostMemory
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from rl_csrc import paged
+from rl_csrc import paged, sampling
 from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server
+from rl_rollout.backends.embedded.batch_state import BatchState
 from rl_rollout.backends.embedded.engine import Engine
 from rl_rollout.backends.embedded.kv_cache import KVCache
 from rl_rollout.backends.embedded.model.attention import PagedBatch
@@ -39,48 +41,118 @@ def plain(folder, **config):
     return engine
 
 
-def test_sizes_are_powers_of_two_and_those_of_columns_lie_closer():
-    assert [round_up(n) for n in (1, 2, 3, 4, 5, 64, 65, 256)] == [1, 2, 4, 4, 8, 64, 128, 256]
-    columns = [round_up_columns(n) for n in range(1, 70)]
-    assert sorted(set(columns)) == [1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80]
-    assert all(count <= size <= max(1.25 * count, 8) for count, size in enumerate(columns, start=1))
+class Captures:
+    """Stands in for CUDA graphs: a capture runs its work once, as the warm-up of a real one does; a replay runs it."""
 
+    def __init__(self):
+        self.num_captured = self.num_replayed = self.num_pools = 0
 
-def test_a_step_over_static_buffers_gives_the_same_tokens(qwen3_folder):
-    want = run(plain(qwen3_folder))
-    engine = plain(qwen3_folder, kv_cache_bytes=2**20)
-    captured, calls = [], []
+    def __call__(self, device):
+        self.num_pools += 1
+        return self.capture
 
-    def capture(work):
-        captured.append(work)
+    def capture(self, work):
+        self.num_captured += 1
+        work()
 
         def replay():
-            calls.append(work)
+            self.num_replayed += 1
             return work()
 
         return replay
 
-    spare = engine.reserve_cache()
-    engine.graphs = DecodeGraphs(engine.model, engine.cache, spare, lambda device: capture)
+
+def replaying(folder, **config):
+    """An engine that decodes by graphs, which keep the addresses that they see; and its captures."""
+    engine, captures = plain(folder, kv_cache_bytes=2**20, **config), Captures()
+    engine.cache._new_memory = HostMemory
+    engine.graphs = engine.decode_graphs(new_capture=captures)
+    return engine, captures
+
+
+def test_sizes_are_powers_of_two_and_without_a_kernel_those_of_columns_lie_closer():
+    assert [round_up(n) for n in (1, 2, 3, 4, 5, 64, 65, 256)] == [1, 2, 4, 4, 8, 64, 128, 256]
+    assert [round_up_columns(n, has_kernel=True) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
+    columns = [round_up_columns(n, has_kernel=False) for n in range(1, 70)]
+    assert sorted(set(columns)) == [1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80]
+    assert all(count <= size <= max(1.25 * count, 8) for count, size in enumerate(columns, start=1))
+
+
+def sampled():
+    """Requests of every kind: drawn, greedy, cut off, with prompt log-probs asked for."""
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 0.7, "seed": 9}, {"top_p": 0.8}, {"top_k": 5}, {}]
+    for i, kind in enumerate(kinds):
+        params = SamplingParams(max_new_tokens=9 + 4 * i, ignore_eos=True, **({"seed": i} | kind))
+        told = {"num_top_logprobs": 2} if i == 5 else {}
+        yield GenerateRequest(request_id=str(i), prompt_token_ids=PROMPTS[i % 5], sampling_params=params, **told), 0
+
+
+def outputs(engine, asked):
+    engine.submit(asked)
+    while engine.can_step:
+        engine.step()
+    return {name: (output.token_ids, output.weight_versions) for name, output in engine.take_events()}
+
+
+def test_a_replayed_step_gives_the_same_tokens(qwen3_folder):
+    want = run(plain(qwen3_folder))
+    engine, captures = replaying(qwen3_folder)
     assert run(engine) == want
-    # Rows fall from 5 to 1, columns rise from 4 to 8: few graphs, many steps.
-    assert len(captured) <= 6
-    assert len(calls) > 20
-    assert engine.scheduler.pool.limit == spare  # no sequence is ever given that block
-    assert engine.cache.num_blocks == spare + 1
-    before = len(captured)
+    # Rows fall from 5 to 1: few graphs, many steps.
+    assert captures.num_captured <= 4
+    assert captures.num_replayed > 20
+    assert engine.cache.num_blocks == engine.scheduler.pool.limit + 1  # no sequence is ever given the last block
+    before = captures.num_captured
     engine.set_version(1, has_moved=False)
     assert run(engine) == want
-    assert len(captured) == before
+    assert captures.num_captured == before
     engine.set_version(2)
     assert run(engine) == want
-    assert len(captured) == 2 * before  # new weights lie elsewhere: all captured anew
+    assert captures.num_captured == 2 * before  # new weights lie elsewhere: all captured anew
+
+
+def test_tokens_are_drawn_within_the_graph_as_they_are_without(qwen3_folder):
+    every = [*sampled()]
+    for asked in (every[:3], every):
+        engine, captures = replaying(qwen3_folder)
+        engine.set_version(7, has_moved=False)
+        other = plain(qwen3_folder)
+        other.set_version(7)
+        assert outputs(engine, asked) == outputs(other, asked)
+        assert captures.num_replayed > 10
+
+
+def test_graphs_outlive_a_sleep_and_new_weights_in_their_place(qwen3_folder):
+    engine, captures = replaying(qwen3_folder)
+    want, before = run(engine), captures.num_captured
+    engine.submit(requests())
+    for _ in range(6):
+        engine.step()
+    engine.drop_cache()  # level 1: all of the cache leaves, and what is in flight is computed anew
+    memory = engine.cache._memory[1]
+    assert memory.calls == ["give back"]
+    assert not memory.is_there
+    while engine.can_step:
+        engine.step()
+    assert {name: output.token_ids for name, output in engine.take_events()} == want
+    assert memory.calls == ["give back", "take"]
+    assert captures.num_captured == before
+    assert captures.num_pools == 2  # the first, and that of the table's place, which was not known before
+
+
+def test_a_table_that_moves_voids_the_graphs(qwen3_folder):
+    engine, captures = replaying(qwen3_folder)
+    want, before = run(engine), captures.num_captured
+    engine.table.reserve(0, 10_000, 1)
+    assert run(engine) == want
+    assert captures.num_captured == 2 * before
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
 def test_a_decode_step_asks_the_host_nothing(family, tmp_path, monkeypatch):
     """A CUDA graph cannot be captured of a step that waits for a number; tensors without content have none to give."""
     monkeypatch.setattr(paged, "has_kernel", lambda query: False)
+    monkeypatch.setattr(sampling, "_kernel", None)
     sizes = {"attn_logit_softcapping": 30.0, "sliding_window": 8} if family == "gemma2" else {}
     config = ServerConfig(model_path=str(write_tiny_model(tmp_path / family, family=family, **sizes)))
     model = replace(load_model(config), fused=None)
@@ -90,6 +162,12 @@ def test_a_decode_step_asks_the_host_nothing(family, tmp_path, monkeypatch):
         rows, positions = torch.arange(4), torch.zeros(4, dtype=torch.int64)
         batch = PagedBatch(cache, torch.zeros(4, 2, dtype=torch.int64), rows, positions, num_single=4, num_blocks=2)
         assert model.logits(rows, positions, batch).shape == (4, model.vocab_size)
+        table, works = BatchState(model.device), []
+        table.reserve(9, 50, 1, 4)
+        graphs = DecodeGraphs(model, cache, table, 8, 8, lambda device: lambda work: works.append(work) or work)
+        assert graphs._make(4, 2, draws=True)().shape == (2, 4)
+        assert graphs._make(4, 2, draws=False)().shape == (4, model.vocab_size)
+        assert len(works) == 2
         with pytest.raises(DataDependentOutputException):
             positions.max().item()
 

@@ -94,8 +94,11 @@ class BatchState:
             setattr(self, name, np.zeros(0, dtype=np.int64))
         self._new_blocks: dict[tuple[int, int], int] = {}
 
-    def reserve(self, num_rows: int, length: int, num_stops: int) -> None:
-        """Make room, keeping what is there."""
+    def reserve(self, num_rows: int, length: int, num_stops: int, num_columns: int = 1) -> None:
+        """Make room for so many rows, tokens, stop ids and blocks of a row, keeping what is there.
+
+        Room for tokens at least doubles, so that the table seldom moves.
+        """
         rows = max(num_rows, self.lengths.shape[0])
         if rows > self.lengths.shape[0]:
             for name in _ROW_DTYPES:
@@ -103,7 +106,8 @@ class BatchState:
             for name in _HOST_COLUMNS:
                 old = getattr(self, name)
                 setattr(self, name, np.pad(old, (0, rows - len(old))))
-        room = max(length, self.tokens.shape[1])
+        there = self.tokens.shape[1]
+        room = there if length <= there else max(length, 2 * there)
         if (rows, room) != tuple(self.tokens.shape):
             for name in _TOKEN_DTYPES:
                 setattr(self, name, _grown(getattr(self, name), (rows, room)))
@@ -111,8 +115,9 @@ class BatchState:
         if (rows, stops) != self.stop_ids.shape:
             added = (rows - self.stop_ids.shape[0], stops - self.stop_ids.shape[1])
             self.stop_ids = np.pad(self.stop_ids, ((0, added[0]), (0, added[1])), constant_values=-1)
-        if rows > self.block_tables.shape[0]:
-            self.block_tables = _grown(self.block_tables, (rows, self.block_tables.shape[1]))
+        columns = max(num_columns, self.block_tables.shape[1])
+        if (rows, columns) != tuple(self.block_tables.shape):
+            self.block_tables = _grown(self.block_tables, (rows, columns))
 
     def add(self, first_row: int, values: Sequence[RowValues]) -> None:
         """Fill rows `first_row`, `first_row + 1`, ... There must be room."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from rl_rollout.backends.embedded.kv_cache import KVCache
 from rl_rollout.backends.embedded.model.attention import PagedBatch
 from rl_rollout.backends.embedded.model.cpu_decoder import MOST_STEPS, Drawn, generate
 from rl_rollout.backends.embedded.model.cuda_graphs import DecodeGraphs
-from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, kept
+from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, device_memory, kept
 from rl_rollout.backends.embedded.model.sampler import cut, stream_seed
 from rl_rollout.backends.embedded.output_processor import new_chunks, note_tokens
 from rl_rollout.backends.embedded.scheduler import Scheduler
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 OPTIONS = {"block_size": 16, "chunk_tokens": 512}
 """Of `ServerConfig.options`, with defaults: positions per block of the cache, and prompt tokens computed per step."""
 
+GRAPH_TOKENS = 1024
+"""Tokens of a row that the table has room for where graphs hold its address; longer rows move it, and void them."""
+
 _log = logging.getLogger(__name__)
 
 Event = TokenOutput | Exception | TokenChunk
@@ -60,7 +63,11 @@ class Engine:
         self.weight_version = 0
         options = OPTIONS | dict(config.options)
         self.cache = KVCache(
-            model.layer_shapes, block_size=options["block_size"], dtype=model.dtype, device=model.device
+            model.layer_shapes,
+            block_size=options["block_size"],
+            dtype=model.dtype,
+            device=model.device,
+            new_memory=device_memory(model.device),
         )
         self.table = BatchState(model.device)
         self.batch_builder = BatchBuilder(self.table, self.cache)
@@ -72,7 +79,7 @@ class Engine:
         self.graphs: DecodeGraphs | None = None
         """Of decode steps; on a GPU alone."""
         if model.device.type == "cuda" and not model.experts.num_routers:
-            self.graphs = DecodeGraphs(model, self.cache, self.reserve_cache())
+            self.graphs = self.decode_graphs()
         self.is_frozen = False
         self.is_asleep = False
         self.has_weights = True
@@ -225,22 +232,34 @@ class Engine:
 
     def drop_cache(self) -> None:
         """Give the cache's memory back. What is in flight is computed anew by the next steps."""
-        if self.graphs is not None:
+        if self.graphs is not None and not self.cache.keeps_place:
             self.graphs.clear()
         self.cache.release()
         self._forget_cache()
+
+    def close(self) -> None:
+        """Give the memory of cache and graphs back for good."""
+        if self.graphs is not None:
+            self.graphs.clear()
+        self.cache.close()
 
     def _forget_cache(self) -> None:
         for sequence in self.scheduler.running:
             self.scheduler.drop_blocks(sequence)
         self.scheduler.pool = self._new_pool()
 
-    def reserve_cache(self) -> int:
-        """Let the cache have all its memory from now on, so that it stays where it is. Returns a block for nobody."""
+    def decode_graphs(self, **options: Any) -> DecodeGraphs:
+        """Graphs of decode steps, with `options` of their own. Cache and table get their room now, and stay in place.
+
+        The cache's last block and the table's last row are nobody's from then on.
+        """
         self._is_reserved = True
         self._max_blocks -= 1
         self.scheduler.pool = self._new_pool()
-        return self._max_blocks
+        rows, length = self.config.max_num_seqs, min(self.model.max_model_len + 1, GRAPH_TOKENS)
+        columns = -(-self.model.max_model_len // self.cache.block_size)
+        self.table.reserve(rows + 1, length, 1, min(columns, self._max_blocks))
+        return DecodeGraphs(self.model, self.cache, self.table, rows, self._max_blocks, **options)
 
     def _new_pool(self) -> BlockPool:
         capacity = self._max_blocks if self._is_reserved else self.cache.num_blocks
@@ -326,6 +345,15 @@ class Engine:
             if not plan.images:
                 raise GenerationError("nothing in the batch can be computed; this is a fault of the scheduler")
             return
+        can_replay = self.graphs is not None and not (
+            chunks or self._special.adapted or any(s.request.returns_routed_experts for s in self._special.reading)
+        )
+        if can_replay:
+            self.model.active_adapters.tokens = {}
+            self.model.experts.is_on = False
+        if can_replay and not (self._special.truncating or self._special.reading):
+            self._replay(plan)
+            return
         others = [chunk.sequence.row for chunk in chunks if chunk.is_last] + [s.sequence.row for s in plan.splits]
         drawn = np.concatenate([plan.rows, np.array(others, dtype=np.int64)]) if others else plan.rows
         single = self.batch_builder.rows(plan.rows)
@@ -333,12 +361,10 @@ class Engine:
         asked = [chunk.sequence.extras.wants_logits(chunk.start) for chunk in chunks]
         self.batch_builder.choose_adapters(self.model, batch.rows, self._special.adapted)
         self.model.experts.is_on = any(s.request.returns_routed_experts for s in self._special.reading)
-        shifts = table.shifts[batch.rows]
-        if self.graphs is not None and not (chunks or self._special.adapted or self.model.experts.is_on):
-            tables = table.block_tables[batch.rows, : batch.num_blocks]
-            logits = self.graphs.logits(ids, batch.positions, shifts, tables)
+        if can_replay and self.graphs is not None:
+            logits = self.graphs.logits(plan.rows, batch.num_blocks)
         else:
-            logits = self.model.logits(ids, batch.positions + shifts, batch, kept(plan, asked))
+            logits = self.model.logits(ids, batch.positions + table.shifts[batch.rows], batch, kept(plan, asked))
         self.cache.copy(plan.copies)
         experts = self.model.experts.take()
         if self._special.reading:
@@ -350,6 +376,17 @@ class Engine:
             table.computed[split.sequence.row] = self._length(split.sequence)
         if len(drawn):
             self._draw(drawn, torch.from_numpy(drawn).to(single.device) if others else single, logits[: len(drawn)])
+
+    def _replay(self, plan: Plan) -> None:
+        """A step of newest tokens alone, by a graph that draws the next ones too."""
+        table, rows = self.table, plan.rows
+        assert self.graphs is not None
+        table.reserve(0, int(table.lengths_host[rows].max()) + 1, 1)
+        told = self.graphs.draw(rows, int(table.num_blocks[rows].max()), self.weight_version)
+        self.cache.copy(plan.copies)
+        table.computed[rows] += 1
+        table.lengths_host[rows] += 1
+        self._settle(rows, told)
 
     def _note_computed(self, chunk: Chunk) -> None:
         sequence = chunk.sequence

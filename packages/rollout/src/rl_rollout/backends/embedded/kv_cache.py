@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,27 @@ from torch import Tensor
 from rl_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+
+class Memory(Protocol):
+    """Memory of a device at an address that stays. See `rl_csrc.cuda.mapped.MappedMemory`."""
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor in it."""
+        ...
+
+    def take(self) -> None:
+        """Hold the memory again, with any content."""
+        ...
+
+    def give_back(self) -> None:
+        """Give it back to the driver; tensors in it must not be used."""
+        ...
+
+    def close(self) -> None:
+        """Give its address back too."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +54,22 @@ class KVCache:
     little there is to do, and they then keep their cores for milliseconds, in which the model's own threads wait.
 
     Memory is zeroed when it is taken: positions that nobody has written are masked, and a mask cannot hide a NaN.
+
+    With `new_memory`, called with a number of bytes, all layers lie in one stretch of memory that `release` gives back
+    and the next `resize` takes again: the same number of blocks then lies where it lay, and graphs hold.
     """
 
     def __init__(
-        self, shapes: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: dict[int, LayerShape],
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        new_memory: Callable[[int], Memory] | None = None,
     ) -> None:
+        self._new_memory = new_memory
+        self._memory: tuple[int, Memory] | None = None
         self.shapes = shapes
         self.block_size = block_size
         self.dtype = dtype
@@ -73,11 +104,42 @@ class KVCache:
         """Room for so many blocks; those that there are keep their content."""
         if num_blocks == self.num_blocks:
             return
+        if self._new_memory is not None:
+            self._lay_out(num_blocks, self._new_memory)
+            return
         for layer, shape in self.shapes.items():
             room = (num_blocks, self.block_size, shape.num_heads)
             self.keys[layer] = self._moved(self.keys.get(layer), (*room, shape.key_dim))
             self.values[layer] = self._moved(self.values.get(layer), (*room, shape.value_dim))
         self.num_blocks = num_blocks
+
+    def _lay_out(self, num_blocks: int, new_memory: Callable[[int], Memory]) -> None:
+        if self._memory is not None and self._memory[0] == num_blocks:
+            self._memory[1].take()
+        else:
+            self._close_memory()
+            memory = new_memory(num_blocks * self.bytes_per_block)
+            self._memory, at = (num_blocks, memory), 0
+            for layer, shape in self.shapes.items():
+                for part, size in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
+                    whole = (num_blocks, self.block_size, shape.num_heads, size)
+                    part[layer] = memory.tensor(at, whole, self.dtype)
+                    at += part[layer].nbytes
+        for part in (*self.keys.values(), *self.values.values()):
+            part.zero_()
+        self.num_blocks = num_blocks
+
+    def _close_memory(self) -> None:
+        if self._memory is not None:
+            self.keys.clear()
+            self.values.clear()
+            self._memory[1].close()
+            self._memory = None
+
+    @property
+    def keeps_place(self) -> bool:
+        """Whether blocks lie where they lay once they are released and taken again."""
+        return self._new_memory is not None
 
     def _moved(self, old: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         new = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -101,6 +163,14 @@ class KVCache:
 
     def release(self) -> None:
         """Give all memory back."""
+        self.num_blocks = 0
+        if self._memory is not None:
+            self._memory[1].give_back()
+            return
         self.keys.clear()
         self.values.clear()
-        self.num_blocks = 0
+
+    def close(self) -> None:
+        """Give all memory back for good."""
+        self.release()
+        self._close_memory()

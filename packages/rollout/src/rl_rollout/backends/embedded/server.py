@@ -135,7 +135,8 @@ class EmbeddedServer(RolloutServer):
         elif chosen:
             torch.set_num_threads(chosen)
         self._num_threads = chosen or most
-        self._weights = WeightStore(model.module, keeps_places=is_cuda)
+        memory = None if model.memory is None else model.memory.memory
+        self._weights = WeightStore(model.module, keeps_places=is_cuda, memory=memory)
         return Engine(model, self.config)
 
     async def stop(self) -> None:
@@ -149,7 +150,10 @@ class EmbeddedServer(RolloutServer):
         await self._endpoint.stop()
         if not ended:
             raise RequestTimeoutError(f"the engine's thread did not end within {self.config.timeout_s} s")
+        self._engine.close()
         self._weights.release()
+        if self._model.memory is not None:
+            self._model.memory.memory.close()
 
     # ---- requests
 

@@ -8,9 +8,13 @@ size, L positions, R rows and M columns of the block table.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -138,60 +142,87 @@ class PagedBatch:
         self.num_blocks = num_blocks
         self.chunks = chunks
         self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._gathered: _GatheredKeys | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
         """Write keys and values, then let each token look at its row up to itself."""
         query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if not paged.has_kernel(query) or (query.is_cuda and self.chunks):  # the GPU's kernel is made for decoding
-            return self._attend_with_torch(query, key, value, keys, values, settings)[None]
-        out = paged.attention(
-            query,
-            key,
-            value,
-            keys,
-            values,
-            self.block_tables,
-            self.rows,
-            self.positions,
-            scaling=settings.scaling,
-            window=settings.window,
-            softcap=settings.softcap,
-            sinks=settings.sinks,
-        )
-        return out[None]
+        if paged.has_kernel(query) and not (query.is_cuda and self.chunks):
+            places = (keys, values, self.block_tables, self.rows, self.positions)
+            return paged.attention(query, key, value, *places, **_options(settings))[None]
+        block = self.block_tables[self.rows, self.positions // self.cache.block_size]
+        keys[block, self.positions % self.cache.block_size] = key
+        values[block, self.positions % self.cache.block_size] = value
+        return self.attend_to_cache(layer, query, settings)[None]
 
-    def _attend_with_torch(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, settings: AttentionSettings
-    ) -> Tensor:
-        """The same without a kernel: gathered blocks under torch's attention, [T, H, D] to [T, H, D]."""
-        size, single = self.cache.block_size, self.num_single
-        block = self.block_tables[self.rows, self.positions // size]
-        keys[block, self.positions % size] = key
-        values[block, self.positions % size] = value
-        parts: list[Tensor] = []
-        if single:
-            tables = self.block_tables[self.rows[:single], : self.num_blocks]
-            # The queries that share a key head take the place of query positions: [B, K, H / K, D].
-            grouped = query[:single].unflatten(1, (key.shape[1], -1))
-            sinks = None if settings.sinks is None else settings.sinks.view(1, key.shape[1], -1, 1)
-            mask = self._mask(0, self.positions[:single], tables.shape[1] * size, settings.window, query.dtype)
-            its_keys, its_values = (part[tables].flatten(1, 2).transpose(1, 2) for part in (keys, values))
-            out = _attend(grouped, its_keys, its_values, mask[:, None, None], settings, sinks)
-            parts.append(out.flatten(1, 2))
+    def attend_to_cache(self, layer: int, query: Tensor, settings: AttentionSettings) -> Tensor:
+        """Queries [T, H, D] to [T, H, D], where the tokens' keys and values lie in the cache already."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        single, parts = self.num_single, list[Tensor]()
+        if single and paged.has_kernel(query):  # of a GPU, made for decoding
+            places = (keys, values, self.block_tables, self.rows[:single], self.positions[:single])
+            parts.append(paged.attention(query[:single], None, None, *places, **_options(settings)))
+        elif single:
+            parts.append(self._attend_singly(query[:single], keys, values, settings))
+        if self.chunks and _fits_varlen(query, values, settings):
+            parts.append(self._attend_together(query[single:], keys, values, settings))
+        elif self.chunks:
+            parts += self._attend_by_chunk(query[single:], keys, values, settings)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_singly(self, query: Tensor, keys: Tensor, values: Tensor, settings: AttentionSettings) -> Tensor:
+        """The tokens of different rows, without a kernel: gathered blocks under torch's attention."""
+        count, num_kv = len(query), keys.shape[2]
+        tables = self.block_tables[self.rows[:count], : self.num_blocks]
+        # The queries that share a key head take the place of query positions: [B, K, H / K, D].
+        grouped = query.unflatten(1, (num_kv, -1))
+        sinks = None if settings.sinks is None else settings.sinks.view(1, num_kv, -1, 1)
+        length = tables.shape[1] * self.cache.block_size
+        mask = self._mask(0, self.positions[:count], length, settings.window, query.dtype)
+        its_keys, its_values = (part[tables].flatten(1, 2).transpose(1, 2) for part in (keys, values))
+        return _attend(grouped, its_keys, its_values, mask[:, None, None], settings, sinks).flatten(1, 2)
+
+    def _attend_by_chunk(
+        self, query: Tensor, keys: Tensor, values: Tensor, settings: AttentionSettings
+    ) -> list[Tensor]:
+        """The tokens of chunks, one chunk after the other under torch's attention."""
+        size, at, parts = self.cache.block_size, 0, list[Tensor]()
         sinks = None if settings.sinks is None else settings.sinks.view(-1, 1, 1)
-        at, num_groups = single, query.shape[1] // key.shape[1]
+        num_groups = query.shape[1] // keys.shape[2]
         for index, (row, start, count) in enumerate(self.chunks, start=1):
             table, its = self.block_tables[row, : -(-(start + count) // size)], slice(at, at + count)
             its_keys, its_values = (
                 part[table].flatten(0, 1).transpose(0, 1).repeat_interleave(num_groups, dim=0)
                 for part in (keys, values)
             )
-            mask = self._mask(index, self.positions[its], its_keys.shape[1], settings.window, query.dtype)
+            positions = self.positions[self.num_single :][its]
+            mask = self._mask(index, positions, its_keys.shape[1], settings.window, query.dtype)
             out = _attend(query[its].transpose(0, 1), its_keys, its_values, mask, settings, sinks)
             parts.append(out.transpose(0, 1))
             at += count
-        return torch.cat(parts)
+        return parts
+
+    def _attend_together(self, query: Tensor, keys: Tensor, values: Tensor, settings: AttentionSettings) -> Tensor:
+        """The tokens of all chunks in one call of flash attention, over keys that are gathered one behind the other."""
+        if self._gathered is None:  # the same in every layer
+            self._gathered = _GatheredKeys.of(self.chunks, self.block_tables, self.cache.block_size)
+        found = self._gathered
+        its_keys, its_values = (part.flatten(0, 1).index_select(0, found.slots) for part in (keys, values))
+        options: dict[str, Any] = {"scale": settings.scaling}
+        if query.shape[1] != keys.shape[2]:
+            if _takes_groups():
+                options["enable_gqa"] = True
+            else:  # torch 2.11 wants a key head for every query head
+                num_groups = query.shape[1] // keys.shape[2]
+                its_keys, its_values = (x.repeat_interleave(num_groups, dim=1) for x in (its_keys, its_values))
+        window = (-1 if settings.window is None else settings.window - 1, 0)
+        return varlen_attn(
+            *(query.contiguous(), its_keys, its_values, found.query_starts, found.key_starts),
+            *(found.most_queries, found.most_keys),
+            window_size=window,
+            **options,
+        )
 
     def _mask(self, part: int, positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """[B, L] added to the scores of tokens at `positions`: 0 or minus infinity. The same in every layer."""
@@ -203,6 +234,69 @@ class PagedBatch:
             mask = torch.zeros(is_hidden.shape, dtype=dtype, device=positions.device)
             self._masks[part, window] = mask.masked_fill_(is_hidden, float("-inf"))
         return self._masks[part, window]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GatheredKeys:
+    """Where the keys of chunks lie in the cache, and where those of each chunk begin once they are gathered."""
+
+    slots: Tensor
+    """[sum of keys] int64: block times block size, plus the position in it."""
+    query_starts: Tensor
+    """[chunks + 1] int32"""
+    key_starts: Tensor
+    """[chunks + 1] int32"""
+    most_queries: int
+    most_keys: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[tuple[int, int, int]], tables: Tensor, size: int) -> _GatheredKeys:
+        counts, lengths = [count for *_, count in chunks], [start + count for _, start, count in chunks]
+        rows = np.repeat([row for row, *_ in chunks], lengths)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        # One transfer each of what the host knows.
+        rows, columns, offsets = torch.from_numpy(np.stack([rows, positions // size, positions % size])).to(
+            tables.device
+        )
+        starts = torch.tensor([[0, *accumulate(counts)], [0, *accumulate(lengths)]], dtype=torch.int32)
+        query_starts, key_starts = starts.to(tables.device)
+        return cls(
+            slots=tables[rows, columns] * size + offsets,
+            query_starts=query_starts,
+            key_starts=key_starts,
+            most_queries=max(counts),
+            most_keys=max(lengths),
+        )
+
+
+def varlen_attn(*arguments: Any, **options: Any) -> Tensor:
+    """Flash attention of torch for variable lengths, imported when it is first needed: it takes seconds."""
+    from torch.nn.attention import varlen
+
+    return varlen.varlen_attn(*arguments, **options)  # pyright: ignore[reportReturnType] - no lse is asked for
+
+
+@cache
+def _takes_groups() -> bool:
+    from torch.nn.attention import varlen
+
+    return "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+
+
+def _fits_varlen(query: Tensor, values: Tensor, settings: AttentionSettings) -> bool:
+    """Whether flash attention knows what is asked: on a GPU, in half precision, without caps and sinks."""
+    is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    is_plain = settings.softcap is None and settings.sinks is None
+    return is_half and is_plain and query.shape[-1] == values.shape[-1] <= 256
+
+
+def _options(settings: AttentionSettings) -> dict[str, Any]:
+    return {
+        "scaling": settings.scaling,
+        "window": settings.window,
+        "softcap": settings.softcap,
+        "sinks": settings.sinks,
+    }
 
 
 def _attend(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Classes of transformers whose layers are computed here."""
-MOST_DIFFERENCE = 1e-3
-"""Between the logits of this pass and those of the module, relative to the largest of them."""
+MOST_DIFFERENCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Between the logits of a known pass and those of the module, relative to the largest of them."""
 _PROBED_TOKENS = 8
 
 _log = logging.getLogger(__name__)
@@ -123,52 +123,72 @@ def _bias(layer: torch.nn.Linear) -> Tensor | None:
     return layer.bias
 
 
+def is_known(module: Any) -> bool:
+    """Whether the module is of a class in `KNOWN`, with the activation and the rotation that are known of it."""
+    if type(module).__name__ not in KNOWN:
+        return False
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    return (
+        module.config.hidden_act == "silu"
+        and rope.get("rope_type", "default") in {"default", "linear", "llama3", "yarn"}
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+    )
+
+
 def fuse(module: Any, max_model_len: int, probe: ProbeBatch) -> FusedDecoder | None:
     """The fused pass of a module on a CPU in float32; None elsewhere, and where the architecture is not one of `KNOWN`.
 
     It is run beside the module once: should they differ, as where a version of transformers computes something else
     under a known name, a warning is logged and the module is used.
     """
-    config = module.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    is_known = (
-        type(module).__name__ in KNOWN
-        and has_kernel(module.lm_head.weight)
-        and config.hidden_act == "silu"
-        and rope.get("rope_type", "default") in {"default", "linear", "llama3", "yarn"}
-        and rope.get("partial_rotary_factor", 1.0) == 1.0
-    )
-    if not is_known:
+    if not (is_known(module) and has_kernel(module.lm_head.weight)):
         return None
     fused = FusedDecoder(module, max_model_len, probe.settings)
-    found = _difference(module, fused, probe.shapes)
-    if found <= MOST_DIFFERENCE:
-        return fused
+    return fused if agrees(module, fused, probe) else None
+
+
+class KnownPass(Protocol):
+    """Computes what a module of a known class does."""
+
+    max_model_len: int
+
+    def logits(self, ids: Tensor, batch: PagedBatch, which: Tensor | None = None) -> Tensor:
+        """Logits [B, V] of all tokens of `ids` [T], or of those at `which` [B]."""
+        ...
+
+
+def agrees(module: Any, known: KnownPass, probe: ProbeBatch) -> bool:
+    """Whether the pass gives the module's logits, by which it is run beside the module once; else a warning."""
+    found = _difference(module, known, probe.shapes)
+    if found <= MOST_DIFFERENCE[module.lm_head.weight.dtype]:
+        return True
     _log.warning(
         "%s of this transformers differs from what is known of it by %.1e of its logits; it is served without the "
-        "fused pass, more slowly",
+        "%s, more slowly",
         type(module).__name__,
         found,
+        type(known).__name__,
     )
-    return None
+    return False
 
 
 @torch.inference_mode()
-def _difference(module: Any, fused: FusedDecoder, shapes: Mapping[int, LayerShape]) -> float:
+def _difference(module: Any, known: KnownPass, shapes: Mapping[int, LayerShape]) -> float:
     """Largest difference between the two passes' logits, over the largest logit."""
-    count = min(_PROBED_TOKENS, fused.max_model_len)
-    positions, rows = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    count, weight = min(_PROBED_TOKENS, known.max_model_len), module.lm_head.weight
+    positions = torch.arange(count, device=weight.device)
+    rows = torch.zeros_like(positions)
     ids = (positions * 7919 + 1) % module.config.vocab_size
 
     def batch() -> PagedBatch:
-        cache = KVCache(dict(shapes), block_size=count, dtype=torch.float32, device=ids.device)
+        cache = KVCache(dict(shapes), block_size=count, dtype=weight.dtype, device=ids.device)
         cache.resize(1)
-        tables = torch.zeros(1, 1, dtype=torch.int64)
+        tables = torch.zeros(1, 1, dtype=torch.int64, device=ids.device)
         return PagedBatch(cache, tables, rows, positions, num_single=0, num_blocks=0, chunks=[(0, 0, count)])
 
     want = module(input_ids=ids[None], position_ids=positions[None], use_cache=False, rl_batch=batch()).logits[0]
-    got = fused.logits(ids, batch())
-    return float((got - want).abs().max() / want.abs().max())
+    got = known.logits(ids, batch())
+    return float((got.float() - want.float()).abs().max() / want.abs().max())
 
 
 MOST_STEPS = 16

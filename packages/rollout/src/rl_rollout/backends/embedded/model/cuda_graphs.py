@@ -1,28 +1,35 @@
-"""CUDA graphs of decode steps: one launch instead of one per kernel.
+"""CUDA graphs of decode steps: one launch for the model's pass, the draw of tokens, and what is written down of both.
 
 A graph is captured for a number of rows and a number of block-table columns, both rounded up, when a step first wants
-it, and replayed over static buffers. Rows that are too many look at a block that belongs to nobody. A
-graph holds addresses: new weights or another cache make all of them void. Models with experts, whose kernels depend on
-where tokens go, are run without.
+it. It reads and writes the batch state itself, through row numbers in a static buffer; those that are too many name a
+spare row, whose keys and values go to a block that belongs to nobody. A graph holds addresses: weights, cache or batch
+state that lie elsewhere make all of them void. Models with experts, whose kernels depend on where tokens go, are run
+without.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rl_csrc import paged, sampling
 from rl_rollout.backends.embedded.model.attention import PagedBatch
+from rl_rollout.backends.embedded.model.cpu_decoder import Drawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rl_rollout.backends.embedded.batch_state import BatchState
     from rl_rollout.backends.embedded.kv_cache import KVCache
     from rl_rollout.backends.embedded.model.model_runner import ServedModel
 
     Work = Callable[[], Tensor]
+
+KERNEL_COLUMNS = 16
+"""Fewest columns of a graph where a kernel attends: it reads no more than a row has, and few sizes are few captures."""
 
 
 def round_up(count: int) -> int:
@@ -30,14 +37,16 @@ def round_up(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-def round_up_columns(count: int) -> int:
-    """The next of 1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, ...: a step reads all columns, so few are idle."""
+def round_up_columns(count: int, *, has_kernel: bool) -> int:
+    """The next power of two; without a kernel the next of 1, 2, 4, 8, 10, 12, 14, 16, 20, ...: all columns are read."""
+    if has_kernel:
+        return max(round_up(count), KERNEL_COLUMNS)
     step = max(round_up(count) // 8, 1)
     return round_up(count) if count <= 8 else -(-count // step) * step
 
 
 class GpuCapture:
-    """Captures graphs on one device, all in one pool of memory: one is replayed when the last one's logits were read.
+    """Captures graphs on one device, all in one pool of memory: what one computes is read before another is replayed.
 
     The capture looks at this thread alone, as another may be taking memory for new weights at the same time.
     """
@@ -65,27 +74,14 @@ class GpuCapture:
         return replay
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Static inputs of one graph, N rows and M columns."""
-
-    ids: Tensor
-    """[N] int64"""
-    positions: Tensor
-    """[N] int64, where the tokens lie in the cache."""
-    shifts: Tensor
-    """[N] int64, what the model adds to positions."""
-    tables: Tensor
-    """[N, M] int64"""
-    replay: Work
-
-
 class DecodeGraphs:
     """One token each of some rows.
 
     Args:
         model: Run under `capture`.
         cache: Its size must not change while graphs are there.
+        table: Has `spare_row` + 1 rows at least.
+        spare_row: A row of the table that no sequence ever has.
         spare_block: A block of the cache that no sequence ever holds.
         new_capture: `GpuCapture`, or in tests anything that runs what it is given. Called for every set of graphs: a
             pool of memory ends with its last graph.
@@ -95,42 +91,104 @@ class DecodeGraphs:
         self,
         model: ServedModel,
         cache: KVCache,
+        table: BatchState,
+        spare_row: int,
         spare_block: int,
         new_capture: Callable[[torch.device], Callable[[Work], Work]] = GpuCapture,
     ) -> None:
         self._model = model
         self._cache = cache
+        self._table = table
+        self._spare_row = spare_row
         self._spare_block = spare_block
         self._new_capture = new_capture
         self._capture = new_capture(model.device)
-        self._buckets: dict[tuple[int, int], Bucket] = {}
+        self._replays: dict[tuple[int, int, bool], Work] = {}
+        self._places: tuple[int, ...] = ()
+        self._rows = torch.full((round_up(spare_row),), spare_row, dtype=torch.int64, device=model.device)
+        self._rows_now = np.zeros(0, dtype=np.int64)
+        self._version = torch.zeros((), dtype=torch.int64, device=model.device)
+        self._version_now = 0
+        self._logits: Tensor | None = None
 
     def clear(self) -> None:
         """Weights or the cache have moved."""
-        self._buckets.clear()
+        self._replays.clear()
         self._capture = self._new_capture(self._model.device)
 
-    def logits(self, ids: Tensor, positions: Tensor, shifts: Tensor, tables: Tensor) -> Tensor:
-        """Logits [B, V] of tokens [B] of rows whose block tables [B, M] are given; valid until the next call."""
-        rows, columns = tables.shape
-        size = round_up(rows), round_up_columns(columns)
-        if size not in self._buckets:
-            self._buckets[size] = self._make(*size)
-        bucket = self._buckets[size]
-        bucket.ids[:rows], bucket.positions[:rows], bucket.shifts[:rows] = ids, positions, shifts
-        bucket.positions[rows:] = 0
-        bucket.tables.fill_(self._spare_block)
-        bucket.tables[:rows, :columns] = tables
-        return bucket.replay()[:rows]
+    def draw(self, rows: np.ndarray, num_columns: int, version: int) -> Drawn:
+        """The next token of each row, drawn and written into the table, `lengths_host` alone excepted.
 
-    def _make(self, rows: int, columns: int) -> Bucket:
-        device = self._model.device
-        ids, positions, shifts, order = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(4))
-        order += torch.arange(rows, device=device)
-        tables = torch.full((rows, columns), self._spare_block, dtype=torch.int64, device=device)
+        Rows are distinct; of their block tables `num_columns` columns count at most. `version` is that of the weights.
+        """
+        if version != self._version_now:
+            self._version.fill_(version)
+            self._version_now = version
+        told = self._replay(rows, num_columns, draws=True)[:, : len(rows)].cpu().numpy()  # here the host waits
+        return Drawn(ids=told[0].astype(np.int64), logprobs=told[1].astype(np.float32))
 
-        def work() -> Tensor:
-            batch = PagedBatch(self._cache, tables, order, positions, num_single=rows, num_blocks=columns)
-            return self._model.logits(ids, positions + shifts, batch)
+    def logits(self, rows: np.ndarray, num_columns: int) -> Tensor:
+        """Logits [B, V] float32 of the next token of each row; the table stays as it is."""
+        return self._replay(rows, num_columns, draws=False)[: len(rows)].float()
 
-        return Bucket(ids=ids, positions=positions, shifts=shifts, tables=tables, replay=self._capture(work))
+    def _replay(self, rows: np.ndarray, num_columns: int, *, draws: bool) -> Tensor:
+        table = self._table
+        # Tensors of the table are replaced when they grow; others may then lie where they lay.
+        places = tuple(t.data_ptr() for t in (table.tokens, table.lengths, table.block_tables))
+        if places != self._places:
+            self.clear()
+            self._places = places
+        if not np.array_equal(rows, self._rows_now):
+            self._rows.fill_(self._spare_row)
+            self._rows[: len(rows)] = torch.from_numpy(rows).to(self._rows.device)
+            self._rows_now = rows.copy()
+        columns = round_up_columns(num_columns, has_kernel=paged.has_kernel(self._cache.keys[0]))
+        size = round_up(len(rows)), min(columns, table.block_tables.shape[1]), draws
+        if size not in self._replays:
+            self._replays[size] = self._make(*size)
+        return self._replays[size]()
+
+    def _make(self, num_rows: int, num_columns: int, draws: bool) -> Work:
+        table, rows, spare = self._table, self._rows[:num_rows], self._spare_row
+
+        def logits() -> Tensor:
+            table.lengths.select(0, spare).fill_(1)
+            table.block_tables.select(0, spare).fill_(self._spare_block)
+            positions = table.lengths[rows] - 1
+            tables = table.block_tables[:, :num_columns]
+            where = (self._cache, tables, rows, positions)
+            batch = PagedBatch(*where, num_single=num_rows, num_blocks=num_columns)
+            shifted = positions + table.shifts[rows]
+            return self._model.raw_logits(table.tokens[rows, positions], shifted, batch)
+
+        def keep() -> Tensor:
+            return self._kept(num_rows).copy_(logits())
+
+        def draw() -> Tensor:
+            lengths = table.lengths[rows]
+            ids, logprobs = sampling.draw(
+                logits(),
+                temperature=table.temperature[rows],
+                streams=table.streams[rows],
+                positions=lengths,
+                is_greedy=table.is_greedy[rows],
+            )
+            table.tokens[rows, lengths] = ids
+            table.logprobs[rows, lengths] = logprobs
+            table.versions[rows, lengths] = self._version
+            table.lengths[rows] = lengths + 1
+            return torch.stack((ids.double(), logprobs.double()))
+
+        # What runs before and during the capture must leave the sequences as they are.
+        wanted = self._rows.clone()
+        self._rows.fill_(spare)
+        replay = self._capture(draw if draws else keep)
+        self._rows.copy_(wanted)
+        return replay
+
+    def _kept(self, num_rows: int) -> Tensor:
+        """Room for the logits of so many rows, one for all graphs: each would keep its own."""
+        if self._logits is None:
+            shape = (len(self._rows), len(self._model.module.get_output_embeddings().weight))
+            self._logits = torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
+        return self._logits[:num_rows]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rl_csrc.native import has_cuda
 from rl_rollout.backends.embedded.model.attention import (
     ATTENTION_NAME,
     Batch,
@@ -16,21 +17,23 @@ from rl_rollout.backends.embedded.model.attention import (
     ProbeBatch,
     register_attention,
 )
-from rl_rollout.backends.embedded.model.cpu_decoder import FusedDecoder, fuse
+from rl_rollout.backends.embedded.model.cpu_decoder import FusedDecoder, agrees, fuse, is_known
+from rl_rollout.backends.embedded.model.cuda_decoder import CudaDecoder, can_decode, joined_weights
 from rl_rollout.backends.embedded.model.linear import ActiveAdapters, ServedLinear, can_pack, serve_linears
 from rl_rollout.backends.embedded.model.lora import AdapterStore
+from rl_rollout.backends.embedded.model.weights import WeightMemory
 from rl_rollout.backends.embedded.multimodal import ImagePrompt, ImageReader, load_image_reader
 from rl_rollout.backends.embedded.sequence import ExpertRecorder
 from rl_rollout.errors import ConfigError, ModelFolderError
 from rl_rollout.validation import check_positions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
     from rl_rollout.backends.embedded.batch_state import BatchState
-    from rl_rollout.backends.embedded.kv_cache import KVCache, LayerShape
+    from rl_rollout.backends.embedded.kv_cache import KVCache, LayerShape, Memory
     from rl_rollout.backends.embedded.scheduler import Plan
     from rl_rollout.backends.embedded.sequence import SequenceState
     from rl_rollout.types import ServerConfig
@@ -77,17 +80,28 @@ class ServedModel:
     image_reader: ImageReader | None
     """Of a vision-language model."""
     fused: FusedDecoder | None
-    """Computes in place of the module, where that is known and faster."""
+    """Computes in place of the module on a CPU, where that is known and faster."""
+    on_cuda: CudaDecoder | None = None
+    """Computes in place of the module on a GPU."""
+    memory: WeightMemory | None = None
+    """Memory of the weights, where it can leave the device and come back to its address."""
 
     def logits(self, ids: Tensor, positions: Tensor, batch: Batch, kept: Sequence[int] | None = None) -> Tensor:
         """Fill the cache; logits [T, V] float32 of the token after each of `ids`, or of those at `kept`."""
         if self.fused is not None:
             assert isinstance(batch, PagedBatch)
             return self.fused.logits(ids, batch, None if kept is None else torch.tensor(kept, dtype=torch.int64))
+        return self.raw_logits(ids, positions, batch, kept).float()
+
+    def raw_logits(self, ids: Tensor, positions: Tensor, batch: Batch, kept: Sequence[int] | None = None) -> Tensor:
+        """As `logits`, in the model's dtype."""
+        if self.on_cuda is not None and not self.experts.is_on:
+            assert isinstance(batch, PagedBatch)
+            return self.on_cuda.logits(ids, batch, None if kept is None else torch.tensor(kept, device=self.device))
         # Transformers reads 0 as all, and computes one at least.
         which = 0 if kept is None else torch.tensor(kept or [0], device=self.device)
         logits = self._run(ids[None], positions[None], batch, which)[0]
-        return logits[: len(kept) if kept is not None else None].float()
+        return logits[: len(kept) if kept is not None else None]
 
     def note_new_weights(self) -> None:
         """The module's weights have changed, or are gone: so do their packed copies."""
@@ -168,8 +182,15 @@ def load_model(config: ServerConfig) -> ServedModel:
     """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    module = _load_module(config.model_path, dtype).to(device).eval()
+    module = _load_module(config.model_path, dtype).eval()
     _check_architecture(module, config.model_path)
+    new_memory = device_memory(device)
+    memory = (
+        None
+        if new_memory is None
+        else WeightMemory(module, joined_weights(module) if is_known(module) else [], new_memory)
+    )
+    module = module.to(device)
     register_attention()
     # The language model's attention is ours; a vision tower keeps transformers'.
     parts = getattr(module.config, "sub_configs", None)
@@ -183,6 +204,10 @@ def load_model(config: ServerConfig) -> ServedModel:
     check_positions(text_config, max_model_len)
     can_be_packed, adapters = can_pack(device, dtype), config.options.get("adapters", {})
     fused = None if adapters else fuse(module, max_model_len, probe)
+    on_cuda = None
+    if memory is not None and is_known(module) and not adapters and can_decode(module, probe.shapes):
+        decoder = CudaDecoder(module, max_model_len, probe.settings, memory)
+        on_cuda = decoder if agrees(module, decoder, probe) else None
     active = ActiveAdapters()
     linears = serve_linears(module, active, is_packed=can_be_packed and fused is None)
     return ServedModel(
@@ -199,7 +224,18 @@ def load_model(config: ServerConfig) -> ServedModel:
         adapters=AdapterStore(_adaptable(linears), adapters),
         image_reader=load_image_reader(module, config.model_path),
         fused=fused,
+        on_cuda=on_cuda,
+        memory=memory,
     )
+
+
+def device_memory(device: torch.device) -> Callable[[int], Memory] | None:
+    """Makes memory of a GPU that keeps its address; None on a CPU, and where rl-csrc was built without CUDA."""
+    if device.type != "cuda" or not has_cuda():
+        return None
+    from rl_csrc.cuda.mapped import MappedMemory
+
+    return lambda num_bytes: MappedMemory(num_bytes, device)
 
 
 def _load_module(path: str, dtype: torch.dtype) -> Any:

@@ -15,7 +15,12 @@ from torch import Tensor
 from rl_rollout.errors import ModelFolderError, WeightUpdateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from rl_rollout.backends.embedded.kv_cache import Memory
+
+_ALIGNMENT = 256
+"""Of weights in memory, bytes: what the products of GPUs like best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +37,8 @@ class Place:
     """Of its first number in the tensor, numbers."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part, as a view of the contiguous tensor."""
-        return whole.as_strided(self.shape, self.stride, self.offset)
+        """The part, as a view of the contiguous tensor, which may itself be a part of other memory."""
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
 def find_places(module: Any, tensors: dict[str, Tensor]) -> dict[str, Place]:
@@ -77,6 +82,41 @@ def _part(name: str, disk_name: str, numbered: Tensor, part: Tensor) -> Place:
     return place
 
 
+class WeightMemory:
+    """All weights of a module in one stretch of memory, which can be given back and taken again at its address.
+
+    Args:
+        module: Its parameters and persistent buffers move; a CPU's go to the memory's device.
+        joined: Names of weights that lie one behind the other, so that they are one tensor too: `joined`.
+        new_memory: Makes memory of so many bytes.
+    """
+
+    def __init__(self, module: Any, joined: Sequence[Sequence[str]], new_memory: Callable[[int], Memory]) -> None:
+        state: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
+        alone = [[name] for name in state if not any(name in names for names in joined)]
+        self._joined: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+        offsets: dict[int, int] = {}
+        end = 0
+        for names in [*joined, *alone]:
+            end = -(-end // _ALIGNMENT) * _ALIGNMENT
+            first = state[names[0]]
+            shape = (sum(state[name].shape[0] for name in names), *first.shape[1:]) if first.ndim else ()
+            self._joined[names[0]] = end, shape, first.dtype
+            for name in names:
+                if id(state[name]) not in offsets:  # a tied weight is one tensor under several names
+                    offsets[id(state[name])] = end
+                    end += state[name].nbytes
+        self.memory = new_memory(end)
+        for tensor in {id(tensor): tensor for tensor in state.values()}.values():
+            place = self.memory.tensor(offsets[id(tensor)], tuple(tensor.shape), tensor.dtype)
+            place.copy_(tensor.detach())
+            tensor.data = place
+
+    def joined(self, name: str) -> Tensor:
+        """The weights that lie one behind the other from `name` on, as one."""
+        return self.memory.tensor(*self._joined[name])
+
+
 class WeightStore:
     """The parameters and persistent buffers of a module, which arrive under the names that they have on disk.
 
@@ -86,10 +126,14 @@ class WeightStore:
         module: Served.
         keeps_places: New weights are copied to where the old ones lie, for CUDA graphs, which hold addresses; else the
             two change places.
+        memory: Where they lie, if `release` is to give that back and the next update to fill it again in its place.
     """
 
-    def __init__(self, module: Any, *, keeps_places: bool = False) -> None:
+    def __init__(self, module: Any, *, keeps_places: bool = False, memory: Memory | None = None) -> None:
         self._keeps_places = keeps_places
+        self._memory = memory
+        self._is_empty = False
+        """Whether `memory` was given back, and holds no whole version yet."""
         self._tensors: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
         self._layouts = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in self._tensors.items()}
         self._places = find_places(module, self._tensors)
@@ -129,10 +173,7 @@ class WeightStore:
             wanted = tuple(place.shape)
             raise WeightUpdateError(f"weight {name!r} arrived as {tuple(tensor.shape)}; the model holds {wanted}")
         owner = self._owner[place.name]
-        if owner not in self._staged:
-            shape, dtype, device = self._layouts[owner]
-            self._staged[owner] = torch.empty(shape, dtype=dtype, device=device)
-        staged = place.of(self._staged[owner])
+        staged = place.of(self._room(owner))
         if (owner, place.offset) in self._arrived:
             if not torch.equal(staged, tensor.to(staged)):
                 raise WeightUpdateError(f"weight {name!r} is tied to another, and a different value arrived for each")
@@ -154,6 +195,16 @@ class WeightStore:
         """These of `targets` have been filled."""
         self._arrived |= {(self._owner[self._places[name].name], self._places[name].offset) for name in names}
 
+    def _room(self, owner: str) -> Tensor:
+        """Where a tensor arrives: beside the served one, or in its place where nothing is served."""
+        if self._is_empty and self._memory is not None:
+            self._memory.take()
+            return self._tensors[owner].data
+        if owner not in self._staged:
+            shape, dtype, device = self._layouts[owner]
+            self._staged[owner] = torch.empty(shape, dtype=dtype, device=device)
+        return self._staged[owner]
+
     def check_complete(self) -> None:
         """See that every weight has arrived, a tied one under one of its names at least.
 
@@ -169,7 +220,9 @@ class WeightStore:
 
         `keeps_staged`: what was staged stays there as well, for differences to be applied to.
         """
-        has_moved = False
+        if self._is_empty and self._memory is not None:
+            self._memory.take()  # where all of it arrived beside
+        has_moved = self._is_empty = False
         for owner, new in self._staged.items():
             served = self._tensors[owner]
             old = served.data
@@ -193,6 +246,10 @@ class WeightStore:
     def release(self) -> None:
         """Give both copies back. The module cannot run until the next `swap`."""
         self.release_staging()
+        if self._memory is not None:
+            self._is_empty = True
+            self._memory.give_back()
+            return
         for tensor in self._tensors.values():
             tensor.data = tensor.data.new_empty(0)
 
