@@ -13,7 +13,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl_engine.backends.megatron.layout import (
     Layout,
-    check_divides,
     check_parallel,
     check_world,
     join_layout,
@@ -23,7 +22,7 @@ from rl_engine.backends.megatron.layout import (
 )
 from rl_engine.backends.megatron.model import Stage, attach
 from rl_engine.backends.megatron.optimizer import MASTER, STATES, STEP, ShardedAdamW
-from rl_engine.backends.megatron.weights import plan_weights, read_architecture, shapes_of
+from rl_engine.backends.megatron.weights import check_divides, plan_weights, read_architecture, shapes_of
 from rl_engine.batch.plan import AUX_LOSS, MicroBatchResults, ModelReplicas
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.sharded import local_shards

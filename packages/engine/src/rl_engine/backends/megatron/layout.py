@@ -24,13 +24,11 @@ from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_engine.backends.megatron.weights import split_layers
 from rl_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from rl_engine.backends.megatron.weights import Architecture
     from rl_engine.distributed.world import World
     from rl_engine.types import ParallelConfig
 
@@ -133,38 +131,6 @@ def check_parallel(parallel: ParallelConfig) -> None:
         raise ConfigError(f"parallel.vpp is {parallel.vpp} and parallel.pp is 1; pieces need a pipeline. Set it to 1.")
     if parallel.sequence_parallel and parallel.tp == 1:
         raise ConfigError("parallel.sequence_parallel needs parallel.tp above 1; with tp=1 it would do nothing.")
-
-
-def check_divides(arch: Architecture, parallel: ParallelConfig) -> None:
-    """Refuse sizes that the layout does not divide.
-
-    Raises:
-        ConfigError: says which.
-    """
-    wanted = [
-        ("tp", parallel.tp, "query heads", arch.num_heads),
-        ("tp", parallel.tp, "key and value heads", arch.num_groups),
-        ("tp * cp", parallel.tp * parallel.cp, "query heads", arch.num_heads),
-        ("tp * cp", parallel.tp * parallel.cp, "key and value heads", arch.num_groups),
-        ("tp", parallel.tp, "MLP columns", arch.ffn_size),
-        ("pp * vpp", parallel.pp * parallel.vpp, "layers", arch.num_layers),
-    ]
-    if arch.num_experts:
-        wanted.append(("ep", parallel.ep, "experts", arch.num_experts))
-    for name, size, what, count in wanted:
-        is_split = what == "layers" and parallel.vpp == 1  # unevenly, if need be
-        if count % size and not is_split:
-            raise ConfigError(f"parallel.{name} = {size} does not divide the model's {count} {what}.")
-    if parallel.vpp == 1 and min(split_layers(arch.num_layers, parallel.pp, 1)) < 1:
-        raise ConfigError(
-            f"parallel.pp is {parallel.pp} and the model has {arch.num_layers} layers, too few for so many stages."
-        )
-    if arch.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
-        raise ConfigError(
-            "Experts with parallel.tp above 1 need parallel.sequence_parallel=true: tokens are dealt to them."
-        )
-    if parallel.ep > 1 and not arch.num_experts:
-        raise ConfigError(f"parallel.ep is {parallel.ep} and the {arch.model_type} model has no experts. Set it to 1.")
 
 
 def check_world(parallel: ParallelConfig, world_size: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from rl_engine.checkpoint.hf_folder import SCORE
+from rl_engine.errors import ConfigError
 from rl_engine.model.hf import check_mapped
 from rl_engine.model.moe import Experts
 from rl_engine.types import Head
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.backends.megatron.layout import Axis, Layout
+    from rl_engine.types import ParallelConfig
 
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -188,6 +190,38 @@ def split_layers(num_layers: int, pp: int, vpp: int) -> list[int]:
     between = -(-num_layers // pp)
     rest = num_layers - (pp - 2) * between
     return [rest // 2, *[between] * (pp - 2), rest - rest // 2]
+
+
+def check_divides(arch: Architecture, parallel: ParallelConfig) -> None:
+    """Refuse sizes that the layout does not divide.
+
+    Raises:
+        ConfigError: says which.
+    """
+    wanted = [
+        ("tp", parallel.tp, "query heads", arch.num_heads),
+        ("tp", parallel.tp, "key and value heads", arch.num_groups),
+        ("tp * cp", parallel.tp * parallel.cp, "query heads", arch.num_heads),
+        ("tp * cp", parallel.tp * parallel.cp, "key and value heads", arch.num_groups),
+        ("tp", parallel.tp, "MLP columns", arch.ffn_size),
+        ("pp * vpp", parallel.pp * parallel.vpp, "layers", arch.num_layers),
+    ]
+    if arch.num_experts:
+        wanted.append(("ep", parallel.ep, "experts", arch.num_experts))
+    for name, size, what, number in wanted:
+        is_split = what == "layers" and parallel.vpp == 1  # unevenly, if need be
+        if number % size and not is_split:
+            raise ConfigError(f"parallel.{name} = {size} does not divide the model's {number} {what}.")
+    if parallel.vpp == 1 and min(split_layers(arch.num_layers, parallel.pp, 1)) < 1:
+        raise ConfigError(
+            f"parallel.pp is {parallel.pp} and the model has {arch.num_layers} layers, too few for so many stages."
+        )
+    if arch.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            "Experts with parallel.tp above 1 need parallel.sequence_parallel=true: tokens are dealt to them."
+        )
+    if parallel.ep > 1 and not arch.num_experts:
+        raise ConfigError(f"parallel.ep is {parallel.ep} and the {arch.model_type} model has no experts. Set it to 1.")
 
 
 def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entry]:
