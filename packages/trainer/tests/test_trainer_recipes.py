@@ -23,8 +23,9 @@ def test_a_recipe_takes_a_step(recipe, model, tmp_path):
     lines = [{"question": f"{a} + {b} =", "answer": f"add them #### {a + b}"} for a in range(10, 14) for b in range(4)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     group = [] if recipe == "ppo" else ["batch.group_size=2"]
-    overlong = ["reward.overlong_buffer=8"] if recipe == "dapo" else []
-    settings = [*SMALL, *group, *overlong, "data.max_prompt_tokens=128", f"data.path={data}", f"model.path={model}"]
+    own = ["reward.overlong_buffer=8"] if recipe == "dapo" else []
+    own += ["data.format=gsm8k"] if recipe == "grpo" else []  # which asks for rows of one's own
+    settings = [*SMALL, *group, *own, "data.max_prompt_tokens=128", f"data.path={data}", f"model.path={model}"]
     critic = ["critic.warmup_steps=1"] if recipe == "ppo" else []
     teacher = [f"teacher.path={model}"] if recipe == "distill" else []
     config = load_config(recipe, [*settings, *critic, *teacher, f"output_dir={tmp_path / 'out'}"])
