@@ -83,7 +83,7 @@ def test_a_dry_run_tells_the_plan_and_starts_nothing(model, tmp_path, capsys):
     assert main(["quickstart", "--dry-run", f"model.path={model}", f"output_dir={output_dir}"]) == 0
     told = capsys.readouterr().out
     assert "completions per step" in told
-    assert "M parameters: engine" in told
+    assert "a GPU at its fullest" in told
     assert not output_dir.exists()
 
 
