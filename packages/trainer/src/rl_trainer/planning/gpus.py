@@ -81,7 +81,7 @@ def gpu_gib() -> float | None:
     """Memory of this machine's smallest GPU, GiB; None where there is none."""
     import torch
 
-    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(local_gpus())]
+    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
     return min(sizes) / 2**30 if sizes else None
 
 
