@@ -151,7 +151,7 @@ def write(path, rows):
 
 def test_a_mixture_of_files_is_loaded_filtered_and_drawn(tmp_path):
     easy = write(tmp_path / "easy.jsonl", [row(n) for n in range(20)])
-    hard = write(tmp_path / "hard.jsonl", [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(20)])
+    hard = write(tmp_path / "hard.jsonl", [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(80)])
     tree = [f"data.mixture={{easy: {{path: {easy}}}, hard: {{path: {hard}, format: gsm8k, weight: 3}}}}"]
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("data: {eval_size: 8, max_prompt_tokens: 50}\n")

@@ -351,7 +351,7 @@ def test_k3_is_capped_alike_in_the_reward_and_in_the_loss(d):
     assert loss.item() == pytest.approx(in_reward, rel=1e-4, abs=1e-6)
 
 
-PLAIN = {"mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_chi2"}
+PLAIN = {"mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_chi2", "entropy_estimate"}
 RATIO = {"log_ratio", "k3", "ratio"}
 CLIPPED = {"clipped_high", "clipped_low"}
 
@@ -369,7 +369,9 @@ def test_what_was_not_computed_is_no_metric(loss, has_old):
     wanted = PLAIN | (RATIO if has_old else set()) | ({"policy_loss"} if loss != "distill" else set())
     wanted |= CLIPPED if has_old and loss in clips else set()
     wanted |= {"clipped_dual"} if has_old and loss == "ppo" else set()
-    assert set(function(output, rows)[1]) == wanted
+    measured = function(output, rows)[1]
+    assert set(measured) == wanted
+    assert measured["entropy_estimate"] == pytest.approx(1.0), "of tokens whose log-prob is -1"
     more = AlgorithmConfig(loss=loss, kl_coef=0.1, entropy_coef=0.1)
     output = dataclasses.replace(output, entropy=torch.ones(3))
     found = PolicyLossFunction(config=more, has_old_logprobs=has_old)(output, rows)[1]
