@@ -17,6 +17,7 @@ from rl_trainer.config import load_config
 from rl_trainer.loop import run_loop
 from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.pipeline.weight_sync import WeightSync
+from rl_trainer.pipeline.weight_transfer import GatheredTransfer
 from rl_trainer.runtime.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.testing import FakeAgents, QueueJob
 from rl_trainer.workers.engine import AdvantageReport, EngineWorker, UpdateReport
@@ -89,7 +90,7 @@ def serve(name, arguments):
     """What a replica of the servers says."""
     answers = {
         "count_receivers": lambda member: 1,
-        "update_weights": lambda member: arguments[member][0],
+        "update_weights": lambda member: arguments[member][1],
         "address": lambda member: ServerAddress(url=f"http://{member}", model="m", pid=member),
     }
     return {member: answers[name](member) for member in arguments}
@@ -106,7 +107,8 @@ class ScaledJob(QueueJob):
         self.source._agents = agents
         self.source._queue = Timed(self.fake.queue, self.of_queue)
         self.actor = Group(num_ranks, self.others)
-        self.weights = WeightSync(self.actor, Members(REPLICAS[num_ranks], serve, self.others), agents)
+        transfer = GatheredTransfer(self.actor, "shm://policy")
+        self.weights = WeightSync(self.actor, Members(REPLICAS[num_ranks], serve, self.others), agents, transfer)
 
     def roll_out(self, name, arguments):
         if name == "submit":
