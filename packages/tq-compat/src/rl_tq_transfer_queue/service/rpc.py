@@ -67,7 +67,7 @@ class _ClientConnection:
     """Connection of one client, served by a thread of its own."""
 
     def __init__(self, controller: Any, connection: socket.socket, key: bytes) -> None:
-        self.is_authenticated = False
+        self.is_authenticated = self.is_shut = False
         self._controller = controller
         self._connection = connection
         self._key = key
@@ -81,6 +81,7 @@ class _ClientConnection:
 
     def shut(self) -> None:
         """Shut it down without waiting."""
+        self.is_shut = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
