@@ -26,8 +26,8 @@ from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import AdvantageInput, Aggregation, PolicyLossFunction, ValueLossFunction, compute_advantages
 from rl_trainer.algorithms.advantages import reward_to_go, value_scan
 from rl_trainer.algorithms.kl_controller import estimate_kl
-from rl_trainer.algorithms.policy_loss import select_tokens
 from rl_trainer.algorithms.rollout_correction import correction_weights, rejection_mask
+from rl_trainer.algorithms.selection import select_tokens
 from rl_trainer.config import AlgorithmConfig, TeacherSection
 
 sys.path.insert(0, str(Path(__file__).parent))

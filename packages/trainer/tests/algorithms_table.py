@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.algorithms import ADVANTAGES
-from rl_trainer.algorithms.policy_loss import POLICY_LOSSES
+from rl_trainer.algorithms.losses import POLICY_LOSSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,21 +39,25 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## `algorithm.advantage`"
     yield ""
-    yield "| name | what | reads besides rewards | keys | groups of one |"
-    yield "|---|---|---|---|---|"
+    yield "| name | what | reads besides rewards | keys | `algorithm.advantage_options` | groups of one |"
+    yield "|---|---|---|---|---|---|"
     for name, estimator in sorted(ADVANTAGES.items()):
-        needs = ", ".join(f"`{need}`" for need in estimator.needs) or "-"
+        needs = ", ".join(f"`{need}`" for need in (*estimator.needs, *estimator.reads)) or "-"
         keys = ", ".join(f"`{key}`" for key in estimator.keys) or "-"
+        options = _options(estimator.options)
         ones = "no" if estimator.compares_group else "yes"
-        yield f"| `{name}` | {_first_paragraph(estimator.compute)} | {needs} | {keys} | {ones} |"
+        yield f"| `{name}` | {_first_paragraph(estimator.compute)} | {needs} | {keys} | {options} | {ones} |"
     yield ""
     yield "## `algorithm.loss`"
     yield ""
     yield "| name | source (arXiv) | `algorithm.loss_options` |"
     yield "|---|---|---|"
     for name, loss in POLICY_LOSSES.items():
-        options = ", ".join(f"`{option}: {value:g}`" for option, value in loss.options.items()) or "-"
-        yield f"| `{name}` | {loss.source} | {options} |"
+        yield f"| `{name}` | {loss.source} | {_options(loss.options)} |"
+
+
+def _options(options: Any) -> str:
+    return ", ".join(f"`{option}: {value:g}`" for option, value in options.items()) or "-"
 
 
 def _first_paragraph(function: Any) -> str:

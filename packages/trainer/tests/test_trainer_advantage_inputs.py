@@ -6,7 +6,7 @@ import torch
 import rl_tq
 from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, compute_advantages
 from rl_trainer.algorithms.advantages import value_scan
-from rl_trainer.algorithms.policy_loss import select_tokens
+from rl_trainer.algorithms.selection import select_tokens
 from rl_trainer.config import AlgorithmConfig
 from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.workers.engine import EngineWorker
@@ -23,6 +23,8 @@ COLUMNS = {name: torch.rand(13, generator=torch.Generator().manual_seed(n)) for 
     "rollout_index": torch.tensor([0, 1, 0, 0, 1]),
     "components": torch.tensor([[0.0, 1.0], [1.0, 0.5], [0.25, 0.0], [0.5, 2.0], [1.0, 1.0]]),
     "component_weights": torch.tensor([[1.0, 4.0]] * 5),
+    "completion_token_ids": torch.arange(13) % 3,
+    "prompt_token_ids": torch.nested.nested_tensor_from_jagged(torch.tensor([7, 7, 8, 8, 9]), torch.arange(6)),
 }
 
 
@@ -30,7 +32,7 @@ def computed(weight=0.0, **keys):
     """What the worker writes, and its report."""
     columns = COLUMNS | {"loss_mask": MASK}
     jagged = {
-        name: torch.nested.nested_tensor_from_jagged(value, OFFSETS) if len(value) == len(MASK) else value
+        name: torch.nested.nested_tensor_from_jagged(value, OFFSETS) if value.numel() == len(MASK) else value
         for name, value in columns.items()
     }
     worker = object.__new__(EngineWorker)
@@ -58,6 +60,7 @@ def wanted(name, old="old_logprobs", rewards=COLUMNS["rewards"]):
         greedy_rewards=COLUMNS["greedy_rewards"],
         component_weights=COLUMNS["component_weights"][0],
         ratio=ratio if "ratio" in ADVANTAGES[name].needs else None,
+        columns={column: COLUMNS[column] for column in ("prompt_token_ids", "completion_token_ids")},
         **fields,
     )
 

@@ -13,7 +13,7 @@ from rl_engine.testing import write_tiny_model
 from rl_engine.types import EngineConfig
 from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, compute_advantages
 from rl_trainer.algorithms.advantages import BatchRanks
-from rl_trainer.algorithms.policy_loss import select_tokens
+from rl_trainer.algorithms.selection import beyond_moment, high_entropy, select_tokens
 from rl_trainer.config import AlgorithmConfig
 from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.base import Dispatch, ResourcePool, register
@@ -38,6 +38,7 @@ def batch(seed):
     fields |= {"group_ids": groups, "rollout_ids": torch.randint(0, 3, groups.shape, generator=random)}
     fields |= {"greedy_rewards": torch.rand(7, generator=random)[groups]}
     fields |= {"components": torch.rand(len(groups), 2, generator=random)}
+    fields |= {"completion_token_ids": torch.randint(0, 3, (num,), generator=random), "prompt_token_ids": groups}
     return fields, cu_seqlens
 
 
@@ -47,7 +48,9 @@ def part(fields, cu_seqlens, rows, **rest):
     tokens = torch.isin(torch.arange(len(lengths)).repeat_interleave(lengths), rows)
     own = {name: fields[name][tokens] for name in PER_TOKEN} | {name: fields[name][rows] for name in PER_ROW}
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[rows].cumsum(0)])
-    return AdvantageInput(**own, cu_seqlens=offsets, gamma=0.9, lam=0.8, **rest)
+    prompts = torch.nested.nested_tensor_from_jagged(fields["prompt_token_ids"][rows], torch.arange(len(rows) + 1))
+    columns = {"prompt_token_ids": prompts, "completion_token_ids": fields["completion_token_ids"][tokens]}
+    return AdvantageInput(**own, cu_seqlens=offsets, gamma=0.9, lam=0.8, columns=columns, **rest)
 
 
 def on_ranks(fields, cu_seqlens, compute):
@@ -99,6 +102,20 @@ def test_ranks_choose_the_tokens_that_the_whole_batch_chooses(loss, options):
 
     def chosen(own):
         return select_tokens(own.logprobs, own.values, own.loss_mask, loss=loss, seed=3, ranks=own.ranks, **options)
+
+    whole = chosen(part(fields, cu_seqlens, torch.arange(len(cu_seqlens) - 1)))
+    assert 0 < int(whole.sum()) < int(fields["loss_mask"].sum()) / 2
+    assert on_ranks(fields, cu_seqlens, chosen).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("choose", ["high_entropy", "beyond_moment"])
+def test_ranks_bound_entropy_and_second_moment_as_the_whole_batch_does(choose):
+    fields, cu_seqlens = batch(5)
+
+    def chosen(own):
+        if choose == "high_entropy":
+            return high_entropy(own.sum_pi_squared, own.loss_mask, share=0.2, ranks=own.ranks)
+        return beyond_moment(own.values - 0.5, own.rewards - 0.5, own.loss_mask, m2_max=0.02, ranks=own.ranks)
 
     whole = chosen(part(fields, cu_seqlens, torch.arange(len(cu_seqlens) - 1)))
     assert 0 < int(whole.sum()) < int(fields["loss_mask"].sum()) / 2

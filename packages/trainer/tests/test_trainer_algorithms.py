@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import runpy
 from pathlib import Path
@@ -95,6 +96,64 @@ def test_more_group_relative_by_hand(name, rows):
     torch.testing.assert_close(compute_advantages(name, data), data.broadcast(torch.tensor(rows)))
 
 
+def test_the_deviation_of_the_batch_by_hand():
+    # Rewards 1 0 0 | 1 1 | 0.5: their mean is 3.5 / 6, the sum of squares about it 3.25 - 3.5^2 / 6.
+    std = ((3.25 - 3.5**2 / 6) / 5) ** 0.5 + 1e-6
+    rows = torch.tensor([-1 / 3, 2 / 3, 0, 0, 0, -1 / 3]) / std
+    data = three_groups()
+    torch.testing.assert_close(compute_advantages("grpo_batch_std", data), data.broadcast(rows))
+
+
+def test_maxrl_by_hand():
+    # Over the group's mean of 1 / 3: -1, 2, -1. Groups whose rewards are equal, or that are of one, teach nothing.
+    data = three_groups()
+    rows = torch.tensor([-1.0, 2.0, 0, 0, 0, -1.0])
+    torch.testing.assert_close(compute_advantages("maxrl", data), data.broadcast(rows), atol=1e-5, rtol=1e-5)
+    none = dataclasses.replace(data, rewards=torch.zeros(9))
+    assert compute_advantages("maxrl", none).tolist() == [0.0] * 9
+
+
+def two_episodes(**rest):
+    """Two rollouts of one prompt, [turn] observation [turn]: the second turns begin in one state, 7 8.
+
+    Rewards of the turns: 0 and 1; 0.5 and 0. A third rollout has one turn, of another state, and reward 0.
+    """
+    offsets = torch.tensor([0, 5, 10, 12])
+    prompts = torch.tensor([1, 2, 1, 2, 3])
+    return AdvantageInput(
+        rewards=torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0]),
+        loss_mask=torch.tensor([1, 1, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1]),
+        cu_seqlens=offsets,
+        group_ids=torch.tensor([4, 4, 4]),
+        gamma=0.9,
+        columns={
+            "prompt_token_ids": torch.nested.nested_tensor_from_jagged(prompts, torch.tensor([0, 2, 4, 5])),
+            "completion_token_ids": torch.tensor([5, 5, 7, 8, 6, 5, 6, 7, 8, 5, 9, 9]),
+        },
+        **rest,
+    )
+
+
+def test_gigpo_by_hand():
+    # Episodes: 1, 0.5, 0 less 0.5. Steps: the first turns of two rollouts, from one prompt: returns 0.9 and 0.5, less
+    # 0.7; their second turns, from 7 8: 1 and 0, less 0.5. The third rollout's prompt is another: alone, 0.
+    got = compute_advantages("gigpo", two_episodes())
+    first, second, third = [0.5 + 0.2] * 2 + [0, 0] + [0.5 + 0.5], [-0.2] * 2 + [0, 0] + [-0.5], [-0.5] * 2
+    torch.testing.assert_close(got, torch.tensor([*first, *second, *third]))
+    half = compute_advantages("gigpo", two_episodes(options={"step_weight": 0.5}))
+    torch.testing.assert_close(half[[0, 4, 5]], torch.tensor([0.6, 0.75, -0.1]))
+    # Over their deviations: 0.5 of the episodes, sqrt(2 * 0.2^2) and sqrt(2 * 0.5^2) of the steps.
+    scaled = compute_advantages("gigpo", two_episodes(options={"scales": 1.0}))
+    torch.testing.assert_close(
+        scaled[[0, 4, 5, 9, 10]], torch.tensor([1 + 0.5**0.5] * 2 + [-(0.5**0.5)] * 2 + [-1.0]), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_gigpo_without_steps_is_its_episodes():
+    none = compute_advantages("gigpo", two_episodes(options={"step_weight": 0.0}))
+    torch.testing.assert_close(none, compute_advantages("dr_grpo", two_episodes()))
+
+
 def test_reinforce_pp_baseline_by_hand():
     centered = three_groups().broadcast(torch.tensor([-1 / 3, 2 / 3, 0, 0, 0, -1 / 3]))
     got = compute_advantages("reinforce_pp_baseline", three_groups())
@@ -102,7 +161,7 @@ def test_reinforce_pp_baseline_by_hand():
 
 
 @pytest.mark.filterwarnings("ignore:1 of 3 groups have one completion")
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "grpo_passk", "opo", "gpg"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "grpo_passk", "opo", "gpg", "maxrl", "grpo_batch_std"])
 def test_a_group_s_advantage_does_not_depend_on_where_its_rows_stand(name):
     data = three_groups()
     order = torch.tensor([4, 2, 0, 5, 1, 3])
@@ -149,6 +208,12 @@ def test_a_rollout_of_several_trajectories_enters_its_group_once(name):
             sum_pi_squared=halves,
             process_rewards=halves,
             components=torch.stack([rewards[offsets[1:] - 1], torch.tensor([float(row == "c") for row in rows])], 1),
+            columns={  # no two rows begin in one state
+                "prompt_token_ids": torch.nested.nested_tensor_from_jagged(
+                    torch.tensor([ord(row[-1]) for row in rows]), torch.arange(len(rows) + 1)
+                ),
+                "completion_token_ids": torch.ones(sum(lengths), dtype=torch.int64),
+            },
         )
 
     split, whole = made(["a", "b", "b'", "c"], [0, 1, 1, 2]), made(["a", "b", "c"], [0, 1, 2])
@@ -194,7 +259,7 @@ def test_algorithms_of_other_distributions_are_found_by_entry_point(monkeypatch)
     make_plan(load_config("quickstart", [*PLAIN, "algorithm.advantage=ones", "algorithm.loss=double"]))
     with pytest.raises(ConfigError, match="clip_dual is not read by algorithm.loss=double; its options are: none"):
         make_plan(load_config("quickstart", [*PLAIN, "algorithm.loss=double", "algorithm.loss_options.clip_dual=2"]))
-    with pytest.raises(ConfigError, match="algorithm.loss='triple' is not known; there are cispo, .*, double"):
+    with pytest.raises(ConfigError, match="algorithm.loss='triple' is not known; there are ce_gppo, cispo, .*, double"):
         loss_named("triple")
     points["rl_trainer.policy_losses"] = [Point("ones", ones)]
     with pytest.raises(
@@ -241,8 +306,10 @@ def changes_of_the_other_gradients(loss):
     offsets, mask = torch.tensor([0, 3, 4, 8]), torch.tensor([1, 1, 0, 1, 1, 1, 1, 1])
     names = ("old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs", "teacher_logprobs")
     columns = {name: torch.randn(8, generator=g) * 0.3 - 1 for name in names}
-    rows = one_row_batch(mask, offsets, selected=torch.tensor([0, 1, 0, 0, 0, 1, 0, 0]), **columns)
+    chosen = {name: torch.tensor([0, 1, 0, 0, 0, 1, 0, 0]) for name in ("selected", "is_high_entropy")}
+    rows = one_row_batch(mask, offsets, **chosen, **columns)
     rows["advantages"].values().add_(1)
+    rows["is_given"] = torch.tensor([True, False, False])
     scored, entropies = torch.randn(8, generator=g) * 0.3 - 1, torch.rand(8, generator=g)
     found = []
     for hidden in (0, 1):
@@ -268,6 +335,9 @@ BYPASS = {"old_logprobs": "rollout"}
         *({"loss": "ppo", "aggregation": name} for name in ("token-sum", "seq-mean-token-mean")),
         *({"correction": name, **more} for name in ("tis", "sequence_tis") for more in ({}, BYPASS)),
         *({"rejection": name, **more} for name in ("token_k1", "sequence_mean_k3") for more in ({}, BYPASS)),
+        {"off_policy_mask": 0.01},
+        {"top_entropy": 0.5},
+        {"kl_coef": 0.1, "kl_estimator": "k3*"},
     ],
     ids=str,
 )
@@ -275,8 +345,10 @@ def test_a_loss_that_says_it_is_token_local_is(keys):
     loss = PolicyLossFunction(config=AlgorithmConfig(**keys), max_new_tokens=4)
     is_local = changes_of_the_other_gradients(loss) == 0
     assert loss.is_token_local <= is_local
-    by_row = keys.get("loss") in ("gspo", "gmpo") or (
-        "old_logprobs" in keys and "sequence" in keys.get("correction", "") + keys.get("rejection", "")
+    by_row = (
+        keys.get("loss") in ("gspo", "gmpo", "topr", "vespo")
+        or "off_policy_mask" in keys
+        or ("old_logprobs" in keys and "sequence" in keys.get("correction", "") + keys.get("rejection", ""))
     )
     assert loss.is_token_local == (not by_row)
     assert (loss.row_term is None) == loss.is_token_local

@@ -34,9 +34,10 @@ def draw_rows(lengths, seed):
     columns["teacher_candidate_logprobs"] = numbers(4, scale=1.0).log_softmax(-1)[:, :3]
     columns["loss_mask"] = (numbers() > -0.2).long()
     columns["loss_mask"][torch.tensor(lengths).cumsum(0) - 1] = 1
-    columns["selected"] = (numbers() > 0).long()
+    columns["selected"], columns["is_high_entropy"] = (numbers() > 0).long(), (numbers() > 0).long()
     columns["rewards"] = torch.zeros(total, dtype=torch.float64)
     columns["rewards"][torch.tensor(lengths).cumsum(0) - 1] = 1.0
+    columns["is_given"] = torch.arange(len(lengths)) % 2 == 1
     return logprobs, columns
 
 
@@ -75,7 +76,8 @@ def added_up(loss_function, given, columns, lengths, parts):
             counts=counts,
         )
         batch = {
-            name: torch.nested.nested_tensor_from_jagged(column[index], offsets) for name, column in columns.items()
+            name: column[rows] if name == "is_given" else torch.nested.nested_tensor_from_jagged(column[index], offsets)
+            for name, column in columns.items()
         }
         with NothingToWaitFor():
             loss, metrics = loss_function(output, TensorDict(batch, batch_size=[len(rows)]))
@@ -110,6 +112,9 @@ SEEDS = [pytest.param(range(1), id="once"), pytest.param(range(1, 21), id="often
 OTHERS = {
     **{name: PolicyLossFunction(config=AlgorithmConfig(correction=name)) for name in CORRECTIONS},
     **{name: PolicyLossFunction(config=AlgorithmConfig(rejection=name)) for name in REJECTIONS},
+    "off-policy mask": PolicyLossFunction(config=AlgorithmConfig(off_policy_mask=0.05)),
+    "top entropy": PolicyLossFunction(config=AlgorithmConfig(top_entropy=0.2, correction="tis")),
+    "unbiased KL": PolicyLossFunction(config=AlgorithmConfig(kl_coef=0.3, kl_estimator="k3*")),
     "value": ValueLossFunction(clip=0.2),
     "process reward": ProcessRewardLoss(),
 }
@@ -129,7 +134,7 @@ def test_a_row_without_a_token_of_the_model_counts_nowhere(loss, aggregation):
     given, columns = draw_rows(lengths, 0)
     columns["loss_mask"][3:7] = 0
     kept = torch.tensor([0, 1, 2, 7, 8])
-    without = {name: column[kept] for name, column in columns.items()}
+    without = {name: column[[0, 2] if name == "is_given" else kept] for name, column in columns.items()}
     told, gradient = added_up(policy_loss(loss, aggregation), given, columns, lengths, [[0, 1, 2]])
     wanted, wanted_gradient = added_up(policy_loss(loss, aggregation), given[kept], without, [3, 2], [[0, 1]])
     assert told == pytest.approx(wanted, rel=1e-6)

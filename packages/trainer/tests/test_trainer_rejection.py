@@ -45,6 +45,7 @@ def learn(config, columns, logprobs, lengths, *, counts=None, **options):
     """Loss, metrics, and the gradients of log-probs and entropies."""
     offsets = torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))
     rows = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in columns.items()}
+    rows["is_given"] = torch.zeros(len(lengths), dtype=torch.bool)
     batch = TensorDict(rows, batch_size=[len(lengths)])
     drop_rejected(config, batch)
     mask = batch["loss_mask"].values().bool()

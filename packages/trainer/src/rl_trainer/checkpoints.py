@@ -57,6 +57,8 @@ class RunState:
     """What may be learned from again: the state of `Replay`, whose rows are in the queue."""
     kl_coef: float | None = None
     """Where the weight of the KL in the rewards stood, if it follows a target; None: where the configuration has it."""
+    entropy_coef: float | None = None
+    """The same of the entropy bonus."""
     order: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """State of the order of prompts, beside `position` and `pending`."""
     pipeline: str = ""
@@ -120,6 +122,7 @@ class RunState:
             "held": [group.as_tuple() for group in record.held],
             "history": {} if components.replay is None else components.replay.state(),
             "kl_coef": components.kl.coef if components.kl.target else None,
+            "entropy_coef": components.entropy.coef if components.entropy.target else None,
             "order": order,
             "pipeline": config.pipeline,
             "engines": ["engine", *(["critic"] if components.critic is not None else [])],

@@ -10,18 +10,19 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.algorithms import estimator_named
-from rl_trainer.algorithms.kl_controller import AdaptiveKl
+from rl_trainer.algorithms.kl_controller import TOKEN_ENTROPY, AdaptiveEntropy, AdaptiveKl
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import PhaseTimer, StepRecord
 from rl_trainer.pipeline.rollout_source import Generated, hash_seed
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.plan import has_old_pass
+from rl_trainer.workers.columns import TRUNCATED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from rl_trainer.pipeline.replicas import AgentReplicas
     from rl_trainer.pipeline.rollout_source import RolloutSource
     from rl_trainer.pipeline.weight_sync import WeightSync
-    from rl_trainer.workers.engine import CriticWorker, EngineWorker
+    from rl_trainer.workers.engine import CriticWorker, EngineWorker, UpdateReport
     from rl_trainer.workers.queue import SampleWorker
     from rl_trainer.workers.teacher import ServedTeacherWorker
 
@@ -57,6 +58,8 @@ class Components:
     """The value function, or the implicit process reward model; None without one."""
     kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))
     """Weight of the KL in the rewards."""
+    entropy: AdaptiveEntropy = field(default_factory=lambda: AdaptiveEntropy(coef=0.0, target=0.0, step=0.005))
+    """Weight of the entropy bonus, where it follows a target."""
     source: RolloutSource
     """Generation."""
     weights: WeightSync
@@ -199,13 +202,27 @@ def learn(
             metrics |= {"critic_grad_norm": critic.grad_norm}
         if config.critic is None or step > config.critic.warmup_steps:
             with timer.phase("update"):
-                policy = actor.update_actor(mini_batch)
+                policy = update_actor(components, mini_batch)
             metrics |= policy.metrics | {"grad_norm": policy.grad_norm, "lr": policy.lr}
         updates.append(metrics)
         source.collect()
     if report.reward_kl is not None:
         updates[-1].update(reward_kl=report.reward_kl, kl_coef=kl_coef)
     return updates
+
+
+def update_actor(components: Components, mini_batch: BatchMeta) -> UpdateReport:
+    """One optimizer step of the policy; a coefficient of the entropy bonus that follows a target takes it into account.
+
+    `entropy_coef` among its metrics is the one of this step.
+    """
+    entropy = components.entropy
+    if entropy.target == 0:
+        return components.actor.update_actor(mini_batch)
+    weight = entropy.weight
+    report = components.actor.update_actor(mini_batch, entropy_coef=weight)
+    entropy.update(report.metrics[TOKEN_ENTROPY])
+    return replace(report, metrics={**report.metrics, "entropy_coef": weight})
 
 
 def scores_of(components: Components, config: Config) -> Iterator[tuple[str, Callable[[BatchMeta], BatchMeta]]]:
@@ -296,7 +313,7 @@ def record_of(
         reward=generated.reward,
         accuracy=accuracy,
         num_tokens=sum(t["num_tokens"] for t in tags),
-        num_truncated=sum(t["finish_reason"] in ("length", "timeout") for t in tags),
+        num_truncated=sum(t["finish_reason"] in TRUNCATED for t in tags),
         failures=generated.failures,
         metrics=metrics,
         phase_s=phase_s,
@@ -312,7 +329,7 @@ def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if not tags:
         return {}
     lengths = [tag["num_tokens"] for tag in tags]
-    truncated = sum(tag["finish_reason"] in ("length", "timeout") for tag in tags)
+    truncated = sum(tag["finish_reason"] in TRUNCATED for tag in tags)
     return {
         "completion_tokens_mean": fmean(lengths),
         "completion_tokens_max": float(max(lengths)),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import rl_tq
 from rl_trainer.algorithms import Aggregation, ValueLossFunction, estimator_named
 from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
-from rl_trainer.algorithms.kl_controller import AdaptiveKl
+from rl_trainer.algorithms.kl_controller import AdaptiveEntropy, AdaptiveKl
 from rl_trainer.checkpoints import queue_snapshot
 from rl_trainer.data import shows_images
 from rl_trainer.data.sampler import make_prompts
@@ -179,6 +179,7 @@ def place(
         teacher=teacher,
         critic=critic,
         kl=kl_of(config, state),
+        entropy=entropy_of(config, state),
         source=RolloutSource(
             agents,
             prompts.rows,
@@ -300,6 +301,13 @@ def kl_of(config: Config, state: RunState) -> AdaptiveKl:
     return AdaptiveKl(coef=state.kl_coef if target and state.kl_coef else coef, target=target)
 
 
+def entropy_of(config: Config, state: RunState) -> AdaptiveEntropy:
+    """The weight of the entropy bonus; one that follows a target goes on from where it stood."""
+    algorithm, stood = config.algorithm, state.entropy_coef
+    coef = algorithm.entropy_coef if stood is None or not algorithm.entropy_target else stood
+    return AdaptiveEntropy(coef=coef, target=algorithm.entropy_target, step=algorithm.entropy_step)
+
+
 def is_own_reference(config: Config) -> bool:
     """Whether the actor, with its adapter turned off, is the reference too."""
     return config.engine.lora is not None
@@ -394,6 +402,7 @@ def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_addr
         config=critic_config(config, section, model_path),
         loss=ProcessRewardLoss() if is_process else ValueLossFunction(clip=section.clip, aggregation=aggregation),
         inputs=IMAGES if takes_images(model_path) else (),
+        masks_truncated=config.algorithm.mask_truncated,
         queue_address=queue_address,
         timeout_s=config.timeout_s,
     )

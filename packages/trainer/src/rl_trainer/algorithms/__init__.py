@@ -10,7 +10,8 @@ from rl_trainer.algorithms.advantages import (
 )
 from rl_trainer.algorithms.aggregation import Aggregation
 from rl_trainer.algorithms.critic_losses import ValueLossFunction
-from rl_trainer.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss, PolicyLossFunction, PolicyLossInput, loss_named
+from rl_trainer.algorithms.losses import POLICY_LOSSES, PolicyLoss, PolicyLossInput, loss_named
+from rl_trainer.algorithms.policy_loss import PolicyLossFunction
 
 __all__ = [
     "ADVANTAGES",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import torch
@@ -67,6 +67,8 @@ class AdvantageInput:
     """Discount of rewards per model token."""
     lam: float = 1.0
     """Lambda of GAE and V-trace."""
+    options: Mapping[str, float] = field(default_factory=dict[str, float])
+    """`algorithm.advantage_options` over the estimator's own defaults."""
     values: Tensor | None = None
     """(T,) float32, the critic's value of the state before each token."""
     components: Tensor | None = None
@@ -86,7 +88,7 @@ class AdvantageInput:
     process_rewards: Tensor | None = None
     """(T,) float32, beta times the log-ratio of the process reward model to its reference."""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
-    """What `Estimator.reads` names: (T,) of ragged columns, (B, ...) of others."""
+    """What `Estimator.reads` names: (T,) of ragged columns, (B, ...) of others; `prompt_token_ids` jagged."""
     ranks: BatchRanks = field(default_factory=BatchRanks)
     """Who holds the other groups of the batch."""
 
@@ -173,6 +175,8 @@ class Estimator:
     """Whether it compares completions of one prompt, so that groups of one teach nothing."""
     keys: tuple[str, ...] = ()
     """Keys of `algorithm` that it reads, of `gamma` and `lam`."""
+    options: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What `algorithm.advantage_options` may hold, and the values it has otherwise."""
     uses_weights: bool = False
     """Whether it looks at the weights of `algorithm.correction`, where there are any."""
     reads: tuple[str, ...] = ()
@@ -193,7 +197,9 @@ def register_advantage(
     needs: tuple[Need, ...] = (),
     compares_group: bool = False,
     keys: tuple[str, ...] = (),
+    options: Mapping[str, float] | None = None,
     uses_weights: bool = False,
+    reads: tuple[str, ...] = (),
     scope: Literal["group", "batch", "whole"] = "whole",
 ) -> None:
     """Add an estimator under a name that `algorithm.advantage` can then choose, in this process.
@@ -205,7 +211,9 @@ def register_advantage(
         needs=needs,
         compares_group=compares_group,
         keys=keys,
+        options=options or {},
         uses_weights=uses_weights,
+        reads=reads,
         scope=scope,
     )
 
@@ -238,7 +246,8 @@ def compute_advantages(name: str, data: AdvantageInput) -> Tensor:
     Raises:
         ConfigError: no such estimator (lists them), or a field that it needs is not there.
     """
-    return estimator_named(name).compute(data)
+    estimator = estimator_named(name)
+    return estimator.compute(replace(data, options={**estimator.options, **data.options}))
 
 
 def members_of(group_ids: Tensor) -> list[Tensor]:
@@ -276,6 +285,34 @@ def rloo(data: AdvantageInput) -> Tensor:
 def group_whitened(data: AdvantageInput) -> Tensor:
     """Reward less its group's mean, whitened over the batch's model tokens: REINFORCE++-baseline, arXiv 2501.03262."""
     return data.whiten(dr_grpo(data))
+
+
+def group_mean_batch_std(data: AdvantageInput) -> Tensor:
+    """Reward less the group's mean, over the deviation of the batch's rewards + 1e-6: Lite PPO, arXiv 2508.08221.
+
+    The deviation is that of all completions of the batch, so that easy and hard prompts keep their scale.
+    """
+    rollouts = data.rollouts()
+    rewards = rollouts.mean(data.sum_rewards()).double()
+    num, total = data.ranks.sum(torch.stack([torch.ones_like(rewards).sum(), rewards.sum()]))
+    squares = data.ranks.sum((rewards - total / num.clamp(min=1)).square().sum()[None])[0]
+    std = (squares / (num - 1).clamp(min=1)).sqrt()
+    return dr_grpo(data) / (std.float() + 1e-6)
+
+
+def max_likelihood(data: AdvantageInput) -> Tensor:
+    """Reward less the group's mean, over that mean + 1e-6: MaxRL, arXiv 2602.02710. For rewards of 0 or more.
+
+    With rewards 0 and 1 it estimates the gradient of log p(right), where grpo's is that of p: a prompt of which one in
+    a hundred completions is right weighs a hundred times more. 0 in groups of which none is right, and of one.
+    """
+    rollouts = data.rollouts()
+    rewards = rollouts.mean(data.sum_rewards())
+    advantages = torch.zeros_like(rewards)
+    for members in members_of(rollouts.group_ids):
+        mean = rewards[members].mean()
+        advantages[members] = (rewards[members] - mean) / (mean + 1e-6)
+    return data.broadcast(rollouts.to_rows(advantages))
 
 
 def best_of_group(data: AdvantageInput) -> Tensor:
@@ -432,6 +469,56 @@ def _less_baseline(data: AdvantageInput, position: Tensor) -> Tensor:
     return advantages.float()
 
 
+def group_in_group(data: AdvantageInput) -> Tensor:
+    """Episodes against their group, and turns against those from the same state: GiGPO, arXiv 2505.10978.
+
+    A = A_episode + step_weight A_step (equation 8). A_episode is the reward less the group's mean (equation 3). A_step
+    is a turn's discounted return, sum of gamma^(j - t) r_j over the turns from it on (equation 5, gamma per turn), less
+    the mean over the turns of the group that began in the same state (equations 6, 7). With scales=1 both are over
+    their deviation + 1e-6. A state is what the environment said last: the tokens of tools since the turn before, or the
+    prompt before the first turn. A turn whose state no other has adds nothing; returns end with their trajectory.
+    """
+    scales, states = data.options["scales"] > 0, _states(data)
+    rollouts = data.rollouts()
+    rewards = rollouts.mean(data.sum_rewards())
+    episodes = rl_csrc.group_norm(rewards, rollouts.group_ids, mode="grpo" if scales else "dr_grpo")
+    steps = torch.zeros_like(data.rewards, dtype=torch.float32)
+    peers: dict[tuple[int, ...], list[tuple[slice, float]]] = {}
+    for row, turns in enumerate(states):
+        to_go = 0.0
+        for turn, state in reversed(turns):
+            to_go = float(data.rewards[turn].sum()) + data.gamma * to_go
+            peers.setdefault((int(data.group_ids[row]), *state), []).append((turn, to_go))
+    for turns in peers.values():
+        returns = torch.tensor([to_go for _, to_go in turns], dtype=torch.float64)
+        centered = returns - returns.mean()
+        if scales and len(turns) > 1:
+            centered = centered / (returns.std() + 1e-6)
+        for (turn, _), value in zip(turns, centered.tolist(), strict=True):
+            steps[turn] = value
+    weight = data.options["step_weight"]
+    return data.broadcast(rollouts.to_rows(episodes)) + weight * steps * data.loss_mask
+
+
+def _states(data: AdvantageInput) -> list[list[tuple[slice, tuple[int, ...]]]]:
+    """By row, its turns: where among the packed tokens, and the tokens of the state that each began in."""
+    found: list[list[tuple[slice, tuple[int, ...]]]] = []
+    prompts, at = data.columns["prompt_token_ids"].unbind(), data.cu_seqlens.tolist()
+    tokens, mask = data.columns["completion_token_ids"].tolist(), data.loss_mask.tolist()
+    for row, prompt in enumerate(prompts):
+        turns: list[tuple[slice, tuple[int, ...]]] = []
+        state, start = tuple(prompt.tolist()), at[row]
+        while start < at[row + 1]:
+            end = next((i for i in range(start, at[row + 1]) if mask[i] != mask[start]), at[row + 1])
+            if mask[start]:
+                turns.append((slice(start, end), state))
+            else:
+                state = tuple(tokens[start:end])
+            start = end
+        found.append(turns)
+    return found
+
+
 def prime(data: AdvantageInput) -> Tensor:
     """Implicit process reward plus outcome, each against the group's other completions: PRIME, arXiv 2502.01456.
 
@@ -464,15 +551,26 @@ def _running(per_token: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     return total - before.repeat_interleave(lengths)
 
 
+_AHEAD, _LAMBDA = ("gamma",), ("gamma", "lam")
 register_advantage("grpo", grpo, scope="group")
 register_advantage("dr_grpo", dr_grpo, compares_group=True, scope="group")
 register_advantage("rloo", rloo, compares_group=True, scope="group")
 register_advantage("reinforce_pp_baseline", group_whitened, compares_group=True, scope="batch")
+register_advantage("grpo_batch_std", group_mean_batch_std, compares_group=True, scope="batch")
+register_advantage("maxrl", max_likelihood, compares_group=True, scope="group")
+register_advantage(
+    "gigpo",
+    group_in_group,
+    compares_group=True,
+    keys=_AHEAD,
+    options={"step_weight": 1.0, "scales": 0.0},
+    reads=("prompt_token_ids", "completion_token_ids"),
+    scope="group",
+)
 register_advantage("grpo_passk", best_of_group, compares_group=True, scope="group")
 register_advantage("opo", length_weighted, compares_group=True, scope="group")
 register_advantage("gpg", gpg, compares_group=True, scope="batch")
 register_advantage("gdpo", group_reward_decoupled, needs=("components",), scope="batch")
-_AHEAD, _LAMBDA = ("gamma",), ("gamma", "lam")
 register_advantage("gae", gae, needs=("values",), keys=_LAMBDA, scope="batch")
 register_advantage("vtrace", vtrace, needs=("values", "ratio"), keys=_LAMBDA, scope="group")
 register_advantage("reinforce_pp", reinforce_plus_plus, keys=_AHEAD, scope="batch")

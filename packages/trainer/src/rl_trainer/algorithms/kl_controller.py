@@ -1,4 +1,4 @@
-"""KL to the reference policy in the reward: estimators and the adaptive coefficient. Legend: `T` tokens (packed)."""
+"""KL to the reference: estimators; coefficients of KL and entropy that follow a target. Legend: `T` tokens (packed)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 K3_MAX = 10.0
-KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
-"""`+`: that value, with the gradient of k2 where it is in the loss."""
+UNBIASED = "k3*"
+TOKEN_ENTROPY = "token_entropy"
+"""Metric that `AdaptiveEntropy` follows: mean over the tokens that are learned from, whatever the aggregation."""
+KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "k3*"]
+"""`+`: that value, with the gradient of k2 where it is in the loss. `*`: times the ratio to the old policy, whose
+gradient is that of the KL itself (DeepSeek-V3.2, arXiv 2512.02556); in the loss alone."""
 
 
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
@@ -46,3 +50,32 @@ class AdaptiveKl:
         if self.target > 0:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + 0.1 * error
+
+
+@dataclass(slots=True, kw_only=True)
+class AdaptiveEntropy:
+    """A coefficient of the entropy bonus that keeps the entropy from falling below a target: arXiv 2505.22312, 3.2.5.
+
+    After each optimizer step it goes up by `step` where the entropy was at most the target, else down by as much, and
+    stays within 0 and 1. A bonus is paid only while the entropy is at most the target.
+    """
+
+    coef: float
+    """Where it stands."""
+    target: float
+    """Entropy per token to keep, nats; 0 leaves the coefficient as it is."""
+    step: float
+    """By which it moves."""
+    is_below: bool = True
+    """Whether the entropy was at most the target when it was last seen."""
+
+    @property
+    def weight(self) -> float:
+        """Of the bonus in the next optimizer step."""
+        return self.coef if self.is_below or self.target == 0 else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Take the mean entropy of an optimizer step into account."""
+        if self.target > 0:
+            self.is_below = entropy <= self.target
+            self.coef = min(max(self.coef + (self.step if self.is_below else -self.step), 0.0), 1.0)

@@ -1,33 +1,32 @@
-"""Policy losses: the registry, and the loss that the trainer injects into the model engine for a policy update.
+"""The loss that the trainer injects into the model engine for a policy update: policy, KL, entropy, teacher.
 
-Formulas are in `rl_csrc.policy_loss`. One of your own is a `PolicyLoss` with a `compute`, named in the entry point
-group `rl_trainer.policy_losses`. Legend: `T` tokens (packed), `B` rows.
+Legend: `T` tokens (packed), `B` rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import rl_csrc
 from rl_csrc import METRIC_NAMES
 from rl_trainer.algorithms import distillation
-from rl_trainer.algorithms.advantages import BatchRanks
 from rl_trainer.algorithms.aggregation import Aggregation, row_of, row_sums
+from rl_trainer.algorithms.kl_controller import TOKEN_ENTROPY, UNBIASED, estimate_kl
+from rl_trainer.algorithms.losses import PolicyLossInput, loss_named
 from rl_trainer.algorithms.rollout_correction import (
     REJECTED_PER_KEPT,
     configured_rejection,
     configured_weights,
     correction_bounds,
     mismatch_metrics,
+    off_policy_rows,
 )
-from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.plugins import named, reads_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from tensordict import TensorDict
     from torch import Tensor
@@ -35,193 +34,10 @@ if TYPE_CHECKING:
     from rl_engine.types import ModelOutput
     from rl_trainer.config import AlgorithmConfig, TeacherSection
 
-GROUP = "rl_trainer.policy_losses"
-CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-"""The importance ratio is clipped at 1 - clip_low and 1 + clip_high; of gmpo its logarithm, of dppo the divergence."""
-CLIP_DUAL, NO_CLIP_DUAL = {"clip_dual": 3.0}, {"clip_dual": 0.0}
-"""Bound on the ratio for negative advantages; 0 turns it off, as it is for losses whose papers have none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLossInput:
-    """What a policy loss of one's own is given."""
-
-    logprobs: Tensor
-    """(T,) of the policy that is being updated, with gradient."""
-    old_logprobs: Tensor
-    """(T,) of the policy before the update."""
-    advantages: Tensor
-    """(T,)."""
-    loss_mask: Tensor
-    """(T,) bool, true where the model wrote the token; nothing else is aggregated."""
-    cu_seqlens: Tensor
-    """(B + 1,) int64 row offsets into T."""
-    options: Mapping[str, float]
-    """`algorithm.loss_options` over the loss's own defaults."""
-    rollout_logprobs: Tensor
-    """(T,) of the sampler."""
-    entropy: Tensor | None = None
-    """(T,) of the policy, with gradient; None unless `algorithm.entropy_coef` has it computed."""
-    columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
-    """What `reads` names, of this micro-batch: (T,) of ragged columns such as `ref_logprobs` and `values`, (B, ...) of
-    others such as `group_id`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLoss:
-    """A registered policy loss and what has to be known before a run starts."""
-
-    source: str
-    """arXiv number or other reference."""
-    options: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What `algorithm.loss_options` may hold, and the values it has otherwise."""
-    selects_tokens: bool = False
-    """Whether it treats some tokens apart that are chosen over the whole batch: see `select_tokens`."""
-    has_ratio: bool = True
-    """Whether it weighs tokens by the policy's ratio to the old one. One that does not takes the weights of
-    `algorithm.correction` where the sampler's log-probs are the old ones."""
-    is_token_local: bool = False
-    """Whether its gradient at a token depends on that token's log-prob (and entropy) alone: the engine may then make it
-    in one pass over the logits. See `rl_engine.base.LossFunction`."""
-    compute: Callable[[PolicyLossInput], Tensor] | None = None
-    """(T,) loss of each token, to minimise; None: `rl_csrc.policy_loss` has it. Aggregation, rollout correction, KL and
-    entropy are added to it as to the others."""
-    reads: tuple[str, ...] = ()
-    """Columns of the queue that `compute` reads beside those it always has: those of the rollouts, of the reference and
-    the critic where there are any, and of stages."""
-
-
 _SAMPLER = "rollout_logprobs"
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(
-        source="1707.06347; clip-higher 2503.14476; dual clip 1912.09729", is_token_local=True, options=CLIP | CLIP_DUAL
-    ),
-    "gspo": PolicyLoss(source="2507.18071", options={"clip_low": 3e-4, "clip_high": 4e-4} | NO_CLIP_DUAL),
-    "cispo": PolicyLoss(source="2506.13585", is_token_local=True, options={"clip_low": 1.0, "clip_high": 0.28}),
-    "sapo": PolicyLoss(source="2511.20347", is_token_local=True, options={"tau_pos": 1.0, "tau_neg": 1.05}),
-    "gmpo": PolicyLoss(source="2507.20673", options={"clip_low": 0.4, "clip_high": 0.4}),
-    "dppo_tv": PolicyLoss(source="2602.04879", is_token_local=True, options=CLIP | {"ratio_max": 20.0}),
-    "dppo_kl": PolicyLoss(source="2602.04879", is_token_local=True, options=CLIP | {"ratio_max": 20.0}),
-    "dro": PolicyLoss(source="2405.19107", is_token_local=True, options={"dro_beta": 0.1}),
-    "reinforce": PolicyLoss(source="Williams 1992; GPG 2504.02546", is_token_local=True, has_ratio=False),
-    "clip_cov": PolicyLoss(
-        source="2505.22617",
-        is_token_local=True,
-        options=CLIP | NO_CLIP_DUAL | {"share": 0.0002, "low": 1.0, "high": 5.0},
-        selects_tokens=True,
-    ),
-    distillation.ALONE: PolicyLoss(source="2306.13649; the teacher alone (`teacher`)", is_token_local=True),
-    "kl_cov": PolicyLoss(
-        source="2505.22617", is_token_local=True, options={"share": 0.0002, "kl_coef": 1.0}, selects_tokens=True
-    ),
-}
-
-
-def loss_named(name: str) -> PolicyLoss:
-    """The policy loss that `algorithm.loss` names: see `rl_trainer.plugins`.
-
-    Raises:
-        ConfigError: there is none of that name; lists what there is.
-    """
-    return named(
-        name,
-        POLICY_LOSSES,
-        group=GROUP,
-        kind=PolicyLoss,
-        key="algorithm.loss",
-        make=lambda compute: PolicyLoss(
-            source=compute.__name__,
-            compute=compute,
-            reads=reads_of(compute),
-            is_token_local=bool(getattr(compute, "is_token_local", False)),
-        ),
-    )
-
-
-_MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
-    **{name: (lambda value: value >= 0, "0 or more") for name in ("clip_low", "clip_high", "kl_coef", "dro_beta")},
-    **{name: (lambda value: value > 0, "above 0") for name in ("tau_pos", "tau_neg", "ratio_max")},
-    "clip_dual": (lambda value: value == 0 or value > 1, "0 (off), or above 1"),
-}
-"""By option of our losses: whether a value can be meant, and which can."""
-
-
-def check_loss(algorithm: AlgorithmConfig) -> None:
-    """Check the options of the chosen loss.
-
-    Raises:
-        ConfigError: the loss or an option of it does not exist.
-        PlanError: a value that cannot be meant.
-    """
-    loss = loss_named(algorithm.loss)
-    for name in algorithm.loss_options:
-        if name not in loss.options:
-            raise ConfigError(
-                f"algorithm.loss_options.{name} is not read by algorithm.loss={algorithm.loss}; its options are: "
-                f"{', '.join(loss.options) or 'none'}"
-            )
-    options = {**loss.options, **algorithm.loss_options}
-    for name, (is_meant, wanted) in _MEANT.items() if loss.compute is None else ():
-        if name in options and not is_meant(value := options[name]):
-            raise PlanError(f"algorithm.loss_options.{name}={value:g} cannot be meant; it has to be {wanted}")
-    if loss.selects_tokens and not 0 < options["share"] <= 1:
-        raise PlanError(f"algorithm.loss_options.share={options['share']:g} is a share of the tokens; give 0 to 1")
-
-
-def select_tokens(
-    logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    *,
-    loss: Literal["clip_cov", "kl_cov"],
-    share: float,
-    low: float = 1.0,
-    high: float = 5.0,
-    seed: int = 0,
-    ranks: BatchRanks | None = None,
-) -> Tensor:
-    """(T,) uint8, 1 at the model tokens that Clip-Cov and KL-Cov (arXiv 2505.22617) treat apart.
-
-    They drive the entropy down. Chosen over the whole batch, seeded, so that neither micro-batches nor ranks change it.
-
-    A token's covariance is (logprob - mean logprob) (advantage - mean advantage), means over the model tokens.
-
-    Args:
-        logprobs: (T,) before the update.
-        advantages: (T,).
-        loss_mask: (T,) 1 where the model wrote the token.
-        loss: `clip_cov`: at random among the tokens whose covariance is within [low, high]; `kl_cov`: those of the
-            largest covariance.
-        share: Share of the model tokens to choose; at least one is chosen where there are candidates.
-        low: Lower bound; clip_cov only.
-        high: Upper bound; clip_cov only.
-        seed: Of the draw; clip_cov only.
-        ranks: That hold the other tokens of the batch; None: there are no others.
-    """
-    ranks = ranks or BatchRanks()
-    at = torch.nonzero(loss_mask.bool())[:, 0]
-    chosen = torch.zeros(loss_mask.shape, dtype=torch.uint8, device=loss_mask.device)
-    x, y = logprobs[at].double(), advantages[at].double()
-    num, mean_x, mean_y = ranks.sum(torch.stack([x.new_tensor(float(at.numel())), x.sum(), y.sum()])).tolist()
-    if num == 0:
-        return chosen
-    covariance = (x - mean_x / num) * (y - mean_y / num)
-    count = max(1, int(share * num))
-    if loss == "kl_cov":  # of the largest of every rank, the largest of all
-        values, places = covariance.topk(min(count, at.numel()))
-        largest = ranks.gather(torch.cat([values, values.new_full((count - values.numel(),), -torch.inf)]))
-        ours = largest.flatten().topk(count).indices - ranks.rank * count
-        chosen[at[places[ours[(ours >= 0) & (ours < places.numel())]]]] = 1
-        return chosen
-    candidates = at[(covariance >= low) & (covariance <= high)]
-    nums = ranks.gather(x.new_tensor(float(candidates.numel()))).long()
-    order = torch.randperm(int(nums.sum()), generator=torch.Generator().manual_seed(seed)).to(candidates.device)
-    ours = order[:count] - int(nums[: ranks.rank].sum())
-    chosen[candidates[ours[(ours >= 0) & (ours < candidates.numel())]]] = 1
-    return chosen
-
-
+_LOG_MAX = 20.0
+"""Log ratios are cut here before exp."""
 _NO_CLIP = 1e9
 """An upper bound of the importance ratio that nothing reaches."""
 
@@ -253,7 +69,8 @@ class PolicyLossFunction:
 
     Reads the columns `old_logprobs`, `advantages`, `loss_mask`; `rollout_logprobs` where `old_logprobs` are the
     engine's own; `ref_logprobs` where the KL coefficient of the loss is positive; `selected` where the loss treats
-    some tokens apart; `distillation.teacher_columns` where there is a teacher.
+    some tokens apart; `is_high_entropy` where `top_entropy` is below 1; `distillation.teacher_columns` where there is a
+    teacher; `is_given`, where it is there, says whose sampler is not that of the run.
     """
 
     config: AlgorithmConfig
@@ -278,6 +95,8 @@ class PolicyLossFunction:
             return f"algorithm.loss is {config.loss}"
         if teacher is not None and teacher.divergence != "reverse":
             return f"teacher.divergence is {teacher.divergence}"
+        if config.off_policy_mask > 0:
+            return f"algorithm.off_policy_mask is {config.off_policy_mask:g}"
         if config.old_logprobs == "rollout":  # what corrects and rejects is then compared with the policy under update
             for name in ("correction", "rejection"):
                 if getattr(config, name).startswith("sequence"):
@@ -323,13 +142,13 @@ class PolicyLossFunction:
         elif name == distillation.ALONE:
             name, advantages = "reinforce", torch.zeros_like(old)
         elif name == "clip_cov":  # ppo, but for the chosen tokens, which get no gradient
-            free = (~rows["selected"].values().bool()).float()
-            name, weights = "ppo", free if weights is None else weights * free
+            name, weights = "ppo", _times(weights, ~rows["selected"].values().bool())
         elif name == "kl_cov":  # the plain ratio; the chosen tokens pay for leaving the old policy
             name, bounds = "ppo", {"clip_low": 1.0, "clip_high": _NO_CLIP, "clip_dual": None}
             distance = torch.where(rows["selected"].values().bool(), (output.logprobs - old).abs(), 0.0)
             extra = self._share(options["kl_coef"] * distance, output, kept)
         has_reference = config.kl_coef > 0 and not config.kl_in_reward
+        is_weighted_kl = has_reference and config.kl_estimator == UNBIASED
         result = rl_csrc.policy_loss(
             output.logprobs,
             old,
@@ -337,7 +156,7 @@ class PolicyLossFunction:
             mask,
             output.cu_seqlens,
             loss=name,  # pyright: ignore[reportArgumentType] - registered, and without a function of its own
-            kl=config.kl_estimator if has_reference else "none",
+            kl=config.kl_estimator if has_reference and not is_weighted_kl else "none",  # pyright: ignore[reportArgumentType] - UNBIASED is left out
             kl_coef=config.kl_coef,
             ref_logprobs=rows["ref_logprobs"].values() if has_reference else None,
             entropy=output.entropy,
@@ -352,8 +171,15 @@ class PolicyLossFunction:
             metrics["policy_loss"] = sums["policy_loss"] + extra.detach()
         if has_reference:
             metrics["kl"] = sums["kl_loss"]
+        if is_weighted_kl:
+            ratio = (output.logprobs - old).clamp(-_LOG_MAX, _LOG_MAX).exp()
+            kl = ratio * estimate_kl(output.logprobs, rows["ref_logprobs"].values(), "k3")
+            share = self._share(kl, output, replace(kept, weights=None))
+            extra, metrics["kl"] = extra + config.kl_coef * share, share.detach()
         if output.entropy is not None:
             metrics["entropy"] = sums["entropy"]
+            if config.entropy_target > 0:
+                metrics[TOKEN_ENTROPY] = torch.where(mask, output.entropy.detach(), 0.0).sum() / num_tokens
         if self.teacher is not None:
             pull, taught = distillation.teacher_loss(output, rows, mask, self.teacher, counted)
             extra, metrics = extra + pull, metrics | taught
@@ -378,6 +204,9 @@ class PolicyLossFunction:
         mask = rows["loss_mask"].values().bool()
         is_bypass = config.old_logprobs == "rollout"
         trained, rollout = (output.logprobs.detach(), old) if is_bypass else (old, rows["rollout_logprobs"].values())
+        if "is_given" in rows.keys():  # noqa: SIM118 - a TensorDict; what was given is no sample of the server's
+            given = rows["is_given"].bool()[row_of(output.cu_seqlens, mask.numel())]
+            rollout = torch.where(given, trained, rollout)
         compared = (trained, rollout, mask, output.cu_seqlens)
         weights, kept, row_counts = configured_weights(config, *compared), mask, None
         metrics = mismatch_metrics(trained, rollout, mask, weights, output.counts.tokens)
@@ -387,6 +216,13 @@ class PolicyLossFunction:
             bound = correction_bounds(config)[1]
             clipped = (weights >= bound) if config.correction.endswith("tis") else (weights == 0)
             metrics["correction_clipped"] = (clipped & mask).sum().float() / num_tokens
+        if config.off_policy_mask > 0:
+            now = (output.logprobs.detach(), *compared[1:])
+            off = off_policy_rows(*now, rows["advantages"].values(), most=config.off_policy_mask)
+            metrics["off_policy_masked"] = (off & mask).sum().float() / num_tokens
+            weights = _times(weights, ~off)
+        if config.top_entropy < 1:
+            weights = _times(weights, rows["is_high_entropy"].values().bool())
         if (accepted := configured_rejection(config, *compared)) is not None:
             kept = accepted
             if config.rejection_counts == "before":
@@ -405,3 +241,8 @@ class PolicyLossFunction:
 
 def _values(column: Tensor) -> Tensor:
     return column.values() if column.is_nested else column
+
+
+def _times(weights: Tensor | None, is_kept: Tensor) -> Tensor:
+    """(T,) weights, 0 where (T,) `is_kept` is false."""
+    return is_kept.float() if weights is None else weights * is_kept

@@ -163,6 +163,33 @@ def rejection_mask(
     return mask & (ratio <= high) & ((-measure).exp() >= low if level == "sequence_max" else ratio >= low)
 
 
+def off_policy_rows(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    advantages: Tensor,
+    *,
+    most: float,
+) -> Tensor:
+    """(T,) bool, tokens of a negative advantage in completions too far off policy (DeepSeek-V3.2, arXiv 2512.02556).
+
+    Too far are those whose mean of log(sampler / policy under update) over the model's tokens is above `most`.
+
+    Args:
+        logprobs: (T,) of the policy under update, without gradient.
+        rollout_logprobs: (T,) by the sampler.
+        loss_mask: (T,) 1 where the model wrote the token.
+        cu_seqlens: (B + 1,) int64 row offsets into T.
+        advantages: (T,).
+        most: Bound of the mean, nats.
+    """
+    mask, rows = loss_mask.bool(), row_of(cu_seqlens, loss_mask.numel())
+    gaps = row_sums(torch.where(mask, rollout_logprobs - logprobs, 0.0), rows, cu_seqlens)
+    means = gaps / row_sums(mask.float(), rows, cu_seqlens).clamp(min=1.0)
+    return (means > most)[rows] & (advantages < 0)
+
+
 def mismatch_metrics(
     old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, weights: Tensor | None, num_tokens: float
 ) -> dict[str, Tensor]:

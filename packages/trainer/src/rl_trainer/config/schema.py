@@ -74,6 +74,8 @@ class AlgorithmConfig:
 
     advantage: str = "grpo"
     """Registered advantage estimator."""
+    advantage_options: Mapping[str, float] = field(default_factory=dict)
+    """What that estimator reads, such as {step_weight: 0.5} with advantage=gigpo; ALGORITHMS.md lists them."""
     stages: tuple[str, ...] = ()
     """Functions of yours that write columns before the advantages are computed, in this order: plug-ins."""
     loss: str = "ppo"
@@ -95,12 +97,27 @@ class AlgorithmConfig:
     kl_target: Annotated[float, Field(ge=0)] = 0.0
     """KL per token that the coefficient is steered to (arXiv 1909.08593); only with kl_in_reward; 0 keeps the
     coefficient."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Estimator of that KL; in the loss `+` takes the gradient of k2."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "k3*"] = "k3"
+    """Estimator of that KL; in the loss `+` takes the gradient of k2, and `k3*` is k3 times the ratio to the old
+    policy, without bias where the sampler is not the policy under update (arXiv 2512.02556)."""
     ref_ema: EmaSection | None = None
     """The reference follows the policy; None keeps the start policy."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with entropy_target where it begins."""
+    entropy_target: Annotated[float, Field(ge=0)] = 0.0
+    """Entropy per token, nats, below which the policy is kept from falling: the coefficient moves by entropy_step after
+    each optimizer step, and a bonus is paid while the entropy is at most the target (arXiv 2505.22312); 0: fixed."""
+    entropy_step: Annotated[float, Field(gt=0, le=1)] = 0.005
+    """By which that coefficient moves, within 0 and 1."""
+    mask_truncated: bool = False
+    """Learn nothing from completions that were cut off by their length (or the deadline of the rollout): they have no
+    term in any loss and count in no mean, and their rewards stay in the baseline of their group (arXiv 2503.14476)."""
+    top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the step's tokens, those of largest entropy before the update, that have a policy gradient (arXiv
+    2506.01939, which takes 0.2); means divide by all tokens still, and KL and entropy bonus are those of all."""
+    off_policy_mask: Annotated[float, Field(ge=0)] = 0.0
+    """Completions of negative advantage have no policy gradient where the mean of log(sampler / policy under update)
+    over their tokens is above this, nats (arXiv 2512.02556); 0: all have."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """`recompute`: by the engine before the update, in a pass of its own unless there is one mini-batch, whose update
     tells them; `rollout`: take the sampler's."""
@@ -128,10 +145,22 @@ class AlgorithmConfig:
             self._refuse("algorithm.kl_coef is positive", "kl_in_reward", "kl_estimator", "ref_ema")
         if not self.kl_in_reward:
             self._refuse("algorithm.kl_in_reward is set", "kl_target")
-        elif self.kl_estimator.endswith("+"):
+        elif self.kl_estimator.endswith(("+", "*")):
             raise PlanError(
                 f"algorithm.kl_estimator={self.kl_estimator} is a gradient's, and a penalty in the rewards has none; "
                 f"set kl_estimator={self.kl_estimator[:-1]}"
+            )
+        if self.entropy_target == 0:
+            self._refuse("algorithm.entropy_target is positive", "entropy_step")
+        elif self.entropy_coef > 1:
+            raise PlanError(
+                f"algorithm.entropy_coef={self.entropy_coef:g} is where a coefficient begins that entropy_target keeps "
+                "within 0 and 1; give such a one"
+            )
+        if self.top_entropy < 1 and self.old_logprobs == "rollout":
+            raise PlanError(
+                f"algorithm.top_entropy={self.top_entropy:g} takes the entropies of the engine's pass before the "
+                "update, which algorithm.old_logprobs=rollout leaves out; set old_logprobs=recompute"
             )
         if self.rejection == "none":
             self._refuse("algorithm.rejection is chosen", "rejection_bounds", "rejection_counts")

@@ -128,6 +128,7 @@ def has_old_pass(config: Config) -> bool:
         bool({"ratio", "logprobs", "sum_pi_squared"} & {*needs})
         or (algorithm.kl_in_reward and algorithm.kl_coef > 0)
         or loss_named(algorithm.loss).selects_tokens
+        or algorithm.top_entropy < 1
         or (algorithm.rejection != "none" and algorithm.rejection_counts == "after")
     )
     return algorithm.old_logprobs == "recompute" and (batch.mini_batch_size < batch.batch_size or is_read_before)
@@ -146,13 +147,13 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 def actor_config(config: Config, model_path: Path) -> EngineConfig:
     """What the policy's engine is built from."""
-    num_idle = config.critic.warmup_steps if config.critic is not None else 0
+    num_idle, algorithm = config.critic.warmup_steps if config.critic is not None else 0, config.algorithm
     return _engine_config(
         config,
         model_path,
         lora=config.engine.lora,
         optimizer=_optimizer(config, num_idle=num_idle),
-        entropy=config.algorithm.entropy_coef > 0,
+        entropy=algorithm.entropy_coef > 0 or algorithm.entropy_target > 0 or algorithm.top_entropy < 1,
         sum_pi_squared="sum_pi_squared" in estimator_named(config.algorithm.advantage).needs,
         router_aux_loss_coef=config.engine.router_aux_loss_coef,
     )

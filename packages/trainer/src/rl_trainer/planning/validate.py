@@ -12,10 +12,10 @@ from rl_engine.types import LoraExport
 from rl_trainer import plugins
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES, estimator_named, loss_named
 from rl_trainer.algorithms.distillation import ALONE
-from rl_trainer.algorithms.policy_loss import check_loss
+from rl_trainer.algorithms.losses import check_loss
 from rl_trainer.config.schema import CriticSection, StalenessSection, refuse_unused
 from rl_trainer.data.datasets import check_data
-from rl_trainer.errors import PlanError
+from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.staleness import Schedule, create_schedule
 from rl_trainer.planning.plan import BatchPlan
 from rl_trainer.rewards.scorer import check_rule
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from rl_trainer.algorithms.advantages import Need
     from rl_trainer.config import AlgorithmConfig, Config
 
-_OF_REWARDS = ("advantage", "correction", "rejection", "rejection_counts")
+_OF_REWARDS = (
+    "advantage",
+    "advantage_options",
+    "correction",
+    "rejection",
+    "rejection_counts",
+    "top_entropy",
+    "off_policy_mask",
+)
 
 
 def make_plan(config: Config) -> BatchPlan:
@@ -32,7 +40,7 @@ def make_plan(config: Config) -> BatchPlan:
 
     Raises:
         PlanError: numbers that do not divide, or settings that cannot work together.
-        ConfigError: an algorithm that is not registered.
+        ConfigError: an algorithm that is not registered, or an option that it has not.
     """
     plan = BatchPlan.of(config)
     check_data(config.data)
@@ -61,6 +69,12 @@ def _check_estimator(config: Config) -> None:
     for need in estimator.needs:
         if (lacking := _lacking(config, need)) is not None:
             raise PlanError(f"algorithm.advantage={name} reads {need}, which takes {lacking}")
+    for option in config.algorithm.advantage_options:
+        if option not in estimator.options:
+            raise ConfigError(
+                f"algorithm.advantage_options.{option} is not read by algorithm.advantage={name}; its options are: "
+                f"{', '.join(estimator.options) or 'none'}"
+            )
     learned = ("values", "process_rewards")
     if config.critic is not None and not {*learned} & {*estimator.needs}:
         raise PlanError(
@@ -157,6 +171,17 @@ def _check_kl(config: Config) -> None:
 
 
 def _check_correction(algorithm: AlgorithmConfig) -> None:
+    loss = loss_named(algorithm.loss)
+    if loss.is_to_sampler and algorithm.correction != "none":
+        raise PlanError(
+            f"algorithm.correction={algorithm.correction} corrects twice with algorithm.loss={algorithm.loss}, whose "
+            "ratio is that to the sampler; leave correction out"
+        )
+    if loss.is_to_sampler and loss.selects_tokens and algorithm.old_logprobs == "rollout":
+        raise PlanError(
+            f"algorithm.loss={algorithm.loss} compares the engine's log-probs before the update with the sampler's, "
+            "and algorithm.old_logprobs=rollout computes none; set old_logprobs=recompute"
+        )
     if algorithm.old_logprobs == "rollout" and algorithm.correction != "none" and loss_named(algorithm.loss).has_ratio:
         without = [name for name, loss in POLICY_LOSSES.items() if not loss.has_ratio]
         raise PlanError(
@@ -211,6 +236,7 @@ def _check_stream(config: Config, schedule: Schedule) -> None:
         f"algorithm.loss={algorithm.loss}, which selects tokens of the batch": loss_named(
             algorithm.loss
         ).selects_tokens,
+        "algorithm.entropy_target, which follows whole batches": algorithm.entropy_target > 0,
         f"algorithm.advantage={algorithm.advantage}, which compares beyond a group; choose one of {per_group}": (
             estimator_named(algorithm.advantage).scope != "group"
         ),
@@ -244,7 +270,7 @@ def _check_replay(config: Config, schedule: Schedule) -> None:
 
 
 def _require_off_policy(algorithm: AlgorithmConfig, what: str) -> None:
-    if algorithm.correction != "none":
+    if algorithm.correction != "none" or loss_named(algorithm.loss).is_to_sampler:
         return
     if algorithm.old_logprobs == "recompute":
         raise PlanError(

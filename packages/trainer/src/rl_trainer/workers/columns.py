@@ -30,6 +30,8 @@ Group = tuple[int, list[Sample], float | None]
 """A group's id, its samples in the order of its rollouts, and the reward of its greedy completion, if wanted."""
 ROLLOUT = "rollout_index"
 """Which rollout of its group a trajectory is of: a name among its extra fields, and a column."""
+TRUNCATED = ("length", "timeout")
+"""Finish reasons of a completion that was cut off."""
 EXPERTS = ("routed_experts",)
 """Ragged int16 [tokens but the last, MoE layers, experts per token]: what the servers chose."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
@@ -31,13 +31,14 @@ from rl_trainer.algorithms import (
 from rl_trainer.algorithms.advantages import BatchRanks, value_scan
 from rl_trainer.algorithms.distillation import teacher_columns
 from rl_trainer.algorithms.kl_controller import estimate_kl
-from rl_trainer.algorithms.policy_loss import select_tokens
 from rl_trainer.algorithms.rollout_correction import configured_weights, drop_rejected, finished_metrics
+from rl_trainer.algorithms.selection import beyond_moment, high_entropy, select_tokens
 from rl_trainer.config.schema import ADAPTER
 from rl_trainer.errors import InputError, TrainerError
 from rl_trainer.plugins import stage_named
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.runtime.tracing import span
+from rl_trainer.workers.columns import TRUNCATED
 from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 _TOKENS = ("prompt_token_ids", "completion_token_ids", "loss_mask")
 _READ: tuple[Need, ...] = ("values", "greedy_rewards", "sum_pi_squared", "process_rewards", "components")
 """What estimators need that are columns."""
+_OLD_ENTROPY = "old_entropy"
 _OLD = {"recompute": "old_logprobs", "rollout": "rollout_logprobs"}
 """By `algorithm.old_logprobs`, the column of the policy before the update."""
 
@@ -107,9 +109,10 @@ class _EngineRank:
         config: EngineConfig,
         queue_address: str,
         inputs: Sequence[str] = (),
+        masks_truncated: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        self._context = context
+        self._context, self._masks_truncated = context, masks_truncated
         self._inputs, self._timeout_s = (*_TOKENS, *inputs), timeout_s
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._engine = rl_engine.create_engine(backend, config)
@@ -121,6 +124,15 @@ class _EngineRank:
         with self._engine.eval_mode(), span("forward"):
             outputs = self._engine.forward_backward_batch(data, None, forward_only=True)
         return self._put(batch, {column: outputs.columns[output] for output, column in columns.items()})
+
+    def _learnable(self, batch: BatchMeta, columns: Iterable[str]) -> TensorDict:
+        """Columns of a mini-batch; with `algorithm.mask_truncated` the tokens of cut-off rows are nobody's."""
+        data = self._queue.get(batch, [*dict.fromkeys(columns)])
+        if self._masks_truncated:
+            mask = data["loss_mask"]
+            values = mask.values() * _whole(batch, mask.offsets())
+            data["loss_mask"] = torch.nested.nested_tensor_from_jagged(values, mask.offsets())
+        return data
 
     def _update(self, data: TensorDict, loss: LossFunction) -> UpdateReport:
         with self._engine.train_mode():
@@ -198,7 +210,7 @@ class CriticWorker(_EngineRank):
     @register(Dispatch.SPLIT_REDUCED)
     def update_critic(self, batch: BatchMeta) -> UpdateReport:
         """One optimizer step on one mini-batch."""
-        return self._update(self._queue.get(batch, (*self._inputs, *self._reads)), self._loss)
+        return self._update(self._learnable(batch, (*self._inputs, *self._reads)), self._loss)
 
 
 class ProcessRewardWorker(CriticWorker):
@@ -248,7 +260,13 @@ class EngineWorker(_EngineRank):
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__(
-            context, backend=backend, config=config, inputs=inputs, queue_address=queue_address, timeout_s=timeout_s
+            context,
+            backend=backend,
+            config=config,
+            inputs=inputs,
+            masks_truncated=algorithm.mask_truncated,
+            queue_address=queue_address,
+            timeout_s=timeout_s,
         )
         self._algorithm = algorithm
         has_old = has_old_pass or algorithm.old_logprobs == "rollout"
@@ -267,11 +285,14 @@ class EngineWorker(_EngineRank):
     def compute_log_prob(self, batch: BatchMeta, column: str = "old_logprobs") -> BatchMeta:
         """Write the log-probs of every completion token under the engine's weights as `column`.
 
-        Where the estimator reads it, also `sum_pi_squared` of the policy before the update.
+        Where the estimator reads it, also `sum_pi_squared` of the policy before the update, and with
+        `algorithm.top_entropy` its entropy.
         """
         columns = {"logprobs": column}
         if column == "old_logprobs" and "sum_pi_squared" in estimator_named(self._algorithm.advantage).needs:
             columns["sum_pi_squared"] = "sum_pi_squared"
+        if column == "old_logprobs" and self._algorithm.top_entropy < 1:
+            columns["entropy"] = _OLD_ENTROPY
         if self._is_reference(column):
             with self._engine.adapter_off():
                 return self._forward(batch, columns)
@@ -329,7 +350,8 @@ class EngineWorker(_EngineRank):
         has_policy = has_kl or "ratio" in needs or "logprobs" in needs or loss.selects_tokens
         columns = ["rewards", "loss_mask", "group_id", "rollout_index"]
         columns += [_OLD[config.old_logprobs]] if has_policy else []
-        columns += ["rollout_logprobs"] if "ratio" in needs or is_weighted else []
+        columns += ["rollout_logprobs"] if "ratio" in needs or is_weighted or loss.selects_tokens else []
+        columns += [_OLD_ENTROPY] if config.top_entropy < 1 else []
         columns += ["ref_logprobs"] if has_kl else []
         columns += [name for name in _READ if name in needs]
         columns += ["component_weights"] if "components" in needs else []
@@ -351,6 +373,7 @@ class EngineWorker(_EngineRank):
             rollout_ids=data["rollout_index"],
             gamma=config.gamma,
             lam=config.lam,
+            options=config.advantage_options,
             logprobs=old,
             values=data["values"].values() if "values" in needs else None,
             sum_pi_squared=data["sum_pi_squared"].values() if "sum_pi_squared" in needs else None,
@@ -362,26 +385,37 @@ class EngineWorker(_EngineRank):
             if old is not None and is_weighted
             else None,
             ratio=(old - data["rollout_logprobs"].values()).exp() if old is not None and "ratio" in needs else None,
-            columns={name: data[name].values() if data[name].is_nested else data[name] for name in estimator.reads},
+            columns={name: _column(name, data[name]) for name in estimator.reads},
             ranks=ranks,
         )
         written = {"advantages": compute_advantages(config.advantage, inputs)}
         if "values" in needs:
             written["returns"] = value_scan(inputs, "vtrace" if "ratio" in needs else "gae").returns
+        learned = mask * _whole(batch, offsets) if config.mask_truncated else mask
         if loss.selects_tokens:
             assert old is not None
-            options = {**loss.options, **config.loss_options}
-            bounds = {name: options[name] for name in ("share", "low", "high") if name in options}
-            kind: Any = config.loss
-            written["selected"] = select_tokens(
-                old, written["advantages"], mask, loss=kind, seed=seed, ranks=ranks, **bounds
-            )
+            options, kind = {**loss.options, **config.loss_options}, cast("Any", config.loss)
+            chosen: dict[str, Any] = {"advantages": written["advantages"], "loss_mask": learned, "ranks": ranks}
+            if "m2_max" in options:
+                log_ratio = old - data["rollout_logprobs"].values()
+                written["selected"] = beyond_moment(log_ratio, **chosen, m2_max=options["m2_max"])
+            else:
+                bounds: dict[str, Any] = {name: options[name] for name in ("share", "low", "high") if name in options}
+                written["selected"] = select_tokens(old, **chosen, loss=kind, seed=seed, **bounds)
+        if config.top_entropy < 1:
+            entropy = data[_OLD_ENTROPY].values()
+            written["is_high_entropy"] = high_entropy(entropy, learned, share=config.top_entropy, ranks=ranks)
         jagged = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in written.items()}
         return AdvantageReport(batch=self._put(batch, jagged), reward_kl=reward_kl)
 
     @register(Dispatch.SPLIT_REDUCED)
-    def update_actor(self, batch: BatchMeta) -> UpdateReport:
-        """One optimizer step on one mini-batch."""
+    def update_actor(self, batch: BatchMeta, entropy_coef: float | None = None) -> UpdateReport:
+        """One optimizer step on one mini-batch.
+
+        Args:
+            batch: Its rows.
+            entropy_coef: Weight of the entropy bonus; None: that of the configuration.
+        """
         config = self._algorithm
         columns = [*self._inputs, "advantages", "rollout_logprobs"]
         columns += ["ref_logprobs"] if config.kl_coef > 0 and not config.kl_in_reward else []
@@ -390,11 +424,13 @@ class EngineWorker(_EngineRank):
         columns += ["selected"] if loss.selects_tokens else []
         columns += loss.reads
         columns += teacher_columns(self._teacher).values() if self._teacher is not None else []
-        data = self._queue.get(batch, [*dict.fromkeys(columns)])
+        columns += ["is_high_entropy"] if config.top_entropy < 1 else []
+        data = self._learnable(batch, columns)
         if config.old_logprobs == "rollout":
             data.rename_key_("rollout_logprobs", "old_logprobs")
         drop_rejected(config, data)
-        report = self._update(data, self._loss)
+        weighed = config if entropy_coef is None else replace(config, entropy_coef=entropy_coef)
+        report = self._update(data, replace(self._loss, config=weighed))
         return replace(report, metrics=finished_metrics(report.metrics))
 
     @register(Dispatch.ONE_TO_ALL)
@@ -506,6 +542,17 @@ class EngineWorker(_EngineRank):
         self._sender = self._shards = None
         self._loop.close()
         super().close()
+
+
+def _column(name: str, values: Tensor) -> Tensor:
+    """As an estimator is given it: (T,) where it is aligned with the completions."""
+    return values.values() if values.is_nested and name != "prompt_token_ids" else values
+
+
+def _whole(batch: BatchMeta, offsets: Tensor) -> Tensor:
+    """(T,) int64, 1 at the tokens of the rows that were not cut off."""
+    whole = torch.tensor([tags["finish_reason"] not in TRUNCATED for tags in batch.tags], dtype=torch.int64)
+    return whole.to(offsets.device).repeat_interleave(offsets.diff())
 
 
 def _all_reduce(values: Tensor) -> Tensor:
