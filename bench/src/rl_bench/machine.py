@@ -24,6 +24,11 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def has_card(name: str) -> bool:
+    """Whether the GPU is of this kind (`H200`): a goal in seconds or tokens per second was set for one kind."""
+    return any(name in gpu for gpu in _gpus("name"))
+
+
 def describe_commit(root: Path) -> str:
     """Hash of the checkout's commit, with `-dirty` where tracked files were edited since; `unknown` outside git."""
     head = _output("git", "-C", str(root), "rev-parse", "HEAD")

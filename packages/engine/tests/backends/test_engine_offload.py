@@ -1,6 +1,9 @@
 """What is moved away is gone from where it was: bytes of live tensors, and on a GPU what the allocator holds."""
 
 import gc
+import subprocess
+import sys
+import textwrap
 from contextlib import nullcontext
 
 import pytest
@@ -278,3 +281,53 @@ def test_offload_gives_the_driver_all_but_a_context(tmp_path, backend):
     assert free - torch.cuda.mem_get_info()[0] < 256 << 20  # the libraries' workspaces
     assert torch.cuda.memory_reserved() < 64 << 20
     engine.close()
+
+
+OFFLOADED = """
+    import sys
+    from pathlib import Path
+    from rl_engine import EngineConfig, create_engine
+    from rl_engine.losses import sft_loss
+    from rl_engine.testing import ragged_batch, write_tiny_model
+
+    backend, folder = sys.argv[1:]
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+    write_tiny_model(Path(folder), head_dim=64, **sizes)
+    engine = create_engine(backend, EngineConfig(model_path=folder, precision="bfloat16"))
+    engine.initialize()
+    for _ in range(2):
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(ragged_batch([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]]), sft_loss)
+        engine.optimizer_step()
+    print("trained", flush=True)
+    sys.stdin.readline()
+    engine.optimizer_zero_grad()
+    engine.to("cpu")
+    print("offloaded", flush=True)
+    sys.stdin.readline()
+    engine.close()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_offload_leaves_another_process_all_but_a_gibibyte(tmp_path, backend):
+    """By `cudaMemGetInfo` of this process: what the other keeps are its context and the libraries' workspaces."""
+    torch.zeros(1, device="cuda")
+    free = torch.cuda.mem_get_info()[0]
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(OFFLOADED), backend, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+
+        def reaches(word):
+            return any(line.strip() == word for line in iter(other.stdout.readline, ""))
+
+        assert reaches("trained")
+        assert free - torch.cuda.mem_get_info()[0] > 3 << 30  # weights, gradients and moments
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert reaches("offloaded")
+        assert free - torch.cuda.mem_get_info()[0] <= 1 << 30
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert other.wait(60) == 0

@@ -19,7 +19,7 @@ from rl_rollout.multimodal import placeholder_repeats
 from rl_rollout.process import ChildProcess
 from rl_rollout.receiver import CkptReceiver
 from rl_rollout.registry import connect_server, create_server, launch_server
-from rl_rollout.router.router import Router
+from rl_rollout.router import Router
 from rl_rollout.types import (
     Capabilities,
     FinishReason,

@@ -26,8 +26,7 @@ from rl_rollout import (
     connect_server,
     create_server,
 )
-from rl_rollout.router.placement import Placement
-from rl_rollout.router.router import joined, rest_of
+from rl_rollout.router import Placement, joined, rest_of
 from rl_rollout.testing import FakeReceiver, FakeServer
 
 
@@ -529,7 +528,7 @@ def test_bad_settings(field):
 
 
 def test_the_conversation_unused_for_longest_is_forgotten_first(monkeypatch):
-    monkeypatch.setattr("rl_rollout.router.placement.MAX_SESSIONS", 2)
+    monkeypatch.setattr("rl_rollout.router.MAX_SESSIONS", 2)
     placement = Placement()
     for session in ("first", "second", "first"):
         assert placement.choose({"a": 0, "b": 1}, (1,), session) == "a"

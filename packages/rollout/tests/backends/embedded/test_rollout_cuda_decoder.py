@@ -247,16 +247,34 @@ def test_a_cache_comes_back_to_its_address_with_zeros():
     assert made[1].calls == ["give back", "close"]
 
 
-def test_slices_that_arrive_beside_reach_weights_that_had_left(qwen3_folder):
+def test_slices_land_in_the_memory_of_weights_that_had_left_and_the_next_ones_beside_it(qwen3_folder):
     weights, tied = load_weights(qwen3_folder), {"lm_head.weight": "model.embed_tokens.weight"}
     model = on_cuda(qwen3_folder)
-    store = WeightStore(model.module, keeps_places=True, memory=model.memory.memory)
+    memory = model.memory.memory
+    store = WeightStore(model.module, keeps_places=True, memory=memory)
+
+    def is_inside(tensor):
+        start = memory.whole.data_ptr()
+        return start <= tensor.data_ptr() < start + len(memory.whole)
+
     store.release()
     store.begin()
-    for name, target in store.targets().items():
+    assert all(map(is_inside, store.targets().values()))  # no second copy while the trainer holds its own
+    store.begin()  # a sync that failed; the same memory is filled by the next
+    first = store.targets()
+    for name, target in first.items():
         target.copy_(weights[tied.get(name, name)] + 1)
-    store.note_arrived(store.targets())
+    store.note_arrived(first)
     store.check_complete()
     assert store.swap(keeps_staged=True) is False
-    assert model.memory.memory.is_there
+    assert memory.is_there
     assert all(model.module.state_dict()[name].equal(weight + 1) for name, weight in weights.items())
+    store.begin()
+    assert store.targets() is not first  # what is served must not be written to, nor be the base of a difference
+    assert not any(map(is_inside, store.targets().values()))
+    for name, target in store.targets().items():
+        target.copy_(weights[tied.get(name, name)])
+    store.note_arrived(store.targets())
+    assert all(model.module.state_dict()[name].equal(weight + 1) for name, weight in weights.items())
+    assert store.swap(keeps_staged=True) is False
+    assert all(model.module.state_dict()[name].equal(weight) for name, weight in weights.items())

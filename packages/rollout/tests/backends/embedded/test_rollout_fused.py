@@ -117,7 +117,7 @@ def test_a_module_that_computes_something_else_is_served_as_it_is(qwen3_folder, 
     monkeypatch.setattr(fused_module.FusedDecoder, "__init__", other)
     with caplog.at_level(logging.WARNING):
         assert load(qwen3_folder).fused is None
-    assert "differs from what is known of it" in caplog.text
+    assert "differs from the decoder that was written for it" in caplog.text
 
 
 def test_the_probe_tells_what_each_layer_asks_for(tmp_path):

@@ -140,6 +140,19 @@ def test_graphs_outlive_a_sleep_and_new_weights_in_their_place(qwen3_folder):
     assert captures.num_pools == 2  # the first, and that of the table's place, which was not known before
 
 
+def test_a_model_with_experts_keeps_its_cache_while_more_blocks_are_taken(tmp_path, monkeypatch):
+    """It has no graphs on a GPU, and its cache lies in one allocation, which cannot grow with its content."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    folder = write_tiny_model(tmp_path, family="qwen3_moe", **experts)
+    options = {"kv_cache_bytes": 2**20, "options": {"block_size": 1}}  # the requests take more than the first 64 blocks
+    want = run(plain(folder, **options))
+    monkeypatch.setattr("rl_rollout.backends.embedded.engine.device_memory", lambda device: HostMemory)
+    engine = plain(folder, **options)
+    assert run(engine) == want
+    assert engine.cache.num_blocks == engine.scheduler.pool.limit > 64
+    assert engine.cache._memory[1].calls == []  # taken once
+
+
 def test_a_table_that_moves_voids_the_graphs(qwen3_folder):
     engine, captures = replaying(qwen3_folder)
     want, before = run(engine), captures.num_captured

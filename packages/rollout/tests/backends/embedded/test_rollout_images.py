@@ -21,7 +21,7 @@ from rl_rollout import (
     create_server,
     placeholder_repeats,
 )
-from rl_rollout.router.router import rest_of
+from rl_rollout.router import rest_of
 from rl_rollout.testing import FakeReceiver, FakeServer, load_weights, write_tiny_vl_model
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")

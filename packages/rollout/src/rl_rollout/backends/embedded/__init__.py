@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def check_model_folder(model_path: str) -> None:
-    """See that this looks like a Hugging Face model folder, before anything heavy is imported.
+    """Check that the path is a Hugging Face model folder, before anything heavy is imported.
 
     Raises:
-        ModelFolderError: no such folder, or no `config.json` in it.
+        ModelFolderError: there is no such folder, or no `config.json` in it.
     """
     folder = Path(model_path)
     if not folder.is_dir():
@@ -31,18 +31,18 @@ def check_model_folder(model_path: str) -> None:
 
 OPTIONS = {
     "block_size": "positions per block of the cache; 16",
-    "chunk_tokens": "prompt tokens computed per step, so that a long prompt holds nobody up; 512",
+    "chunk_tokens": "prompt tokens computed per step, so that a long prompt delays nobody; 512, on a GPU 4096",
     "tool_parser": "how the model writes tool calls, for /v1/chat/completions: hermes, llama, ...",
     "adapters": "LoRA adapters that requests may ask for: name to folder in peft's format",
-    "default_adapter": "the one of them that requests which ask for none are served with",
+    "default_adapter": "the adapter of requests that ask for none",
 }
 
 
 def check_embedded_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that there are not, and values that they cannot have.
+    """Check the backend's options.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: an unknown option, or a value that it cannot have.
     """
     check_options(options, OPTIONS, "embedded")
     for name, value in options.items():
@@ -59,7 +59,7 @@ def check_embedded_options(options: Mapping[str, Any]) -> None:
 
 
 def create_server(config: ServerConfig) -> RolloutServer:
-    """A server whose engine lives in this process, in a thread of its own."""
+    """Server whose engine runs in a thread of this process."""
     check_embedded_options(config.options)
     check_unused(config, ("parallel",), "the embedded engine computes on one device; take backend vllm or sglang")
     check_model_folder(config.model_path)
@@ -69,7 +69,7 @@ def create_server(config: ServerConfig) -> RolloutServer:
 
 
 def launch_server(config: ServerConfig) -> RolloutServer:
-    """A client whose `start` runs `rl-serve --backend embedded` as a process of its own."""
+    """Client whose `start` launches `rl-serve --backend embedded` as a subprocess."""
     check_embedded_options(config.options)
     check_unused(config, ("parallel",), "the embedded engine computes on one device; take backend vllm or sglang")
     check_model_folder(config.model_path)

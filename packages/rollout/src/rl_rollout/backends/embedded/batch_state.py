@@ -1,4 +1,4 @@
-"""Batch state: what is known of each running sequence, as tensors with one row per sequence."""
+"""Batch state: tokens, log-probs, lengths, sampling parameters and block tables of running sequences, a row each."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowValues:
-    """Row values with which a sequence enters the batch table."""
+    """Values of a sequence's row when it enters the batch."""
 
     token_ids: Sequence[int]
-    """Its P prompt tokens."""
+    """Prompt token ids."""
     limit: int
-    """Length at which it ends, tokens."""
+    """Length of prompt and completion at which it ends, tokens."""
     temperature: float
-    """0 is greedy."""
+    """Temperature; 0 is greedy."""
     top_p: float
     top_k: int
     seed: int
     stop_token_ids: tuple[int, ...]
     adapter: int
     shift: int
-    """Position of a later token minus its index; 0 without images."""
+    """Position of a completion token minus its index; 0 without images."""
 
 
 _ROW_DTYPES = {
@@ -49,19 +49,22 @@ _TOKEN_DTYPES = {"tokens": torch.int64, "logprobs": torch.float32, "versions": t
 
 
 class BatchState:
-    """Rows 0..n-1 are in use. R rows, L positions, S stop ids (padded with -1)."""
+    """State of the running sequences, which are rows 0..n-1.
+
+    Shapes: R rows, L positions, M blocks, S stop ids (padded with -1).
+    """
 
     lengths: Tensor
-    """[R] tokens that are known; the last of them is fed next."""
+    """[R] tokens of prompt and completion; the last of them is fed next."""
     temperature: Tensor
-    """[R] what logits are divided by, 1 where greedy."""
+    """[R] divisor of the logits, 1 where greedy."""
     is_greedy: Tensor
     top_p: Tensor
     top_k: Tensor
     streams: Tensor
-    """[R] `streams_of` seeds."""
+    """[R] random streams: `streams_of` the seeds."""
     adapters: Tensor
-    """[R] 0 for none, else 1 + the adapter's place among those loaded."""
+    """[R] 0 for none, else 1 + index of the LoRA adapter."""
     shifts: Tensor
     tokens: Tensor
     """[R, L] prompt and completion."""
@@ -72,15 +75,15 @@ class BatchState:
     block_tables: Tensor
     """[R, M] blocks of the cache, in the order of positions."""
     lengths_host: np.ndarray
-    """[R] `lengths` again, on the CPU: rows grow by one at a time, so both can be kept without a transfer."""
+    """[R] copy of `lengths` on the CPU; both are counted up, so that no transfer is needed."""
     limits: np.ndarray
-    """[R] length at which the row ends."""
+    """[R] length at which the sequence ends."""
     stop_ids: np.ndarray
     """[R, S]"""
     computed: np.ndarray
-    """[R] tokens whose keys and values are in the cache."""
+    """[R] number of tokens whose keys and values are in the cache."""
     num_blocks: np.ndarray
-    """[R] entries of the block table that count."""
+    """[R] number of valid entries of the block table."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -95,9 +98,9 @@ class BatchState:
         self._new_blocks: dict[tuple[int, int], int] = {}
 
     def reserve(self, num_rows: int, length: int, num_stops: int, num_columns: int = 1) -> None:
-        """Make room for so many rows, tokens, stop ids and blocks of a row, keeping what is there.
+        """Grow to so many rows, tokens, stop ids and blocks per row, keeping the content.
 
-        Room for tokens at least doubles, so that the table seldom moves.
+        Room for tokens at least doubles, so that the tensors are seldom reallocated.
         """
         rows = max(num_rows, self.lengths.shape[0])
         if rows > self.lengths.shape[0]:
@@ -120,7 +123,7 @@ class BatchState:
             self.block_tables = _grown(self.block_tables, (rows, columns))
 
     def add(self, first_row: int, values: Sequence[RowValues]) -> None:
-        """Fill rows `first_row`, `first_row + 1`, ... There must be room."""
+        """Fill rows `first_row`, `first_row + 1`, ... `reserve` must have made room."""
         rows = slice(first_row, first_row + len(values))
         columns = {
             "lengths": [len(each.token_ids) for each in values],
@@ -146,13 +149,13 @@ class BatchState:
             self.stop_ids[row, : len(each.stop_token_ids)] = each.stop_token_ids
 
     def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
-        """Blocks of a row after those it has; `flush_blocks` brings them to the device."""
+        """Append blocks to a row's block table, on the host; `flush_blocks` copies them to the device."""
         first = int(self.num_blocks[row])
         self._new_blocks.update({(row, first + i): block for i, block in enumerate(blocks)})
         self.num_blocks[row] += len(blocks)
 
     def flush_blocks(self) -> None:
-        """Bring what was appended to the device, in one transfer."""
+        """Copy the appended blocks to the device, in one transfer."""
         if not self._new_blocks:
             return
         longest = max(column for _, column in self._new_blocks) + 1
@@ -164,7 +167,7 @@ class BatchState:
         self._new_blocks.clear()
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole rows."""
+        """Copy whole rows, from `sources` to `targets`."""
         source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
         for name in (*_ROW_DTYPES, *_TOKEN_DTYPES, "block_tables"):
             column = getattr(self, name)

@@ -1,9 +1,9 @@
-"""Block manager of the KV cache: who holds which block, and which prefixes blocks hold. No tensors.
+"""Block manager of the KV cache: reference counts of blocks, and the prefix cache. No tensors.
 
-A block is written by one sequence only, the one that took it; blocks that several hold are full, never written again.
-Full blocks are found again by what they hold: the key of a block is the key of the one before it and its own tokens,
-compared exactly, so that a prefix is never taken for another. The first key of a chain, its `root`, tells what else the
-content depends on (weight version, adapter).
+A block is written only by the sequence that took it; shared blocks are full and never written again. Full blocks are
+found again by their content: the key of a block is the key of the block before it plus its own tokens, compared
+exactly (not by hash), so that no prefix is mistaken for another. The first key of a chain, its `root`, stands for what
+else the content depends on (weight version, adapter, images).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class BlockPool:
-    """Blocks 0..capacity - 1.
+    """Pool of cache blocks 0..capacity - 1, with reference counts and a prefix cache.
 
     Args:
-        limit: Most blocks that there may ever be.
+        limit: Most blocks that the pool may grow to.
         block_size: Positions per block.
-        capacity: Blocks to begin with; 0 lets the pool grow as it is used.
+        capacity: Blocks at the start; the pool grows as it is used.
     """
 
     def __init__(self, limit: int, block_size: int, capacity: int = 0) -> None:
@@ -35,9 +35,9 @@ class BlockPool:
         self._holders: list[int] = [0] * capacity
         self._empty: deque[int] = deque(range(capacity))
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Held by nobody, with content that may be found again; the one unused for longest first."""
+        """Blocks that nobody holds, whose content may be found again; least recently used first."""
         self._found_by: dict[Key, tuple[int, int]] = {}
-        """Block, and the serial number that stands for it in the keys of those that follow."""
+        """Prefix cache: key to block, and the serial number that stands for the key in the keys of its successors."""
         self._key_of: dict[int, Key] = {}
         self._serials = itertools.count()
 
@@ -52,7 +52,7 @@ class BlockPool:
         return self.capacity - len(self._empty) - len(self._idle)
 
     def take(self, count: int) -> list[int]:
-        """Blocks for one holder to write to. There must be so many free."""
+        """Take so many blocks for one holder to write to; `num_free` must be at least that."""
         taken = [self._take_one() for _ in range(count)]
         for block in taken:
             self._holders[block] = 1
@@ -71,16 +71,19 @@ class BlockPool:
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Another holder for each."""
+        """Add a holder to each block."""
         for block in blocks:
             if not self._holders[block]:
                 del self._idle[block]
             self._holders[block] += 1
 
     def give_back(self, blocks: Sequence[int], *, is_spoiled: bool = False) -> list[int]:
-        """One holder less for each; those that nobody holds any more are returned. Spoiled ones are not found again."""
+        """Remove a holder from each block; returns those that nobody holds any more.
+
+        Spoiled blocks (logits that were not finite) are dropped from the prefix cache.
+        """
         released: list[int] = []
-        for block in reversed(blocks):  # the end of a chain is forgotten before its beginning
+        for block in reversed(blocks):  # so that the end of a prefix is evicted before its beginning
             self._holders[block] -= 1
             if self._holders[block]:
                 continue
@@ -94,13 +97,13 @@ class BlockPool:
         return released
 
     def find(self, root: Hashable, token_ids: Sequence[int]) -> list[int]:
-        """The blocks that hold the longest known prefix of these tokens; the caller is a holder of them from now on."""
+        """Blocks of the longest cached prefix of these tokens; the caller becomes a holder of each."""
         found = [block for block, _ in self._chain(root, token_ids)]
         self.share(found)
         return found
 
     def remember(self, root: Hashable, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
-        """The caller's full blocks hold these tokens. Where another block holds the same, that one stays known."""
+        """Enter the caller's full blocks, which hold these tokens, into the prefix cache; existing entries stay."""
         chain = self._chain(root, token_ids)
         parent: Any = chain[-1][1] if chain else root
         for index in range(len(chain), len(token_ids) // self.block_size):

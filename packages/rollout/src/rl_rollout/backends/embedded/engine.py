@@ -1,9 +1,9 @@
-"""Engine of continuous batching: requests join and leave between steps.
+"""Continuous-batching engine: requests join and leave the batch between steps.
 
-Synchronous and single-threaded; `engine_thread.py` runs it. A step is planned by the scheduler, then one forward pass
-over packed tokens of all kinds (newest tokens, chunks of prompts) fills the cache and gives the logits of those whose
-turn it is to get a token. The sequences in the batch are rows 0..n-1 of the table; when one leaves, the last row
-takes its place. Keys and values never move.
+Synchronous and single-threaded; `engine_thread.py` runs it. The scheduler plans a step; one forward pass over packed
+tokens (decode tokens and chunks of prompts) fills the cache and returns the logits of the sequences that get a token;
+the sampler draws. The sequences in the batch are rows 0..n-1 of the batch state; when one leaves, the last row takes
+its place. Keys and values never move.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ if TYPE_CHECKING:
     from rl_rollout.base import PauseMode
     from rl_rollout.types import GenerateRequest, ServerConfig
 
-OPTIONS = {"block_size": 16, "chunk_tokens": 512}
-"""Of `ServerConfig.options`, with defaults: positions per block of the cache, and prompt tokens computed per step."""
+BLOCK_SIZE = 16
+"""Default of the option `block_size`: positions per block of the cache."""
+CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
+"""Default of the option `chunk_tokens`, by device: prompt tokens computed per step. A step of a GPU takes milliseconds
+to launch however few tokens it has; on a CPU 512 tokens hold up the others' next token for long enough."""
 
 GRAPH_TOKENS = 1024
-"""Tokens of a row that the table has room for where graphs hold its address; longer rows move it, and void them."""
+"""Tokens per row that the batch state has room for from the start where CUDA graphs hold its address. A longer row
+makes it move, and the graphs are captured anew."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,16 +59,16 @@ Event = TokenOutput | Exception | TokenChunk
 
 
 class Engine:
-    """The state of one replica between decode steps."""
+    """Continuous-batching engine of one replica: scheduler, KV cache, batch state, model and pending events."""
 
     def __init__(self, model: ServedModel, config: ServerConfig) -> None:
         self.model = model
         self.config = config
         self.weight_version = 0
-        options = OPTIONS | dict(config.options)
+        chunk_tokens = config.options.get("chunk_tokens", CHUNK_TOKENS.get(model.device.type, CHUNK_TOKENS["cpu"]))
         self.cache = KVCache(
             model.layer_shapes,
-            block_size=options["block_size"],
+            block_size=config.options.get("block_size", BLOCK_SIZE),
             dtype=model.dtype,
             device=model.device,
             new_memory=device_memory(model.device),
@@ -72,12 +76,13 @@ class Engine:
         self.table = BatchState(model.device)
         self.batch_builder = BatchBuilder(self.table, self.cache)
         self._max_blocks = self.cache.most_blocks(config.kv_cache_bytes)
-        self._is_reserved = False
+        self._num_spare = 0
+        """Blocks at the end of the cache that no sequence ever gets."""
         self.scheduler = Scheduler(
-            self._new_pool(), self.table, max_num_seqs=config.max_num_seqs, chunk_tokens=options["chunk_tokens"]
+            self._new_pool(), self.table, max_num_seqs=config.max_num_seqs, chunk_tokens=chunk_tokens
         )
         self.graphs: DecodeGraphs | None = None
-        """Of decode steps; on a GPU alone."""
+        """CUDA graphs of decode steps; None on a CPU, and for models with experts."""
         if model.device.type == "cuda" and not model.experts.num_routers:
             self.graphs = self.decode_graphs()
         self.is_frozen = False
@@ -89,13 +94,13 @@ class Engine:
         self._begun: OrderedDict[SequenceState, None] = OrderedDict()
         """Running requests without a deadline of their own, in the order of admission."""
         self._clock = 0.0
-        """Seconds of stepping: it stands still while there is nothing to do, and while nothing may be computed."""
+        """Seconds spent stepping. It stands still while the engine is idle, paused or asleep."""
         self._stepped_at: float | None = None
         self._by_id: dict[str, SequenceState] = {}
         self._special = SpecialSequences()
         self._events: list[tuple[str, Event]] = []
 
-    # ---- what is going on
+    # ---- state
 
     @property
     def num_running(self) -> int:
@@ -104,12 +109,12 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not in the batch yet."""
+        """Requests that wait to enter the batch."""
         return len(self.scheduler.waiting) + len(self._held)
 
     @property
     def can_step(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether there is work, and the engine is neither paused, asleep nor without weights."""
         is_ready = self.has_weights and not self.is_frozen and not self.is_asleep
         return is_ready and bool(self.scheduler.running or self.scheduler.waiting)
 
@@ -120,7 +125,7 @@ class Engine:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing is in flight but what came after a pause."""
+        """Whether no request is in flight, those aside that arrived after a pause."""
         return not self.scheduler.running and not self.scheduler.waiting
 
     def take_events(self) -> list[tuple[str, Event]]:
@@ -133,9 +138,12 @@ class Engine:
     def submit(
         self, requests: Iterable[tuple[GenerateRequest, int]], images: Mapping[str, ImagePrompt] | None = None
     ) -> None:
-        """Take requests that were checked, under ids that are not in flight, each with how often tokens are told.
+        """Queue requests.
 
-        `images` are those of prompts that have some, by request id.
+        Args:
+            requests: Validated requests under ids that are not in flight, each with the number of new tokens after
+                which a chunk is reported (1: every token; 0: nothing before the end).
+            images: Prepared images by request id, of the prompts that have some.
         """
         for request, told_every in requests:
             prompt_len = len(request.prompt_token_ids)
@@ -161,7 +169,7 @@ class Engine:
             (self._held if self._is_holding else self.scheduler.waiting)[sequence] = None
 
     def _root_of(self, request: GenerateRequest, seen: ImagePrompt | None) -> Hashable:
-        # A count of updates, not the version: whatever callers number their weights by, old content is never found.
+        # The number of updates, not the version: callers may repeat versions, and old content must never be found.
         return self._num_updates, request.adapter, request.images, () if seen is None else seen.sampled_places
 
     def _seed_of(self, request: GenerateRequest) -> int:
@@ -173,7 +181,7 @@ class Engine:
 
     @torch.inference_mode()
     def abort(self, request_ids: Sequence[str] | None = None, *, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End these requests, all when None, with what they have. Ids that are not in flight have ended already."""
+        """End these requests (None: all) with the tokens that they have. Ids that are not in flight are ignored."""
         ids = list(self._by_id) if request_ids is None else request_ids
         found = [self._by_id[i] for i in dict.fromkeys(ids) if i in self._by_id]
         for sequence in found:
@@ -183,12 +191,12 @@ class Engine:
         self._leave([(s.row, reason) for s in found if s.row >= 0])
 
     def _drop_waiting(self, sequence: SequenceState) -> None:
-        """Take one out that is not in the batch, at the same cost whoever else waits."""
+        """Remove a request from the queues, in constant time."""
         self.scheduler.waiting.pop(sequence, None)
         self._held.pop(sequence, None)
 
     def fail(self, error: Exception) -> None:
-        """End every request with an error, and forget the batch."""
+        """End every request with an error, and drop the batch and the cache."""
         for sequence in list(self._by_id.values()):
             self._end(sequence, error)
         self.scheduler.running.clear()
@@ -200,7 +208,7 @@ class Engine:
     # ---- control
 
     def pause(self, mode: PauseMode) -> None:
-        """Hold new requests. `abort` ends those in flight, `keep` freezes them, `wait` lets them go on."""
+        """Hold new requests. Mode `abort` ends those in flight, `keep` freezes them, `wait` lets them finish."""
         if mode == "abort":
             self.abort([*(s.request.request_id for s in (*self.scheduler.running, *self.scheduler.waiting))])
         self._is_holding = True
@@ -215,9 +223,11 @@ class Engine:
         self._held.clear()
 
     def set_version(self, version: int, *, has_moved: bool = True) -> None:
-        """The model's weights are now of this version: whatever was computed from the old ones is dropped.
+        """Note a weight update: the cache, computed by the old weights, is dropped.
 
-        `has_moved` says that they lie elsewhere, which makes graphs void.
+        Args:
+            version: Weight version of the tokens from now on.
+            has_moved: Whether the weights' addresses changed, so that CUDA graphs have to be captured anew.
         """
         self.weight_version = version
         self.has_weights = True
@@ -231,14 +241,14 @@ class Engine:
         self._forget_cache()
 
     def drop_cache(self) -> None:
-        """Give the cache's memory back. What is in flight is computed anew by the next steps."""
+        """Free the cache's memory. The next steps recompute the sequences in flight."""
         if self.graphs is not None and not self.cache.keeps_place:
             self.graphs.clear()
         self.cache.release()
         self._forget_cache()
 
     def close(self) -> None:
-        """Give the memory of cache and graphs back for good."""
+        """Free the memory of cache and graphs for good."""
         if self.graphs is not None:
             self.graphs.clear()
         self.cache.close()
@@ -249,11 +259,12 @@ class Engine:
         self.scheduler.pool = self._new_pool()
 
     def decode_graphs(self, **options: Any) -> DecodeGraphs:
-        """Graphs of decode steps, with `options` of their own. Cache and table get their room now, and stay in place.
+        """Create the CUDA graphs of decode steps; cache and batch state get their full size, so that they do not move.
 
-        The cache's last block and the table's last row are nobody's from then on.
+        The cache's last block and the batch state's last row are reserved for padding from now on. `options` go to
+        `DecodeGraphs`.
         """
-        self._is_reserved = True
+        self._num_spare = 1
         self._max_blocks -= 1
         self.scheduler.pool = self._new_pool()
         rows, length = self.config.max_num_seqs, min(self.model.max_model_len + 1, GRAPH_TOKENS)
@@ -262,8 +273,11 @@ class Engine:
         return DecodeGraphs(self.model, self.cache, self.table, rows, self._max_blocks, **options)
 
     def _new_pool(self) -> BlockPool:
-        capacity = self._max_blocks if self._is_reserved else self.cache.num_blocks
-        return BlockPool(self._max_blocks, self.cache.block_size, capacity)
+        # A cache in one allocation, or one whose address graphs hold, cannot grow with its content.
+        is_whole = self.cache.keeps_place or self._num_spare
+        return BlockPool(
+            self._max_blocks, self.cache.block_size, self._max_blocks if is_whole else self.cache.num_blocks
+        )
 
     # ---- deadlines
 
@@ -272,7 +286,7 @@ class Engine:
         self._stepped_at = None
 
     def _expire(self) -> None:
-        """Let the clock go on, and end what brought no deadline and has had the server's."""
+        """Advance the clock, and end the requests without a deadline of their own that are over the server's."""
         now = time.monotonic()
         self._clock += 0.0 if self._stepped_at is None else now - self._stepped_at
         self._stepped_at = now
@@ -297,9 +311,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, interrupt: Tensor | None = None) -> None:
-        """Admit what fits, then one forward pass, or several where nothing has to be decided between them.
+        """Admit requests, then run one forward pass, or several where nothing has to be decided between them.
 
-        Call only if `can_step`. Once `interrupt` [1] int64 is not 0, no further one begins.
+        Call only if `can_step`. Once `interrupt` [1] int64 is not 0, no further pass begins.
         """
         self._expire()
         self._admit()
@@ -309,7 +323,7 @@ class Engine:
         is_each_told = any(sequence.told_every == 1 for sequence in self._special.streaming)
         plan = self.scheduler.plan(self._tokens_of, 1 if native is None or is_each_told else MOST_STEPS)
         self.table.flush_blocks()
-        self.cache.resize(self.scheduler.pool.capacity + self._is_reserved)
+        self.cache.resize(self.scheduler.pool.capacity + self._num_spare)
         if native is None or not plan.steps:
             self._compute(plan)
         else:
@@ -338,7 +352,7 @@ class Engine:
         self.table.add(first, values)
 
     def _compute(self, plan: Plan) -> None:
-        """Run the model over what is planned, and draw the tokens whose turn it is."""
+        """Run the model over the planned tokens, and sample the sequences that get one."""
         table, chunks = self.table, plan.chunks
         self._compute_images(plan)
         if not len(plan.rows) and not chunks:
@@ -378,7 +392,7 @@ class Engine:
             self._draw(drawn, torch.from_numpy(drawn).to(single.device) if others else single, logits[: len(drawn)])
 
     def _replay(self, plan: Plan) -> None:
-        """A step of newest tokens alone, by a graph that draws the next ones too."""
+        """Step of decode tokens alone, by a CUDA graph that samples too."""
         table, rows = self.table, plan.rows
         assert self.graphs is not None
         table.reserve(0, int(table.lengths_host[rows].max()) + 1, 1)
@@ -396,7 +410,7 @@ class Engine:
             self.scheduler.pool.remember(sequence.root, known, sequence.blocks)
 
     def _compute_images(self, plan: Plan) -> None:
-        """Prompts with images, each in a pass of its own."""
+        """Prefill of prompts with images, each in a forward pass of its own."""
         for chunk, seen in plan.images:
             row, positions = chunk.sequence.row, torch.arange(chunk.count, device=self.model.device)
             rows = torch.full_like(positions, row)
@@ -410,7 +424,7 @@ class Engine:
             self._note_computed(chunk)
 
     def _draw(self, drawn: np.ndarray, rows: Tensor, logits: Tensor) -> None:
-        """The next token of these rows (here and on the device), from logits [B, V]."""
+        """Sample the next token of rows `drawn` (`rows` on the device) from logits [B, V], and record it."""
         table, count = self.table, len(drawn)
         table.reserve(0, int(table.lengths_host[drawn].max()) + 1, 1)
         # Nearly always the rows are 0..n-1, and a slice is a view where an index makes a copy.
@@ -437,7 +451,12 @@ class Engine:
         self._settle(drawn, told)
 
     def _settle(self, drawn: np.ndarray, told: Drawn) -> None:
-        """Tell of the tokens that these rows got, the newest of each being `told`, and end those that have ended."""
+        """After a step: report the new tokens of streams, and end the rows that have finished.
+
+        Args:
+            drawn: Row numbers.
+            told: Newest token of each.
+        """
         table = self.table
         is_stopped = (told.ids[:, None] == table.stop_ids[drawn]).any(axis=1)
         is_full = table.lengths_host[drawn] >= table.limits[drawn]
@@ -449,7 +468,7 @@ class Engine:
         self._leave([(int(drawn[i]), finish_reason(int(verdict[i]))) for i in ended])
 
     def _leave(self, ended: Sequence[tuple[int, FinishReason | None]]) -> None:
-        """Take rows out of the batch, deliver what they have, close the gaps. No reason: logits were not finite."""
+        """Remove rows from the batch and deliver their outputs; a reason of None means that logits were not finite."""
         if not ended:
             return
         leaving = [row for row, _ in ended]
@@ -471,7 +490,7 @@ class Engine:
         self._close_gaps(set(leaving))
 
     def _close_gaps(self, free: set[int]) -> None:
-        """Move the last rows into the free ones, so that the rows in use are 0..n-1 again."""
+        """Move the last rows into free ones, so that the rows in use are 0..n-1 again."""
         count = len(self.scheduler.running) - len(free)
         gaps = [row for row in free if row < count]
         movers = [sequence for sequence in self.scheduler.running[count:] if sequence.row not in free]

@@ -1,8 +1,7 @@
-"""Engine thread: runs the engine, and takes commands from an event loop.
+"""Engine thread: runs the engine's steps, and takes commands from an event loop.
 
-The event loop posts commands and whole batches of requests; the thread runs commands between steps and posts back
-everything that a step brought in one call. So neither side does work per request and token that the other has to wait
-for.
+The event loop posts commands and whole batches of requests; the thread runs commands between steps and posts back all
+events of a step in one call. So neither side waits for the other's work per request and token.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 30.0
-"""How long the end of this process waits for the step that an engine is in, seconds."""
+"""Most seconds that the end of this process waits for an engine's running step."""
 
 _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
-"""Engines that nobody may have stopped."""
+"""Engine threads that were started and perhaps not stopped."""
 
 
 def _stop_all() -> None:
-    """At the end of the process: a thread that comes back from native code to an interpreter that is gone aborts it."""
+    """Stop all engine threads at exit: one that returns from native code after the interpreter is gone would abort."""
     for thread in list(_running):
         if not thread.stop(EXIT_TIMEOUT_S):
             _log.warning("an engine is still in its step after %g s; the process ends under it", EXIT_TIMEOUT_S)
 
 
 def _promise() -> Future[Any]:
-    """A future that its waiter cannot cancel: what was asked for is done and told, whoever still listens."""
+    """Future that its waiter cannot cancel: a command is run and answered even if nobody waits any more."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 class EngineThread:
-    """Owns an engine: nobody else touches it while the thread runs.
+    """Thread that owns an engine: nobody else touches the engine while it runs.
 
     Args:
-        build: Makes the engine, in the thread. What it raises, `start` raises.
-        deliver: Called in the thread with everything that happened since the last call.
+        build: Creates the engine, in the thread. Its exceptions are raised by the future of `start`.
+        deliver: Called in the thread with the events since the last call.
     """
 
     def __init__(self, build: Callable[[], Engine], deliver: Callable[[list[tuple[str, Event]]], None]) -> None:
@@ -63,14 +62,14 @@ class EngineThread:
         self._commands: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
         self._wakeup = threading.Condition()
         self._is_wanted = torch.zeros(1, dtype=torch.int64)
-        """Not 0 while a command waits: what the engine may do several steps of ends with the one that it is in."""
+        """Not 0 while a command waits: a native call of several decode steps then ends with its current one."""
         self._is_stopping = False
         self._drained: list[Future[None]] = []
         self._thread = threading.Thread(target=self._run, name="rl-rollout-engine", daemon=True)
         self._ready: Future[Engine] = _promise()
 
     def start(self) -> Future[Engine]:
-        """Build the engine in the thread; the future holds it, or why it could not be built."""
+        """Start the thread; the future holds the engine, or the error with which building it failed."""
         atexit.unregister(_stop_all)
         atexit.register(_stop_all)  # once, and before what was registered earlier
         _running.add(self)
@@ -90,7 +89,7 @@ class EngineThread:
         return future
 
     def drained(self) -> Future[None]:
-        """Done when nothing is in flight but what came after a pause."""
+        """Future that is done when no request is in flight, those aside that arrived after a pause."""
         future: Future[None] = _promise()
         self.call(lambda _: self._drained.append(future))
         return future
@@ -115,14 +114,14 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build()
-        except BaseException as error:  # noqa: BLE001  whatever it is, it is start()'s to raise
+        except BaseException as error:  # noqa: BLE001  raised by the future of `start`
             self._ready.set_exception(error)
             return
         self._ready.set_result(engine)
         try:
             while self._obey(engine):
                 self._step(engine)
-        finally:  # after a fault of our own too: nobody waits for a thread that has ended
+        finally:  # after an unexpected error too, so that nobody waits for a thread that has ended
             with self._wakeup:
                 self._is_stopping = True
             engine.fail(ServerLostError("the embedded server was stopped while this request was in flight"))
@@ -131,7 +130,7 @@ class EngineThread:
                 future.set_exception(ServerLostError("the embedded server was stopped"))
 
     def _obey(self, engine: Engine) -> bool:
-        """Wait until there is something to do, run the commands, and say whether to go on."""
+        """Wait for work, run the commands that were posted; returns whether to go on."""
         with self._wakeup:
             while not (self._commands or self._is_stopping or engine.can_step):
                 engine.rest()
@@ -144,10 +143,10 @@ class EngineThread:
         for command, future in commands:
             try:
                 result = command(engine)
-            except Exception as error:  # noqa: BLE001  it is the caller's to see
+            except Exception as error:  # noqa: BLE001  raised by the caller's future
                 future.set_exception(error)
                 continue
-            self._tell(engine)  # who hears that a command is done finds what it has ended to have ended
+            self._tell(engine)  # events first: requests that a command ended have ended when it returns
             future.set_result(result)
         return True
 
@@ -159,8 +158,8 @@ class EngineThread:
         if engine.can_step:
             try:
                 engine.step(self._is_wanted)
-            except Exception as error:  # noqa: BLE001  logged, and told to every caller
-                # Out of memory, or a fault of the model: those in flight hear of it, and the next ones are served.
+            except Exception as error:  # noqa: BLE001  logged, and raised by every request in flight
+                # Out of memory, or an error in the model: requests in flight fail, and later ones are served.
                 _log.exception("a decode step failed; every request in flight gets the error")
                 failure = GenerationError(f"a decode step failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error

@@ -1,4 +1,4 @@
-"""KV cache in blocks of positions. Who holds which block, `block_manager.py` knows."""
+"""KV cache: keys and values of every layer in blocks of positions. `block_manager.py` tracks who holds which block."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class Memory(Protocol):
-    """Memory of a device at an address that stays. See `rl_csrc.cuda.mapped.MappedMemory`."""
+    """Device memory that can be unmapped and mapped again at the same address: `rl_csrc.cuda.mapped.MappedMemory`."""
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor in it."""
+        """View of the memory as a tensor."""
         ...
 
     def take(self) -> None:
-        """Hold the memory again, with any content."""
+        """Map the memory again, with arbitrary content; does nothing where it is mapped."""
         ...
 
     def give_back(self) -> None:
-        """Give it back to the driver; tensors in it must not be used."""
+        """Unmap the memory and return it to the driver; its tensors must not be used meanwhile."""
         ...
 
     def close(self) -> None:
-        """Give its address back too."""
+        """Return memory and address range for good."""
         ...
 
 
@@ -40,7 +40,7 @@ class LayerShape:
     """Shape of the keys and values that one attention layer caches per position."""
 
     num_heads: int
-    """Key/value heads."""
+    """Number of key/value heads."""
     key_dim: int
     """Size of a key."""
     value_dim: int
@@ -48,15 +48,15 @@ class LayerShape:
 
 
 class KVCache:
-    """Per layer keys [blocks, block_size, heads, key_dim] and values like them.
+    """KV cache: per layer keys [blocks, block_size, heads, key_dim] and values [blocks, block_size, heads, value_dim].
 
-    A few blocks are moved by `index_select` and its kin: for indexing in brackets torch wakes its threads however
-    little there is to do, and they then keep their cores for milliseconds, in which the model's own threads wait.
+    Blocks are copied by `index_select` and `index_copy_`: indexing in brackets wakes torch's threads however little
+    there is to do, and they then spin on their cores for milliseconds, which the model's own threads lack.
 
-    Memory is zeroed when it is taken: positions that nobody has written are masked, and a mask cannot hide a NaN.
+    Memory is zeroed when it is allocated: positions that nobody has written are masked, and a mask does not hide a NaN.
 
-    With `new_memory`, called with a number of bytes, all layers lie in one stretch of memory that `release` gives back
-    and the next `resize` takes again: the same number of blocks then lies where it lay, and graphs hold.
+    With `new_memory`, an allocator that is called with a number of bytes, all layers lie in one allocation. `release`
+    unmaps it and the next `resize` to the same number of blocks maps it at the same address: CUDA graphs stay valid.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class KVCache:
         return numbers * self.block_size * self.dtype.itemsize
 
     def most_blocks(self, num_bytes: int) -> int:
-        """Blocks that so much memory holds; for 0 bytes, half of what is free on a GPU or a quarter of the host's.
+        """Number of blocks in so many bytes; 0 stands for half of a GPU's free memory, or a quarter of the host's.
 
         Raises:
-            ConfigError: not one.
+            ConfigError: the memory is too small for one block.
         """
         if not num_bytes and self.device.type == "cuda":
             num_bytes = torch.cuda.mem_get_info(self.device)[0] // 2
@@ -101,7 +101,7 @@ class KVCache:
         return num_bytes // self.bytes_per_block
 
     def resize(self, num_blocks: int) -> None:
-        """Room for so many blocks; those that there are keep their content."""
+        """Allocate so many blocks. Existing blocks keep their content, but not where `keeps_place`."""
         if num_blocks == self.num_blocks:
             return
         if self._new_memory is not None:
@@ -138,7 +138,7 @@ class KVCache:
 
     @property
     def keeps_place(self) -> bool:
-        """Whether blocks lie where they lay once they are released and taken again."""
+        """Whether blocks have the same address after `release` and `resize`."""
         return self._new_memory is not None
 
     def _moved(self, old: Tensor | None, shape: tuple[int, ...]) -> Tensor:
@@ -148,7 +148,7 @@ class KVCache:
         return new
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks: (source, target) each."""
+        """Copy blocks, given as (source, target) pairs."""
         if not pairs:
             return
         source, target = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
@@ -156,13 +156,13 @@ class KVCache:
             part.index_copy_(0, target, part.index_select(0, source))
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero these blocks."""
+        """Zero blocks."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         for part in (*self.keys.values(), *self.values.values()):
             part.index_fill_(0, index, 0)
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Free all memory; `resize` allocates it again."""
         self.num_blocks = 0
         if self._memory is not None:
             self._memory[1].give_back()
@@ -171,6 +171,6 @@ class KVCache:
         self.values.clear()
 
     def close(self) -> None:
-        """Give all memory back for good."""
+        """Free all memory and its addresses for good."""
         self.release()
         self._close_memory()

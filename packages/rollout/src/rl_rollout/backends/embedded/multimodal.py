@@ -1,7 +1,7 @@
-"""Images of a prompt, as features and positions of the served model.
+"""Image prompts: pixel values and multimodal positions (M-RoPE) of a vision-language model.
 
-Positions have three axes (time, height, width), and an image takes fewer of them than it has tokens: from the prompt's
-end on, a token's position is its index plus `shift`.
+Positions have three axes (time, height, width), and an image spans fewer positions than it has tokens: a completion
+token's position is its index plus `shift`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImagePrompt:
-    """The images of one prompt of P tokens, as the model takes them."""
+    """Model inputs for the images of one prompt of P tokens."""
 
     positions: Tensor
-    """[3, P] int64, on the axes time, height and width."""
+    """[3, P] int64, positions on the axes time, height and width."""
     shift: int
-    """Position of token i, beyond the prompt, minus i."""
+    """Position of a token beyond the prompt, minus its index."""
     pixel_values: Tensor
-    """[patches of all images, numbers of a patch] float32"""
+    """[patches of all images, elements of a patch] float32"""
     image_grid_thw: Tensor
-    """[images, 3] int64, patches of each along the axes."""
+    """[images, 3] int64, patches of each image along the axes."""
     given_ids: Tensor
-    """[P] int64, the prompt; -1 where a model sampled the token, which then stands for no image."""
+    """[P] int64, prompt token ids; -1 where a model sampled the token: a sampled placeholder stands for no image."""
     sampled_places: tuple[int, ...]
-    """Positions of placeholders that were sampled before the end of the last image."""
+    """Indices of sampled placeholders before the end of the last image."""
     num_seen: int
-    """Tokens up to the end of the last image."""
+    """Number of tokens up to the end of the last image."""
 
 
 class ImageReader:
-    """Prepares images for one model. `see` may run in any thread.
+    """Image preprocessor of one model. `see` may run in any thread.
 
-    Placeholders that a model sampled stand for nothing: their tokens have the embedding and the position of any other.
+    A placeholder that the model sampled stands for no image: it gets the embedding and the position of any other token.
     """
 
     def __init__(self, module: Any, preparer: ImagePreparer) -> None:
@@ -54,14 +54,14 @@ class ImageReader:
         self._find_places = self._trunk.get_placeholder_mask
         self._trunk.get_placeholder_mask = self._places
         self.given_ids: Tensor | None = None
-        """[1, T] of the pass under way, `ImagePrompt.given_ids` of its tokens."""
+        """[1, T] `ImagePrompt.given_ids` of the tokens of the current forward pass."""
 
     def _places(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """In place of the model's own search for placeholders."""
+        """Replaces the model's search for image placeholders."""
         return self._find_places(input_ids if self.given_ids is None else self.given_ids, *args, **kwargs)
 
     def see(self, request: GenerateRequest) -> tuple[GenerateRequest, ImagePrompt]:
-        """The request with its images' places written out, and what the model is to see there.
+        """Expand the image placeholders of a request, and prepare its images.
 
         Raises:
             RequestError: see `ImagePreparer.prepare`.
@@ -86,7 +86,7 @@ class ImageReader:
 
 
 def load_image_reader(module: Any, model_path: str) -> ImageReader | None:
-    """Image reader of the model in this folder; None if it takes no images."""
+    """Image preprocessor of the model in this folder; None if it takes no images."""
     if not (hasattr(module.base_model, "visual") and hasattr(module.base_model, "get_rope_index")):
         return None
     config = module.config

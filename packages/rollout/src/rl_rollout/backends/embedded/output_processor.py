@@ -1,15 +1,18 @@
-"""Output processor: new tokens of streams after each step, and what requests asked for beside tokens."""
+"""Output processor: chunks of streamed tokens after each step, and the extra outputs that requests asked for."""
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
 
 from rl_rollout.types import TokenChunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    import numpy as np
     from torch import Tensor
 
     from rl_rollout.backends.embedded.batch_state import BatchState
@@ -21,27 +24,37 @@ if TYPE_CHECKING:
 def new_chunks(
     streaming: Iterable[SequenceState], table: BatchState, verdict: np.ndarray, place: Mapping[int, int]
 ) -> Iterator[tuple[str, TokenChunk]]:
-    """New tokens of those who want them before the end, by request id.
+    """Chunks of new tokens for streaming requests, as (request id, chunk).
 
     Args:
-        streaming: Those.
-        table: After the draw.
-        verdict: Of each drawn row, whether it ends.
-        place: Where a row is among the drawn ones.
+        streaming: Sequences that report tokens before their end.
+        table: Batch state after the step.
+        verdict: For each sampled row, non-zero where it ends; its last tokens come with its output.
+        place: Index of a row among the sampled ones.
     """
+    chunks: list[tuple[SequenceState, range]] = []
     for sequence in streaming:
         row = sequence.row
         due = sequence.due(int(table.lengths_host[row]))
-        if row not in place or not due or verdict[place[row]]:  # what ends now is told with its reason
-            continue
-        new = slice(due.start, due.stop)
+        if due and row in place and not verdict[place[row]]:
+            chunks.append((sequence, due))
+    if not chunks:
+        return
+    # One transfer per column: from a GPU, one per sequence would take longer than the step.
+    width = table.tokens.shape[1]
+    index = np.concatenate([np.arange(due.start, due.stop) + sequence.row * width for sequence, due in chunks])
+    where = torch.from_numpy(index).to(table.device)
+    columns = (table.tokens, table.logprobs, table.versions)
+    ids, logprobs, versions = (column.view(-1).index_select(0, where).tolist() for column in columns)
+    ends = accumulate((len(due) for _, due in chunks), initial=0)
+    for (sequence, due), (start, end) in zip(chunks, pairwise(ends), strict=True):
         sequence.num_told += len(due)
         yield (
             sequence.request.request_id,
             TokenChunk(
-                token_ids=tuple(table.tokens[row, new].tolist()),
-                logprobs=tuple(table.logprobs[row, new].tolist()),
-                weight_versions=tuple(table.versions[row, new].tolist()),
+                token_ids=tuple(ids[start:end]),
+                logprobs=tuple(logprobs[start:end]),
+                weight_versions=tuple(versions[start:end]),
                 finish_reason=None,
             ),
         )
@@ -55,14 +68,14 @@ def note_tokens(
     asked: Sequence[bool],
     experts: Tensor | None,
 ) -> None:
-    """Keep what was asked about the tokens that were fed.
+    """Record prompt log-probs and routed experts of the tokens that a step fed.
 
     Args:
-        plan: Of the step.
-        reading: Sequences that asked for something.
-        table: Before the draw.
-        logits: [T, V] of the chunks in `asked`.
-        asked: Of each chunk, whether its logits are wanted.
+        plan: Plan of the step.
+        reading: Sequences that asked for extra outputs.
+        table: Batch state before sampling.
+        logits: [T, V] of the prompt tokens of the chunks in `asked`.
+        asked: For each chunk, whether the logits of its prompt tokens are needed.
         experts: [T, N, K] of all tokens fed, or None.
     """
     at, at_logits = len(plan.rows), 0
@@ -81,7 +94,7 @@ def note_tokens(
 
 
 def last_chunk(output: TokenOutput, num_told: int) -> TokenChunk:
-    """Last chunk of an output: the tokens that were not streamed yet."""
+    """Last chunk of a stream: the tokens of its output that were not streamed yet."""
     return TokenChunk(
         token_ids=output.token_ids[num_told:],
         logprobs=output.logprobs[num_told:],

@@ -1,10 +1,10 @@
-"""Scheduler: plans what each step computes, over host numbers. No model, no device.
+"""Scheduler: plans what each step computes, from numbers on the host. No model, no device.
 
-Requests are served in the order of their arrival. A step feeds the newest token of every sequence whose other tokens
-are in the cache, and, within a budget, chunks of those that are not: a long prompt takes several steps, in each of
-which everybody else gets a token too. Of sequences with the same tokens (a group) the first is computed; the others
-take their first token from the same logits, and its blocks for their own. When blocks run out, the youngest sequence
-gives its own back and is computed again later.
+First come, first served. A step feeds the newest token of every sequence whose other tokens are cached (decode), and,
+within a budget, chunks of sequences that are not cached yet (chunked prefill): a long prompt takes several steps, in
+each of which every decoding sequence gets a token too. Of sequences with equal tokens (a group) only the first is
+computed; the others sample from its logits and share its blocks. When blocks run out, the youngest sequence is
+preempted: it gives its blocks back and is computed again later.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Tokens [start, start + count) of a sequence that are computed together."""
+    """Chunk of a prompt: tokens [start, start + count) of a sequence, computed in one step."""
 
     sequence: SequenceState
     start: int
     count: int
     is_last: bool
-    """Whether nothing is left after it, so that its last logits give the next token."""
+    """Whether it ends the sequence, so that its last logits give the next token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A sequence that takes over what a chunk's sequence has computed."""
+    """Sequence with the same tokens as a chunk's sequence, whose blocks and logits it shares."""
 
     sequence: SequenceState
     chunk: int
@@ -46,22 +46,31 @@ class Split:
 
 @dataclass(slots=True)
 class Plan:
-    """One step."""
+    """Plan of one step: what is computed, and which blocks are copied afterwards."""
 
     rows: np.ndarray
     """int64, rows whose newest token is fed; ascending."""
     chunks: list[Chunk] = field(default_factory=list[Chunk])
+    """Chunks of prompts to compute."""
     images: list[tuple[Chunk, ImagePrompt]] = field(default_factory=list["tuple[Chunk, ImagePrompt]"])
-    """Prompts with images: their tokens, but the newest."""
+    """Prompts with images to prefill: all their tokens but the newest."""
     splits: list[Split] = field(default_factory=list[Split])
+    """Sequences that take their blocks and their first token from a chunk of this step."""
     copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Blocks to copy when the chunks are computed: a split's last one, which it will write to."""
+    """(source, target) blocks to copy after the forward pass: the last block of each split, which it will write to."""
     steps: int = 0
-    """Above 0: all sequences are fed, and hold the blocks for so many steps until something else has to be planned."""
+    """Decode steps that all sequences hold the blocks for; 0 where the next step has to be planned."""
 
 
 class Scheduler:
-    """Sequences in the batch are rows 0..n-1 of the table, in no order."""
+    """Queue of waiting sequences, batch of running ones, and the plan of each step.
+
+    Args:
+        pool: Blocks of the KV cache.
+        table: Batch state; running sequences are its rows 0..n-1, in no order.
+        max_num_seqs: Most sequences in the batch.
+        chunk_tokens: Most prompt tokens of a step.
+    """
 
     def __init__(self, pool: BlockPool, table: BatchState, *, max_num_seqs: int, chunk_tokens: int) -> None:
         self.pool = pool
@@ -70,14 +79,14 @@ class Scheduler:
         self.chunk_tokens = chunk_tokens
         self.running: list[SequenceState] = []
         self.waiting: OrderedDict[SequenceState, None] = OrderedDict()
-        """In the order of their arrival; any of them may leave."""
+        """Waiting sequences in the order of arrival; any of them may leave."""
         self.num_preemptions = 0
-        """Times that a sequence gave its blocks back to an older one."""
+        """Preemptions so far."""
 
     def admit(self) -> list[SequenceState]:
-        """Take waiting sequences into the batch, in their order, while there are rows, and blocks for their tokens."""
+        """Take waiting sequences into the batch, oldest first, while there are rows and blocks for their tokens."""
         admitted: list[SequenceState] = []
-        # Who is in the batch already and not computed yet comes first.
+        # Blocks for running sequences that are not computed yet come first.
         promised = sum(self._num_missing(s, int(self.table.lengths_host[s.row])) for s in self._pending())
         seen: set[Hashable] = set()
         while self.waiting and len(self.running) < self.max_num_seqs:
@@ -94,11 +103,11 @@ class Scheduler:
         return admitted
 
     def plan(self, tokens_of: Callable[[SequenceState], Sequence[int]], most_steps: int = 1) -> Plan:
-        """Decide what the next step computes, and take the blocks for it.
+        """Plan the next step, and take the blocks for it.
 
         Args:
-            tokens_of: The tokens of a sequence that has some beside its prompt. Called rarely.
-            most_steps: How many steps may be planned at once.
+            tokens_of: Returns prompt and completion of a sequence. Called rarely.
+            most_steps: Most decode steps to plan at once.
         """
         table, count, size = self.table, len(self.running), self.pool.block_size
         lengths, computed, held = table.lengths_host[:count], table.computed[:count], table.num_blocks[:count]
@@ -120,11 +129,11 @@ class Scheduler:
         return plan
 
     def _look_ahead(self, most_steps: int) -> int:
-        """Take the blocks for further steps of all sequences; how many steps they are enough for."""
+        """Take the blocks of further decode steps of all sequences; returns how many steps may follow one another."""
         table, count, size = self.table, len(self.running), self.pool.block_size
-        if most_steps == 1 or self.waiting:  # whoever waits comes in when somebody leaves
+        if most_steps == 1 or self.waiting:  # a waiting sequence is admitted as soon as another ends
             return 1
-        # The token at the limit is drawn, and never fed.
+        # The token at the limit is sampled, but never fed.
         fed = np.minimum(table.lengths_host[:count] + most_steps, table.limits[:count]) - 1
         missing = -(-fed // size) - table.num_blocks[:count]
         if missing.clip(0).sum() > self.pool.num_free:
@@ -146,13 +155,13 @@ class Scheduler:
                 if key in leaders:
                     self._split(plan, sequence, leaders[key], length)
                     continue
-                if key in being_seen:  # the next step finds what this one computes
+                if key in being_seen:  # in the next step it finds the prefix that this one computes
                     continue
                 self._find_prefix(sequence, tokens)
                 self.table.computed[sequence.row] = len(sequence.blocks) * size
             start = int(self.table.computed[sequence.row])
             seen = sequence.seen if sequence.seen is not None and start < sequence.seen.num_seen else None
-            # An image cannot be cut: the prompt at once; what follows, the newest token at least, in later steps.
+            # Images cannot be cut into chunks: the whole prompt is one, and the rest, the newest token at least, later.
             count = min(length - 1, len(sequence.prompt)) if seen is not None else min(length - start, budget)
             needed = -(-(start + count) // size) - len(sequence.blocks)
             self._make_room(sequence, needed)
@@ -178,7 +187,7 @@ class Scheduler:
             budget -= count
 
     def _find_prefix(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
-        """Hold the blocks of a known prefix; of a prompt with images, only if it reaches beyond them."""
+        """Hold the cached blocks of the longest known prefix; with images, only if it reaches beyond them."""
         found = self.pool.find(sequence.root, tokens[:-1])
         if sequence.seen is not None and len(found) * self.pool.block_size < sequence.seen.num_seen:
             self.pool.give_back(found)
@@ -200,14 +209,14 @@ class Scheduler:
         plan.splits.append(Split(sequence=sequence, chunk=leader))
 
     def drop_blocks(self, sequence: SequenceState, *, is_spoiled: bool = False) -> list[int]:
-        """Give back what a sequence holds; it must be computed again. Returns the blocks that nobody holds now."""
+        """Release the blocks of a sequence, which must be computed again. Returns the blocks that nobody holds now."""
         released = self.pool.give_back(sequence.blocks, is_spoiled=is_spoiled)
         sequence.blocks = []
         self.table.computed[sequence.row] = self.table.num_blocks[sequence.row] = 0
         return released
 
     def _make_room(self, sequence: SequenceState, needed: int) -> None:
-        """See that so many blocks are free, as far as those younger than this sequence hold some."""
+        """Preempt sequences younger than this one until so many blocks are free, as far as there are any."""
         while needed > self.pool.num_free:
             victim = max((s for s in self.running if s.blocks), key=lambda s: s.arrival, default=sequence)
             if victim.arrival < sequence.arrival or victim is sequence:
@@ -220,7 +229,7 @@ class Scheduler:
         sequence.blocks.extend(blocks)
 
     def _pending(self) -> list[SequenceState]:
-        """Sequences with tokens to compute before their newest one, or without a block for it, the oldest first."""
+        """Sequences that are not cached up to their newest token, or lack a block for it; oldest first."""
         count, table = len(self.running), self.table
         lengths, computed, held = table.lengths_host[:count], table.computed[:count], table.num_blocks[:count]
         is_pending = (lengths - computed > 1) | (lengths > held * self.pool.block_size)

@@ -1,4 +1,4 @@
-"""Sequence: the state of one request in the engine, and which sequences of a batch are special."""
+"""Sequence: state of one request in the engine, its extra outputs, and the sequences that need special treatment."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Extras:
-    """Extras collected for one request. V vocabulary, N MoE layers, K experts per token."""
+    """Extra outputs of one request: top and prompt log-probs, routed experts.
+
+    Shapes: V vocabulary, N MoE layers, K experts per token.
+    """
 
     request: GenerateRequest
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
     prompt_logprobs: tuple[float, ...] = ()
     experts: list[Any] = field(default_factory=list[Any])
-    """Per token that was fed, in order: N lists of K expert ids."""
+    """For each token fed so far: N lists of K expert ids."""
 
     def wants_logits(self, start: int) -> bool:
-        """Whether the logits of tokens from `start` on tell something that is not known yet."""
+        """Whether prompt log-probs are still needed from the logits of tokens from `start` on."""
         wanted = len(self.request.prompt_token_ids) - 1 if self.request.returns_prompt_logprobs else 0
         return max(start, len(self.prompt_logprobs)) < wanted
 
     def note_tokens(self, start: int, logits: Tensor | None, experts: Tensor | None) -> None:
-        """Logits [T, V] and experts [T, N, K] of tokens from `start` on. What is computed again is not noted again."""
+        """Record logits [T, V] and experts [T, N, K] of tokens from `start` on; recomputed tokens are skipped."""
         if logits is not None:
             first = len(self.prompt_logprobs)
             following = self.request.prompt_token_ids[first + 1 : start + logits.shape[0] + 1]
@@ -47,20 +50,20 @@ class Extras:
             self.experts.extend(experts[len(self.experts) - start :].tolist())
 
     def note_draw(self, scaled: Tensor) -> None:
-        """Logits [V] over temperature that the newest token was drawn from."""
+        """Record the top log-probs of the newest token, from the logits [V] over temperature that it was drawn from."""
         if self.request.num_top_logprobs:
             values, ids = scaled.log_softmax(dim=-1).topk(min(self.request.num_top_logprobs, scaled.shape[-1]))
             pairs = zip(ids.tolist(), values.tolist(), strict=True)
-            # What top-k and top-p have cut off has no log-prob.
+            # Tokens that top-k or top-p removed have no log-prob.
             self.top_logprobs.append(tuple(pair for pair in pairs if pair[1] > float("-inf")))
 
     def forget_prompt(self) -> None:
-        """Forget what was told of a prompt that is not computed to its end."""
+        """Drop what was recorded of a prompt that has to be computed again."""
         self.prompt_logprobs = ()
         self.experts.clear()
 
     def columns(self) -> dict[str, Any]:
-        """The fields of the output."""
+        """Fields of `TokenOutput`, by name."""
         return {
             "top_logprobs": tuple(self.top_logprobs),
             "prompt_logprobs": self.prompt_logprobs,
@@ -69,7 +72,7 @@ class Extras:
 
 
 class ExpertRecorder:
-    """Writes down which experts the routers of a model chose, while it is on.
+    """Recorder of routed experts: hooks on the routers of a model, which record their choice while `is_on`.
 
     Transformers' top-k routers return the chosen ids, int64 [T, K], as their last value.
     """
@@ -77,7 +80,7 @@ class ExpertRecorder:
     def __init__(self, module: torch.nn.Module) -> None:
         self.is_on = False
         self.does_tell = False
-        """Whether there are routers, and all of them tell; found out when a model is loaded."""
+        """Whether the model has routers, and all of them return their choice; determined when it is loaded."""
         self._found: list[Tensor] = []
         routers = [each for each in module.modules() if "Router" in type(each).__name__]
         for router in routers:
@@ -91,36 +94,36 @@ class ExpertRecorder:
             self._found.append(chosen)
 
     def take(self) -> Tensor | None:
-        """[T, N, K] of the forward pass since the last call; None if it was off, or a router did not tell."""
+        """Experts [T, N, K] of the forward pass since the last call; None if it was off or a router returned none."""
         found, self._found = self._found, []
         return torch.stack(found, dim=1) if found and len(found) == self.num_routers else None
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """State of a request, beside its row of the batch table."""
+    """State of one request, beside its row of the batch state."""
 
     request: GenerateRequest
     told_every: int
-    """Tokens after which the new ones are handed out; 1 is each at once, 0 none before the end."""
+    """New tokens per streamed chunk: 1 streams every token, 0 nothing before the end."""
     limit: int
-    """Length at which it ends, tokens."""
+    """Length of prompt and completion at which it ends, tokens."""
     seed: int
-    """Its own, or one of the server's stream."""
+    """Seed of the request, or the server's if it brought none."""
     arrival: int
-    """Serial number; the smaller, the older."""
+    """Serial number of its arrival."""
     seen: ImagePrompt | None = None
     """Images of its prompt."""
     root: Hashable = None
-    """Cache key beside the tokens: the weights, the adapter, the images."""
+    """Key of its prefix in the cache: number of weight updates, adapter, images."""
     blocks: list[int] = field(default_factory=list[int])
-    """Of the cache, in the order of positions."""
+    """Blocks of the cache that it holds, in the order of positions."""
     num_told: int = 0
-    """Tokens that were handed out."""
+    """Completion tokens that were streamed."""
     row: int = -1
     """Its row in the batch; -1 while it waits."""
     since: float = 0.0
-    """When it began to wait, or entered the batch, by the engine's clock, seconds."""
+    """Time at which it began to wait, or entered the batch, by the engine's clock, seconds."""
     extras: Extras = field(init=False)
     """Extra outputs that it asked for."""
 
@@ -129,24 +132,24 @@ class SequenceState:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Its prompt's token ids."""
+        """Prompt token ids."""
         return self.request.prompt_token_ids
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether something is to be told about the prompt, so that it is computed for this request alone."""
+        """Whether outputs about the prompt are asked for, so that its prefill cannot be shared."""
         return self.request.returns_prompt_logprobs or self.request.returns_routed_experts
 
     @property
     def reads_steps(self) -> bool:
-        """Whether something beside the token is to be told about every step."""
+        """Whether outputs beside the token are asked for at every decode step."""
         return self.request.num_top_logprobs > 0 or self.request.returns_routed_experts
 
     def due(self, length: int) -> range:
-        """Positions of the tokens that are to be handed out now, when its row has `length` tokens.
+        """Positions of the tokens to stream now, when its row has `length` tokens.
 
-        The newest waits unless each is handed out at once: what is known of a request that was lost then never ends
-        with a token at which it would have stopped.
+        Unless every token is streamed, the newest is held back: a request that is resumed elsewhere from its chunks
+        then never continues behind a token at which it would have stopped.
         """
         start = len(self.request.prompt_token_ids) + self.num_told
         end = length if self.told_every == 1 else length - 1
@@ -154,17 +157,17 @@ class SequenceState:
 
     @property
     def truncates(self) -> bool:
-        """Whether it asks for top-k or top-p."""
+        """Whether it asks for top-k or top-p sampling."""
         params = self.request.sampling_params
         return params.top_k > 0 or params.top_p < 1
 
     def stops(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Ids at which it ends, where the model's are these."""
+        """Token ids at which it ends, given the model's end-of-sequence ids."""
         params = self.request.sampling_params
         return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
 
     def row_values(self, stop_token_ids: tuple[int, ...], adapter: int) -> RowValues:
-        """Row values with which it enters the batch table."""
+        """Values of its row when it enters the batch state."""
         params = self.request.sampling_params
         return RowValues(
             token_ids=self.request.prompt_token_ids,
@@ -181,7 +184,7 @@ class SequenceState:
     def output(
         self, ids: list[int], logprobs: list[float], versions: list[int], length: int, reason: FinishReason
     ) -> TokenOutput:
-        """Cut the completion out of its row's columns, of which the first `length` entries count."""
+        """Output of the request, from the first `length` entries of its row's columns."""
         completion = slice(len(self.request.prompt_token_ids), length)
         return TokenOutput(
             request_id=self.request.request_id,
@@ -193,7 +196,7 @@ class SequenceState:
         )
 
     def poisoned(self, weight_version: int) -> GenerationError:
-        """Error for logits that are not finite."""
+        """Error of a request whose logits are not finite."""
         return GenerationError(
             f"request {self.request.request_id!r}: the model's logits are not finite; "
             f"check the weights of version {weight_version}"
@@ -202,19 +205,21 @@ class SequenceState:
 
 @dataclass(slots=True)
 class SpecialSequences:
-    """Sequences of the batch for which a step does something beside drawing by temperature."""
+    """Sequences of the batch that need more of a step than sampling at a temperature."""
 
     streaming: set[SequenceState] = field(default_factory=set[SequenceState])
-    """They are told tokens before the end."""
+    """Sequences that stream tokens before their end."""
     truncating: set[SequenceState] = field(default_factory=set[SequenceState])
+    """Sequences with top-k or top-p."""
     greedy: set[SequenceState] = field(default_factory=set[SequenceState])
+    """Sequences at temperature 0."""
     adapted: set[SequenceState] = field(default_factory=set[SequenceState])
-    """They have an adapter."""
+    """Sequences with a LoRA adapter."""
     reading: set[SequenceState] = field(default_factory=set[SequenceState])
-    """They are told something beside tokens."""
+    """Sequences that asked for extra outputs."""
 
     def add(self, admitted: Sequence[SequenceState]) -> None:
-        """They are in the batch now."""
+        """Sort sequences that have entered the batch."""
         self.streaming.update(s for s in admitted if s.told_every)
         self.truncating.update(s for s in admitted if s.truncates)
         self.greedy.update(s for s in admitted if s.request.sampling_params.temperature == 0)
@@ -222,13 +227,13 @@ class SpecialSequences:
         self.reading.update(s for s in admitted if s.reads_prompt or s.reads_steps)
 
     def discard(self, sequence: SequenceState) -> None:
-        """It has ended."""
+        """Remove a sequence that has ended."""
         for each in (self.streaming, self.truncating, self.greedy, self.adapted, self.reading):
             each.discard(sequence)
 
 
 def finish_reason(verdict: int) -> FinishReason | None:
-    """Of a row's verdict: 1 stop token, 2 limit reached, 4 logits not finite, added up. None for the last."""
+    """Finish reason of a verdict: the sum of 1 (stop token), 2 (limit reached), 4 (logits not finite: None)."""
     if verdict >= 4:
         return None
     return FinishReason.STOP if verdict & 1 else FinishReason.LENGTH

@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GRACE_S = 5.0
-"""How long the engine may take to end a request whose deadline is over, seconds."""
+"""Seconds that the engine has to end a request whose deadline is over."""
 PROGRESS_TOKENS = 32
-"""New tokens after which a listener is told."""
+"""New tokens after which `on_progress` is called."""
 
 
 class EmbeddedServer(RolloutServer):
-    """Continuous batching in a thread of this process.
+    """Rollout server with a continuous-batching engine in a thread of this process.
 
-    A request's tokens do not depend on when it is served or beside whom, given its seed. New weights are staged while
-    decoding goes on, and swapped in between two steps; keys and values of requests in flight are then computed anew.
+    Given its seed, a request's tokens do not depend on when it is served or which requests share its batch. New weights
+    are staged while decoding goes on, and swapped in between two steps; the cache of requests in flight is recomputed.
     """
 
     tells_progress = True
@@ -61,24 +61,24 @@ class EmbeddedServer(RolloutServer):
         self._is_stopped = False
         self._outbox: list[tuple[GenerateRequest, int]] = []
         self._forgotten: list[str] = []
-        """Requests whose callers have left, to be ended after the outbox."""
+        """Ids of requests whose callers have left; aborted after the outbox is handed over."""
         self._seen: dict[str, ImagePrompt] = {}
-        """Images of the requests in the outbox."""
+        """Prepared images of the requests in the outbox."""
         self._seeing: set[asyncio.Future[Any]] = set()
-        """Images that are being prepared."""
+        """Preparations of images under way."""
         self._listeners: dict[str, Callable[[TokenChunk], None]] = {}
         self._futures: dict[str, asyncio.Future[TokenOutput]] = {}
         self._streams: dict[str, asyncio.Queue[Event]] = {}
         self._owed: Counter[str] = Counter()
-        """Ends that the engine has yet to tell, by id: above 1 where a caller gave up and the id was used again."""
+        """Number of final events due by request id: above 1 where a caller gave up and the id was used again."""
         self._update_lock = asyncio.Lock()
         self._may_hold_weights = True
         self._keeps_staged = False
-        """Whether the update under way leaves its copy for differences."""
+        """Whether the update under way keeps its staging copy as the base of differences."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything; routed experts, adapters and images if the model that was loaded has them."""
+        """See `RolloutServer.capabilities`: routed experts, adapters and images depend on the loaded model."""
         return self._capabilities
 
     @property
@@ -86,10 +86,10 @@ class EmbeddedServer(RolloutServer):
         """Longest prompt plus completion, tokens."""
         return self._model.max_model_len
 
-    # ---- life
+    # ---- start and stop
 
     async def start(self) -> ServerAddress:
-        """Load the model, bind the endpoint, and return where it answers. Idempotent."""
+        """Load the model and bind the HTTP endpoint; returns its address. Idempotent."""
         if self._address is not None:
             return self._address
         if self._is_stopped:
@@ -107,7 +107,7 @@ class EmbeddedServer(RolloutServer):
             updates_adapters=True,
         )
         if self._model.fused is not None:
-            # Threads that compute later begin with the number that was set last, which was the engine's 1.
+            # New threads start with the number of torch threads that was set last, which was the engine's 1.
             torch.set_num_threads(torch.get_num_threads())
         try:
             url = await self._endpoint.start()
@@ -121,17 +121,17 @@ class EmbeddedServer(RolloutServer):
         most, chosen = torch.get_num_threads(), self.config.num_threads
         is_cuda = choose_device(self.config.device).type == "cuda"
         if not is_cuda:
-            # OpenMP keeps threads for this one from the first operation that shares its work; with more of them in a
-            # process than cores, those of others, as of a trainer here, sleep and wake between any two operations.
+            # OpenMP keeps a team of threads for every thread that ever ran a parallel operation. With more of them than
+            # cores, those of others in this process, such as a trainer, sleep and wake between any two operations.
             torch.set_num_threads(1)
         model = load_model(self.config)
         if is_cuda:
-            torch.cuda.set_device(model.device)  # of this thread, which is the engine's
+            torch.cuda.set_device(model.device)  # a property of the thread, and this is the engine's
         elif not chosen:
             num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
             chosen = choose_num_threads(num_parameters, most, is_fused=model.fused is not None)
         if model.fused is not None:
-            model.fused.num_threads = chosen  # not OpenMP's
+            model.fused.num_threads = chosen  # its own pool, not OpenMP's
         elif chosen:
             torch.set_num_threads(chosen)
         self._num_threads = chosen or most
@@ -140,7 +140,7 @@ class EmbeddedServer(RolloutServer):
         return Engine(model, self.config)
 
     async def stop(self) -> None:
-        """End requests with `ServerLostError`, close the endpoint, free the model. Idempotent."""
+        """End requests with `ServerLostError`, close the endpoint and free the model. Idempotent."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -160,7 +160,7 @@ class EmbeddedServer(RolloutServer):
     async def generate(
         self, request: GenerateRequest, on_progress: Callable[[TokenChunk], None] | None = None
     ) -> TokenOutput:
-        """See `RolloutServer.generate`. `on_progress` is told of new tokens now and then, and not of the last ones."""
+        """See `RolloutServer.generate`. `on_progress` gets new tokens every `PROGRESS_TOKENS`, except the last ones."""
         request, seen = await self._see(request)
         if on_progress is not None:
             self._listeners[request.request_id] = on_progress
@@ -179,7 +179,7 @@ class EmbeddedServer(RolloutServer):
             self._listeners.pop(request.request_id, None)
 
     async def _cut(self, request: GenerateRequest, future: asyncio.Future[TokenOutput]) -> TokenOutput:
-        """Output of a request whose own deadline is over."""
+        """End a request whose own deadline is over; returns the tokens that it has."""
         self._end(request, FinishReason.TIMEOUT)
         done, _ = await asyncio.wait([future], timeout=GRACE_S)
         if not done or not (output := future.result()).token_ids:
@@ -193,7 +193,7 @@ class EmbeddedServer(RolloutServer):
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._streams[request.request_id] = queue
         self._submit(request, seen, told_every=1)
-        # A deadline on every wait, and none while the caller holds a chunk: that time is the caller's own.
+        # The deadline applies to every wait for a chunk, but not to the time that the caller takes over one.
         deadline = None if request.timeout_s is None else self._loop.time() + request.timeout_s
         num_told, is_over = 0, False
         try:
@@ -224,7 +224,7 @@ class EmbeddedServer(RolloutServer):
                 self._forget(request)
 
     async def _see(self, request: GenerateRequest) -> tuple[GenerateRequest, ImagePrompt | None]:
-        """The request, checked, with its images prepared, for the adapter that serves it."""
+        """Validate a request, fill in the default adapter, and prepare its images."""
         if request.adapter is None and (adapter := self.config.options.get("default_adapter")) is not None:
             request = replace(request, adapter=adapter)
         self._check(request)
@@ -251,7 +251,7 @@ class EmbeddedServer(RolloutServer):
             raise RequestError(f"request id {request.request_id!r} is in flight already")
 
     def _submit(self, request: GenerateRequest, seen: ImagePrompt | None, *, told_every: int) -> None:
-        """Hand over everything that came in one turn of the loop at once."""
+        """Queue a request for the engine; all requests of one turn of the event loop are handed over in one call."""
         if not self._outbox:
             self._loop.call_soon(self._flush)
         self._outbox.append((request, told_every))
@@ -270,12 +270,12 @@ class EmbeddedServer(RolloutServer):
             submitted.add_done_callback(lambda done: self._refuse(batch, done.exception()))
 
     def _refuse(self, batch: list[tuple[GenerateRequest, int]], error: BaseException | None) -> None:
-        """Tell requests that never reached the engine: it had been stopped, say."""
+        """Fail requests that never reached the engine, for example because it had been stopped."""
         if isinstance(error, Exception):
             self._post([(request.request_id, error) for request, _ in batch])
 
     def _forget(self, request: GenerateRequest) -> None:
-        """End it; all that are left in one turn of the loop are ended by one command."""
+        """Abort a request whose caller has left; one command per turn of the event loop."""
         if self._outbox:
             self._flush()
         if not self._forgotten:
@@ -293,8 +293,8 @@ class EmbeddedServer(RolloutServer):
         )
 
     def _post(self, events: list[tuple[str, Event]]) -> None:
-        """In the engine's thread: hand events to the loop in one call."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        """Post events to the event loop in one call; runs in the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
             self._loop.call_soon_threadsafe(self._hand_out, events)
 
     def _hand_out(self, events: list[tuple[str, Event]]) -> None:
@@ -317,7 +317,7 @@ class EmbeddedServer(RolloutServer):
                     future.set_exception(event)
                 else:
                     future.set_result(event)
-            # Neither: its caller gave up (deadline, cancelled), and there is nobody to tell.
+            # Otherwise its caller gave up (deadline, cancelled), and nobody waits.
 
     # ---- control
 
@@ -370,14 +370,14 @@ class EmbeddedServer(RolloutServer):
                 self._check_version(receive, version)
                 (self._model.adapters if name.startswith(UPDATE_PREFIX) else self._weights).stage(name, tensor)
         finally:
-            # The sender hears at once that this end stopped reading.
+            # Closed at once, so that the sender learns that this end stopped reading.
             if (aclose := getattr(iterator, "aclose", None)) is not None:
                 await aclose()
         self._check_version(receive, version)
         self._check_complete()
 
     async def _stage_slices(self, receive: CkptReceiver, version: int) -> None:
-        """Each slice lands in the staging copy, where it is read back before the vote."""
+        """Receive slices into the store's targets, where they are read back (digest) before the vote."""
 
         def on_landed(names: AbstractSet[str]) -> None:  # in a thread of the receiver's
             self._check_version(receive, version)
@@ -425,7 +425,7 @@ class EmbeddedServer(RolloutServer):
             self._weights.release()
             self._model.note_new_weights()
         if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps for this process, the engine's could not take
+            torch.cuda.empty_cache()  # another process cannot use what torch's allocator keeps
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """See `RolloutServer.wake`. Decoding starts again with the tag `kv_cache`, and with an update after level 2."""
@@ -435,14 +435,14 @@ class EmbeddedServer(RolloutServer):
         await self._command(lambda engine: self._wake_up(engine, tags))
 
     def _wake_up(self, engine: Engine, tags: Sequence[str]) -> None:
-        # Memory is taken when it is first needed: weights by the next update, the cache by the next step.
+        # Memory is allocated when it is first needed: weights by the next update, the cache by the next step.
         if "weights" in tags:
             self._may_hold_weights = True
         if "kv_cache" in tags:
             engine.is_asleep = False
 
     def status(self) -> dict[str, Any]:
-        """Status for `/health`: counts are of requests, and `num_threads` are of the model on a CPU."""
+        """Status for `/health`: numbers of requests, weight version, and the model's CPU threads."""
         engine = self._engine
         return {
             "status": "ok" if engine.has_weights else "no weights",
@@ -463,7 +463,7 @@ class EmbeddedServer(RolloutServer):
             raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
 
     async def _command(self, command: Callable[[Engine], T]) -> T:
-        """Run a command after what was asked before it."""
+        """Run a command in the engine's thread, after everything that was asked before it."""
         self._need_running()
         if self._seeing:
             await asyncio.wait(self._seeing)

@@ -1,9 +1,9 @@
 """Paged attention over the KV cache, under transformers' attention interface.
 
-The model is always run on packed tokens, shape [1, T]: no padding enters a linear layer. Which token belongs to which
-sequence is known to the batch object that the engine passes through the model as the keyword `rl_batch`; the
-registered function hands over to it. Letters: T packed tokens, B sequences, H query heads, K key/value heads, D head
-size, L positions, R rows and M columns of the block table.
+The model always runs on packed tokens, shape [1, T]: no padding enters a linear layer. The engine passes a batch object
+through the model as the keyword `rl_batch`; it knows which token belongs to which sequence, and the registered
+attention function calls it. Shapes: T packed tokens, B sequences, H query heads, K key/value heads, D head size, L
+positions, R rows and M columns of the block table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ATTENTION_NAME = "rl_rollout_paged"
 """Name under which transformers finds `attention_forward`."""
 
 _HARMLESS = {"position_ids", "cache_position"}
-"""Tensors that models pass on to attention and that it has no use for."""
+"""Tensor arguments that models pass to their attention function and that paged attention can ignore."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +40,23 @@ class AttentionSettings:
     scaling: float
     """Multiplies query-key products."""
     window: int | None = None
-    """A token sees itself and the window - 1 before it; None sees all."""
+    """Sliding window: a token sees itself and the window - 1 tokens before it; None: all."""
     softcap: float | None = None
     """Scores are squashed to (-softcap, softcap) by tanh (Gemma 2)."""
     sinks: Tensor | None = None
-    """[H] scores of a virtual key whose value is zero (gpt-oss)."""
+    """Attention sinks [H]: scores of a virtual key whose value is zero (gpt-oss)."""
 
 
 class Batch(Protocol):
-    """Which packed token belongs where."""
+    """Batch of packed tokens, which computes the attention of each layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
-        """Query [1, H, T, D], key and value [1, K, T, D] to [1, T, H, D]."""
+        """Attention output [1, T, H, D] of query [1, H, T, D], key and value [1, K, T, D]."""
         ...
 
 
 def register_attention() -> None:
-    """Make `attention_forward` known to transformers. Idempotent."""
+    """Register `attention_forward` with transformers. Idempotent."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
@@ -75,7 +75,11 @@ def attention_forward(
     rl_batch: Batch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of every layer of a served model. See transformers' AttentionInterface."""
+    """Attention function of every layer of a served model; see transformers' AttentionInterface.
+
+    Raises:
+        ModelFolderError: the model does not pass `rl_batch` on, or passes a tensor that is not supported.
+    """
     if rl_batch is None:
         raise ModelFolderError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
     for name, given in {"attention_mask": attention_mask, **kwargs}.items():
@@ -92,16 +96,16 @@ def attention_forward(
 
 @dataclass(slots=True)
 class ProbeBatch:
-    """Writes down what each layer keeps and asks for, and attends to nothing. Run once when a model is loaded."""
+    """Batch that records each layer's cache shape and attention settings; run once when a model is loaded."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict[int, LayerShape])
     settings: dict[int, AttentionSettings] = field(default_factory=dict[int, AttentionSettings])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
-        """Record; return zeros of the right shape.
+        """Record the layer; returns zeros of the right shape.
 
         Raises:
-            ModelFolderError: the layer has asked before; its keys would be written over those of the first time.
+            ModelFolderError: the layer attends twice per pass; its second keys would overwrite the first ones.
         """
         if layer in self.settings:
             raise ModelFolderError(f"layer {layer} asks for attention twice, which the embedded backend does not serve")
@@ -111,16 +115,16 @@ class ProbeBatch:
 
 
 class PagedBatch:
-    """New tokens of any rows over the paged cache: first one token each of some rows, then chunks.
+    """Batch of new tokens over the paged cache: decode tokens first (one per row), then chunks of prompts.
 
     Args:
-        cache: Keys and values; the new tokens' are written to it.
+        cache: KV cache; the new tokens' keys and values are written to it.
         block_tables: [R, M] int64.
         rows: [T] int64, row of each token.
         positions: [T] int64, position of each token.
-        num_single: The first so many tokens are of different rows.
-        num_blocks: Columns of the block table that those may look at.
-        chunks: Of the other tokens, in order: row, position of the first, count.
+        num_single: Number of decode tokens, which are of different rows.
+        num_blocks: Columns of the block table that decode tokens read.
+        chunks: (row, position of the first token, number of tokens) of each chunk, in order.
     """
 
     def __init__(
@@ -145,7 +149,7 @@ class PagedBatch:
         self._gathered: _GatheredKeys | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
-        """Write keys and values, then let each token look at its row up to itself."""
+        """Write keys and values to the cache, then attend causally within each row. See `Batch.attend`."""
         query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         if paged.has_kernel(query) and not (query.is_cuda and self.chunks):
@@ -157,10 +161,10 @@ class PagedBatch:
         return self.attend_to_cache(layer, query, settings)[None]
 
     def attend_to_cache(self, layer: int, query: Tensor, settings: AttentionSettings) -> Tensor:
-        """Queries [T, H, D] to [T, H, D], where the tokens' keys and values lie in the cache already."""
+        """Attention output [T, H, D] of queries [T, H, D] whose keys and values are in the cache already."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         single, parts = self.num_single, list[Tensor]()
-        if single and paged.has_kernel(query):  # of a GPU, made for decoding
+        if single and paged.has_kernel(query):  # on a GPU it is made for decoding
             places = (keys, values, self.block_tables, self.rows[:single], self.positions[:single])
             parts.append(paged.attention(query[:single], None, None, *places, **_options(settings)))
         elif single:
@@ -172,10 +176,10 @@ class PagedBatch:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_singly(self, query: Tensor, keys: Tensor, values: Tensor, settings: AttentionSettings) -> Tensor:
-        """The tokens of different rows, without a kernel: gathered blocks under torch's attention."""
+        """Decode tokens without a kernel: torch's attention over gathered blocks."""
         count, num_kv = len(query), keys.shape[2]
         tables = self.block_tables[self.rows[:count], : self.num_blocks]
-        # The queries that share a key head take the place of query positions: [B, K, H / K, D].
+        # Queries that share a key head take the axis of query positions: [B, K, H / K, D].
         grouped = query.unflatten(1, (num_kv, -1))
         sinks = None if settings.sinks is None else settings.sinks.view(1, num_kv, -1, 1)
         length = tables.shape[1] * self.cache.block_size
@@ -186,7 +190,7 @@ class PagedBatch:
     def _attend_by_chunk(
         self, query: Tensor, keys: Tensor, values: Tensor, settings: AttentionSettings
     ) -> list[Tensor]:
-        """The tokens of chunks, one chunk after the other under torch's attention."""
+        """Chunks without a kernel: torch's attention, one chunk after the other."""
         size, at, parts = self.cache.block_size, 0, list[Tensor]()
         sinks = None if settings.sinks is None else settings.sinks.view(-1, 1, 1)
         num_groups = query.shape[1] // keys.shape[2]
@@ -204,7 +208,7 @@ class PagedBatch:
         return parts
 
     def _attend_together(self, query: Tensor, keys: Tensor, values: Tensor, settings: AttentionSettings) -> Tensor:
-        """The tokens of all chunks in one call of flash attention, over keys that are gathered one behind the other."""
+        """All chunks in one call of torch's flash attention for variable lengths, over gathered keys and values."""
         if self._gathered is None:  # the same in every layer
             self._gathered = _GatheredKeys.of(self.chunks, self.block_tables, self.cache.block_size)
         found = self._gathered
@@ -225,7 +229,7 @@ class PagedBatch:
         )
 
     def _mask(self, part: int, positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[B, L] added to the scores of tokens at `positions`: 0 or minus infinity. The same in every layer."""
+        """Additive mask [B, L] of tokens at `positions`: 0 or minus infinity. Computed once for all layers."""
         if (part, window) not in self._masks:
             column, position = torch.arange(length, device=positions.device), positions[:, None]
             is_hidden = column > position
@@ -238,10 +242,10 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GatheredKeys:
-    """Where the keys of chunks lie in the cache, and where those of each chunk begin once they are gathered."""
+    """Cache slots of the keys of all chunks, and the chunks' boundaries among queries and gathered keys."""
 
     slots: Tensor
-    """[sum of keys] int64: block times block size, plus the position in it."""
+    """[sum of keys] int64: block times block size, plus the offset in the block."""
     query_starts: Tensor
     """[chunks + 1] int32"""
     key_starts: Tensor
@@ -254,7 +258,7 @@ class _GatheredKeys:
         counts, lengths = [count for *_, count in chunks], [start + count for _, start, count in chunks]
         rows = np.repeat([row for row, *_ in chunks], lengths)
         positions = np.concatenate([np.arange(length) for length in lengths])
-        # One transfer each of what the host knows.
+        # One transfer to the device each.
         rows, columns, offsets = torch.from_numpy(np.stack([rows, positions // size, positions % size])).to(
             tables.device
         )
@@ -270,24 +274,32 @@ class _GatheredKeys:
 
 
 def varlen_attn(*arguments: Any, **options: Any) -> Tensor:
-    """Flash attention of torch for variable lengths, imported when it is first needed: it takes seconds."""
+    """Torch's flash attention for variable lengths; imported at the first call, which takes seconds."""
     from torch.nn.attention import varlen
 
     return varlen.varlen_attn(*arguments, **options)  # pyright: ignore[reportReturnType] - no lse is asked for
 
 
 @cache
-def _takes_groups() -> bool:
-    from torch.nn.attention import varlen
+def _varlen_options() -> frozenset[str]:
+    """Names of the parameters of this torch's `varlen_attn`; none where torch has no such function."""
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen.varlen_attn).parameters)
 
-    return "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+
+def _takes_groups() -> bool:
+    return "enable_gqa" in _varlen_options()
 
 
 def _fits_varlen(query: Tensor, values: Tensor, settings: AttentionSettings) -> bool:
-    """Whether flash attention knows what is asked: on a GPU, in half precision, without caps and sinks."""
+    """Whether torch's flash attention computes this: on a GPU, in half precision, without softcap and sinks."""
     is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     is_plain = settings.softcap is None and settings.sinks is None
-    return is_half and is_plain and query.shape[-1] == values.shape[-1] <= 256
+    has_options = is_half and is_plain and {"scale", "window_size"} <= _varlen_options()
+    return has_options and query.shape[-1] == values.shape[-1] <= 256
 
 
 def _options(settings: AttentionSettings) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """CPU decoder: the forward pass of Llama-like models as one native call. The transformers module is the reference.
 
-`rl_csrc.inference.decoder` computes it, over weights that are laid out for it once per weight version.
-Letters: T packed tokens, B of them with logits, V vocabulary.
+`rl_csrc.inference.decoder` computes it, over weights that are packed once per weight version.
+Shapes: T packed tokens, B of them with logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""Classes of transformers whose layers are computed here."""
+"""Classes of transformers that the CPU and the CUDA decoder compute."""
 MOST_DIFFERENCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Between the logits of a known pass and those of the module, relative to the largest of them."""
+"""Tolerance between a decoder's logits and the module's, relative to the largest logit."""
 _PROBED_TOKENS = 8
 
 _log = logging.getLogger(__name__)
 
 
 class FusedDecoder:
-    """The pass of a module of `KNOWN` classes, whose weights are read at `repack`."""
+    """Forward pass of a module of one of the `KNOWN` classes; its weights are read at `repack`."""
 
     def __init__(self, module: Any, max_model_len: int, settings: Mapping[int, AttentionSettings]) -> None:
         self._module = module
@@ -49,11 +49,11 @@ class FusedDecoder:
         self._cos, self._sin = (part[0, :, :half].contiguous() for part in (cos, sin))
         self._decoder: Decoder | None = None
         self.num_threads: int | None = None
-        """Of a call; None: as many as torch has."""
+        """Threads of a call; None: as many as torch uses."""
         self.repack()
 
     def repack(self) -> None:
-        """The weights have changed; or are gone, and then the packed ones go too."""
+        """Pack the module's weights after an update; drop the packed copy where the weights were released."""
         self._decoder = None
         module, config = self._module, self._module.config
         if not module.lm_head.weight.numel():
@@ -87,7 +87,7 @@ class FusedDecoder:
         )
 
     def logits(self, ids: Tensor, batch: PagedBatch, which: Tensor | None = None) -> Tensor:
-        """Fill the cache from `ids` [T]; logits [B, V] of all tokens, or of those at `which` [B]."""
+        """Fill the cache from `ids` [T]; logits [B, V] float32 of all tokens, or of those at `which` [B]."""
         assert self._decoder is not None
         places = (batch.positions, batch.rows, batch.block_tables, *self._caches(batch.cache))
         return self._decoder(ids, *places, which, num_threads=self.num_threads)
@@ -102,7 +102,7 @@ class FusedDecoder:
         steps: int,
         interrupt: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Decoder.generate`; row i of `block_tables` is that of token i."""
+        """Several decode steps in one native call: `Decoder.generate`. Row i of `block_tables` belongs to token i."""
         assert self._decoder is not None
         places = (positions, torch.arange(len(ids)), block_tables, *self._caches(cache))
         return self._decoder.generate(
@@ -114,7 +114,7 @@ class FusedDecoder:
 
 
 def _packed(layers: list[torch.nn.Linear]) -> PackedLinear:
-    """The weights of several layers one below the other."""
+    """Weights of several linear layers packed as one, concatenated along the output axis."""
     biases = [bias for layer in layers if (bias := _bias(layer)) is not None]
     return pack_linear(torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
 
@@ -124,7 +124,7 @@ def _bias(layer: torch.nn.Linear) -> Tensor | None:
 
 
 def is_known(module: Any) -> bool:
-    """Whether the module is of a class in `KNOWN`, with the activation and the rotation that are known of it."""
+    """Whether the module is of a class in `KNOWN`, with SiLU and a RoPE variant that the decoders compute."""
     if type(module).__name__ not in KNOWN:
         return False
     rope = getattr(module.config, "rope_parameters", None) or {}
@@ -136,10 +136,10 @@ def is_known(module: Any) -> bool:
 
 
 def fuse(module: Any, max_model_len: int, probe: ProbeBatch) -> FusedDecoder | None:
-    """The fused pass of a module on a CPU in float32; None elsewhere, and where the architecture is not one of `KNOWN`.
+    """CPU decoder of a float32 module on a CPU; None elsewhere, and for architectures that are not in `KNOWN`.
 
-    It is run beside the module once: should they differ, as where a version of transformers computes something else
-    under a known name, a warning is logged and the module is used.
+    It is compared with the module once. If they differ, as a future transformers may compute something else under a
+    known name, a warning is logged and None is returned.
     """
     if not (is_known(module) and has_kernel(module.lm_head.weight)):
         return None
@@ -148,7 +148,7 @@ def fuse(module: Any, max_model_len: int, probe: ProbeBatch) -> FusedDecoder | N
 
 
 class KnownPass(Protocol):
-    """Computes what a module of a known class does."""
+    """Decoder that computes the forward pass of a module of a known class."""
 
     max_model_len: int
 
@@ -158,13 +158,13 @@ class KnownPass(Protocol):
 
 
 def agrees(module: Any, known: KnownPass, probe: ProbeBatch) -> bool:
-    """Whether the pass gives the module's logits, by which it is run beside the module once; else a warning."""
+    """Whether a decoder's logits are those of the module, within `MOST_DIFFERENCE`; logs a warning if not."""
     found = _difference(module, known, probe.shapes)
     if found <= MOST_DIFFERENCE[module.lm_head.weight.dtype]:
         return True
     _log.warning(
-        "%s of this transformers differs from what is known of it by %.1e of its logits; it is served without the "
-        "%s, more slowly",
+        "%s of this transformers differs from the decoder that was written for it, by %.1e of its logits; it is served "
+        "without the %s, more slowly",
         type(module).__name__,
         found,
         type(known).__name__,
@@ -174,7 +174,7 @@ def agrees(module: Any, known: KnownPass, probe: ProbeBatch) -> bool:
 
 @torch.inference_mode()
 def _difference(module: Any, known: KnownPass, shapes: Mapping[int, LayerShape]) -> float:
-    """Largest difference between the two passes' logits, over the largest logit."""
+    """Largest difference between the logits of module and decoder, relative to the largest logit."""
     count, weight = min(_PROBED_TOKENS, known.max_model_len), module.lm_head.weight
     positions = torch.arange(count, device=weight.device)
     rows = torch.zeros_like(positions)
@@ -192,12 +192,12 @@ def _difference(module: Any, known: KnownPass, shapes: Mapping[int, LayerShape])
 
 
 MOST_STEPS = 16
-"""Of a call: a block's worth, so that a row holds one block more than it needs at most."""
+"""Most decode steps of one call: a block of positions, so that a row holds at most one block more than it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """The newest token of each of B rows."""
+    """Sampled tokens of a step: the newest token of each of B rows, on the host."""
 
     ids: np.ndarray
     """[B] int64"""
@@ -213,10 +213,15 @@ def generate(
     weight_version: int,
     interrupt: Tensor | None,
 ) -> Drawn:
-    """Take up to `plan.steps` steps with all rows, whose tokens are in the cache but for the newest.
+    """Run up to `plan.steps` decode steps of all rows in one native call, and update the batch state.
 
-    Tokens, log-probs, versions, lengths and what is computed are brought up to date in the table. `interrupt` is that
-    of `Decoder.generate`.
+    Args:
+        decoder: The model's CPU decoder.
+        cache: Holds all tokens of the rows but the newest.
+        table: Batch state; gets tokens, log-probs, weight versions and lengths.
+        plan: Plan of the step: all rows, and how many steps.
+        weight_version: Weight version to note for the new tokens.
+        interrupt: [1] int64; no further step begins once it is not 0.
     """
     count, steps = len(plan.rows), plan.steps
     table.reserve(0, int(table.lengths_host[:count].max()) + steps, 1)
@@ -233,7 +238,7 @@ def generate(
     ids, scored, counts = decoder.generate(
         tokens.gather(1, newest)[:, 0], newest[:, 0], table.block_tables[:count], cache, drawing, steps, interrupt
     )
-    # What is written behind a row's new tokens is written again before it is read.
+    # Entries beyond a row's new tokens are garbage, and are overwritten before anything reads them.
     places = lengths[:, None] + torch.arange(steps)
     tokens.scatter_(1, places, ids)
     logprobs.scatter_(1, places, scored)

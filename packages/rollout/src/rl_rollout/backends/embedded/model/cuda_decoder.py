@@ -1,8 +1,8 @@
-"""CUDA decoder: the pass of Llama-like models in ten launches a layer. The transformers module is the reference.
+"""CUDA decoder: the forward pass of Llama-like models in ten kernel launches a layer.
 
-The module takes 60 launches a layer, most of them over a few numbers: of a decode step on a fast GPU that is nearly all
-of the time. Products are torch's, over the module's own weights; what lies between them is
-`rl_csrc.inference.layers`. Letters: T packed tokens, B of them with logits, H hidden, V vocabulary.
+The transformers module, which is the reference, takes 60 launches a layer, most of them over a few numbers: nearly all
+the time of a decode step on a fast GPU. Matrix products are torch's, over the module's own weights; the kernels between
+them are `rl_csrc.inference.layers`. Shapes: T packed tokens, B of them with logits, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from rl_csrc.inference.layers import MOST_HEAD_SIZE, add_norm, gated, rotate_to_pages
+from rl_rollout.backends.embedded.model.linear import head_logits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """The weights of one layer."""
+    """Weights of one decoder layer."""
 
     input_norm: Tensor
     qkv: Tensor
-    """[(heads + 2 key heads) * head size, H]: three weights that lie one behind the other."""
+    """[(heads + 2 key heads) * head size, H]: a view of three weights that are stored back to back."""
     qkv_bias: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
@@ -42,7 +43,7 @@ class _Layer:
 
 
 def joined_weights(module: Any) -> list[list[str]]:
-    """Names of weights that one product takes together, in its order, for `WeightMemory`."""
+    """Groups of weights that one matrix product reads as one, in its order: query, key, value; gate, up."""
     found: list[list[str]] = []
     for index, layer in enumerate(module.model.layers):
         prefix = f"model.layers.{index}"
@@ -55,7 +56,7 @@ def joined_weights(module: Any) -> list[list[str]]:
 
 
 class CudaDecoder:
-    """The pass of a module of `KNOWN` classes (cpu_decoder.py), whose weights lie in `memory` and stay there."""
+    """Forward pass of a module of one of the `KNOWN` classes (cpu_decoder.py), over weights stored in `memory`."""
 
     def __init__(
         self, module: Any, max_model_len: int, settings: Mapping[int, AttentionSettings], memory: WeightMemory
@@ -90,7 +91,7 @@ class CudaDecoder:
         )
 
     def logits(self, ids: Tensor, batch: PagedBatch, which: Tensor | None = None) -> Tensor:
-        """Fill the cache from `ids` [T]; logits [B, V] in the model's dtype, of all tokens or of those at `which`."""
+        """Fill the cache from `ids` [T]; logits [B, V] of all tokens, or of those at `which` [B]. See `head_logits`."""
         residual = embedding(ids, self._embedding)
         added: Tensor | None = None
         for index, layer in enumerate(self._layers):
@@ -107,11 +108,11 @@ class CudaDecoder:
         if which is not None:
             residual = residual.index_select(0, which)
             added = None if added is None else added.index_select(0, which)
-        return linear(add_norm(residual, added, self._norm, self._eps), self._head)
+        return head_logits(add_norm(residual, added, self._norm, self._eps), self._head)
 
 
 def can_decode(module: Any, probed: Mapping[int, Any]) -> bool:
-    """Whether weights and heads of a module of a known class are of the kinds that the decoder computes with."""
+    """Whether the decoder supports the dtypes, biases and head sizes of a module of a known class."""
     dtypes = {weight.dtype for weight in module.parameters()}
     biases = [
         layer.mlp.gate_proj.bias is not None or layer.mlp.down_proj.bias is not None for layer in module.model.layers

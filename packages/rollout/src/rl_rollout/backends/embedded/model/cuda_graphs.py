@@ -1,10 +1,10 @@
-"""CUDA graphs of decode steps: one launch for the model's pass, the draw of tokens, and what is written down of both.
+"""CUDA graphs of decode steps: one launch for the forward pass, the sampling and the update of the batch state.
 
-A graph is captured for a number of rows and a number of block-table columns, both rounded up, when a step first wants
-it. It reads and writes the batch state itself, through row numbers in a static buffer; those that are too many name a
-spare row, whose keys and values go to a block that belongs to nobody. A graph holds addresses: weights, cache or batch
-state that lie elsewhere make all of them void. Models with experts, whose kernels depend on where tokens go, are run
-without.
+A graph is captured for a number of rows and a number of block-table columns, both rounded up, when a step first needs
+it. It reads and writes the batch state directly, through row numbers in a static buffer; padding rows point at a spare
+row, whose keys and values go to a block that no sequence holds. A graph holds addresses: once weights, cache or batch
+state move, all graphs are captured anew. Models with experts run without graphs: which kernels they launch depends on
+the routing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     Work = Callable[[], Tensor]
 
 KERNEL_COLUMNS = 16
-"""Fewest columns of a graph where a kernel attends: it reads no more than a row has, and few sizes are few captures."""
+"""Fewest block-table columns of a graph whose attention is a kernel: it reads no more blocks than a row has, so a
+generous size costs nothing, and few sizes mean few captures."""
 
 
 def round_up(count: int) -> int:
@@ -38,7 +39,10 @@ def round_up(count: int) -> int:
 
 
 def round_up_columns(count: int, *, has_kernel: bool) -> int:
-    """The next power of two; without a kernel the next of 1, 2, 4, 8, 10, 12, 14, 16, 20, ...: all columns are read."""
+    """Columns of the graph for `count` blocks: the next power of two.
+
+    Without a kernel, attention reads all columns, and sizes lie closer: 1, 2, 4, 8, 10, 12, 14, 16, 20, ...
+    """
     if has_kernel:
         return max(round_up(count), KERNEL_COLUMNS)
     step = max(round_up(count) // 8, 1)
@@ -46,9 +50,9 @@ def round_up_columns(count: int, *, has_kernel: bool) -> int:
 
 
 class GpuCapture:
-    """Captures graphs on one device, all in one pool of memory: what one computes is read before another is replayed.
+    """Captures CUDA graphs on one device, all in one memory pool: a result is read before another graph is replayed.
 
-    The capture looks at this thread alone, as another may be taking memory for new weights at the same time.
+    Only this thread is in capture mode, as another may be allocating memory for new weights at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,11 +60,11 @@ class GpuCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        """Replay function for `work` on the same memory; it returns the same tensor."""
+        """Capture `work`; returns a function that replays it and returns the tensor that `work` returned."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # libraries take their workspaces now, not during the capture
+            with torch.cuda.stream(stream):  # warm-up: libraries allocate their workspaces now, not in the capture
                 work()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
@@ -75,16 +79,16 @@ class GpuCapture:
 
 
 class DecodeGraphs:
-    """One token each of some rows.
+    """Decode steps by CUDA graphs: one token for each of some rows of the batch.
 
     Args:
-        model: Run under `capture`.
-        cache: Its size must not change while graphs are there.
-        table: Has `spare_row` + 1 rows at least.
-        spare_row: A row of the table that no sequence ever has.
+        model: The served model.
+        cache: Its size must not change while graphs exist.
+        table: Batch state with at least `spare_row` + 1 rows.
+        spare_row: A row of the batch state that no sequence ever has.
         spare_block: A block of the cache that no sequence ever holds.
-        new_capture: `GpuCapture`, or in tests anything that runs what it is given. Called for every set of graphs: a
-            pool of memory ends with its last graph.
+        new_capture: `GpuCapture`, or a stand-in in tests. Called once for every set of graphs, as a memory pool is
+            freed with its last graph.
     """
 
     def __init__(
@@ -112,14 +116,17 @@ class DecodeGraphs:
         self._logits: Tensor | None = None
 
     def clear(self) -> None:
-        """Weights or the cache have moved."""
+        """Drop all graphs, because weights or the cache have moved."""
         self._replays.clear()
         self._capture = self._new_capture(self._model.device)
 
     def draw(self, rows: np.ndarray, num_columns: int, version: int) -> Drawn:
-        """The next token of each row, drawn and written into the table, `lengths_host` alone excepted.
+        """Sample the next token of each row, and write everything but `lengths_host` into the batch state.
 
-        Rows are distinct; of their block tables `num_columns` columns count at most. `version` is that of the weights.
+        Args:
+            rows: Distinct row numbers, int64 [B].
+            num_columns: Columns of the block table that any of them uses, at most.
+            version: Weight version to note for the new tokens.
         """
         if version != self._version_now:
             self._version.fill_(version)
@@ -128,12 +135,12 @@ class DecodeGraphs:
         return Drawn(ids=told[0].astype(np.int64), logprobs=told[1].astype(np.float32))
 
     def logits(self, rows: np.ndarray, num_columns: int) -> Tensor:
-        """Logits [B, V] float32 of the next token of each row; the table stays as it is."""
-        return self._replay(rows, num_columns, draws=False)[: len(rows)].float()
+        """Logits [B, V] float32 of the next token of each row; the batch state is not changed."""
+        return self._replay(rows, num_columns, draws=False)[: len(rows)]
 
     def _replay(self, rows: np.ndarray, num_columns: int, *, draws: bool) -> Tensor:
         table = self._table
-        # Tensors of the table are replaced when they grow; others may then lie where they lay.
+        # Tensors of the batch state are replaced when they grow.
         places = tuple(t.data_ptr() for t in (table.tokens, table.lengths, table.block_tables))
         if places != self._places:
             self.clear()
@@ -179,7 +186,7 @@ class DecodeGraphs:
             table.lengths[rows] = lengths + 1
             return torch.stack((ids.double(), logprobs.double()))
 
-        # What runs before and during the capture must leave the sequences as they are.
+        # Warm-up and capture must not change any sequence: all rows point at the spare one meanwhile.
         wanted = self._rows.clone()
         self._rows.fill_(spare)
         replay = self._capture(draw if draws else keep)
@@ -187,8 +194,8 @@ class DecodeGraphs:
         return replay
 
     def _kept(self, num_rows: int) -> Tensor:
-        """Room for the logits of so many rows, one for all graphs: each would keep its own."""
+        """Output buffer for the logits of so many rows, shared by all graphs."""
         if self._logits is None:
             shape = (len(self._rows), len(self._model.module.get_output_embeddings().weight))
-            self._logits = torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
+            self._logits = torch.empty(shape, dtype=torch.float32, device=self._model.device)
         return self._logits[:num_rows]

@@ -1,7 +1,7 @@
-"""Linear layers of a served model: weights packed for the CPU, and LoRA adapters beside them.
+"""Linear layers of a served model: weights packed for oneDNN on a CPU, float32 logits on a GPU, LoRA adapters.
 
-A layer keeps its place and its weight in the module; what changes is its `forward`. So weight updates, tied weights and
-whatever else looks at the module find what they know.
+Only a layer's `forward` is replaced. Layer and weight stay where they are in the module, so weight updates, tied
+weights and whatever else reads the module are unaffected.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MIN_PACKED_PRODUCTS = 2**19
-"""Rows times numbers of the weight; below, what the call of oneDNN costs is more than it saves."""
+"""Rows times elements of the weight; below that, calling oneDNN costs more than packing saves."""
 MOST_ROWS = 256
-"""Weights that are too small for packing at this many rows are not packed."""
+"""A weight that stays below `MIN_PACKED_PRODUCTS` even at this many rows is not packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """One layer of an adapter: x -> scaling * b (a x) is added (LoRA, 2106.09685)."""
+    """LoRA adapter of one layer: adds scaling * b (a x) to its output (2106.09685)."""
 
     a: Tensor
     """[rank, in]"""
@@ -35,19 +35,40 @@ class LowRank:
 
 @dataclass(slots=True)
 class ActiveAdapters:
-    """Which tokens of the pass under way belong to which adapter; all layers look here."""
+    """Tokens of each adapter in the current forward pass; shared by all layers."""
 
     tokens: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Adapter's name to int64 positions among the packed tokens."""
+    """Adapter's name to int64 indices among the packed tokens."""
+
+
+def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits [B, V] of hidden states [B, H] by the LM head's weight [V, H], float32 on a GPU whatever their dtype.
+
+    A product accumulates in float32. Rounding its sums to bfloat16 would move log-probs by some 1e-2 from those of the
+    trainer, which scores without that rounding.
+    """
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return linear(hidden, weight)
 
 
 class ServedLinear:
-    """The `forward` of one linear layer."""
+    """The `forward` of one linear layer.
 
-    def __init__(self, module: torch.nn.Linear, active: ActiveAdapters, *, is_packed: bool) -> None:
+    Args:
+        module: The layer.
+        active: Tokens of each adapter, set before a pass.
+        is_packed: Whether its weight is packed for oneDNN.
+        is_head: Whether it is the LM head, whose product is stored as `head_logits` does.
+    """
+
+    def __init__(
+        self, module: torch.nn.Linear, active: ActiveAdapters, *, is_packed: bool, is_head: bool = False
+    ) -> None:
         self._module = module
         self._active = active
         self._is_packed = is_packed
+        self._is_head = is_head and module.bias is None
         self._packed: Any = None
         self.adapters: dict[str, LowRank] = {}
         self.repack()
@@ -58,7 +79,7 @@ class ServedLinear:
         return self._module.weight
 
     def repack(self) -> None:
-        """The weight has changed."""
+        """Pack the weight again, after it has changed."""
         weight = self._module.weight
         self._packed = None
         if self._is_packed and weight.numel() * MOST_ROWS >= MIN_PACKED_PRODUCTS:
@@ -67,7 +88,9 @@ class ServedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         bias = self._module.bias
-        if self._packed is None or x.numel() * self._module.out_features < MIN_PACKED_PRODUCTS:
+        if self._is_head and x.is_cuda:
+            out = head_logits(x.flatten(0, -2), self._module.weight).unflatten(0, x.shape[:-1])
+        elif self._packed is None or x.numel() * self._module.out_features < MIN_PACKED_PRODUCTS:
             out = linear(x, self._module.weight, bias)
         else:
             out = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
@@ -80,16 +103,17 @@ class ServedLinear:
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch packs weights here: oneDNN, in float32, on a CPU. The products stay float32."""
+    """Whether torch can pack weights here: oneDNN, float32, on a CPU. Products stay float32."""
     is_built = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return is_built and device.type == "cpu" and dtype == torch.float32
 
 
 def serve_linears(module: torch.nn.Module, active: ActiveAdapters, *, is_packed: bool) -> dict[str, ServedLinear]:
-    """Take over the linear layers of a model; by their names."""
+    """Replace the `forward` of every linear layer of a model; returns the replacements by layer name."""
     served: dict[str, ServedLinear] = {}
+    head: Any = getattr(module, "get_output_embeddings", lambda: None)()
     for name, layer in module.named_modules():
         if type(layer) is torch.nn.Linear:
-            served[name] = ServedLinear(layer, active, is_packed=is_packed)
+            served[name] = ServedLinear(layer, active, is_packed=is_packed, is_head=layer is head)
             layer.forward = served[name]  # pyright: ignore[reportAttributeAccessIssue]
     return served

@@ -1,7 +1,7 @@
-"""LoRA adapters by name: read from folders in peft's format, replaced by weight updates, chosen per request.
+"""LoRA adapters by name: loaded from folders in peft's format, replaced by weight updates, chosen per request.
 
-In an update, tensor `adapters.NAME.` + its name in the folder (`base_model.model.layers.0....lora_A.weight`) belongs to
-adapter NAME, which was loaded when the server started. An update brings all tensors of an adapter or none.
+In a weight update, the tensor `adapters.NAME.` + its name in the folder (`base_model.model.layers.0....lora_A.weight`)
+belongs to adapter NAME, which was loaded when the server started. An update brings all tensors of an adapter or none.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FOLDER_PREFIX = "base_model.model."
 
 
 class AdapterStore:
-    """The adapters of a model.
+    """LoRA adapters of a served model: those in use, and those staged by an update.
 
     Args:
         layers: Linear layers of the model, by name.
-        folders: Adapter's name to its folder.
+        folders: Folder of each adapter, by the adapter's name.
 
     Raises:
-        ModelFolderError: a folder is no LoRA adapter of this model, or asks for what is not served.
+        ModelFolderError: a folder is no LoRA adapter of this model, or uses a feature of peft that is not served.
     """
 
     def __init__(self, layers: Mapping[str, ServedLinear], folders: Mapping[str, str]) -> None:
@@ -52,15 +52,15 @@ class AdapterStore:
 
     @property
     def has_staged(self) -> bool:
-        """Whether tensors of an adapter have arrived since `begin`."""
+        """Whether any tensor of an adapter has arrived since `begin`."""
         return bool(self._staged)
 
     def begin(self) -> None:
-        """Start an update: nothing has arrived yet."""
+        """Start an update: no tensor has arrived."""
         self._staged.clear()
 
     def stage(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor of an update, named `adapters.NAME.` and so on.
+        """Stage one tensor of an update, named `adapters.NAME....`.
 
         Raises:
             WeightUpdateError: no such adapter or tensor, or another shape.
@@ -78,10 +78,10 @@ class AdapterStore:
         self._staged.setdefault(adapter, {})[key] = tensor.to(known[key].dtype, copy=True).to(known[key].device)
 
     def check_complete(self) -> None:
-        """See that every adapter has arrived as a whole.
+        """Check that every adapter of the update is complete.
 
         Raises:
-            WeightUpdateError: says what is missing.
+            WeightUpdateError: tensors of an adapter are missing; says how many, and the name of one.
         """
         for adapter, tensors in self._staged.items():
             if missing := sorted(self._tensors[adapter].keys() - tensors.keys()):
@@ -90,7 +90,7 @@ class AdapterStore:
                 )
 
     def swap(self) -> None:
-        """Serve what was staged."""
+        """Serve the staged adapters."""
         self._tensors.update(self._staged)
         for adapter in self._staged:
             self._install(adapter)

@@ -40,78 +40,80 @@ if TYPE_CHECKING:
 
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types whose whole state is keys and values."""
+"""Layer types whose only state is keys and values."""
 
 _LOADING = threading.Lock()
-"""Transformers patches torch's initialisation for the time of a load: two at a time in a process spoil one another."""
+"""Held while a model is loaded: transformers patches torch's initialisation meanwhile, for the whole process."""
 
 PARAMETERS_PER_THREAD = 2**20
+"""Parameters of a model for which one CPU thread is used, where the transformers module computes."""
 FUSED_PARAMETERS_PER_THREAD = 2**18
+"""The same where the fused CPU decoder computes, whose threads are joined less often."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model and what the engine must know of it."""
+    """Loaded model with its device, limits, cache shapes, adapters and decoders."""
 
     module: Any
     """The Hugging Face module, in eval mode."""
     device: torch.device
     """Device of the model."""
     dtype: torch.dtype
-    """Of weights, keys and values."""
+    """Dtype of weights, keys and values."""
     vocab_size: int
     """Rows of the input embedding."""
     max_model_len: int
     """Longest prompt plus completion, tokens."""
     eos_token_ids: tuple[int, ...]
-    """Ids at which a request stops unless it ignores them."""
+    """End-of-sequence ids: a request stops at them unless it ignores them."""
     layer_shapes: dict[int, LayerShape]
     """Shapes of the keys and values that each attention layer caches."""
     experts: ExpertRecorder
-    """Of its routers; of none, where the model has no experts or its routers do not tell."""
+    """Recorder of routed experts; has no routers where the model has none, or where they do not return their choice."""
     linears: dict[str, ServedLinear]
-    """Its linear layers, by name."""
+    """Linear layers of the module, by name."""
     active_adapters: ActiveAdapters
-    """Active adapters, which the linear layers read during a pass."""
+    """Tokens of each adapter, which the linear layers read during a pass."""
     adapters: AdapterStore
     """LoRA adapters that requests may ask for."""
     image_reader: ImageReader | None
-    """Of a vision-language model."""
+    """Image preprocessor of a vision-language model; None of a text model."""
     fused: FusedDecoder | None
-    """Computes in place of the module on a CPU, where that is known and faster."""
+    """CPU decoder that computes in place of the module; None on a GPU, and for architectures that it does not know."""
     on_cuda: CudaDecoder | None = None
-    """Computes in place of the module on a GPU."""
+    """CUDA decoder that computes in place of the module; None on a CPU, and for architectures that it does not know."""
     memory: WeightMemory | None = None
-    """Memory of the weights, where it can leave the device and come back to its address."""
+    """Allocation of the weights on a GPU, which can be unmapped and mapped again at the same address."""
 
     def logits(self, ids: Tensor, positions: Tensor, batch: Batch, kept: Sequence[int] | None = None) -> Tensor:
-        """Fill the cache; logits [T, V] float32 of the token after each of `ids`, or of those at `kept`."""
+        """Forward pass: fill the cache, and return logits [T, V] float32 of every token, or of those at `kept`."""
         if self.fused is not None:
             assert isinstance(batch, PagedBatch)
             return self.fused.logits(ids, batch, None if kept is None else torch.tensor(kept, dtype=torch.int64))
         return self.raw_logits(ids, positions, batch, kept).float()
 
     def raw_logits(self, ids: Tensor, positions: Tensor, batch: Batch, kept: Sequence[int] | None = None) -> Tensor:
-        """As `logits`, in the model's dtype."""
+        """As `logits`, in the dtype that the LM head returns."""
         if self.on_cuda is not None and not self.experts.is_on:
             assert isinstance(batch, PagedBatch)
             return self.on_cuda.logits(ids, batch, None if kept is None else torch.tensor(kept, device=self.device))
-        # Transformers reads 0 as all, and computes one at least.
+        # To transformers 0 means all tokens, and it computes the logits of one at least.
         which = 0 if kept is None else torch.tensor(kept or [0], device=self.device)
         logits = self._run(ids[None], positions[None], batch, which)[0]
         return logits[: len(kept) if kept is not None else None]
 
     def note_new_weights(self) -> None:
-        """The module's weights have changed, or are gone: so do their packed copies."""
+        """Renew, or drop, the packed copies of the weights, after an update or a release."""
         for layer in self.linears.values():
             layer.repack()
         if self.fused is not None:
             self.fused.repack()
 
     def prefill_seen(self, ids: Tensor, seen: ImagePrompt, batch: Batch) -> None:
-        """Fill the cache with the first of the P tokens of a prompt with images, those of the images among them."""
+        """Prefill of a prompt with images: fill the cache with its first tokens, all image tokens among them."""
         positions = seen.positions[:, : len(ids)].to(self.device)[:, None]
         images = {
             "pixel_values": seen.pixel_values.to(self.device),
@@ -135,10 +137,10 @@ class ServedModel:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of `ServerConfig.device`.
+    """Device named by `ServerConfig.device`.
 
     Raises:
-        ConfigError: not a device, or none here.
+        ConfigError: not the name of a device, or CUDA is not available.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -152,19 +154,19 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_num_threads(num_parameters: int, most: int, *, is_fused: bool) -> int:
-    """Threads of a model on a CPU, where nobody says how many: one for each so many parameters, up to `most`.
+    """Default number of CPU threads: one for every `PARAMETERS_PER_THREAD`, up to `most`.
 
-    Below, threads wait for one another longer than they compute: in transformers' module two were slower than one with
-    0.8 M parameters, 1.3 times as fast with 2.8 M. The fused pass joins them less often.
+    With fewer parameters per thread, threads wait for one another longer than they compute: two threads were slower
+    than one with 0.8 M parameters in transformers' module, and 1.3 times as fast with 2.8 M.
     """
     return max(1, min(most, num_parameters // (FUSED_PARAMETERS_PER_THREAD if is_fused else PARAMETERS_PER_THREAD)))
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of `ServerConfig.dtype`.
+    """Dtype named by `ServerConfig.dtype`; `auto` is float32 on a CPU and bfloat16 on a GPU.
 
     Raises:
-        ConfigError: not one that is served.
+        ConfigError: not a dtype that is served.
     """
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -174,11 +176,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(config: ServerConfig) -> ServedModel:
-    """Load a folder.
+    """Load a model folder onto its device, with adapters and the fastest decoder that supports it.
 
     Raises:
-        ModelFolderError: it cannot be loaded, lacks weights, or its architecture keeps more than keys and values.
-        ConfigError: device or dtype cannot be had.
+        ModelFolderError: it cannot be loaded, lacks weights, or its layers have other state than keys and values.
+        ConfigError: the device or the dtype is not available.
     """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
@@ -230,7 +232,7 @@ def load_model(config: ServerConfig) -> ServedModel:
 
 
 def device_memory(device: torch.device) -> Callable[[int], Memory] | None:
-    """Makes memory of a GPU that keeps its address; None on a CPU, and where rl-csrc was built without CUDA."""
+    """Allocator of GPU memory that keeps its address; None on a CPU, and where rl-csrc was built without CUDA."""
     if device.type != "cuda" or not has_cuda():
         return None
     from rl_csrc.cuda.mapped import MappedMemory
@@ -259,7 +261,7 @@ def _load_module(path: str, dtype: torch.dtype) -> Any:
 
 
 def _adaptable(linears: dict[str, ServedLinear]) -> dict[str, ServedLinear]:
-    """Layers that see the packed tokens: not those of a vision tower."""
+    """Layers that adapters may change: those that see the packed tokens, not those of a vision tower."""
     return {name: layer for name, layer in linears.items() if "visual" not in name.split(".")}
 
 
@@ -285,7 +287,11 @@ def _eos_token_ids(module: Any) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def _probe(module: Any, device: torch.device, num_layers: int, path: str, experts: ExpertRecorder) -> ProbeBatch:
-    """Run one token through, to learn what layers keep and ask for, that they hand the batch over, if routers tell."""
+    """Run one token through the module, recording each layer's cache shape and settings and whether routers report.
+
+    Raises:
+        ModelFolderError: not every layer called the attention function.
+    """
     probe = ProbeBatch()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     experts.is_on = True
@@ -301,7 +307,7 @@ def _probe(module: Any, device: torch.device, num_layers: int, path: str, expert
 
 
 class BatchBuilder:
-    """Makes tensors of plans."""
+    """Builds the input tensors of a forward pass from a plan of the scheduler."""
 
     def __init__(self, table: BatchState, cache: KVCache) -> None:
         self._table = table
@@ -309,7 +315,7 @@ class BatchBuilder:
         self._first_rows = torch.arange(64, device=table.device)
 
     def rows(self, ascending: np.ndarray) -> Tensor:
-        """Row numbers on the device. Nearly always they are 0..n-1, which are there already."""
+        """Row numbers on the device. Nearly always they are 0..n-1, which needs no transfer."""
         count = len(ascending)
         if not count or ascending[-1] != count - 1:
             return torch.from_numpy(ascending).to(self._table.device)
@@ -318,13 +324,13 @@ class BatchBuilder:
         return self._first_rows[:count]
 
     def batch(self, plan: Plan, rows: Tensor) -> tuple[PagedBatch, Tensor]:
-        """The planned tokens, those of `rows` first, and their ids [T]."""
+        """Attention batch of the planned tokens, those of `rows` first, and their ids [T]."""
         table = self._table
         positions = table.lengths[rows] - 1
         num_single = len(plan.rows)
         spans = [(chunk.sequence.row, chunk.start, chunk.count) for chunk in plan.chunks]
         if spans:
-            # On the host: torch would wake threads for a few numbers, and they keep a core for themselves a while.
+            # By numpy: torch would wake its threads for a few numbers, and they spin on a core for a while afterwards.
             chunk_rows = np.repeat([row for row, _, _ in spans], [count for _, _, count in spans])
             chunk_positions = np.concatenate([np.arange(start, start + count) for _, start, count in spans])
             rows = torch.cat([rows, torch.from_numpy(chunk_rows).to(table.device)])
@@ -341,9 +347,12 @@ class BatchBuilder:
         return batch, table.tokens[rows, positions]
 
     def choose_adapters(self, model: ServedModel, rows: Tensor, sequences: Iterable[SequenceState]) -> None:
-        """Tell the linear layers which of the packed tokens, given by their rows, have an adapter.
+        """Set the tokens of each adapter for the next pass.
 
-        `sequences` are those of the batch that have one.
+        Args:
+            model: Its linear layers read the choice.
+            rows: [T] int64, row of each packed token.
+            sequences: Sequences of the batch that have an adapter.
         """
         wanted = {sequence.request.adapter for sequence in sequences}
         chosen = self._table.adapters[rows] if wanted else rows
@@ -355,7 +364,12 @@ class BatchBuilder:
 
 
 def kept(plan: Plan, asked: Sequence[bool]) -> list[int] | None:
-    """Of the planned tokens, those whose logits are wanted: the drawn ones first, then prompts. None: all, in order."""
+    """Indices of the planned tokens whose logits are needed: sampled ones first, then prompt tokens. None: all.
+
+    Args:
+        plan: The plan of the step.
+        asked: For each chunk, whether the logits of its prompt tokens are needed.
+    """
     if not plan.chunks:
         return None
     ends: list[int] = []

@@ -1,4 +1,4 @@
-"""Sampler: temperature, top-k, top-p and seeds of each row. The draw itself is `rl_csrc.sampling`.
+"""Sampler: top-k and top-p of each row, and seeds of requests that bring none. The draw is `rl_csrc.sampling`.
 
 Shapes: B rows, V vocabulary.
 """
@@ -13,15 +13,15 @@ _ODD = 0xBF58476D1CE4E5B9
 
 
 def stream_seed(server_seed: int, index: int) -> int:
-    """Seed of the `index`-th request that brings none: 64 bits, signed; `streams_of` does the mixing."""
+    """Seed of the server's `index`-th request without one, a signed 64-bit integer. `streams_of` hashes it."""
     return (server_seed * _GOLDEN + index * _ODD + 2**63) % 2**64 - 2**63
 
 
 def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Logits with everything outside top-k, then outside the nucleus of what is left, at minus infinity. [B, V].
+    """Logits [B, V] with minus infinity outside top-k, and then outside the nucleus of the tokens that are left.
 
-    `top_k` 0 and `top_p` 1 keep all. The nucleus is the shortest run of most likely tokens whose mass reaches `top_p`
-    (1904.09751).
+    `top_k` 0 and `top_p` 1 keep all. The nucleus is the smallest set of most likely tokens whose probability reaches
+    `top_p` (1904.09751).
     """
     size = scaled.shape[-1]
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
@@ -38,9 +38,10 @@ def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def cut(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, is_greedy: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits / temperature, cut off, where a row asks for it, and the temperatures that are left to divide by.
+    """Apply top-k and top-p to the rows that ask for them; returns logits [B, V] and the temperatures [B] to draw at.
 
-    The other rows, and greedy ones, stay as they are, bit by bit: a neighbour that is cut off changes nothing.
+    Truncated rows are divided by their temperature already, and have 1 as the temperature that is left. Other rows, and
+    greedy ones, keep their bits: a truncated neighbour changes nothing.
 
     Args:
         logits: [B, V] float32.

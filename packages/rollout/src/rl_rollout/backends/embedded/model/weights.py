@@ -1,7 +1,8 @@
-"""Weight updates: staged beside the served weights, checked, then swapped in whole.
+"""Weight updates: staged in a second copy, checked for completeness, then swapped in together.
 
 The served weights are not touched until every tensor has arrived, so a failed update leaves the old version as it
-was. The price is a second copy of the weights, kept from one update to the next.
+was. The price is the staging copy, kept from one update to the next. After a sleep of level 2 there is nothing to
+protect: the next update then arrives in the weights' own memory, without a second copy.
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ if TYPE_CHECKING:
     from rl_rollout.backends.embedded.kv_cache import Memory
 
 _ALIGNMENT = 256
-"""Of weights in memory, bytes: what the products of GPUs like best."""
+"""Alignment of each weight in `WeightMemory`, bytes: matrix products on a GPU load whole aligned lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A weight as a part of one of the module's tensors."""
+    """Location of a weight on disk inside one of the module's tensors."""
 
     name: str
     """The module's name of the tensor."""
     shape: torch.Size
-    """Of the part."""
+    """Shape of the weight."""
     stride: tuple[int, ...]
-    """Steps of the part in the tensor, numbers."""
+    """Strides of the weight inside the tensor, elements."""
     offset: int
-    """Of its first number in the tensor, numbers."""
+    """Offset of its first element inside the tensor, elements."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part, as a view of the contiguous tensor, which may itself be a part of other memory."""
+        """View of the weight inside the contiguous tensor `whole`, which may itself be a view of other memory."""
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
 def find_places(module: Any, tensors: dict[str, Tensor]) -> dict[str, Place]:
-    """The place of every weight by its name on disk.
+    """Location of every weight, by its name on disk.
 
     Args:
         module: A transformers model.
-        tensors: Its state by its own names.
+        tensors: Its state dict, by the module's own names.
 
     Raises:
-        ModelFolderError: a weight on disk is computed from the module's, and is no part of one.
+        ModelFolderError: a weight on disk is computed from the module's tensors and is not a slice of one.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -61,7 +62,7 @@ def find_places(module: Any, tensors: dict[str, Tensor]) -> dict[str, Place]:
         if all(part is whole for part in parts.values()):
             found = {disk_name: _whole(name, tensor) for disk_name in parts}
         else:
-            # With the numbers 0, 1, ... for weights, a part tells which of them it is made of.
+            # Filled with 0, 1, 2, ..., a weight shows which elements of the tensor it is made of.
             numbered = torch.arange(tensor.numel()).view(tensor.shape)
             parts = revert(module, {name: numbered})
             found = {disk_name: _part(name, disk_name, numbered, part) for disk_name, part in parts.items()}
@@ -83,12 +84,12 @@ def _part(name: str, disk_name: str, numbered: Tensor, part: Tensor) -> Place:
 
 
 class WeightMemory:
-    """All weights of a module in one stretch of memory, which can be given back and taken again at its address.
+    """All weights of a module in one allocation that can be released and mapped again at the same address.
 
     Args:
-        module: Its parameters and persistent buffers move; a CPU's go to the memory's device.
-        joined: Names of weights that lie one behind the other, so that they are one tensor too: `joined`.
-        new_memory: Makes memory of so many bytes.
+        module: Its parameters and persistent buffers are moved into the allocation, and so onto its device.
+        joined: Groups of names whose weights are laid out back to back, so that `joined` can view them as one tensor.
+        new_memory: Allocates so many bytes.
     """
 
     def __init__(self, module: Any, joined: Sequence[Sequence[str]], new_memory: Callable[[int], Memory]) -> None:
@@ -113,27 +114,27 @@ class WeightMemory:
             tensor.data = place
 
     def joined(self, name: str) -> Tensor:
-        """The weights that lie one behind the other from `name` on, as one."""
+        """View of the group of back-to-back weights that begins with `name`, as one tensor."""
         return self.memory.tensor(*self._joined[name])
 
 
 class WeightStore:
-    """The parameters and persistent buffers of a module, which arrive under the names that they have on disk.
+    """Weight updates of a module: tensors arrive under their names on disk, and are swapped in together.
 
-    `stage` and `check_complete` run while the module is in use; `swap` and `release` must not.
+    `stage` and `check_complete` may run while the module computes; `swap` and `release` must not.
 
     Args:
-        module: Served.
-        keeps_places: New weights are copied to where the old ones lie, for CUDA graphs, which hold addresses; else the
-            two change places.
-        memory: Where they lie, if `release` is to give that back and the next update to fill it again in its place.
+        module: The served module.
+        keeps_places: Copy new weights to the addresses of the old ones, which CUDA graphs hold. False: exchange the
+            two copies without copying.
+        memory: The weights' allocation, if `release` is to unmap it and the next update to arrive in it.
     """
 
     def __init__(self, module: Any, *, keeps_places: bool = False, memory: Memory | None = None) -> None:
         self._keeps_places = keeps_places
         self._memory = memory
         self._is_empty = False
-        """Whether `memory` was given back, and holds no whole version yet."""
+        """Whether `memory` was released and holds no complete version since."""
         self._tensors: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
         self._layouts = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in self._tensors.items()}
         self._places = find_places(module, self._tensors)
@@ -143,7 +144,7 @@ class WeightStore:
         self._staged: dict[str, Tensor] = {}
         self._targets: dict[str, Tensor] = {}
         self._arrived: set[tuple[str, int]] = set()
-        """Tensors, and where in them the parts begin."""
+        """(tensor's name, offset in it) of every weight that has arrived."""
 
     @property
     def has_arrived(self) -> bool:
@@ -151,11 +152,11 @@ class WeightStore:
         return bool(self._arrived)
 
     def begin(self) -> None:
-        """Start an update: nothing has arrived yet."""
+        """Start an update: no weight has arrived."""
         self._arrived.clear()
 
     def forget_targets(self) -> None:
-        """What lies in `targets` is going to be written over: it is no version that differences could be from."""
+        """Drop `targets`, whose content is about to be overwritten: no difference can be applied to it any more."""
         self._targets = {}
 
     def stage(self, name: str, tensor: Tensor) -> None:
@@ -182,21 +183,21 @@ class WeightStore:
         self._arrived.add((owner, place.offset))
 
     def targets(self) -> Mapping[str, Tensor]:
-        """Beside the served weights, memory for every weight by its name on disk; the same mapping while it stays."""
+        """Destination of every weight by its name on disk: the staging copy, or the weights' own memory if released.
+
+        The mapping is the same object as long as its content may serve as the base of a difference.
+        """
         if not self._targets:
-            for owner in set(self._owner.values()) - self._staged.keys():
-                shape, dtype, device = self._layouts[owner]
-                self._staged[owner] = torch.empty(shape, dtype=dtype, device=device)
             places = self._places.items()
-            self._targets = {name: place.of(self._staged[self._owner[place.name]]) for name, place in places}
+            self._targets = {name: place.of(self._room(self._owner[place.name])) for name, place in places}
         return self._targets
 
     def note_arrived(self, names: Iterable[str]) -> None:
-        """These of `targets` have been filled."""
+        """Mark these weights of `targets` as received."""
         self._arrived |= {(self._owner[self._places[name].name], self._places[name].offset) for name in names}
 
     def _room(self, owner: str) -> Tensor:
-        """Where a tensor arrives: beside the served one, or in its place where nothing is served."""
+        """Memory that a tensor arrives in: the staging copy, or the served tensor's own where nothing is served."""
         if self._is_empty and self._memory is not None:
             self._memory.take()
             return self._tensors[owner].data
@@ -206,22 +207,24 @@ class WeightStore:
         return self._staged[owner]
 
     def check_complete(self) -> None:
-        """See that every weight has arrived, a tied one under one of its names at least.
+        """Check that every weight has arrived; of tied weights one name is enough.
 
         Raises:
-            WeightUpdateError: says how many are missing, and one of them.
+            WeightUpdateError: some are missing; says how many, and the name of one.
         """
         missing = sorted(n for n, p in self._places.items() if (self._owner[p.name], p.offset) not in self._arrived)
         if missing:
             raise WeightUpdateError(f"{len(missing)} weights did not arrive, e.g. {missing[0]!r}")
 
     def swap(self, *, keeps_staged: bool = False) -> bool:
-        """Serve what was staged, and keep room for the next update. Returns whether weights lie elsewhere now.
+        """Serve the staged weights, and keep the other copy for the next update. Returns whether addresses changed.
 
-        `keeps_staged`: what was staged stays there as well, for differences to be applied to.
+        With `keeps_staged` the staging copy keeps the new version too: the base of the next update's differences.
         """
-        if self._is_empty and self._memory is not None:
-            self._memory.take()  # where all of it arrived beside
+        if self._is_empty:
+            self._targets = {}  # it may be the served weights themselves, which no update may write to
+            if self._memory is not None:
+                self._memory.take()
         has_moved = self._is_empty = False
         for owner, new in self._staged.items():
             served = self._tensors[owner]
@@ -238,13 +241,13 @@ class WeightStore:
         return has_moved
 
     def release_staging(self) -> None:
-        """Give the second copy back."""
+        """Free the staging copy."""
         self._staged.clear()
         self._targets = {}
         self._arrived.clear()
 
     def release(self) -> None:
-        """Give both copies back. The module cannot run until the next `swap`."""
+        """Free both copies. The module cannot run until the next `swap`."""
         self.release_staging()
         if self._memory is not None:
             self._is_empty = True

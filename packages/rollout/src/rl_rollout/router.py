@@ -1,12 +1,13 @@
-"""Router: many replicas behind the interface of one."""
+"""Router: many replicas behind the interface of one server, with placement by prefix and resume after a loss."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import OrderedDict
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
@@ -18,30 +19,39 @@ from rl_rollout.errors import (
     WeightUpdateError,
 )
 from rl_rollout.receiver import CkptReceiver
-from rl_rollout.router.placement import Placement
 from rl_rollout.types import FinishReason, ServerAddress, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import Capabilities, GenerateRequest
 
+K = TypeVar("K")
+
+BLOCK_TOKENS = 16
+"""Block size of prefixes, tokens: servers cache prefixes by whole blocks."""
+MAX_BLOCKS = 65_536
+"""Most prefix blocks that are remembered; least recently used ones are dropped."""
+MAX_SESSIONS = 65_536
+"""Most sessions that are remembered; least recently used ones are dropped."""
+MAX_IMBALANCE = 8
+"""Most requests that a replica may have above the least loaded one and still be chosen for its prefix."""
+
 
 class Router(RolloutServer):
-    """Spreads requests over replicas, which may join and leave while it serves.
+    """Router over replicas, which may join and leave while it serves.
 
-    A request goes to the replica that holds its session, else to one that has seen its prefix, else to the least
-    loaded. A replica whose connection is lost is left out from then on, and what it had not answered goes on
-    elsewhere: from the tokens that had come, where they had, each of them counted once. Everything else (pause,
-    update_weights, ...) goes to all replicas at once.
+    A request goes to the replica that holds its session, else to one that has its prefix, else to the least loaded. A
+    replica whose connection is lost is not used any more; its unfinished requests continue on other replicas from the
+    tokens received so far, each token counted once. Everything else (pause, update_weights, ...) goes to all replicas.
 
     Args:
         servers: Replicas, started or not.
-        max_in_flight: Requests that one replica is given at a time; 0 sets no limit. More wait here.
-        max_waiting: Requests that may wait here; one more is refused with `OverloadedError`. 0 sets no limit.
-        health_check_s: How often every replica is asked whether it is there, seconds; 0 never asks, so that a loss is
-            noticed by the next request.
+        max_in_flight: Most requests in flight on one replica; further ones wait here. 0: no limit.
+        max_waiting: Most requests that wait here; one more is refused with `OverloadedError`. 0: no limit.
+        health_check_s: Seconds between health checks of every replica. 0: none, so that a loss is noticed by the next
+            request.
     """
 
     def __init__(
@@ -73,7 +83,7 @@ class Router(RolloutServer):
         self._health: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
         self._members = asyncio.Lock()
-        """Held while replicas are updated, or one joins: nobody serves before it has the weights of all."""
+        """Held during a weight update and while a replica joins: it must not serve before it has the weights."""
         self._version: int | None = None
         self._aborted: set[str] = set()
         self._in_flight: set[str] = set()
@@ -81,12 +91,12 @@ class Router(RolloutServer):
 
     @property
     def servers(self) -> tuple[RolloutServer, ...]:
-        """Replicas that are in use; those that were lost, or wait for weights, are left out."""
+        """Replicas in use, without those that were lost or wait for weights."""
         return tuple(self._loads)
 
     @property
     def lost(self) -> tuple[ServerLostError, ...]:
-        """Why replicas were left out, in the order in which they were lost."""
+        """Errors of the replicas that were lost, in order."""
         return tuple(self._lost.values())
 
     @property
@@ -95,7 +105,7 @@ class Router(RolloutServer):
         return next(iter([*self._loads, *self._lost])).capabilities
 
     async def start(self) -> ServerAddress:
-        """Start every replica; if one fails, stop the others and raise its error."""
+        """Start every replica; if one fails, the others are stopped and its error is raised."""
         try:
             addresses = await asyncio.gather(*(server.start() for server in self._loads))
         except BaseException:
@@ -105,16 +115,18 @@ class Router(RolloutServer):
             self._health = asyncio.create_task(self._watch())
         return ServerAddress(url="inproc:router", model=addresses[0].model, pid=os.getpid())
 
-    # ---- members
+    # ---- membership
 
     async def add(self, server: RolloutServer, receive: WeightReceiver | None = None) -> None:
-        """Start a replica, and use it when it holds the weights that the others serve.
+        """Start a replica, and use it once it holds the weights that the others serve.
 
-        It takes them by `receive`, from a sender that resends (rl-ckpt's `resend_current`); without, it takes
-        part in the next `update_weights`, and this returns after that.
+        Args:
+            server: The new replica.
+            receive: Receiver of the current weights, from a sender that resends them (rl-ckpt's `resend_current`).
+                None: the replica takes part in the next `update_weights`, and `add` returns after that.
 
         Raises:
-            WeightUpdateError: it did not get them; it is stopped and not used.
+            WeightUpdateError: it did not get the weights; it is stopped and not used.
         """
         try:
             await server.start()
@@ -139,10 +151,10 @@ class Router(RolloutServer):
             self._changed.notify_all()
 
     async def remove(self, server: RolloutServer) -> None:
-        """Take a replica out and stop it. What it has in flight goes on elsewhere, from the tokens that there are.
+        """Remove and stop a replica. Its requests in flight continue on others, from the tokens that they have.
 
         Raises:
-            ConfigError: it is not in use, or the last one.
+            ConfigError: the replica is not in use, or is the last one.
         """
         if server not in self._loads:
             raise ConfigError("the server to remove is not one of the router's")
@@ -154,7 +166,7 @@ class Router(RolloutServer):
         await server.stop()
 
     async def _watch(self) -> None:
-        """Ask every replica from time to time whether it is there."""
+        """Health check of every replica, every `health_check_s` seconds."""
         while True:
             await asyncio.sleep(self._health_check_s)
             await asyncio.gather(*(self._look_at(server) for server in self.servers))
@@ -164,13 +176,13 @@ class Router(RolloutServer):
             await server.check_health()
         except ServerLostError as error:
             await self._leave_out(server, error)
-            # What waits for its answer is told by its own connection, or never: it is ended and goes on elsewhere.
+            # Requests that wait for its answer may never hear of the loss; stopping it ends them, and they are resumed.
             await asyncio.gather(server.stop(), return_exceptions=True)
 
     # ---- requests
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """Generate on one replica, and go on at another if that one is lost or removed.
+        """Generate on one replica, and continue on another if that one is lost or removed.
 
         Raises:
             ServerLostError: every replica is gone; the last loss is chained.
@@ -186,7 +198,7 @@ class Router(RolloutServer):
                 if is_last:
                     return done
                 left = rest_of(request, done)
-            return replace(done, finish_reason=FinishReason.LENGTH)  # lost after its last token, before it said so
+            return replace(done, finish_reason=FinishReason.LENGTH)  # lost after the last token, before its reason
 
     async def _generate_part(self, request: GenerateRequest, deadline: float | None) -> tuple[TokenOutput, bool]:
         """Output of one replica, and whether it is complete."""
@@ -204,10 +216,10 @@ class Router(RolloutServer):
         return output, self._is_over(request, output.finish_reason, server)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """See `RolloutServer.generate_stream`. Goes on at another replica as `generate` does.
+        """See `RolloutServer.generate_stream`. Continues on another replica as `generate` does.
 
         Raises:
-            ServerLostError, OverloadedError: like `generate`.
+            ServerLostError, OverloadedError: as `generate`.
         """
         request.check_streamable()
         deadline = deadline_of(request)
@@ -236,13 +248,13 @@ class Router(RolloutServer):
             yield TokenChunk(token_ids=(), logprobs=(), weight_versions=(), finish_reason=reason)
 
     def _is_over(self, request: GenerateRequest, reason: FinishReason | None, server: RolloutServer) -> bool:
-        """Whether a replica that ends a request with `reason` has ended it for its caller too."""
+        """Whether a finish reason of a replica ends the request, and not just its part on a replica that is leaving."""
         is_cut_short = reason is FinishReason.ABORT and server not in self._loads
         return reason is not None and (not is_cut_short or request.request_id in self._aborted)
 
     @contextmanager
     def _entered(self, request: GenerateRequest) -> Generator[None]:
-        """While it is in flight here."""
+        """Context in which a request is in flight here."""
         if request.request_id in self._in_flight:
             raise RequestError(f"request id {request.request_id!r} is in flight already")
         self._in_flight.add(request.request_id)
@@ -253,7 +265,7 @@ class Router(RolloutServer):
             self._aborted.discard(request.request_id)
 
     async def _take_turn(self, request: GenerateRequest, deadline: float | None) -> RolloutServer | None:
-        """A replica that has room, waiting for one if none has; None if the request is aborted meanwhile."""
+        """Choose a replica that has room, waiting until one has; None if the request is aborted meanwhile."""
         async with self._changed:
             if not self._room() and self._loads:
                 if self._max_waiting and self._num_waiting >= self._max_waiting:
@@ -268,7 +280,7 @@ class Router(RolloutServer):
                             lambda: self._room() or not self._loads or request.request_id in self._aborted
                         )
                 except asyncio.CancelledError:
-                    self._changed.notify(1)  # the room that this one may have been told of is another's
+                    self._changed.notify(1)  # this one may have consumed the notification that another needs
                     raise
                 except TimeoutError as error:
                     self._changed.notify(1)
@@ -289,7 +301,7 @@ class Router(RolloutServer):
             return server
 
     def _room(self) -> dict[RolloutServer, int]:
-        """Loads of the replicas that may be given a request."""
+        """Number of requests in flight of the replicas that have room for another."""
         if not self._max_in_flight:
             return self._loads
         return {server: load for server, load in self._loads.items() if load < self._max_in_flight}
@@ -298,7 +310,7 @@ class Router(RolloutServer):
         async with self._changed:
             if server in self._loads:
                 self._loads[server] -= 1
-            self._changed.notify(1)  # of those that wait: there is room for one
+            self._changed.notify(1)  # there is room for one waiting request
 
     async def _leave_out(self, server: RolloutServer, error: ServerLostError) -> None:
         async with self._changed:
@@ -308,32 +320,32 @@ class Router(RolloutServer):
             self._changed.notify_all()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """On all replicas."""
+        """Abort requests on all replicas. See `RolloutServer.abort`."""
         self._aborted.update(self._in_flight if request_ids is None else self._in_flight.intersection(request_ids))
         async with self._changed:
-            self._changed.notify_all()  # those that wait for a replica
+            self._changed.notify_all()  # requests that wait for a replica
         await self._on_all(lambda server: server.abort(request_ids))
 
     # ---- control
 
     async def pause(self, mode: PauseMode) -> None:
-        """On all replicas."""
+        """Pause all replicas. See `RolloutServer.pause`."""
         self._pause_mode = mode
         await self._on_all(lambda server: server.pause(mode))
 
     async def resume(self) -> None:
-        """On all replicas."""
+        """Resume all replicas. See `RolloutServer.resume`."""
         self._pause_mode = None
         await self._on_all(lambda server: server.resume())
 
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:
-        """On all replicas at the same time, those that wait to join included, as one sync of the session.
+        """Update all replicas at the same time, joining ones included, in one sync of the session.
 
-        Several replicas cannot read one receiver, so each opens its own by `receive.address`; one replica is given
+        Several replicas cannot read one receiver: each opens its own by `receive.address`. A single replica is given
         `receive` itself.
 
         Raises:
-            WeightUpdateError: names how many replicas failed; the first failure is chained.
+            WeightUpdateError: replicas failed; says how many, and chains the first failure.
         """
         async with self._members:
             joining = dict(self._joining)
@@ -358,7 +370,7 @@ class Router(RolloutServer):
             ) from failed[0]
 
     async def _settle(self, server: RolloutServer, result: BaseException | None) -> None:
-        """Tell who waits in `add` how it went."""
+        """Finish the `add` that waits for a joining replica's first update."""
         waiting = self._joining.pop(server)
         if result is None:
             await self._use(server)
@@ -370,15 +382,15 @@ class Router(RolloutServer):
             waiting.set_exception(result)
 
     async def sleep(self, level: int = 1) -> None:
-        """On all replicas."""
+        """Put all replicas to sleep. See `RolloutServer.sleep`."""
         await self._on_all(lambda server: server.sleep(level))
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """On all replicas."""
+        """Wake all replicas. See `RolloutServer.wake`."""
         await self._on_all(lambda server: server.wake(tags))
 
     async def stop(self) -> None:
-        """Stop every replica, those that were lost included."""
+        """Stop all replicas, lost ones included."""
         if self._health is not None:
             self._health.cancel()
             self._health = None
@@ -390,7 +402,7 @@ class Router(RolloutServer):
                 raise result
 
     def _receiver(self, server: RolloutServer, receive: WeightReceiver) -> WeightReceiver:
-        """One session per replica and address, kept for later syncs."""
+        """Receiver of one replica by the session's address, kept for later syncs."""
         key = (id(server), receive.address)
         if key not in self._receivers:
             self._receivers[key] = CkptReceiver(receive.address)
@@ -401,22 +413,22 @@ class Router(RolloutServer):
 
 
 def deadline_of(request: GenerateRequest) -> float | None:
-    """When its time is over, by the running loop's clock; None where it brings none."""
+    """Deadline of a request by the event loop's clock; None if it has none."""
     return None if request.timeout_s is None else asyncio.get_running_loop().time() + request.timeout_s
 
 
 def due(request: GenerateRequest, deadline: float | None) -> GenerateRequest:
-    """The request with what is left of its time."""
+    """Copy of the request whose `timeout_s` is the time left."""
     if deadline is None:
         return request
     return replace(request, timeout_s=max(round(deadline - asyncio.get_running_loop().time(), 3), 0.001))
 
 
 def check_due(request: GenerateRequest, deadline: float | None, loss: ServerLostError) -> None:
-    """See that there is time left to go on elsewhere after a loss.
+    """Check that there is time left to resume a request after a loss.
 
     Raises:
-        RequestTimeoutError: there is none; tells the loss.
+        RequestTimeoutError: its deadline is over; the loss is chained.
     """
     if deadline is not None and asyncio.get_running_loop().time() >= deadline:
         raise RequestTimeoutError(
@@ -425,10 +437,9 @@ def check_due(request: GenerateRequest, deadline: float | None, loss: ServerLost
 
 
 def rest_of(request: GenerateRequest, done: TokenOutput) -> GenerateRequest | None:
-    """The request that goes on where `done` ended; None if there is nothing left to generate.
+    """Request that continues where `done` ended; None if nothing is left to generate.
 
-    Its prompt is the old one and the tokens that there are, each of which is generated, counted, and scored once.
-    What is asked about the prompt was told with the first part.
+    Its prompt is the old prompt plus the tokens generated so far. Outputs about the prompt came with the first part.
     """
     left = request.sampling_params.max_new_tokens - len(done.token_ids)
     if left <= 0:
@@ -444,14 +455,14 @@ def rest_of(request: GenerateRequest, done: TokenOutput) -> GenerateRequest | No
 
 
 def joined(done: TokenOutput, rest: TokenOutput, *, num_prompt_tokens: int) -> TokenOutput:
-    """Two parts as one; the reason is that of the second.
+    """Join two parts of an output; the finish reason is that of the second.
 
     Args:
         done: The first part.
-        rest: What `rest_of` brought.
-        num_prompt_tokens: Of the first request.
+        rest: Output of the request that `rest_of` made.
+        num_prompt_tokens: Prompt length of the first request.
     """
-    # If the first part came without any, the second's are of the first's tokens too.
+    # If the first part came without prompt log-probs, the second's cover the first part's tokens too.
     prompt_logprobs = done.prompt_logprobs or rest.prompt_logprobs[: max(num_prompt_tokens - 1, 0)]
     return replace(
         rest,
@@ -460,6 +471,57 @@ def joined(done: TokenOutput, rest: TokenOutput, *, num_prompt_tokens: int) -> T
         weight_versions=done.weight_versions + rest.weight_versions,
         top_logprobs=done.top_logprobs + rest.top_logprobs,
         prompt_logprobs=prompt_logprobs,
-        # The second part tells the experts of all tokens that it was given, those of the first included.
+        # The second part has the experts of its whole prompt, the first part's tokens included.
         routed_experts=done.routed_experts + rest.routed_experts[len(done.routed_experts) :],
     )
+
+
+class Placement(Generic[K]):
+    """Placement of requests on replicas: by session, then by cached prefix, then by load. No I/O."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[str, K] = OrderedDict()
+        self._blocks: OrderedDict[int, K] = OrderedDict()
+
+    def choose(self, loads: Mapping[K, int], token_ids: Sequence[int], session_id: str | None) -> K:
+        """Choose a replica of `loads` (requests in flight by replica, not empty), and remember the choice."""
+        blocks = block_keys(token_ids)
+        chosen = self._sessions.get(session_id) if session_id is not None else None
+        if chosen is None or chosen not in loads:
+            chosen = self._by_prefix(loads, blocks)
+        if session_id is not None:
+            remember(self._sessions, session_id, chosen, MAX_SESSIONS)
+        for block in blocks:
+            remember(self._blocks, block, chosen, MAX_BLOCKS)
+        return chosen
+
+    def _by_prefix(self, loads: Mapping[K, int], blocks: Sequence[int]) -> K:
+        least = min(loads, key=lambda each: loads[each])
+        holders = (self._blocks.get(block) for block in reversed(blocks))
+        longest = next((holder for holder in holders if holder is not None and holder in loads), None)
+        if longest is not None and loads[longest] <= loads[least] + MAX_IMBALANCE:
+            return longest
+        return least
+
+    def forget_prefixes(self) -> None:
+        """Forget all prefixes, after caches were dropped."""
+        self._blocks.clear()
+
+
+def block_keys(token_ids: Sequence[int]) -> list[int]:
+    """Hash of every full block of a prompt, chained with the blocks before it."""
+    keys: list[int] = []
+    key = 0
+    for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        key = hash((key, *token_ids[start : start + BLOCK_TOKENS]))
+        keys.append(key)
+    return keys
+
+
+def remember(known: OrderedDict[str, K] | OrderedDict[int, K], key: str | int, value: K, limit: int) -> None:
+    """Set an entry of an LRU mapping of at most `limit` entries."""
+    entries: OrderedDict[str | int, K] = known  # pyright: ignore[reportAssignmentType]  # both are of one kind of key
+    entries[key] = value
+    entries.move_to_end(key)
+    if len(entries) > limit:
+        entries.popitem(last=False)
