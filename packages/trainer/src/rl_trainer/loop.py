@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.algorithms import estimator_named
@@ -323,19 +323,17 @@ def record_of(
 
 def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """How long completions were and how rewards spread: by sample, and by group where all rewards are equal."""
-    groups: dict[int, set[float]] = {}
-    for tag in tags:
-        groups.setdefault(tag["group_id"], set()).add(tag["reward"])
     if not tags:
         return {}
-    lengths = [tag["num_tokens"] for tag in tags]
-    truncated = sum(tag["finish_reason"] in TRUNCATED for tag in tags)
+    rewards, lengths = [tag["reward"] for tag in tags], [tag["num_tokens"] for tag in tags]
+    distinct = Counter(group for group, _ in {(tag["group_id"], tag["reward"]) for tag in tags})
+    mean = fmean(rewards)
     return {
         "completion_tokens_mean": fmean(lengths),
         "completion_tokens_max": float(max(lengths)),
-        "truncated_share": truncated / len(tags),
-        "reward_std": pstdev(tag["reward"] for tag in tags),
-        "groups_without_signal": sum(len(rewards) == 1 for rewards in groups.values()) / len(groups),
+        "truncated_share": sum(tag["finish_reason"] in TRUNCATED for tag in tags) / len(tags),
+        "reward_std": fmean([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
+        "groups_without_signal": sum(count == 1 for count in distinct.values()) / len(distinct),
     }
 
 
