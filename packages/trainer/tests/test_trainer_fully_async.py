@@ -149,7 +149,7 @@ def test_only_what_is_replayed_may_be_as_old_as_replay_allows():
     [
         (["runtime=inline"], "takes runtime=ray"),
         (["algorithm.old_logprobs=recompute", "staleness.max_staleness=1"], "set algorithm.correction=tis"),
-        (["pipeline=sync", "staleness.max_staleness=2"], "the keys of staleness do nothing with pipeline=sync"),
+        (["pipeline=sync", "staleness.max_staleness=2"], r"pipeline=sync takes staleness.max_staleness=0 \(the"),
     ],
 )
 def test_what_would_be_silently_wrong_is_refused(overrides, message):

@@ -9,9 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from safetensors import safe_open
 
 from rl_trainer import checkpoints
+from rl_trainer.config import load_config
+from rl_trainer.pipeline.staleness import POLICIES
+from rl_trainer.run import run
 
 SMALL = [
     "data.options.num_rows=2000",
@@ -80,14 +84,60 @@ LEARNING = [  # an untrained model earns nothing, and would not change for it
 ]  # fmt: skip
 
 
+REWARD = """
+def spread(text, row):  # an untrained model is never right, and would learn nothing from rewards that are all 0
+    return sum(map(ord, text)) % 7 / 7
+"""
+
+
+def numbers(output_dir):
+    """By step, what two runs with the same weights and completions have in common to the last bit."""
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    names = ("policy_loss", "grad_norm", "mismatch_abs")
+    return {r["step"]: (r["reward"], *(r["metrics"][name] for name in names)) for r in records if r["metrics"]}
+
+
+@pytest.fixture(scope="module")
+def on_policy(model, tmp_path_factory):
+    """The options of three steps, and the numbers of `sync`."""
+    folder = tmp_path_factory.mktemp("on_policy")
+    (folder / "rewards.py").write_text(REWARD)
+    options = [*LEARNING, f"reward.path={folder / 'rewards.py'}:spread", "steps=3"]
+    assert start(model, folder / "out", *options).wait(500) == 0, (folder / "out.log").read_text()[-3000:]
+    return options, numbers(folder / "out")
+
+
 @pytest.mark.slow
-def test_fully_async_without_staleness_has_the_losses_of_sync(model, tmp_path):
-    sync, alone = tmp_path / "sync", tmp_path / "async"
-    assert start(model, sync, *LEARNING, "steps=3").wait(200) == 0, Path(f"{sync}.log").read_text()[-3000:]
-    overrides = [*LEARNING, "steps=3", "pipeline=fully_async", "staleness.max_staleness=0"]
-    assert start(model, alone, *overrides).wait(200) == 0, Path(f"{alone}.log").read_text()[-3000:]
-    assert len(losses(sync)) == 3
-    assert losses(alone) == pytest.approx(losses(sync), abs=1e-6)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("pipeline", ["one_step_off", "fully_async"])
+def test_without_staleness_every_pipeline_has_the_losses_of_sync(model, tmp_path, on_policy, pipeline):
+    """On Ray, bit for bit."""
+    output_dir, (options, wanted) = tmp_path / "out", on_policy
+    process = start(model, output_dir, *options, "staleness.max_staleness=0", f"pipeline={pipeline}")
+    assert process.wait(500) == 0, Path(f"{output_dir}.log").read_text()[-3000:]
+    assert sorted(wanted) == [1, 2, 3]
+    assert 0.0 not in {loss for _, loss, *_ in wanted.values()}
+    assert numbers(output_dir) == wanted
+
+
+def test_without_staleness_every_policy_has_the_losses_of_sync(model, tmp_path, monkeypatch):
+    """Real components in this process, bit for bit."""
+    (tmp_path / "rewards.py").write_text(REWARD)
+    monkeypatch.setattr("rl_trainer.planning.validate._check_layout", lambda config: None)  # inline takes sync alone
+    common = [*SMALL, *LEARNING, f"reward.path={tmp_path}/rewards.py:spread", f"model.path={model}", "steps=2"]
+    common += ["runtime=inline", "timeout_s=120", "rollout.max_new_tokens=5"]
+
+    def trained(name, *overrides):
+        run(load_config("quickstart", [*common, *overrides, f"output_dir={tmp_path / name}"]), Console(quiet=True))
+        return numbers(tmp_path / name)
+
+    wanted = trained("sync")
+    assert len(wanted) == 2
+    assert 0.0 not in {loss for _, loss, *_ in wanted.values()}
+    zero = "staleness.max_staleness=0"
+    assert trained("one_step_off", "pipeline=one_step_off", zero) == wanted
+    for name in POLICIES:
+        assert trained(name, "pipeline=fully_async", zero, f"staleness.policy={name}") == wanted, name
 
 
 @pytest.mark.slow

@@ -48,6 +48,19 @@ def test_the_next_batch_is_generated_while_this_one_trains_and_before_the_server
     assert [r.metrics["staleness_max"] for r in records[1:]] == [0, 1, 1]
 
 
+def test_without_staleness_the_next_batch_waits_for_the_new_weights():
+    settings = config("staleness.max_staleness=0", "algorithm.old_logprobs=recompute")
+    make_plan(settings)
+    job = Job(settings)
+    records = list(run_loop(job.components(), settings, [{}] * 5))
+    assert [c for c in job.calls if c.startswith(("sync", "submit", "update"))] == [
+        *("sync 1", "submit 4", "update 6", "update 6"),
+        *("sync 2", "submit 4", "update 6", "update 6"),
+        *("sync 3", "submit 4", "update 6", "update 6", "sync 4"),
+    ]
+    assert all(record.metrics["staleness_0"] == 1.0 for record in records[1:])
+
+
 def test_what_is_finished_is_taken_in_while_the_engine_learns():
     """With dynamic sampling a group without signal is replaced at once, not when the next batch is asked for."""
     settings = config("batch.dynamic_sampling=true", "batch.mini_batch_size=1")
@@ -89,6 +102,7 @@ def test_an_error_while_generating_ends_the_run():
         (["runtime=inline"], "takes runtime=ray"),
         (["algorithm.old_logprobs=recompute"], "set algorithm.correction=tis"),
         (["algorithm.correction=tis"], "set algorithm.old_logprobs=recompute"),
+        (["staleness.max_staleness=2"], "takes staleness.max_staleness=0"),
     ],
 )
 def test_what_would_be_silently_wrong_is_refused(overrides, message):

@@ -194,13 +194,14 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessSection:
-    """How far generation may run ahead, with `pipeline=fully_async`."""
+    """How far generation may run ahead of learning, with `pipeline=fully_async`."""
 
     policy: str = "admission"
     """What staleness means: `admission`, `oldest_token`, `group_age`, `batch_ratio`, `queue_length`,
     `threshold_fraction`, or one that is installed."""
     max_staleness: Annotated[float, Field(ge=0)] = 1
-    """In weight versions; with batch_ratio and queue_length in batches; with threshold_fraction a share of a batch."""
+    """In weight versions; with batch_ratio and queue_length in batches; with threshold_fraction a share of a batch.
+    At 0 every pipeline has the losses of `sync`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

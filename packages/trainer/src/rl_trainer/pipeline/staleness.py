@@ -240,9 +240,13 @@ def sync(config: Config) -> Schedule:
 
 
 def one_step_off(config: Config) -> Schedule:
-    """The next batch is generated while this one is learned from; weights change between two batches."""
+    """The next batch is generated while this one is learned from; weights change between two batches.
+
+    `staleness.max_staleness=0` releases it after the new weights instead: the losses are those of `sync`.
+    """
     policy = StalenessPolicy(max_staleness=0, batch_size=config.batch.batch_size)
-    return Schedule(policy=policy, releases_before_update=True, lag=1)
+    is_ahead = config.staleness.max_staleness > 0
+    return Schedule(policy=policy, releases_before_update=is_ahead, releases_after_sync=not is_ahead, lag=int(is_ahead))
 
 
 def fully_async(config: Config) -> Schedule:

@@ -199,8 +199,14 @@ def _check_pipeline(config: Config) -> None:
             "rollout.top_p < 1 makes the sampler's distribution differ from the one the engine scores; set top_p=1, "
             "or algorithm.old_logprobs=rollout"
         )
-    if config.pipeline in ("sync", "one_step_off") and config.staleness != StalenessSection():
-        raise PlanError(f"the keys of staleness do nothing with pipeline={config.pipeline}; leave them out")
+    if config.pipeline in ("sync", "one_step_off") and config.staleness not in (
+        StalenessSection(),
+        StalenessSection(max_staleness=0),
+    ):
+        raise PlanError(
+            f"pipeline={config.pipeline} takes staleness.max_staleness=0 (the losses of sync) and no other key of "
+            "staleness; leave them out, or choose pipeline=fully_async"
+        )
     schedule = create_schedule(config)
     if config.batch.replay is not None:
         _check_replay(config, schedule)
