@@ -19,6 +19,7 @@ from rl_trainer.errors import ConfigError, DataError, TrainerError
 from rl_trainer.loop import run_loop
 from rl_trainer.plugins import Serialized, absolute
 from rl_trainer.testing import FakeAgents, QueueJob
+from rl_trainer.trackers import Tracker
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = {
@@ -148,6 +149,57 @@ def test_it_runs_where_an_event_loop_runs_already(start):
         return start(reward=lambda text, row: 1.0, steps=1)
 
     assert asyncio.run(cell()).metrics[-1]["step"] == 1
+
+
+NOTEBOOK = [
+    """
+import rl_trainer
+from rich.console import Console
+scale, told = 3.0, []
+def length(text, row):
+    return scale * len(text) + row["n"]
+rows = [{"prompt": f"{n} + 1 =", "n": n} for n in range(20)]
+""",
+    """
+run = rl_trainer.train(
+    "quickstart", model=MODEL, data=rows, reward=length, callback=told.append, runtime=RUNTIME, steps=2, eval_every=0,
+    batch={"batch_size": 2, "mini_batch_size": 2, "group_size": 2}, console=Console(quiet=True),
+)
+""",
+    "[record.step for record in told], run.metrics[-1]['reward'] >= 3.0, (run.model_path / 'config.json').is_file()",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("runtime", ["inline", "ray"])
+def test_it_trains_in_the_cells_of_a_notebook(model, tmp_path, runtime):
+    """In a real kernel, whose event loop runs: the reward is a function of `__main__`, defined in another cell."""
+    nbformat = pytest.importorskip("nbformat", reason="uv run --group notebook")
+    nbclient = pytest.importorskip("nbclient", reason="uv run --group notebook")
+    cells = [f"MODEL, RUNTIME = {str(model)!r}, {runtime!r}", *NOTEBOOK]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client = nbclient.NotebookClient(
+        notebook, timeout=400, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()
+    assert notebook.cells[-1].outputs[0].data["text/plain"] == "([0, 1, 2], True, True)"
+
+
+def test_a_tracker_of_one_s_own_comes_as_an_object_too(start, tmp_path):
+    class Lines(Tracker):
+        def __init__(self, run):
+            self.file = run.output_dir / "lines"
+
+        def log(self, record):
+            with self.file.open("a") as file:
+                file.write(f"{record.step}\n")
+
+        def close(self, summary):
+            assert summary["steps"] == 1
+
+    start(reward=lambda text, row: 1.0, steps=1, **{"tracking.trackers": [Lines]})
+    assert (tmp_path / "out" / "lines").read_text().split() == ["0", "1"]
 
 
 def test_a_run_that_fails_raises_where_it_is_waited_for(start):

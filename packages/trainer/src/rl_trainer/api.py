@@ -1,4 +1,4 @@
-"""Training from Python: `train("quickstart")`, or with a model, data and functions of one's own."""
+"""Python API: `train("quickstart")`, or with a model, data and functions of one's own, returns a `Run`."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """Per step so far, every number of `metrics.jsonl` under a flat name, and `step`."""
+        """Metrics per step so far: every number of `metrics.jsonl` under a flat name, and `step`."""
         return [{"step": step, **record.scalars()} for step, record in sorted(self._records.items())]
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What `summary.json` holds; waits for the end."""
+        """The summary of the run, as in `summary.json`; waits for the end."""
         self.wait()
         assert self._summary is not None, "it ended well"
         return self._summary
@@ -187,7 +187,7 @@ class Run:
 
 
 def _has_event_loop() -> bool:
-    """Whether this is a notebook's cell, or a coroutine: the run then works in a thread of its own."""
+    """Whether an event loop runs in this thread, as in a notebook: the run then gets a thread of its own."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -196,7 +196,7 @@ def _has_event_loop() -> bool:
 
 
 def _config(recipe: str, keys: Mapping[str, Any]) -> Config:
-    """The recipe with these keys; objects that YAML does not know take the place of plug-ins' names."""
+    """The configuration of a recipe with these keys; Python objects may stand where names of plug-ins do."""
     plain, objects = dict[str, Any](), dict[str, Any]()
     for key, value in keys.items():
         try:
@@ -222,9 +222,21 @@ def _replaced(section: Any, path: list[str], value: Any, key: str) -> Any:
     if not is_dataclass(section) or not hasattr(section, name):
         raise ConfigError(f"{key} is no key of the configuration")
     old = getattr(section, name)
-    if not rest and not isinstance(old, (str, tuple, type(None))):
+    if rest:
+        return replace(cast("Any", section), **{name: _replaced(old, rest, value, key)})
+    if key == "tracking.trackers":
+        return replace(cast("Any", section), trackers=_trackers(value))
+    if not isinstance(old, (str, tuple, type(None))):
         raise ConfigError(f"{key} is {old!r} by default; a function or a class cannot stand there")
-    return replace(cast("Any", section), **{name: _replaced(old, rest, value, key) if rest else _serialized(value)})
+    return replace(cast("Any", section), **{name: _serialized(value)})
+
+
+def _trackers(value: Any) -> dict[str, dict[str, Any]]:
+    """Trackers and names of trackers, without options: `functools.partial` gives a class its options."""
+    names = _serialized(value if isinstance(value, (list, tuple)) else [value])
+    if len(found := {name: dict[str, Any]() for name in names}) < len(names):
+        raise ConfigError(f"tracking.trackers={list(names)} has two trackers of one name; give each its own")
+    return found
 
 
 def _serialized(value: Any) -> Any:
@@ -244,9 +256,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def _as_files(
     folder: Path, data: Iterable[Mapping[str, Any]], eval_data: Iterable[Mapping[str, Any]] | None
 ) -> tuple[dict[str, Any], dict[Path, str]]:
-    """The keys that name the rows' files, and their texts.
+    """Rows as files: the keys that name them, and their texts.
 
-    A file is named by what it holds: a run that goes on finds its own, and none is written over.
+    A file's name is the hash of its text: a resumed run finds its own, and no file is overwritten.
     """
     lines = _lines(data, "data")
     train = _file_of(folder, lines)
