@@ -1,4 +1,4 @@
-"""RL post-training pipelines on abstract engine, rollout, weight, agent and data interfaces."""
+"""RL post-training of language models: one training loop over the interfaces of engine, rollout, agent and queue."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names when they are asked for: the command lines answer Ctrl-C with a sentence from the start."""
+    """Import a public name when it is first used, so that a command answers Ctrl-C while torch and Ray still import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = {"train": "api", "reads": "plugins"}.get(name, "errors" if name.endswith("Error") else "config")

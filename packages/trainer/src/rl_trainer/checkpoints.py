@@ -1,8 +1,8 @@
-"""Checkpoints of a run: what a step leaves for a later process to go on from, and nothing of it twice.
+"""Checkpoints of a run: written after a step, verified, resumed from.
 
-A folder `checkpoint-N` has the engine's state, the critic's, the rows of the queue that wait to be learned from, an
-ordinary model folder, and a state file, which is written last: a folder without it, or whose engine is not there whole,
-is no checkpoint. Killed at any moment, a run goes on from the newest one that is.
+A folder `checkpoint-N` has the state of engine and critic, the rows of the queue that wait to be learned from, an
+ordinary model folder, and a state file, which is written last: a folder without it, or without a whole engine, is not
+a checkpoint. A run that is killed at any moment resumes from the newest complete one.
 
 The state file is a manifest (`rl_engine.write_manifest`): it has a digest of itself and of every file that is not an
 engine's, and each engine's folder has a manifest of its own. A checkpoint of which a file is not as it was written is
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 STATE_FILE = "trainer_state.json"
 _OF_THE_PROCESS = ("output_dir", "resume_from")
-"""Keys by which a run that goes on differs always."""
+"""Keys in which a resumed run always differs."""
 _ENGINE_MANIFEST = "manifest.json"
 """In each engine's folder, see `rl_engine.base.Engine.save_checkpoint`."""
 _FOLDERS = ("queue", "model", "reference")
-"""What a checkpoint has beside engines."""
+"""Folders of a checkpoint beside those of engines."""
 LOGS = ("metrics.jsonl", "prompts.jsonl")
 """Files of a run with one line per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What the controller has to know to go on."""
+    """State of the controller in a checkpoint."""
 
     step: int = 0
     """Training steps done."""
@@ -54,30 +54,30 @@ class RunState:
     held: tuple[tuple[int, int, int, int, int], ...] = ()
     """Groups among them that are finished and in the queue: `HeldGroup`s as tuples."""
     history: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What may be learned from again: the state of `Replay`, whose rows are in the queue."""
+    """State of the replay buffer, whose rows are in the queue."""
     kl_coef: float | None = None
-    """Where the weight of the KL in the rewards stood, if it follows a target; None: where the configuration has it."""
+    """Coefficient of the KL in the rewards, where it follows a target; None: that of the configuration."""
     entropy_coef: float | None = None
-    """The same of the entropy bonus."""
+    """Coefficient of the entropy bonus, where it follows a target; None: that of the configuration."""
     order: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """State of the order of prompts, beside `position` and `pending`."""
+    """State of the sampler, beside `position` and `pending`."""
     pipeline: str = ""
-    """Which one wrote it; only the same one goes on with `held`."""
+    """The schedule that wrote it; only the same one resumes with `held`."""
     seed: int
-    """Of the run: orders the prompts."""
+    """Seed of the run, which orders the prompts."""
     num_rows: int
     """Rows of the data."""
     engines: tuple[str, ...] = ("engine",)
-    """Folders of what learns; those of `engine.async_checkpoints` come after the state file."""
+    """Folders of actor and critic; with `engine.async_checkpoints` they are complete after the state file."""
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The configuration of the run that wrote it, as `as_tree` gives it."""
 
     @classmethod
     def read(cls, folder: Path) -> RunState:
-        """Of a complete checkpoint.
+        """Read the state of a complete checkpoint.
 
         Raises:
-            InputError: the folder is none, or one that another version wrote.
+            InputError: the folder is not a checkpoint, or another version wrote it.
         """
         if not is_complete(folder):
             raise InputError(
@@ -94,7 +94,7 @@ class RunState:
         return cls(**values)
 
     def for_run(self, config: Config) -> RunState:
-        """What a run can go on from: held groups of another pipeline, batch size or staleness are generated again."""
+        """The state for a run: held groups of another pipeline, batch size or staleness are to be generated again."""
         own = replace(self, history={}) if self.history and config.batch.replay is None else self
         num_made = len(own.held) + len(own.history.get("drawn", ()))
         is_whole = config.pipeline != "one_step_off" or num_made == config.batch.batch_size
@@ -105,7 +105,7 @@ class RunState:
         return replace(own, held=(), pending=(*again, *self.pending))
 
     def changes(self, config: Config) -> list[str]:
-        """`key=value (was value)` of every key by which a run that goes on from here differs from the one before."""
+        """Changed keys of a resumed run, as `key=value (was value)`."""
         before, after = _flat(self.config), _flat(as_tree(config))
         keys = [key for key in after | before if key not in _OF_THE_PROCESS] if before else []
         if before.get("model.path") is None:  # it was made, and is given to those that go on
@@ -113,7 +113,7 @@ class RunState:
         return [f"{key}={after.get(key)} (was {before.get(key)})" for key in keys if after.get(key) != before.get(key)]
 
     def after(self, record: StepRecord, components: Components, config: Config) -> dict[str, Any]:
-        """The state's JSON once a step has ended."""
+        """State after a step, as JSON values."""
         order = components.source.order.state_dict()
         return asdict(self) | {
             "step": record.step,
@@ -131,7 +131,7 @@ class RunState:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether everything has been written; not whether it still is as it was written."""
+    """Whether a checkpoint was written to its end; `damage` says whether it still is as it was written."""
     file = folder / STATE_FILE
     if not file.is_file():
         return False
@@ -139,7 +139,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def _engines_of(folder: Path) -> list[str]:
-    """Folders of what learns, by the state file; none where that is damaged."""
+    """Folders of actor and critic by the state file; none if that is damaged."""
     try:
         return read_manifest(folder / STATE_FILE).get("engines", ["engine"])
     except CheckpointError:
@@ -147,18 +147,18 @@ def _engines_of(folder: Path) -> list[str]:
 
 
 def newest(output_dir: Path) -> Path | None:
-    """The complete checkpoint of a run with the most steps; None if there is none."""
+    """Newest complete checkpoint of a run; None if there is none."""
     return next(iter(complete(output_dir)), None)
 
 
 def complete(output_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run, those with the most steps first."""
+    """Complete checkpoints of a run, newest first."""
     folders = (folder for folder in output_dir.glob("checkpoint-*") if _step_of_folder(folder) >= 0)
     return sorted((folder for folder in folders if is_complete(folder)), key=_step_of_folder, reverse=True)
 
 
 def damage(folder: Path) -> list[str]:
-    """A line for every file of a complete checkpoint that is not as it was written; reads all of them."""
+    """Damage of a complete checkpoint: a line per file that is not as it was written. Reads every file."""
     lines = find_damage(folder / STATE_FILE)
     return lines + [line for name in _engines_of(folder) for line in find_damage(folder / name / _ENGINE_MANIFEST)]
 
@@ -180,13 +180,13 @@ def inspect(folder: Path) -> list[tuple[Path, list[str]]]:
 
 
 def unfinished(output_dir: Path) -> list[Path]:
-    """Folders of checkpoints that were not written to their end."""
+    """Unfinished checkpoints: folders that were not written to their end."""
     folders = (folder for folder in output_dir.glob("checkpoint-*") if _step_of_folder(folder) >= 0)
     return sorted(folder for folder in folders if not is_complete(folder))
 
 
 def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
-    """The newest complete checkpoint without damage, and the damage of those that are newer.
+    """Newest checkpoint without damage, and the damage of newer ones.
 
     Raises:
         InputError: there are complete checkpoints, and all of them are damaged.
@@ -207,7 +207,7 @@ def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
 
 
 def set_aside(output_dir: Path, start: Path | None) -> list[Path]:
-    """Rename complete checkpoints of later steps than `start`, which are damaged: a later run must not find them."""
+    """Rename the damaged checkpoints of later steps than `start`, so that a later run does not find them."""
     step = -1 if start is None else _step_of_folder(start)
     moved: list[Path] = []
     for folder in complete(output_dir):
@@ -225,7 +225,7 @@ def _step_of_folder(folder: Path) -> int:
 
 
 def save(components: Components, folder: Path, state: Mapping[str, Any]) -> None:
-    """Write everything that resuming needs."""
+    """Write a checkpoint: queue, engines, model, and last the state file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier attempt at the same step
     if state["held"] or state["history"].get("groups"):
@@ -242,7 +242,7 @@ def save(components: Components, folder: Path, state: Mapping[str, Any]) -> None
 
 
 def finish(components: Components) -> None:
-    """Wait for what is written while training goes on; nothing learns any more afterwards.
+    """Wait for asynchronous checkpoints and free the engines, at the end of a run.
 
     Raises:
         Exception: what the writing of the last checkpoint failed with.
@@ -253,27 +253,27 @@ def finish(components: Components) -> None:
 
 
 def load(components: Components, folder: Path) -> None:
-    """Give the engines their state back. The queue's was given to whoever serves it."""
+    """Load the engines' state. The queue was served with its snapshot already."""
     components.actor.load_checkpoint(str(folder / "engine"))
     if components.critic is not None:
         components.critic.load_checkpoint(str(folder / "critic"))
 
 
 def queue_snapshot(config: Config, state: RunState) -> str | None:
-    """The folder that the queue begins with; None: empty."""
+    """Snapshot folder that the queue is served with; None: it begins empty."""
     has_rows = state.held or state.history.get("groups")
     return str(Path(config.resume_from) / "queue") if config.resume_from is not None and has_rows else None
 
 
 def has_lines(output_dir: Path) -> bool:
-    """Whether a run has logged steps there."""
+    """Whether a run has logged steps in a folder."""
     return any(log.is_file() and log.stat().st_size for log in (output_dir / name for name in LOGS))
 
 
 def forget_after(output_dir: Path, step: int) -> None:
-    """Take later steps, and a torn line, out of a run's logs and samples: those steps will be taken again.
+    """Remove later steps, and a torn last line, from a run's logs and samples: those steps will be taken again.
 
-    So will the evaluation with which an earlier process went on from `step`.
+    The evaluation with which an earlier process resumed from `step` is removed too.
     """
     samples.forget_after(output_dir, step)
     for log in (output_dir / name for name in LOGS):
@@ -286,7 +286,7 @@ def forget_after(output_dir: Path, step: int) -> None:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key; an empty section is a value."""
+    """Flatten a tree to values by dotted key; an empty section is a value."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         is_section = isinstance(value, dict) and value
@@ -295,7 +295,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _time_of(line: str) -> float:
-    """The step of a line of a log; an evaluation alone comes half a step later."""
+    """Step of a log's line, for sorting: an evaluation alone counts half a step more."""
     try:
         found = json.loads(line)
     except json.JSONDecodeError:  # the process was killed while it wrote the line
@@ -305,7 +305,7 @@ def _time_of(line: str) -> float:
 
 
 def check_output_dir(config: Config, output_dir: Path, *, is_resumed: bool = False) -> None:
-    """Refuse a folder in which two runs would become one.
+    """Check that an output folder does not hold another run.
 
     Args:
         config: Of the run.

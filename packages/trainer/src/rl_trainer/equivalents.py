@@ -229,7 +229,7 @@ def keys_named(name: str) -> dict[str, str]:
 
 
 def hint(key: str, value: str) -> str:
-    """What to add to the error of an unknown value; empty if no other library has it either."""
+    """Hint for the error of an unknown value: our name for it; empty if no other library has it either."""
     ours = VALUES.get(key, {}).get(value)
     return "" if ours is None else f" (verl's and TRL's {value} is {ours} here)"
 

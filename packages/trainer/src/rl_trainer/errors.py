@@ -26,7 +26,7 @@ class TrainerError(Exception):
 
 
 class InputError(TrainerError, ValueError):
-    """What the user gave cannot work."""
+    """Base of errors in what the user gave."""
 
 
 class ConfigError(InputError):
@@ -72,11 +72,11 @@ class RolloutFailedError(TrainerError, RuntimeError):
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 _NUMBER = re.compile(r"\((?:os error|errno) (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
-"""Of the operating system's error, in the texts of safetensors and Arrow, whose errors carry none."""
+"""Number of the operating system's error in the texts of safetensors and Arrow, whose errors carry none."""
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """What a user is told of an error that ended a run; None if it is a mistake in the code, which needs its traceback.
+    """Sentence for the user about an error that ended a run; None for a bug in the code, which needs its traceback.
 
     A full disk, a folder that is not to be written, and every error that one of the packages raises on purpose, also
     where another error was made of it on the way.

@@ -1,4 +1,4 @@
-"""Measures a policy on held-out rows: accuracy, pass@k and maj@k with confidence intervals, from any rollout server."""
+"""Evaluation on held-out rows: accuracy, pass@k and maj@k with confidence intervals, from any rollout server."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean over problems, and how sure it is."""
+    """Estimate of a mean over problems, with its confidence interval."""
 
     mean: float
     """Over the problems."""
     half_width: float
-    """Of the 95% confidence interval: 1.96 standard errors between problems, so that samples of one problem count as
-    what they are (Miller, "Adding Error Bars to Evals", 2411.00640). NaN with one problem."""
+    """Half width of the 95% confidence interval: 1.96 standard errors between problems, clustered by problem
+    (Miller, "Adding Error Bars to Evals", 2411.00640). NaN with one problem."""
 
     @staticmethod
     def of(per_problem: Sequence[float]) -> Estimate:
@@ -47,14 +47,14 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What was sampled for one held-out row."""
+    """Samples of one held-out row."""
 
     prompt: str
     """The last message of the row's prompt."""
     completions: tuple[str, ...]
     """Text of each completion that ended well."""
     answers: tuple[str, ...]
-    """What each of them answered."""
+    """Answer of each sample."""
     rewards: tuple[float, ...]
     """One per completion that ended well."""
     num_failed: int
@@ -62,14 +62,14 @@ class Problem:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that one of k samples is right, without bias: 1 - C(n - c, k) / C(n, k), arXiv 2107.03374."""
+    """Unbiased pass@k, the chance that one of k samples is right: 1 - C(n - c, k) / C(n, k), arXiv 2107.03374."""
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def maj_at_n(answers: Sequence[str], rewards: Sequence[float]) -> float:
-    """Reward of the most frequent answer, the mean over those that are tied (self-consistency, arXiv 2203.11171)."""
+    """maj@n: reward of the most frequent answer, the mean over ties (self-consistency, arXiv 2203.11171)."""
     counts = Counter(answers)
     most = max(counts.values())
     first = dict(zip(reversed(answers), reversed(rewards), strict=True))
@@ -157,7 +157,7 @@ async def sample(
 
 
 def fresh(config: Config, *, url: str | None, order: Order, count: int, num_samples: int) -> list[Shown]:
-    """Completions of the first `count` held-out rows by the policy in `model.path`."""
+    """Fresh completions of the first `count` held-out rows, by the policy in `model.path`."""
     assert config.model.path is not None, "the command has checked it"
     problems = asyncio.run(sample(config, Path(config.model.path), num_samples=num_samples, url=url, num_rows=count))
     found = [

@@ -1,8 +1,8 @@
-"""THE training loop: generate, learn, hand the new weights to the servers, repeat.
+"""The training loop: generate, learn, sync weights, repeat.
 
-One loop for every `Schedule` (`pipeline/staleness.py`): what differs is which phases overlap, and how old a token may
-be. Knows the order of a step. Does not know where anything runs, how tensors travel, which engine trains or which
-server generates.
+`steps_of` is the loop, `learn` is what it does with a batch. One loop serves every `Schedule`
+(`pipeline/staleness.py`), which says what may overlap and how old a token may be. The loop knows the order of a step.
+It does not know where anything runs, how tensors travel, which engine trains or which server generates.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """The components of one job, which the training loop drives."""
+    """Components of a training run: the worker groups and clients that the loop calls. `setup.place` makes them."""
 
     actor: EngineWorker
     """The policy being trained."""
     reference: EngineWorker | None
-    """The frozen start policy: an engine of its own, or the actor, if it trains an adapter; None without a penalty."""
+    """The reference: an engine with the start policy, or the actor itself if it trains an adapter; None without KL."""
     ema_reference: EmaReference | None = None
-    """Has the reference follow the policy; None: it stands still."""
+    """Moves the reference's weights after the policy's; None: they stay those of the start policy."""
     teacher: EngineWorker | ServedTeacherWorker | None = None
-    """A frozen model that the policy is pulled towards."""
+    """The teacher of distillation; None without one."""
     critic: CriticWorker | None = None
-    """The value function, or the implicit process reward model; None without one."""
+    """The critic: a value function, or PRIME's process reward model; None without one."""
     kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))
-    """Weight of the KL in the rewards."""
+    """The coefficient of the KL penalty in the rewards."""
     entropy: AdaptiveEntropy = field(default_factory=lambda: AdaptiveEntropy(coef=0.0, target=0.0, step=0.005))
-    """Weight of the entropy bonus, where it follows a target."""
+    """The coefficient of the entropy bonus, where it follows a target."""
     source: RolloutSource
-    """Generation."""
+    """The rollout source: prompts out, complete groups in."""
     weights: WeightSync
-    """Actor to servers."""
+    """The weight sync from the actor to the servers."""
     queue: TransferQueue
-    """The controller's client: references only."""
+    """The controller's client of the queue: ids and tags, no tensors."""
     agents: AgentReplicas
-    """What generation runs on."""
+    """The agent workers."""
     eval_rows: Sequence[Row]
     """Held-out rows."""
     samples: SampleWorker | None = None
-    """Writes what is learned from to disk; None keeps nothing."""
+    """Writes the samples of every step to disk; None: they are not kept."""
     replay: Replay | None = None
-    """Groups that may be learned from again; None: every group is learned from once."""
+    """The replay buffer; None: every group is learned from once."""
     held: tuple[HeldGroup, ...] = ()
-    """Groups that an earlier process finished and did not learn from; in the queue."""
+    """Resumed groups: in the queue, finished by an earlier process that did not learn from them."""
     num_too_long: int = 0
     """Rows that were left out because their prompts are longer than `data.max_prompt_tokens`."""
 
@@ -83,7 +83,7 @@ class Components:
 def run_loop(
     components: Components, config: Config, eval_rows: Sequence[Row], *, start_step: int = 0
 ) -> Iterator[StepRecord]:
-    """`steps_of`, without the collector of cyclic garbage walking all that was there before.
+    """Run `steps_of` with all objects of before frozen, so that the garbage collector does not walk them.
 
     A step makes references by the ten thousand, and torch alone leaves half a million objects: walking them again and
     again took more than half of the controller's time at 1,024 ranks.
@@ -98,17 +98,27 @@ def run_loop(
 def steps_of(
     components: Components, config: Config, eval_rows: Sequence[Row], *, start_step: int = 0
 ) -> Iterator[StepRecord]:
-    """Train, yielding a record after every step. Step 0's record is the evaluation of the start policy.
+    """Train: the loop itself. Yields a record per step; step 0's is the evaluation of the start policy.
 
     The servers hold weight version `step + 1` when step `step` has been yielded. The record's `pending` are the prompts
     that are being generated then, its `held` the groups that wait to be learned from: a resumed run begins with both.
+
+    Args:
+        components: What the loop calls.
+        config: Of the run.
+        eval_rows: Held-out rows.
+        start_step: The last step of an earlier process; 0 begins at the start.
+
+    Raises:
+        StaleWeightsError: a token is older than the schedule allows.
+        RolloutFailedError: a batch cannot be filled.
     """
     schedule, source, replay = create_schedule(config), components.source, components.replay
     timer, first = PhaseTimer(), start_step + 1
     yield begin(components, eval_rows, start_step, timer)
 
     source.resume(components.held)
-    lag = schedule.lag if components.held else 0  # a first batch that nobody generated ahead is of these weights
+    lag = schedule.lag if components.held else 0  # the first batch was not generated ahead: it is of these weights
     for step in range(first, config.steps + 1):
         parts: list[Generated] = []
         updates, ages = list[dict[str, float]](), dict[str, float]()
@@ -147,13 +157,13 @@ def steps_of(
 
 
 def sizes_of(config: Config) -> list[int | None]:
-    """Groups of each part that a step takes and learns from: all, or with `batch.stream` mini-batches as they come."""
+    """Groups per part of a step's batch: one whole part (None), or with `batch.stream` one part per mini-batch."""
     batch = config.batch
     return [batch.mini_batch_size] * (batch.batch_size // batch.mini_batch_size) if batch.stream else [None]
 
 
 def begin(components: Components, eval_rows: Sequence[Row], start_step: int, timer: PhaseTimer) -> StepRecord:
-    """Give the servers the first weights, of version `start_step + 1`, and measure the policy before it learns."""
+    """Sync the first weights, as version `start_step + 1`, and evaluate the policy before it learns."""
     with timer.phase("weight_sync"):
         components.weights.sync(start_step + 1)
     accuracy = evaluate(components, eval_rows, timer)
@@ -161,7 +171,7 @@ def begin(components: Components, eval_rows: Sequence[Row], start_step: int, tim
 
 
 def evaluate(components: Components, eval_rows: Sequence[Row], timer: PhaseTimer) -> float:
-    """Mean reward on held-out rows."""
+    """Evaluate: the mean reward of one completion per held-out row."""
     with timer.phase("eval"):
         return components.source.evaluate(eval_rows)
 
@@ -169,12 +179,12 @@ def evaluate(components: Components, eval_rows: Sequence[Row], timer: PhaseTimer
 def learn(
     components: Components, config: Config, batch: BatchMeta, step: int, timer: PhaseTimer
 ) -> list[dict[str, float]]:
-    """Score a batch, compute its advantages, and take the optimizer steps of one training step on it.
+    """Learn from a batch: log-probs and values, advantages, then one optimizer step per mini-batch.
 
-    Between two calls the source takes in what has been generated meanwhile.
+    The engine ranks do the work; the calls here carry ids. Between two calls the source collects finished rollouts.
 
     Returns:
-        By optimizer step, its metrics; `loss`, `grad_norm` and `lr` are the policy's, and there if it learned.
+        Metrics per optimizer step. `policy_loss`, `grad_norm` and `lr` are absent where the critic alone learned.
     """
     actor, source = components.actor, components.source
     for name, score in scores_of(components, config):
@@ -212,7 +222,7 @@ def learn(
 
 
 def update_actor(components: Components, mini_batch: BatchMeta) -> UpdateReport:
-    """One optimizer step of the policy; a coefficient of the entropy bonus that follows a target takes it into account.
+    """Take one optimizer step of the policy, and move the entropy coefficient if it follows a target.
 
     `entropy_coef` among its metrics is the one of this step.
     """
@@ -226,7 +236,7 @@ def update_actor(components: Components, mini_batch: BatchMeta) -> UpdateReport:
 
 
 def scores_of(components: Components, config: Config) -> Iterator[tuple[str, Callable[[BatchMeta], BatchMeta]]]:
-    """(phase, call) of every stage that writes a column of the batch before its advantages, in the order of reading."""
+    """Stages between rollouts and advantages, in order: (phase, call); each call writes a column of the batch."""
     actor, reference, teacher = components.actor, components.reference, components.teacher
     if has_old_pass(config):
         yield "old_logprobs", actor.compute_log_prob
@@ -241,7 +251,7 @@ def scores_of(components: Components, config: Config) -> Iterator[tuple[str, Cal
 
 
 def mini_batches(batch: BatchMeta, config: Config, step: int) -> list[BatchMeta]:
-    """The batch in mini-batches of whole groups, in a seeded random order of groups."""
+    """Mini-batches of `batch.mini_batch_size` whole groups, in a random order that seed and step determine."""
     groups: dict[int, list[int]] = {}
     for index, tags in enumerate(batch.tags):
         groups.setdefault(tags["group_id"], []).append(index)
@@ -254,14 +264,17 @@ def mini_batches(batch: BatchMeta, config: Config, step: int) -> list[BatchMeta]
 def ages_of(
     generated: Generated, *, version: int, bound: int | None, least: int = 0, replay: ReplaySection | None = None
 ) -> dict[str, float]:
-    """Share of samples per age of their oldest token in weight versions; the mean age, and the highest.
+    """Staleness metrics of a batch, after the check that no token is older than allowed.
+
+    An age is that of a sample's oldest token, in weight versions: `staleness_N` is the share of samples of age N,
+    beside `staleness_mean` and `staleness_max`.
 
     Args:
-        generated: What weights of `version` learn from.
-        version: Of the weights that learn.
-        bound: The highest age that the pipeline allows; None: any.
-        least: The lowest.
-        replay: Bounds the age of groups that are learned from again, which are older than the fresh ones may be.
+        generated: The batch.
+        version: Of the weights that learn from it.
+        bound: The highest age that the schedule allows; None: any.
+        least: The lowest age that the schedule allows.
+        replay: The highest age of replayed groups, which may be older than fresh ones.
 
     Raises:
         StaleWeightsError: a token is older than `bound`, or newer than `least`.
@@ -296,7 +309,7 @@ def record_of(
     accuracy: float | None,
     phase_s: dict[str, float],
 ) -> StepRecord:
-    """What the step's reports say together."""
+    """The step's record: metrics averaged over its optimizer steps, staleness, lengths, rewards and times."""
     reused = {group.group_id for group in generated.reused}
     tags = [tags for tags in generated.batch.tags if tags["group_id"] not in reused]
     names = {name: None for update in updates for name in update}  # in order
@@ -322,7 +335,7 @@ def record_of(
 
 
 def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How long completions were and how rewards spread: by sample, and by group where all rewards are equal."""
+    """Metrics of completions: lengths in tokens, truncated share, spread of rewards, groups with equal rewards."""
     if not tags:
         return {}
     rewards, lengths = [tag["reward"] for tag in tags], [tag["num_tokens"] for tag in tags]
@@ -338,7 +351,7 @@ def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def part_means(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`reward/NAME`: the mean of each part of the rewards, not weighted, where rewards have components."""
+    """Means of reward components, unweighted, as `reward/NAME`; empty where rewards have none."""
     sums: dict[str, float] = {}
     for tag in tags:
         for name, value in tag.get("parts", {}).items():

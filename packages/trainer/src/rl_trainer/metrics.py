@@ -1,4 +1,4 @@
-"""What one step measured, and the clock that attributes its time to phases."""
+"""Metrics of a training step, the timer of its phases, and the report of a run."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class HeldGroup:
     group_id: int
     """Unique in the run; the tag of its samples."""
     row_index: int
-    """Its prompt's number in the data."""
+    """Number of its prompt's row in the data."""
     place: int
-    """Where it stood in the batch that it was released with."""
+    """Its position in the batch that it was released with."""
     released: int
     """Weight version that the servers held then."""
     attempt: int = 0
-    """How often a worker had died that had it before; a tag of its samples too."""
+    """How many workers died while they generated it; a tag of its samples too."""
 
     def as_tuple(self) -> tuple[int, int, int, int, int]:
-        """For a checkpoint."""
+        """The values in a fixed order, as a checkpoint stores them."""
         return (self.group_id, self.row_index, self.place, self.released, self.attempt)
 
     @classmethod
     def from_tuple(cls, values: tuple[int, int, int, int, int]) -> HeldGroup:
-        """The inverse of `as_tuple`."""
+        """A group from what `as_tuple` gave."""
         group_id, row_index, place, released, attempt = values
         return cls(group_id=group_id, row_index=row_index, place=place, released=released, attempt=attempt)
 
@@ -48,7 +48,7 @@ class StepRecord:
     step: int
     """1-based; 0 is the evaluation before training."""
     position: int
-    """Prompts taken up to and including this step's; where a run that resumes after it takes the next one."""
+    """Prompts drawn so far; a run that resumes after this step draws the next one."""
     pending: tuple[int, ...] = ()
     """Rows among those whose groups are being generated; a resumed run takes them first."""
     held: tuple[HeldGroup, ...] = ()
@@ -72,7 +72,7 @@ class StepRecord:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it holds nothing but an evaluation."""
+        """Whether the record is that of an evaluation alone."""
         return self.reward is None and not self.metrics
 
     @property
@@ -97,7 +97,7 @@ class StepRecord:
 
     @classmethod
     def of_evaluation(cls, step: int, accuracy: float, phase_s: Mapping[str, float], *, position: int) -> StepRecord:
-        """A record that holds nothing but an evaluation."""
+        """The record of an evaluation alone."""
         return cls(
             step=step,
             position=position,
@@ -113,7 +113,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class PhaseTimer:
-    """Adds up wall time per named phase."""
+    """Timer that adds up the wall time of named phases, seconds."""
 
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ class PhaseTimer:
 
 
 class Report:
-    """Collects step records."""
+    """Report of a run: `prompts.jsonl`, `summary.json` and `learning_curve.png` in its output folder."""
 
     def __init__(self, output_dir: Path) -> None:
         self._dir = output_dir
@@ -144,7 +144,7 @@ class Report:
         """Whether anything was ever measured."""
 
     def add(self, record: StepRecord) -> None:
-        """Take one step's record."""
+        """Add a step's record."""
         self._records.append(record)
         self.has_begun = True
         if record.rows:
@@ -152,11 +152,11 @@ class Report:
                 file.write(json.dumps({"step": record.step, "rows": record.rows}) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Later steps will be taken again."""
+        """Drop the records of later steps, which will be taken again."""
         self._records = [record for record in self._records if record.step <= step]
 
     def summary(self) -> dict[str, Any]:
-        """The run in numbers."""
+        """The summary: accuracies, steps, seconds, tokens per second, failed rollouts."""
         accuracies = [r.accuracy for r in self._records if r.accuracy is not None]
         trained = [r for r in self._records if r.reward is not None]
         phase_s: dict[str, float] = {}

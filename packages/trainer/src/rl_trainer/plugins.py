@@ -1,8 +1,7 @@
-"""Plug-ins: whatever a key names by entry point, `FILE.py:NAME` or `MODULE:NAME`, or `rl_trainer.train` was given.
+"""Plug-in look-up: by entry point, `FILE.py:NAME`, `MODULE:NAME`, or as a Python object given to `rl_trainer.train`.
 
 Advantages, policy losses, stages, filters, staleness policies, schedules, agent loops, datasets, rewards and trackers
-are looked up here.
-Their code is the user's: it runs with the rights of the process that asks for it.
+are looked up here. Their code is the user's, and runs with the rights of the process that loads it.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ _STAGE_READS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "reward
 
 
 class Serialized(str):
-    """A Python object of the caller's on its way to the workers, by value: what defined it need not be there.
+    """Plug-in given as a Python object, pickled by value: the workers need not have the code that defined it.
 
-    It stands in the configuration where the name of a plug-in may, and reads `<qualified name>`. Made and read by
-    processes of one run: a file cannot hold one.
+    It stands in the configuration in place of a plug-in's name, and reads `<qualified name>`. Only processes of one run
+    exchange it: a file cannot hold one.
     """
 
     payload: bytes
-    """By cloudpickle."""
+    """The object, by cloudpickle."""
 
     @classmethod
     def of(cls, value: Any) -> Serialized:
-        """A function, class or object; a module that is not installed travels with it.
+        """Serialize a function, class or object, together with its module if that is not installed.
 
         Raises:
             ConfigError: it cannot be serialized.
@@ -67,18 +66,18 @@ class Serialized(str):
 
     @classmethod
     def from_payload(cls, payload: bytes) -> Serialized:
-        """What another process of the run has serialized."""
+        """Rebuild from the `payload` that another process of the run made."""
         made = cls("<object>")
         made.payload = payload
         return made
 
     def load(self) -> Any:
-        """The object."""
+        """Unpickle the object."""
         return cloudpickle.loads(self.payload)
 
 
 def _own_module(value: Any) -> ModuleType | None:
-    """The module that defined it, unless workers can import that; `__main__` travels with its functions anyway."""
+    """Module of an object that has to be pickled by value; None if workers can import it, or it is `__main__`."""
     module = sys.modules.get(getattr(value, "__module__", None) or "__main__")
     file = getattr(module, "__file__", None)
     if module is None or file is None or module.__name__ == "__main__":
@@ -89,7 +88,7 @@ def _own_module(value: Any) -> ModuleType | None:
 
 
 def find(name: str, group: str, *, key: str, known: Collection[str] = ()) -> Any:
-    """The plug-in that a key names.
+    """Load the plug-in that a key names.
 
     Args:
         name: An entry point of `group`, `FILE.py:NAME`, `MODULE:NAME`, or a `Serialized` object.
@@ -109,7 +108,7 @@ def find(name: str, group: str, *, key: str, known: Collection[str] = ()) -> Any
 
 
 _FOUND: dict[str | bytes, Any] = {}
-"""What was loaded: a file runs once in a process."""
+"""Cache of loaded plug-ins: a file runs once in a process."""
 
 
 def named(
@@ -121,15 +120,15 @@ def named(
     key: str,
     make: Callable[[Callable[..., Any]], T] | None = None,
 ) -> T:
-    """The plug-in of one kind that a key names: one of `known`, or see `find`.
+    """Look up a plug-in of one kind: one of `known`, or loaded by `find`.
 
     Args:
         name: What the key holds.
-        known: Those that ship.
+        known: Shipped plug-ins by name.
         group: Of entry points.
-        kind: What it has to be.
+        kind: Its type.
         key: For messages.
-        make: Makes one of a plain function; None: a function is none.
+        make: Wraps a plain function; None: a function is refused.
 
     Raises:
         ConfigError: there is none (lists what there is), or it is something else.
@@ -146,10 +145,10 @@ def named(
 
 
 def check(name: str, group: str, *, key: str) -> None:
-    """Check that a plug-in is there, running none of its code; see `find`.
+    """Check that a plug-in exists, without running its code; see `find`.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it does not.
     """
     if isinstance(name, Serialized):
         return
@@ -172,16 +171,16 @@ def check(name: str, group: str, *, key: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Columns of one's own between the rollouts and the loss (`algorithm.stages`); a plain function makes one."""
+    """Stage (`algorithm.stages`): a user's columns between rollouts and loss. A plain function is one too."""
 
     compute: Callable[[TensorDict], Mapping[str, Any]]
-    """From the columns that it reads of a rank's rows to new ones, as `rl_tq.TransferQueue.put` takes them."""
+    """New columns from a rank's rows of the columns in `reads`, as `rl_tq.TransferQueue.put` takes them."""
     reads: tuple[str, ...] = _STAGE_READS
-    """Columns, of the rollouts and of the passes that the configuration has, and of stages before."""
+    """Columns that it reads: of the rollouts, of configured passes, and of earlier stages."""
 
 
 def stage_named(name: str) -> Stage:
-    """The stage that `algorithm.stages` names.
+    """Look up a stage of `algorithm.stages`.
 
     Raises:
         ConfigError: there is none.
@@ -197,16 +196,16 @@ def stage_named(name: str) -> Stage:
 
 
 def loop_named(name: str) -> Any:
-    """What `rl_agent.create_loop` makes the loop of `agent.loop` of: an installed name, or a class by its path."""
+    """Resolve `agent.loop` for `rl_agent.create_loop`: an installed name as it is, a path or an object as a class."""
     return find(name, LOOPS, key="agent.loop") if ":" in name or isinstance(name, Serialized) else name
 
 
 Filter = Callable[[Sequence[Mapping[str, Any]]], bool]
-"""Whether a group is learned from, by the tags of its samples: `reward`, `num_tokens`, `finish_reason` and the like."""
+"""Filter: whether a group is learned from, by its samples' tags (`reward`, `num_tokens`, `finish_reason`, ...)."""
 
 
 def filter_named(name: str) -> Filter:
-    """The filter that `batch.filter` names.
+    """Look up the filter of `batch.filter`.
 
     Raises:
         ConfigError: there is none.
@@ -220,7 +219,7 @@ def filter_named(name: str) -> Filter:
 
 
 def reads(*columns: str) -> Callable[[T], T]:
-    """Mark a function with the columns of the queue that it wants: a policy loss beside its own, or a stage."""
+    """Decorator that names the queue's columns which a stage, or beside its usual ones a loss or advantage, reads."""
 
     def mark(function: T) -> T:
         function.reads = columns  # pyright: ignore[reportAttributeAccessIssue]
@@ -230,12 +229,12 @@ def reads(*columns: str) -> Callable[[T], T]:
 
 
 def reads_of(function: object, default: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """What `reads` marked."""
+    """Columns that `reads` named for a function."""
     return getattr(function, "reads", default)
 
 
 def absolute(name: str) -> str:
-    """`FILE.py:NAME` with the file's whole path, because workers may run elsewhere; anything else as it is."""
+    """Make the path of `FILE.py:NAME` absolute, because workers run in other folders; other names stay."""
     place, mark, attribute = name.rpartition(":")
     is_file = mark and place.endswith(".py") and attribute.isidentifier()
     return f"{Path(place).absolute()}:{attribute}" if is_file else name
@@ -265,7 +264,7 @@ def _installed(name: str, group: str, key: str, known: Collection[str] = ()):  #
 
 
 def _load_file(file: Path):  # noqa: ANN202 - a module
-    """Under a name of its own, its folder last in the path: a `datasets.py` beside it stands in nobody's way."""
+    """Import a file under a private module name, with its folder last in `sys.path`: it shadows no other module."""
     spec = importlib.util.spec_from_file_location(f"rl_trainer_plugin_{file.stem}", file)
     assert spec is not None, "it ends in .py"
     assert spec.loader is not None, "it is a file"
@@ -277,7 +276,7 @@ def _load_file(file: Path):  # noqa: ANN202 - a module
 
 
 def _names(file: Path) -> set[str]:
-    """What a file's top level defines."""
+    """Names that a file defines at its top level."""
     try:
         tree = ast.parse(file.read_text(), str(file))
     except SyntaxError as error:

@@ -1,4 +1,4 @@
-"""One training run: check everything, make the model if there is none, place the components, drive the pipeline."""
+"""One training run: check the configuration, place the components, follow the loop, write checkpoints."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 _LOCK_FILE = "run.lock"
 
 _DEATH_WAIT_S = 2.0
-"""How long an error waits for the news of a death that may be its cause: a peer's socket tells it before Ray does."""
+"""Seconds that an error waits for a death that may be its cause: a peer's socket closes before Ray tells the death."""
 
 
 def plan(
     config: Config, console: Console | None = None, *, is_resumed: bool = False, is_rehearsed: bool = False
 ) -> Datasets:
-    """Check everything that can be known before a process starts, show what would run, and return its data.
+    """Plan a run: check all that can be known before a process starts, show the plan, and return the data.
 
     Args:
         config: Of the run.
@@ -79,10 +79,9 @@ def plan(
 
 
 def resumed(config: Config, console: Console | None = None) -> Config:
-    """The configuration with which a run that was killed or stopped goes on, in its own `output_dir`.
+    """Configuration of a resumed run: from the newest undamaged checkpoint in its `output_dir`, or from the start.
 
-    From its newest whole checkpoint, or from the start if it had none: the same command may be given every time. One
-    that is damaged is told, and passed over.
+    The same command may be given every time. A damaged checkpoint is named and passed over.
 
     Raises:
         ConfigError: `output_dir` is not set, so there is nothing to look for.
@@ -103,7 +102,7 @@ def resumed(config: Config, console: Console | None = None) -> Config:
 
 
 def finished(config: Config) -> str | None:
-    """A sentence if the run that `config` goes on with has taken all of its steps; None if there are some left."""
+    """Sentence for a resumed run that has taken all of its steps; None if there are some left."""
     if config.resume_from is None:
         return None
     step = RunState.read(Path(config.resume_from)).step
@@ -125,7 +124,7 @@ def run(
     Args:
         config: Of the run.
         console: Shows its plan and its steps.
-        resume: Go on with the run in `output_dir`, see `resumed`; one that is finished is told, and nothing started.
+        resume: Resume the run in `output_dir`, see `resumed`; if that is finished, say so and start nothing.
         on_step: Called with every step's record, and that of the evaluation at the start.
         stop: Set by anyone, ends the run after its step.
 
@@ -159,7 +158,7 @@ def run(
 
 @contextmanager
 def _writable() -> Generator[None]:
-    """What is not to be written is told before anything is started."""
+    """Turn a folder that cannot be written into an InputError, before anything starts."""
     try:
         yield
     except OSError as error:
@@ -168,10 +167,10 @@ def _writable() -> Generator[None]:
 
 @contextmanager
 def _held(output_dir: Path) -> Generator[None]:
-    """One run at a time.
+    """Hold the lock of an output folder: one run at a time.
 
     Raises:
-        InputError: another one lives.
+        InputError: another run holds it.
     """
     with ExitStack() as stack:
         try:
@@ -239,7 +238,7 @@ def _num_prompts(datasets: Datasets) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What every attempt of a run has in common."""
+    """Values that all attempts of a run share; a restart inside the job is a new attempt."""
 
     output_dir: Path
     model_path: Path
@@ -256,7 +255,7 @@ class _Outcome:
     checkpoint: Path | None
     """The newest."""
     start_s: float
-    """Until every worker was there."""
+    """Seconds until every worker had started."""
     num_too_long: int
     """Rows that were left out."""
 
@@ -305,7 +304,7 @@ def _train(
 
 
 def _again(config: Config, run: _Run) -> tuple[Config, Datasets]:
-    """What the next attempt begins with: the newest checkpoint of this run, else what the run itself began with."""
+    """Configuration and data of the next attempt: from this run's newest checkpoint, else as the run began."""
     config = replace(config, model=replace(config.model, path=str(run.model_path)))
     newest, _ = checkpoints.newest_whole(run.output_dir)
     if newest is not None:
@@ -318,10 +317,10 @@ def _again(config: Config, run: _Run) -> tuple[Config, Datasets]:
 
 
 def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
-    """Place the components and drive the pipeline to its end; whatever happens, no worker is left.
+    """Place the components and follow the loop to its end; no worker outlives the attempt.
 
     Raises:
-        WorkerDiedError: a worker died that the run cannot do without, whatever that made others fail with.
+        WorkerDiedError: a worker died that the run needs, whatever error its peers raised for that.
     """
     from rl_trainer.loop import run_loop
     from rl_trainer.setup import place
@@ -374,9 +373,9 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
 
 @contextmanager
 def _blamed_on_a_death(runtime: Runtime) -> Generator[list[Callable[[], Exception | None]]]:
-    """What fails in the body because a worker died fails with that death: its peers may be heard of before.
+    """Raise the death of a worker in place of an error that it caused: the peers' errors often come first.
 
-    The body may append other ways to look for a death.
+    The body may append further functions that look for a death.
     """
     others: list[Callable[[], Exception | None]] = []
     try:
@@ -401,9 +400,9 @@ def follow(
     add: Callable[[StepRecord], None],
     should_stop: Callable[[], bool],
 ) -> Path | None:
-    """Take a pipeline's steps to the last one, or until it should stop; returns the newest checkpoint.
+    """Follow the loop to its last step, or until asked to stop; saves checkpoints, returns the newest.
 
-    A step counts once its checkpoint is whole: a process that goes on from that takes what came after it again.
+    Steps after the newest complete checkpoint are taken again by a resumed run.
     """
     checkpoint = None if config.resume_from is None else Path(config.resume_from)
     for record in records:
@@ -419,10 +418,10 @@ def follow(
 
 
 def resize_as_asked(replica_sets: Mapping[str, ReplicaSet[Any]], output_dir: Path) -> list[str]:
-    """Start or end agent workers and rollout replicas as `replicas.json` in `output_dir` says, and take the file away.
+    """Resize replica sets as `replicas.json` in `output_dir` says, and remove the file.
 
-    It holds numbers of members, such as `{"rollout": 3, "agent": 2}`. What it asks for in vain does not end the run:
-    the sentences that are returned say why.
+    It holds numbers of members, such as `{"rollout": 3, "agent": 2}`. A request that cannot be followed does not end
+    the run: the returned sentences say why.
     """
     file = output_dir / "replicas.json"
     if not file.is_file():
@@ -440,9 +439,9 @@ def resize_as_asked(replica_sets: Mapping[str, ReplicaSet[Any]], output_dir: Pat
 
 @contextmanager
 def _stop_when_asked(console: Console, asked: threading.Event) -> Generator[None]:
-    """Set `asked` on the first Ctrl-C or SIGTERM: the step in progress ends, so that checkpoints hold whole steps only.
+    """Signal handler: the first Ctrl-C or SIGTERM sets `asked`, and the run ends after its step, with a checkpoint.
 
-    A second one raises KeyboardInterrupt where it strikes, and nothing is saved.
+    A second one raises KeyboardInterrupt at once, and nothing is saved.
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:

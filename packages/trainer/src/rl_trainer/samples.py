@@ -1,4 +1,4 @@
-"""The samples that a run kept: a parquet file per step, a row per sample, a ragged list per column of tokens.
+"""Kept samples of a run: a parquet file per step, a row per sample, a ragged list per column of tokens.
 
 Written with `tracking.keep_samples=true`. Columns: `prompt`, `completion` (text), `reward`, `finish_reason`, and the
 queue's own, such as `completion_token_ids`, `loss_mask`, `rollout_logprobs`, `advantages`, `weight_version_min`.
@@ -30,12 +30,12 @@ _NAME = re.compile(r"step-(\d+)\.parquet")
 
 
 def file_of(folder: Path, step: int) -> Path:
-    """The file of one step."""
+    """Path of a step's file."""
     return folder / f"step-{step:06d}.parquet"
 
 
 def write_samples(path: Path, columns: Mapping[str, Tensor | list[Any]]) -> int:
-    """Write one step's samples, whole or not at all; returns the bytes on disk.
+    """Write a step's samples atomically; returns the bytes on disk.
 
     Args:
         path: The file.
@@ -64,7 +64,7 @@ def _array(column: Any) -> Any:
 
 
 def forget_after(run: Path, step: int) -> None:
-    """Take the files of later steps away: those steps will be taken again."""
+    """Remove the files of later steps, which will be taken again."""
     for later in steps_of(run):
         if later > step:
             file_of(run / FOLDER, later).unlink()
@@ -113,14 +113,14 @@ Order = Literal["first", "best", "worst"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """One sample."""
+    """Sample as `rl-sample` shows it."""
 
     title: str
-    """Where it is from."""
+    """Title: step and group, or row and number."""
     prompt: str
-    """What the model read."""
+    """Prompt, as text."""
     completion: str
-    """What it wrote, or read from its tools."""
+    """Completion, as text, with what tools answered."""
     reward: float
     """Its reward."""
 
@@ -148,7 +148,7 @@ def kept(run: str | Path, *, step: int | None, order: Order, count: int) -> list
 
 
 def show(console: Console, samples: list[Shown]) -> None:
-    """Print each in a frame."""
+    """Print samples, each in a frame."""
     for shown in samples:
         text = Group(Text(shown.prompt.rstrip(), style="dim"), Text(shown.completion.rstrip()))
         console.print(Panel(text, title=Text(shown.title), subtitle=Text(f"reward {shown.reward:.3f}")))

@@ -1,4 +1,4 @@
-"""For tests and benchmarks: a job whose workers do nothing, and the suite that every runtime must pass."""
+"""Fakes of a run for tests and benchmarks, and the conformance suite that every runtime must pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class FakeJob:
-    """Stands for every part of a job: answers at once with references of the right size, and writes down the calls.
+    """Fake of every component: answers at once with references of the right size, and records the calls.
 
     Args:
         config: Sizes of the batches.
@@ -55,7 +55,7 @@ class FakeJob:
         self.calls: list[str] = []
 
     def components(self) -> Components:
-        """The fake as a pipeline's components."""
+        """Components of which each is this fake."""
         fake = cast("Any", self)
         reference = fake if self._config.algorithm.kl_coef > 0 else None
         return Components(
@@ -141,7 +141,7 @@ class FakeJob:
 
 
 class FakeAgents:
-    """Stands for agent workers: groups finish in a seeded random order, some of them at every poll, with real rows.
+    """Fake agent workers: groups finish in a seeded random order, some at every poll, with real rows in the queue.
 
     Args:
         config: Sizes of the batches.
@@ -170,7 +170,7 @@ class FakeAgents:
         self.submitted: list[tuple[Job, int]] = []
 
     def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> None:
-        """Begin these groups with tokens of the current version."""
+        """Submit groups, whose first tokens are of the current version."""
         del partition, group_size
         for job in jobs:
             self.submitted.append((job, sampling_params["seed"]))
@@ -180,7 +180,7 @@ class FakeAgents:
         """Nothing dies here."""
 
     def poll(self) -> list[FailureReport]:
-        """Finish some."""
+        """Finish some groups and put them into the queue."""
         quick = [group for group in self._running if group not in self._slow]
         done = self._draw.sample(sorted(quick or self._running), min(self._per_poll, len(quick or self._running)))
         versions = {group: self._running.pop(group) for group in done}
@@ -191,12 +191,12 @@ class FakeAgents:
         return [FailureReport(groups=failed, failures={"tool": len(failed)}, last_failure="the tool broke")]
 
     def rewards_of(self, group: int) -> list[float]:
-        """One per completion of a group."""
+        """Rewards of a group, one per completion."""
         del group
         return [float(rollout % 2) for rollout in range(self._config.batch.group_size)]
 
     def put(self, versions: Mapping[int, int]) -> None:
-        """Rows of groups whose oldest token is of these weight versions."""
+        """Put rows of groups, given the weight versions of their oldest tokens."""
         names = ("prompt_token_ids", "completion_token_ids", "loss_mask", "rewards", "rollout_logprobs", "group_id")
         tags = [
             {
@@ -219,18 +219,18 @@ class FakeAgents:
             self.queue.put(columns, partition="train", tags=tags)
 
     def stop_running(self) -> list[FailureReport]:
-        """Forget what has not finished."""
+        """Abort the groups that have not finished."""
         self._running.clear()
         return []
 
     def evaluate(self, rows: Sequence[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:
-        """Everything is right."""
+        """Report that every completion is right."""
         del sampling_params
         return [EvalReport(rewards=(1.0,) * len(rows), num_failed=0)]
 
 
 class QueueJob(FakeJob):
-    """A job with a fake engine, a real source over fake agents and a real queue, and checkpoints with real digests.
+    """Fake run with a real queue: a real source over fake agents, a fake engine, checkpoints with real digests.
 
     Args:
         config: Of the run.
@@ -270,12 +270,12 @@ class QueueJob(FakeJob):
         )
 
     def components(self) -> Components:
-        """As a pipeline's components."""
+        """Components: the real source and queue, the rest fake."""
         real: dict[str, Any] = {"agents": self.agents, "source": self.source, "queue": self.agents.queue}
         return replace(super().components(), held=self.held, **real)
 
     def sync(self, version: int) -> SyncReport:
-        """A sync of nothing, of which the agents hear."""
+        """Sync nothing but the version number, to the fake agents."""
         self.agents.version = version
         return super().sync(version)
 
@@ -294,7 +294,7 @@ class QueueJob(FakeJob):
 
 
 class _Probe:
-    """The worker that `RuntimeConformance` places."""
+    """Worker of which `RuntimeConformance` places a group."""
 
     def __init__(self, context: WorkerContext, *, offset: int, closed: str) -> None:
         self._context, self._offset, self._closed = context, offset, closed
@@ -331,7 +331,7 @@ class _Probe:
 
 
 class _Member:
-    """The worker of which `RuntimeConformance` places a replica set."""
+    """Worker of which `RuntimeConformance` places a replica set."""
 
     def __init__(self, context: WorkerContext, *, offset: int) -> None:
         del context
@@ -345,7 +345,7 @@ class _Member:
 
 
 class RuntimeConformance(ABC):
-    """What every `Runtime` must do. Subclass it in a test module and say how one is made."""
+    """Conformance suite of runtimes: subclass it in a test module and say how a runtime is made."""
 
     num_workers = 1
     """Processes of the pool that the suite asks for."""

@@ -1,4 +1,4 @@
-"""What every configuration key means: its doc, type, default, where its value is from and who reads it.
+"""Explanations of configuration keys: doc, type, default, source of the value, readers.
 
 One source, the dataclasses, for `rl-train --explain`, `--print-config`, shell completion and the reference page.
 """
@@ -34,9 +34,9 @@ class Key:
     name: str
     """Dotted; NAME stands for a name of the user's own."""
     type: str
-    """What it may hold."""
+    """Type, in words."""
     default: str
-    """As YAML; empty where a value has to be given."""
+    """Default as YAML; empty where a value has to be given."""
     doc: str
     """One paragraph."""
     owner: str
@@ -77,7 +77,7 @@ def _keys(cls: type, prefix: str) -> list[Key]:
 
 @cache
 def docs_of(cls: type) -> Mapping[str, str]:
-    """The string below each field of a dataclass and of those that it extends."""
+    """Docstrings of fields: the string below each field of a dataclass and its bases."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not is_dataclass(base):
@@ -97,7 +97,7 @@ def docs_of(cls: type) -> Mapping[str, str]:
 
 
 def section_of(hint: Any) -> type | None:
-    """The dataclass that a key of this type holds, or holds by name."""
+    """Dataclass of a section's type: held by the key, or by name below it."""
     hint = _bare(hint)
     if is_dataclass(hint) and isinstance(hint, type):
         return hint
@@ -110,7 +110,7 @@ def _bare(hint: Any) -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """A type in words: `int > 0`, `sync or async`, `float, or null`."""
+    """Type in words: `int > 0`, `sync or async`, `float, or null`."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         bounds = [c for each in inner[1:] for c in getattr(each, "metadata", [each])]
@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
 
 
 def explain(name: str) -> str:
-    """A key's doc, type, default and readers; of a section, one line per key.
+    """Explanation of a key: doc, type, default and readers; of a section, one line per key.
 
     Raises:
         ConfigError: there is no such key (names the nearest).
@@ -169,7 +169,7 @@ def explain(name: str) -> str:
 
 
 def find(name: str) -> Key:
-    """The key of a name, with names of the user's own in it as they are.
+    """Find a key by its dotted name, in which names of the user's own may stand.
 
     Raises:
         ConfigError: there is none.
@@ -183,12 +183,12 @@ def find(name: str) -> Key:
 
 
 def first_sentence(doc: str) -> str:
-    """Up to the first full stop that ends a sentence."""
+    """First sentence of a text."""
     return re.split(r"(?<=[^.\d]\.)\s", doc, maxsplit=1)[0]
 
 
 def readers(name: str) -> tuple[str, ...]:
-    """Modules of the packages in whose text the key is read as `section.key`, or `config.key`."""
+    """Modules that read a key, found in their source as `section.key` or `config.key`."""
     section, _, last = name.rpartition(".")
     before = section.rpartition(".")[2] or "config"
     return tuple(sorted(_reads().get(("part" if before == "NAME" else before, last), ())))
@@ -196,7 +196,7 @@ def readers(name: str) -> tuple[str, ...]:
 
 @cache
 def _reads() -> Mapping[tuple[str, str], set[str]]:
-    """By `section.key` as it stands in the sources, the modules."""
+    """Index of the sources: modules by `section.key`."""
     found: dict[tuple[str, str], set[str]] = {}
     for package in _PACKAGES:
         spec = find_spec(package)
@@ -251,7 +251,7 @@ def _write(lines: list[str], section: Any, tree: Mapping[str, Any], prefix: str,
 
 
 def reference() -> str:
-    """The reference page: a table per section."""
+    """Reference page of all keys: a table per section."""
     out = ["# Configuration", "", "Every key of `rl-train`, from the dataclasses that the components own.", ""]
     out += [
         "`rl-train RECIPE key=value ...` sets them, `--explain KEY` tells one, `--print-config` all of a run's.",

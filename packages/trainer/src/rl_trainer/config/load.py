@@ -1,4 +1,4 @@
-"""A configuration of a recipe file and `key=value` overrides; YAML and strings exist only here.
+"""Configuration loading: a recipe file and `key=value` overrides. YAML and strings exist only here.
 
 A key that no component owns is an error that names the nearest one.
 """
@@ -127,7 +127,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _problem(error: ErrorDetails) -> str:
-    """One key's complaint; what a section says of its keys together names the value itself."""
+    """Error text for one key; a rule of a whole section names its values itself."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "value_error":
         return f"{key}: {error['msg'].removeprefix('Value error, ').removesuffix('.')}"
@@ -135,7 +135,7 @@ def _problem(error: ErrorDetails) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """A sentence that names the nearest key: one of the same section, or else one of the same last name anywhere."""
+    """Error text for an unknown key, with the nearest one of its section, or one of the same last name."""
     keys = _all_keys(Config, "")
     last = [each for each in keys if each.rpartition(".")[2] == key.rpartition(".")[2]]
     if not last and (others := keys_named(key)):
@@ -167,7 +167,7 @@ def _all_keys(cls: type, prefix: str) -> list[str]:
 
 
 def _with_absolute_files(value: Any) -> Any:
-    """With the whole path of every `FILE.py:NAME`: workers may run in another folder."""
+    """Make every `FILE.py:NAME` absolute: workers run in other folders."""
     if isinstance(value, dict):
         return {absolute(key): _with_absolute_files(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -176,12 +176,12 @@ def _with_absolute_files(value: Any) -> Any:
 
 
 def as_tree(config: Config) -> dict[str, Any]:
-    """What `load_config` read, with every key that was left out."""
+    """Configuration as a tree of plain values, defaults included, which `load_config` reads again."""
     return json.loads(json.dumps(_tree(config)))
 
 
 def _tree(value: Any) -> Any:
-    """A section as a mapping of its keys; what the run fills in later is no key."""
+    """Section as a mapping of its keys; fields that the run fills in are left out."""
     if is_dataclass(value):
         return {f.name: _tree(getattr(value, f.name)) for f in fields(value) if f.init}
     return {key: _tree(item) for key, item in value.items()} if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""The configuration's sections. What a section asks of its own keys, it checks when it is made.
+"""Configuration schema: one dataclass per section, which checks its own keys when it is made.
 
 Errors of keys together are `PlanError`s, each a sentence; rules between sections are in `planning/validate.py`.
 """
@@ -21,7 +21,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 AggregationName = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
-"""How token losses become one number; seq-mean-token-sum-norm divides by rollout.max_new_tokens."""
+"""Aggregation of token losses to one number; seq-mean-token-sum-norm divides by rollout.max_new_tokens."""
 Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
 
 
@@ -55,43 +55,43 @@ def _default(section: Any, key: str) -> Any:
 
 
 ADAPTER = "policy"
-"""What servers call the adapter that is trained, where it alone is sent to them."""
+"""Name of the trained adapter on the servers, where the adapter alone is sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmaSection:
-    """How fast the reference of the KL follows the policy."""
+    """EMA reference: how fast the reference of the KL follows the policy."""
 
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """Of its weights that the reference keeps each time; the rest becomes the policy's. 0 sets it to the policy."""
+    """Share of its weights that the reference keeps per update; the rest is the policy's. 0 copies the policy."""
     every: Positive = 1
-    """Training steps between two times; each writes and reads the model once."""
+    """Training steps between two updates; each writes and reads the model once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
-    """What is optimised."""
+    """Algorithm: advantage estimator, policy loss, correction, KL, entropy, optimised per token."""
 
     advantage: str = "grpo"
     """Registered advantage estimator."""
     advantage_options: Mapping[str, float] = field(default_factory=dict)
-    """What that estimator reads, such as {step_weight: 0.5} with advantage=gigpo; ALGORITHMS.md lists them."""
+    """Options of the estimator, such as {step_weight: 0.5} with advantage=gigpo; ALGORITHMS.md lists them."""
     stages: tuple[str, ...] = ()
-    """Functions of yours that write columns before the advantages are computed, in this order: plug-ins."""
+    """Stages: plug-ins that write columns before the advantages are computed, in this order."""
     loss: str = "ppo"
     """Registered policy loss."""
     loss_options: Mapping[str, float] = field(default_factory=dict)
-    """What that loss reads, such as {clip_low: 0.2, clip_high: 0.28, clip_dual: 3.0} with loss=ppo; ALGORITHMS.md lists
-    them with the values that they have otherwise."""
+    """Options of the policy loss, such as {clip_low: 0.2, clip_high: 0.28, clip_dual: 3.0} with loss=ppo; ALGORITHMS.md
+    lists them with their defaults."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per model token, of the estimators that look ahead."""
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Lambda of advantage=gae and vtrace."""
     aggregation: AggregationName = "token-mean"
-    """How token losses become one number, the critic's too; seq-mean-token-sum-norm divides by
+    """Aggregation of token losses to one number, the critic's too; seq-mean-token-sum-norm divides by
     rollout.max_new_tokens."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty against the frozen start policy; 0 starts no reference."""
+    """Coefficient of the KL penalty against the frozen start policy; 0 starts no reference."""
     kl_in_reward: bool = False
     """Take the penalty off the rewards, token by token, instead of adding it to the loss."""
     kl_target: Annotated[float, Field(ge=0)] = 0.0
@@ -103,12 +103,12 @@ class AlgorithmConfig:
     ref_ema: EmaSection | None = None
     """The reference follows the policy; None keeps the start policy."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the entropy bonus; with entropy_target where it begins."""
+    """Coefficient of the entropy bonus; with entropy_target its first value."""
     entropy_target: Annotated[float, Field(ge=0)] = 0.0
     """Entropy per token, nats, below which the policy is kept from falling: the coefficient moves by entropy_step after
     each optimizer step, and a bonus is paid while the entropy is at most the target (arXiv 2505.22312); 0: fixed."""
     entropy_step: Annotated[float, Field(gt=0, le=1)] = 0.005
-    """By which that coefficient moves, within 0 and 1."""
+    """Step by which the entropy coefficient moves, within 0 and 1."""
     mask_truncated: bool = False
     """Learn nothing from completions that were cut off by their length (or the deadline of the rollout): they have no
     term in any loss and count in no mean, and their rewards stay in the baseline of their group (arXiv 2503.14476)."""
@@ -127,14 +127,14 @@ class AlgorithmConfig:
     (`sequence_tis`, `sequence_icepop`). With old_logprobs=rollout the engine's side is the policy under update, and the
     loss one without a ratio of its own, such as reinforce."""
     correction_bounds: Bounds | None = None
-    """Of that ratio, [low, high]; None: [0.5, 2], for tis [0, 2]."""
+    """Bounds of the correction's ratio, [low, high]; None: [0.5, 2], for tis [0, 2]."""
     rejection: Rejection = "none"
     """Leave out tokens, or whole completions (by the sum, mean or largest of their tokens), whose probabilities differ
     too much between engine and sampler: LEVEL_DIVERGENCE, such as token_k1 or sequence_mean_k3. k1 bounds the ratio
     engine / sampler on both sides, k2 and k3 are distances. They lose every term of the loss: policy, KL, entropy,
     teacher. With old_logprobs=rollout the engine's side is the policy under update."""
     rejection_bounds: Bounds | None = None
-    """Of the ratio or the distance, [low, high]; None: [0.5, 2], for distances [0, 2]."""
+    """Bounds of the rejection's ratio or distance, [low, high]; None: [0.5, 2], for distances [0, 2]."""
     rejection_counts: Literal["before", "after"] = "before"
     """Which tokens and completions the aggregation's means divide by: those of the mini-batch `before` rejection, so
     that a token's weight does not depend on what else was rejected, or those left `after` it (with
@@ -206,26 +206,26 @@ class StalenessSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixturePart:
-    """One of several datasets that prompts are drawn from."""
+    """Part of a data mixture: one of several datasets that prompts are drawn from."""
 
     path: str
-    """As `data.path`."""
+    """Path of the part, as `data.path`."""
     format: str | None = None
-    """As `data.format`, which it is if None."""
+    """Format of the part; None: `data.format`."""
     options: Mapping[str, Any] | None = None
-    """As `data.options`, which they are if None."""
+    """Options of the part's format; None: `data.options`."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Prompts are drawn in proportion to the weights, whatever the sizes."""
+    """Weight of the part: prompts are drawn in proportion, whatever the sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSection:
-    """Rows of which the policy has nothing to learn are passed over, by the mean reward of their last group."""
+    """Curriculum: rows are skipped by the mean reward of their last group, such as all right or all wrong."""
 
     pass_rate: tuple[float, float] = (0.0, 1.0)
     """Mean reward up to which a row is too hard, and from which it is too easy."""
     revisit: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Probability that such a row is taken all the same."""
+    """Probability that a skipped row is taken all the same."""
 
     def __post_init__(self) -> None:
         if self.pass_rate[0] >= self.pass_rate[1]:
@@ -234,7 +234,7 @@ class CurriculumSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Where prompts come from."""
+    """Data: where prompts come from."""
 
     format: str = "rows"
     """`rows`: the dataset format; `gsm8k`: question/answer lines; `reasoning_gym`: procedural; or a plug-in, by its
@@ -246,29 +246,29 @@ class DataConfig:
     eval_size: Positive = 256
     """Held-out rows, at most; of a file from which they are held out at most a tenth."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What that format alone reads: the keys of a class in `rl_trainer.data.rows`, or those of your own format."""
+    """Options of the format: the keys of a class in `rl_trainer.data.rows`, or those of your own format."""
     mixture: Mapping[str, MixturePart] = field(default_factory=dict)
     """Several datasets by name, instead of `path`."""
     curriculum: CurriculumSection | None = None
-    """Pass over rows that taught nothing lately; None takes every row once per epoch."""
+    """Skip rows that taught nothing lately; None takes every row once per epoch."""
     max_prompt_tokens: Positive = 1024
     """Longer prompts are left out, and counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySection:
-    """Part of every batch are groups that earlier steps have learned from (arXiv 2506.05316); not in fully_async."""
+    """Replay: part of a batch are groups that earlier steps learned from (arXiv 2506.05316); not in fully_async."""
 
     share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Of a batch's groups, rounded down; fresh ones take the place of what there is not."""
+    """Fraction of the batch drawn from the replay buffer (rounded down); missing groups are generated."""
     max_age: Positive = 4
-    """Weight versions that its oldest token may lie behind: it is learned from so many times more at most. At least 3
-    with pipeline=one_step_off, where tokens are a version older and batches are made a step ahead."""
+    """Highest age of a replayed group's oldest token, in weight versions; also how often it is replayed at most. At
+    least 3 with pipeline=one_step_off, where tokens are a version older and batches are made a step ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    """How many of what: prompts, completions, tokens."""
+    """Batch sizes: prompts, completions, mini-batches; and which groups are kept."""
 
     batch_size: Positive = 64
     """Prompts per training step."""
@@ -279,13 +279,13 @@ class BatchConfig:
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by other prompts."""
     filter: str | None = None
-    """Replace the groups that a function of yours says no to, by the tags of their samples: a plug-in."""
+    """Filter of groups by the tags of their samples, a plug-in; refused groups are replaced by other prompts."""
     over_sampling: Annotated[float, Field(ge=0)] = 0.0
-    """Share of groups that are begun beyond those that are needed; when enough are complete the others are stopped, and
-    their prompts come first in the next step, where they are waited for. Not with pipeline=fully_async."""
+    """Share of extra groups that are started; the slowest are aborted once enough are complete. Aborted prompts go
+    first in the next step, where they are waited for. Not with pipeline=fully_async."""
     stream: bool = False
-    """Score, and learn from, a mini-batch as soon as so many groups are complete, while the others are generated: with
-    pipeline=sync and estimators that compare nothing beyond a group."""
+    """Stream: score a mini-batch, and learn from it, as soon as its groups are complete, while others are generated.
+    With pipeline=sync and estimators that compare nothing beyond a group."""
     replay: ReplaySection | None = None
     """Learn from groups again; None learns from each once."""
     max_refills: NonNegative = 2
@@ -317,7 +317,7 @@ class WarmupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The policy to train."""
+    """Model: the policy to train."""
 
     path: str | None = None
     """A Hugging Face model folder. None builds one from `warmup`."""
@@ -327,7 +327,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection(EngineConfig):
-    """The model engine that trains: rl-engine's own `EngineConfig`, but for what the run itself says."""
+    """Training engine: rl-engine's `EngineConfig`, less what the run fills in."""
 
     backend: str = "fsdp"
     """Name of an installed rl-engine backend."""
@@ -366,7 +366,7 @@ class EngineSection(EngineConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection(ServerConfig):
-    """The rollout engine that generates: rl-rollout's own `ServerConfig`, but for what the run itself says."""
+    """Rollout servers: rl-rollout's `ServerConfig`, less what the run fills in."""
 
     backend: str = "embedded"
     """Name of an installed rl-rollout backend."""
@@ -399,7 +399,7 @@ class RolloutSection(ServerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSection:
-    """The agent loops that turn rows into trajectories."""
+    """Agents: the loops that turn rows into trajectories."""
 
     loop: str = "single_turn"
     """An installed rl-agent loop, or an `AgentLoop` class of yours as a plug-in, for rows that name none."""
@@ -415,7 +415,7 @@ class AgentSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSection:
-    """What learns beside the policy: the value function of gae and vtrace, or the process reward model of prime."""
+    """Critic: the value function of gae and vtrace, or the process reward model of prime."""
 
     path: str | None = None
     """A Hugging Face folder to start from; None starts from the policy's, a value function with a head of zeros."""
@@ -430,24 +430,24 @@ class CriticSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSection:
-    """A larger model that the policy is pulled towards on its own completions: on-policy distillation."""
+    """Teacher of on-policy distillation: a larger model that scores the policy's own completions."""
 
     path: str
     """A Hugging Face folder, with the same tokenizer; with `url` its tokenizer is all that is read."""
     url: str | None = None
-    """Of a server that has the teacher already: one of rl-rollout's, or with `model` any OpenAI-compatible one that
-    tells prompt_logprobs (/v1 included). With divergence=reverse."""
+    """URL of a server that has the teacher: one of rl-rollout's, or with `model` any OpenAI-compatible one that has
+    prompt_logprobs (/v1 included). With divergence=reverse."""
     model: str | None = None
-    """What the server at `url` calls it."""
+    """Name of the teacher at the server."""
     divergence: Literal["reverse", "forward", "mixed"] = "reverse"
     """`reverse`: KL(policy, teacher) from the tokens that were sampled; `forward`: KL(teacher, policy) over the
     teacher's likeliest tokens and the rest of the vocabulary as one; `mixed`: both."""
     coef: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the divergence beside the policy loss."""
     forward_weight: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Of the forward part; mixed only."""
+    """Weight of the forward part; mixed only."""
     num_candidates: Positive = 16
-    """Of the teacher's likeliest tokens that the forward part compares."""
+    """Number of the teacher's likeliest tokens that the forward part compares."""
 
     def __post_init__(self) -> None:
         for name, kinds in (("forward_weight", ("mixed",)), ("num_candidates", ("forward", "mixed"))):
@@ -464,41 +464,41 @@ class TeacherSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
-    """One part of a completion's reward."""
+    """Reward part: one weighted term of a completion's reward."""
 
     kind: Literal["rule", "loop", "function", "classifier", "judge"]
     """`rule`: one of ours; `loop`: the agent loop's own; `function`: of yours; `classifier`, `judge`: a served
     model that gives a number, or that writes one."""
     weight: float = 1.0
-    """Of this part in the sum."""
+    """Weight of the part in the sum."""
     rule: str | None = None
     """exact_match, format, regex, math, gsm8k or code; None: the data source's; kind=rule."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of that rule, such as {pattern: "answer: (.*)"}."""
+    """Options of the rule, such as {pattern: "answer: (.*)"}."""
     path: str | None = None
     """FILE.py:FUNCTION, MODULE:FUNCTION or an entry point of rl_trainer.rewards; kind=function. Of a classifier, in the
     place of url: the folder of a reward model with one label, which the run serves, colocated as the servers are."""
     url: str | None = None
-    """Of a judge the base URL, /v1 included; of a classifier the endpoint, such as http://host:8000/classify."""
+    """URL: of a judge the base, /v1 included; of a classifier the endpoint, such as http://host:8000/classify."""
     model: str | None = None
-    """What the server calls the model."""
+    """Name of the model at the server."""
     prompt: str | None = None
-    """What is asked, with {completion} and perhaps {prompt} and {ground_truth} in it. A classifier without one is given
-    the conversation as messages."""
+    """Prompt of the judge, with {completion} and perhaps {prompt} and {ground_truth} in it. A classifier without one is
+    given the conversation as messages."""
     pattern: str = r"(?i)score[^\w-]*(-?\d+(?:\.\d+)?)"
     """Regular expression whose group is the score in what a judge writes; the last place counts."""
     score_at: str = "data.0.probs.0"
-    """Where a classifier's JSON answer has the score."""
+    """Dotted path of the score in a classifier's JSON answer."""
     max_tokens: Positive = 512
-    """That a judge may write."""
+    """Longest answer of a judge, in tokens."""
     max_attempts: Positive = 3
     """Requests for one score; a server's refusal (HTTP 4xx but 429) is final."""
     max_concurrent: Positive = 64
     """Requests at the same time, of all agent workers together."""
     requests_per_minute: NonNegative = 0
-    """Of all agent workers together; 0: any number."""
+    """Requests per minute of all agent workers together; 0: any number."""
     tokens_per_minute: NonNegative = 0
-    """The same of tokens, as the server counts them."""
+    """Tokens per minute of all agent workers together, as the server counts them; 0: any number."""
     api_key_env: str | None = None
     """Environment variable that holds the server's key."""
 
@@ -564,7 +564,7 @@ _NEEDED_KEYS = {"function": ("path",), "judge": ("url", "model", "prompt")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSection:
-    """Where rewards come from; by default from the agent loop, or else by the rule of the row's data source."""
+    """Rewards: by default of the agent loop, or else by the rule of the row's data source."""
 
     path: str | None = None
     """A function of yours that gives the whole reward: FILE.py:FUNCTION, MODULE:FUNCTION or an entry point of
@@ -598,13 +598,13 @@ class RewardSection:
 
 
 def _with_options(trackers: object) -> object:
-    """Names alone, as names without options."""
+    """Tracker names as a mapping to empty options."""
     return {name: {} for name in trackers} if isinstance(trackers, list | tuple) else trackers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingSection:
-    """Where numbers and samples are kept; `metrics.jsonl` is always written."""
+    """Tracking: trackers, traces and kept samples; `metrics.jsonl` is always written."""
 
     trackers: Annotated[Mapping[str, Mapping[str, Any]], BeforeValidator(_with_options)] = field(
         default_factory=lambda: {"console": {}}
@@ -619,7 +619,7 @@ class TrackingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSection:
-    """How new weights travel from the engine's ranks to the servers."""
+    """Weight sync: how new weights travel from the engine's ranks to the servers."""
 
     mode: Literal["auto", "sharded", "gathered"] = "auto"
     """`sharded`: every rank sends what it holds, and nothing is gathered; `gathered`: rank 0 sends whole tensors.
@@ -631,7 +631,7 @@ class WeightsSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """One training run."""
+    """Configuration of one training run."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: str = "run"
@@ -641,7 +641,7 @@ class Config:
     steps: Positive = 100
     """Training steps."""
     output_dir: str | None = None
-    """Where everything is written; None makes `outputs/<name>-<date>-<time>`."""
+    """Output folder; None makes `outputs/<name>-<date>-<time>`."""
     runtime: Literal["ray", "inline"] = "ray"
     """`ray`: every role in processes of its own; `inline`: all in this one, for breakpoints."""
     pipeline: str = "sync"
@@ -657,9 +657,9 @@ class Config:
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Deadline of any single call to a worker, seconds."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 30.0
-    """How long a process may be stopped, or its interpreter stuck, before it is ended, and replaced or restarted."""
+    """Seconds that a process may be stopped, or its interpreter stuck, before it is ended and replaced."""
     max_restarts: NonNegative = 3
-    """How often a run whose engine or queue died goes on by itself from its last checkpoint, or from its start."""
+    """Restarts of a run whose engine or queue died, from its last checkpoint, or from its start."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -1,4 +1,4 @@
-"""Datasets: rows of prompts with what their reward needs, and the order in which they are used."""
+"""Data: rows of prompts with what their rewards need, and samplers of their order."""
 
 from rl_trainer.data.datasets import Datasets, load_datasets
 from rl_trainer.data.rows import Row, shows_images

@@ -45,7 +45,7 @@ PART = "mixture"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datasets:
-    """Training and held-out rows."""
+    """Datasets of a run: training and held-out rows."""
 
     train: Sequence[Row]
     """Rows to learn from; empty where they are streamed."""
@@ -56,7 +56,7 @@ class Datasets:
 
 
 def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
-    """Read both datasets; of a stream only the held-out one.
+    """Load training and held-out rows; of a stream only the held-out ones.
 
     Raises:
         DataError: a file is missing, or a row lacks a field (names the file and the row number, from 1).
@@ -95,7 +95,7 @@ _MOST_COMPLAINTS = 3
 
 
 def _rows(records: Iterable[Record], make: Callable[[Mapping[str, Any], str], Row]) -> list[Row]:
-    """A row of each record.
+    """Rows of records, one each.
 
     Raises:
         DataError: of some there is none; names the first, and says how many there are.
@@ -157,7 +157,7 @@ def check_data(data: DataConfig) -> None:
 
 
 def _mixture(config: DataConfig, seed: int) -> Datasets:
-    """Every part's rows, each marked with the part's name; held-out rows in proportion to the weights."""
+    """Mixture: rows of every part, marked with its name; held-out rows in proportion to the weights."""
     total = sum(part.weight for part in config.mixture.values())
     train, held_out = list[Row](), list[Row]()
     for name, part in config.mixture.items():
@@ -185,13 +185,13 @@ def _custom(config: DataConfig, seed: int) -> Datasets:
 
 
 HUB = "hf:"
-"""What a `data.path` for the `datasets` package begins with."""
+"""Prefix of a `data.path` on the Hugging Face hub."""
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 """Files that `Dataset.save_to_disk` leaves."""
 
 
 class Record(NamedTuple):
-    """One record of a source, read no further than needed to know where the next one begins."""
+    """Record of a source, read lazily: no further than needed to know where the next one begins."""
 
     where: str
     """File and number, for messages."""
@@ -200,7 +200,7 @@ class Record(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Records that can be gone through again and again."""
+    """Source of records, which can be iterated again and again."""
 
     name: str
     """For messages."""
@@ -209,7 +209,7 @@ class Source(NamedTuple):
 
 
 def sources(config: DataConfig) -> tuple[Source, Source | None]:
-    """Where training and held-out records come from; None if nothing is set apart.
+    """Sources of training and held-out records; the latter None if nothing is held out.
 
     Raises:
         DataError: a file is missing, or of no known kind, or a dataset cannot be loaded.
@@ -319,7 +319,7 @@ def _dataset_sources(name: str, config: DataConfig) -> tuple[Source, Source | No
 
 
 class StreamedRows:
-    """The endless sequence of a source's rows, epoch after epoch, each shuffled within a window that moves over it.
+    """Streamed rows: an endless sequence of epochs, each shuffled within a window that moves over the source.
 
     `rows[index]` reads on to that place. What lies before it is gone through without being parsed, from the beginning
     if the place has been passed; so a run that resumes costs one pass over what it had read of the epoch, not memory.
@@ -344,7 +344,7 @@ class StreamedRows:
         self._records = self._from(epoch)
 
     def __getitem__(self, index: int) -> Row:
-        """The row at a place.
+        """Row at an index.
 
         Raises:
             DataError: the record there is no row, or the source is empty.
@@ -379,7 +379,7 @@ class StreamedRows:
 
 
 def load_reasoning_gym(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows, every problem once; the held-out ones come from another seed."""
+    """Load procedural problems: training and held-out rows without a common problem, from two seeds."""
     options = reasoning_gym_options(config)
     held_out = list(_unique(_draw(options, config.eval_size * 4, seed=10_000 + seed)).values())[: config.eval_size]
     if len(held_out) < config.eval_size:
@@ -426,7 +426,7 @@ def _draw(options: ReasoningGymOptions, size: int, *, seed: int) -> Iterator[Row
 
 
 def import_reasoning_gym() -> Any:
-    """The reasoning_gym package, or the pip line."""
+    """Import reasoning_gym, or raise an error with the pip line."""
     try:
         with (
             warnings.catch_warnings()

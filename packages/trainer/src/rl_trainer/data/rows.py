@@ -1,4 +1,4 @@
-"""What a row is, and how a record of a file becomes one.
+"""Rows of data: their fields, and how a record of a file becomes one.
 
 A row is a JSON-able mapping: `prompt` (chat messages, or text), optionally `answer`, `data_source`, `reward_model`
 ({"style": "rule", "ground_truth": ...}), `extra_info`, `agent_name`, `images` and `videos`. Every row is checked
@@ -30,7 +30,7 @@ GSM8K_INSTRUCTION = "Reason step by step, and put your final answer within \\box
 
 
 def row_maker(config: DataConfig) -> Callable[[Mapping[str, Any], str], Row]:
-    """What makes a row of a record and of the words for where it stands.
+    """Function from a record and its location, for messages, to a row.
 
     Raises (when called):
         DataError: the record lacks a field, or holds what no part can use.
@@ -46,7 +46,7 @@ OWN = "rows"
 
 
 def renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
-    """The record with the fields that `data.options.columns` names under our names too.
+    """Add a record's fields under our names, by `data.options.columns`.
 
     Raises:
         DataError: it has no such field (names those that it has).
@@ -60,7 +60,7 @@ def renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -
 
 
 def completed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """With what a row may leave out: text as prompt is one message, `answer` is the ground truth of rules."""
+    """Complete a row's short form: a text as prompt is one message, `answer` is the ground truth of rules."""
     prompt = record.get("prompt")
     defaults: dict[str, Any] = {"data_source": OWN}
     defaults["reward_model"] = {"style": "rule", "ground_truth": record.get("answer")}
@@ -69,7 +69,7 @@ def completed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(record: Mapping[str, Any], where: str) -> Row:
-    """The record as it is, if it is a row."""
+    """Check that a record is a row, and return it."""
     for name in ("prompt", "data_source", "reward_model"):
         if name not in record:
             have = ", ".join(str(each) for each in record if each not in ("data_source", "reward_model"))
@@ -127,10 +127,10 @@ RECORDS = ("rows", "gsm8k")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordOptions:
-    """Of `data.format=rows` and `gsm8k`."""
+    """Options of `data.format=rows` and `gsm8k`."""
 
     prompt_template: str = "{question}"
-    """How a prompt is made of `{question}`; gsm8k only."""
+    """Template of a prompt, with `{question}`; gsm8k only."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Names of the file's fields by ours, such as {prompt: question, answer: solution}; rows only."""
     stream_buffer: Positive | None = None
@@ -145,16 +145,16 @@ class RecordOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGymOptions:
-    """Of `data.format=reasoning_gym`."""
+    """Options of `data.format=reasoning_gym`."""
 
     task: str = "chain_sum"
     """Name of the task."""
     task_config: Mapping[str, Any] = field(default_factory=dict)
-    """Its parameters."""
+    """Parameters of the task."""
     num_rows: Positive = 50000
     """Problems to draw."""
     prompt_template: str = "{question}"
-    """How a prompt is made of `{question}` and the task's metadata."""
+    """Template of a prompt, with `{question}` and the task's metadata."""
 
 
 def record_options(config: DataConfig) -> RecordOptions:

@@ -1,4 +1,4 @@
-"""Samplers: in which order prompts are drawn. Every order goes on from its saved state exactly."""
+"""Samplers: the order in which prompts are drawn, which resumes exactly from a saved state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Order(ABC):
-    """An endless sequence of row indices.
+    """Sampler: an endless sequence of row indices.
 
     Args:
         position: Indices drawn so far: where to begin. Alone it restores every order but the curriculum, which has
@@ -37,23 +37,23 @@ class Order(ABC):
         self.num_too_long = 0
 
     def take(self, count: int) -> list[int]:
-        """The next `count` indices."""
+        """Draw the next `count` indices."""
         return [self.returned.pop(0) if self.returned else self._next() for _ in range(count)]
 
     def give_back(self, indices: Sequence[int]) -> None:
-        """Hand these out first: they were drawn and not used."""
+        """Return indices that were drawn and not used: they are drawn first again."""
         self.returned = [*indices, *self.returned]
 
     @abstractmethod
     def _next(self) -> int:
-        """The index at `position`, or the first one from there on that is wanted; moves on behind it."""
+        """Next index from `position` on that is wanted; advances the position."""
 
     def observe(self, index: int, rewards: Sequence[float]) -> None:
-        """Take the rewards of a row's completions; most orders do not care."""
+        """Observe the rewards of a row's group; a curriculum uses them."""
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; gives an order made alike the same future."""
+        """State as JSON values: a sampler that loads it draws the same indices."""
         return {"position": self.position, "returned": list(self.returned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Order(ABC):
 
 
 class PromptOrder(Order):
-    """Every row once per epoch, each epoch in another order."""
+    """Epoch sampler: every row once per epoch, each epoch in another order."""
 
     def __init__(self, *, num_rows: int, seed: int | str, position: int = 0, returned: Sequence[int] = ()) -> None:
         super().__init__(position=position, returned=returned)
@@ -86,7 +86,7 @@ class PromptOrder(Order):
 
 
 class MixtureOrder(Order):
-    """Draws a part by weight, then that part's next row: each part has epochs of its own.
+    """Mixture sampler: draws a part by weight, then that part's next row; each part has epochs of its own.
 
     Args:
         parts: The part of every row, by its name.
@@ -135,7 +135,7 @@ class MixtureOrder(Order):
 
 
 class CurriculumOrder(Order):
-    """Passes over rows that taught nothing when they were last tried: all completions right, or all wrong.
+    """Curriculum sampler: skips rows whose last group taught nothing, all completions right or all wrong.
 
     A row that was never tried is always taken. One whose last mean reward was not between `low` and `high` (both
     excluded) is taken again with probability `revisit` only, since the policy changes. An epoch without any row is
@@ -194,7 +194,7 @@ class CurriculumOrder(Order):
 
 
 class StreamOrder(Order):
-    """One row after the other, without those whose prompts are too long; they are measured some at a time.
+    """Stream sampler: one row after the other, without those whose prompts are too long.
 
     Args:
         rows: The rows, in their own order.
@@ -254,7 +254,7 @@ class StreamOrder(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """What a run draws from."""
+    """Prompts of a run: rows and their sampler."""
 
     rows: Sequence[Row] | StreamOrder
     """By index."""
@@ -269,7 +269,7 @@ class Prompts:
 def make_prompts(
     config: Config, datasets: Datasets, measure: Measure, *, position: int, returned: Sequence[int]
 ) -> Prompts:
-    """Filter the rows and build their order, which goes on from `position` after the rows `returned`.
+    """Filter the rows by prompt length and build their sampler, which resumes at `position`.
 
     Raises:
         InputError: no training or no held-out prompt is short enough, or none of a part of the mixture.

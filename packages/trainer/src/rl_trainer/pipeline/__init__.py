@@ -1,1 +1,1 @@
-"""What the loop drives: rollouts, their staleness and replay, the agent workers, weights and the reference."""
+"""Parts of the loop: rollout source, staleness and schedules, replay, replica sets, weight sync, EMA reference."""

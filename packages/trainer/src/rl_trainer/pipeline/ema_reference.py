@@ -1,4 +1,4 @@
-"""A reference whose weights follow the policy's (`algorithm.ref_ema`), instead of the frozen start policy.
+"""EMA reference (`algorithm.ref_ema`): its weights follow the policy's, instead of the frozen start policy.
 
 After every `every`-th step its weights become `decay` times themselves plus the rest of the policy's: an exponential
 moving average, or with `decay=0` a reference that is set anew (as in ProRL, arXiv 2505.24864). The weights travel by
@@ -22,15 +22,15 @@ FOLDER = "reference"
 
 
 class EmaReference:
-    """Moves the reference.
+    """EMA reference: averages the policy's weights into the reference's.
 
     Args:
         actor: The policy.
-        reference: What follows it.
-        section: How fast.
-        folder: For the weights; the newest stay there.
-        start: Folder that the reference has its weights from.
-        is_colocated: The reference gives its memory back when it has moved.
+        reference: The reference engine.
+        section: Decay and period.
+        folder: Where the averaged weights are written; the newest stay.
+        start: Folder of the reference's first weights.
+        is_colocated: Whether the reference is offloaded after an average.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class EmaReference:
         self._folder, self._path, self._is_colocated = folder, start, is_colocated
 
     def follow(self, step: int) -> None:
-        """Move, if it is time to."""
+        """Average after step `step`, if `every` divides it."""
         if step % self._section.every:
             return
         policy, into = self._folder / "policy", self._folder / f"step-{step}"
@@ -62,15 +62,15 @@ class EmaReference:
         self._path = into
 
     def save(self, checkpoint: Path) -> None:
-        """Keep the weights in a checkpoint."""
+        """Copy the reference's weights into a checkpoint."""
         shutil.copytree(self._path, checkpoint / FOLDER, dirs_exist_ok=True)
 
 
 def start_of(config: Config, model_path: Path) -> Path:
-    """The folder that a reference begins with: the policy's, or that of a checkpoint.
+    """Folder of the reference's first weights: the policy's, or that in the checkpoint.
 
     Raises:
-        InputError: the checkpoint's run had a reference that stood still.
+        InputError: the checkpoint's run had no EMA reference.
     """
     if config.algorithm.ref_ema is None or config.resume_from is None:
         return model_path

@@ -1,4 +1,4 @@
-"""Replay: part of a batch are groups that earlier steps have learned from, so that fewer have to be generated.
+"""Replay buffer: part of a batch are groups that earlier steps have learned from, so that fewer are generated.
 
 Rollout replay as of arXiv 2506.05316, section 4.2, reusing history as RhymeRL does (2508.18588): a group whose rewards
 differ is kept, with the log-probs of the weights that sampled it, and may be drawn again while its tokens are young
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from rl_trainer.config import ReplaySection
 
 PARTITION = "history"
-"""Of the queue: rows that may be learned from again."""
+"""Partition of the queue with replayable rows."""
 _CLAIM_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
-    """A group that was learned from and may be again."""
+    """Replayable group: one that was learned from and may be again."""
 
     group: HeldGroup
-    """Which."""
+    """Its record."""
     meta: BatchMeta
     """Its rows in `PARTITION`: the columns that generation wrote, and no other."""
 
@@ -43,14 +43,14 @@ class Used:
 
 
 class Replay:
-    """The groups that may be learned from again.
+    """Replay buffer: the groups that may be learned from again.
 
     Args:
-        section: How many, how often, and how old.
+        section: Share of a batch, and highest age.
         batch_size: Groups of a step.
         seed: Of the run: seeds the draws.
         queue: Has the rows.
-        copy: `(rows, partition) -> rows`: the same columns once more, of rows that nothing else is written to.
+        copy: `(rows, partition) -> rows`: copies of the rows, so that a step may write columns to them.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Replay:
         self._used: dict[int, Used] = {}
         self._drawn: list[int] = []
         self.columns: tuple[str, ...] = ()
-        """Those that generation writes."""
+        """Columns that generation writes."""
 
     def draw(self, step: int) -> list[Used]:
-        """The groups that a step learns from once more: at random, the same ones for the same seed and history."""
+        """Draw the groups that a step replays: at random, the same ones for the same seed and history."""
         known = [group for group in sorted(self._used) if step - self._used[group].oldest <= self.section.max_age]
         count = min(int(self.section.share * self._batch_size), len(known))
         self._drawn = sorted(random.Random(f"{self._seed}/replay/{step}").sample(known, count))
@@ -78,15 +78,15 @@ class Replay:
 
     @property
     def drawn(self) -> list[Used]:
-        """What was drawn last: for a step to come, where batches are made ahead."""
+        """The last draw, which is for a later step where batches are generated ahead."""
         return [self._used[group] for group in self._drawn]
 
     def rows_of(self, used: Sequence[Used], partition: str) -> list[BatchMeta]:
-        """Rows of these groups for a step to write to."""
+        """Copies of the groups' rows, for a step to write columns to."""
         return [self._copy(each.meta, partition) for each in used]
 
     def keep(self, batch: BatchMeta, groups: Sequence[HeldGroup], version: int) -> None:
-        """Take over the fresh groups of a batch that was learned from, for weights of `version` or newer."""
+        """Keep the fresh groups of a batch, and drop those that are too old for weights of `version`."""
         self.columns = batch.columns
         rows: dict[int, list[int]] = {}
         for row in rows_with_signal(batch):
@@ -101,12 +101,12 @@ class Replay:
                 del self._used[number]
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; the rows are in the queue's snapshot."""
+        """State for a checkpoint; the rows are in the queue's snapshot."""
         groups = [used.group.as_tuple() for used in self._used.values()]
         return {"columns": [*self.columns], "groups": groups, "drawn": self._drawn}
 
     def restore(self, state: Mapping[str, Any]) -> int:
-        """Take over the history of an earlier process; returns its highest group id, or 0."""
+        """Restore the groups of an earlier process; returns the highest group id, or 0."""
         groups = [HeldGroup.from_tuple(tuple(group)) for group in state.get("groups", ())]
         self.columns = tuple(state.get("columns", ()))
         metas = claim_held(self._queue, PARTITION, groups, self.columns)
@@ -119,7 +119,7 @@ class Replay:
 def claim_held(
     queue: TransferQueue, partition: str, groups: Sequence[HeldGroup], columns: Sequence[str]
 ) -> dict[int, BatchMeta]:
-    """The rows of each of `groups` in a queue that began with a checkpoint's snapshot; all other rows are cleared.
+    """Claim the rows of `groups` in a queue that began with a checkpoint's snapshot, and clear all other rows.
 
     What else is there was written after the step that the checkpoint is of, and will be generated again. The references
     are to `columns`.

@@ -1,4 +1,4 @@
-"""Source of rollout batches: draws prompts, has agent workers roll them out, and claims the groups from the queue.
+"""Rollout source: draws prompts, submits them to agent workers, and claims complete groups from the queue.
 
 One source serves every schedule. Agent workers put a group into the queue when its last rollout is scored; the source
 claims what is there, and the rows are acknowledged once they were learned from. A group that fails, has no signal or
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PARTITION = "train"
-"""Of the queue: where agent workers put rollouts."""
+"""Partition of the queue that agent workers put groups into."""
 _TASK = "train"
 _FRESH = policies.Where(tag="is_copy", op="==", value=False, then=policies.AllReady())
 _RESUME_WAIT_S = 10.0
@@ -48,12 +48,12 @@ _RESUME_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """A full batch of rollouts and what it cost."""
+    """Batch of rollouts that `take` gave, with its counts of failed, dropped and stopped groups."""
 
     batch: BatchMeta
-    """Rows of batch_size groups."""
+    """Rows of the batch's groups: ids and tags."""
     claimed: BatchMeta | None = None
-    """Those of them that were claimed from the queue, with their leases; None where the queue is a fake."""
+    """The rows that were claimed, with their leases; None with a fake queue."""
     reward: float
     """Mean over all completions that were scored since the batch before, those of dropped groups too."""
     failures: dict[str, int]
@@ -71,7 +71,7 @@ class Generated:
 
     @classmethod
     def joined(cls, parts: Sequence[Generated]) -> Generated:
-        """The parts of a batch as one."""
+        """Join the parts of a batch."""
         if len(parts) == 1:
             return parts[0]
         failures = Counter[str]()
@@ -89,7 +89,7 @@ class Generated:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What happened since the last batch was taken."""
+    """Counts since the last batch was taken."""
 
     failures: Counter[str] = field(default_factory=Counter[str])
     num_failed_groups: int = 0
@@ -101,7 +101,7 @@ class _Outcome:
 
 
 class RolloutSource:
-    """Keeps the agent workers busy, up to what the staleness policy admits, and hands out whole batches of groups.
+    """Rollout source: releases prompts as the staleness policy admits, and gives batches of complete groups.
 
     Args:
         agents: Roll prompts out, and put complete groups into `PARTITION`.
@@ -138,13 +138,13 @@ class RolloutSource:
         self._num_groups, self._is_seeded, self._poll_s = num_groups, is_seeded, poll_s
         self._version = first_step
         self._step, self._position, self._size = first_step - 1, 0, 0
-        """The slot that is released next: for which step, where in its batch, and how many that step releases."""
+        """The next slot to release: its step, its position in that step's batch, and the size of that batch."""
         self._outstanding: dict[int, Span] = {}
         self._jobs: dict[int, Job] = {}
         self._ready: dict[int, BatchMeta] = {}
         self._polled_at = -math.inf
         self._awaited = set(order.returned) if config.batch.over_sampling else set[int]()
-        """Prompts whose groups are not stopped again."""
+        """Prompts whose groups are waited for: they were stopped once."""
         self._outcome = _Outcome()
         self._filter = filter_named(config.batch.filter) if config.batch.filter is not None else None
 
@@ -169,9 +169,9 @@ class RolloutSource:
         return tuple(self._record_of(group) for group in sorted(self._ready))
 
     def resume(self, groups: Sequence[HeldGroup]) -> None:
-        """Take over finished groups of an earlier process, which are in the queue; other rows there are cleared.
+        """Resume with finished groups of an earlier process: restore and claim their rows, clear all others.
 
-        What else is there was put after the step that the checkpoint is of, and is generated again.
+        Other rows were put after the checkpoint's step, and their prompts are generated again.
 
         Raises:
             InputError: a group is not in the queue, so that its snapshot is not this checkpoint's.
@@ -197,7 +197,7 @@ class RolloutSource:
         self._step, self._position = self._step + steps + 1, last + 1
 
     def release(self, version: int) -> None:
-        """The servers hold `version`: submit what the policy admits."""
+        """Release prompts, as many as the policy admits, now that the servers hold weights of `version`."""
         self._version = version
         if self._replay is not None and self._outstanding:
             return  # with replay a release is one step's
@@ -215,7 +215,7 @@ class RolloutSource:
             room = 0 if self._replay is not None else room - count
 
     def take(self, version: int, num_groups: int | None = None) -> Generated:
-        """Wait for a batch that may be learned from by weights of `version`; what is replayed comes behind it.
+        """Take a batch that weights of `version` may learn from, waiting for it; replayed groups come last.
 
         Args:
             version: Of the weights that learn.
@@ -249,7 +249,7 @@ class RolloutSource:
         return replace(generated, batch=batch, reused=tuple(used.group for used in again))
 
     def finish(self, generated: Generated, step: int) -> None:
-        """Acknowledge the rows that step `step` has learned from, and free them."""
+        """Acknowledge and free the rows that step `step` has learned from."""
         if generated.claimed is not None:
             self._queue.ack(generated.claimed, step=step)
         self._queue.clear(generated.batch)
@@ -264,7 +264,7 @@ class RolloutSource:
             self._wait(lambda: True if self._stop_stragglers() and not self.pending else None)
 
     def collect(self, wait_s: float = 0.0) -> None:
-        """Take in what has finished; groups that failed or have no signal are replaced.
+        """Collect finished groups from the queue; groups that failed or have no signal are replaced.
 
         Args:
             wait_s: How long to wait for a group where none is there.
@@ -280,7 +280,7 @@ class RolloutSource:
             self._polled_at = time.monotonic()
 
     def evaluate(self, rows: Sequence[Row]) -> float:
-        """Mean reward of one completion per held-out row, at `rollout.eval_temperature`.
+        """Evaluate: mean reward of one completion per held-out row, at `rollout.eval_temperature`.
 
         Raises:
             RolloutFailedError: more than one in ten failed, so the mean would say little.
@@ -295,7 +295,7 @@ class RolloutSource:
         return sum(rewards) / len(rewards)
 
     def draw(self, count: int, first_place: int = 0) -> list[Job]:
-        """The next `count` prompts, each to become a group, in places of a step's batch from `first_place` on."""
+        """Draw the next `count` prompts as jobs, at positions of a step's batch from `first_place` on."""
         jobs: list[Job] = []
         for place, index in enumerate(self.order.take(count), start=first_place):
             self._num_groups += 1
@@ -316,7 +316,7 @@ class RolloutSource:
         return params | ({"seed": hash_seed(f"{self._config.seed}/{salt}")} if self._is_seeded else {})
 
     def _num_fresh(self, step: int) -> int:
-        """Prompts that a step draws: what it replays needs none."""
+        """Number of prompts that a step draws: its groups less the replayed ones."""
         size = self._config.batch.batch_size
         return size if self._replay is None else size - len(self._replay.draw(step))
 
@@ -348,9 +348,9 @@ class RolloutSource:
         return policy.select(self._ready, self._outstanding, version)
 
     def _stop_stragglers(self) -> bool:
-        """With `batch.over_sampling`: whether a batch is complete; the groups beyond it have been stopped then.
+        """Abort the slowest groups once a batch is complete (`batch.over_sampling`); whether it is complete.
 
-        Their prompts come next, and are waited for, so that none is left out because its completions are long.
+        Aborted prompts go first in the next step, where they are waited for: none is left out for being long.
         """
         if not self._config.batch.over_sampling:
             return True
@@ -376,7 +376,7 @@ class RolloutSource:
         return True
 
     def _claim(self, wait_s: float) -> dict[tuple[int, int], BatchMeta]:
-        """References to all that was put of the groups that have come, by group and attempt; waits for the first."""
+        """Claim all groups in the queue, by group and attempt; waits up to `wait_s` for the first."""
         try:
             rows = self._queue.get_meta(
                 partition=PARTITION,
@@ -397,7 +397,7 @@ class RolloutSource:
         return found
 
     def _take_in(self, group: int, meta: BatchMeta, *, replaces: bool = True) -> None:
-        """A group that is complete. One that was given up, or came from a worker that then died, is cleared."""
+        """Keep a complete group, or clear it if it was given up, came twice, has no signal or fails the filter."""
         self._agents.finish(group)
         if group not in self._outstanding or group in self._ready:
             self._queue.clear(meta)
@@ -445,7 +445,7 @@ class RolloutSource:
             self._give_up(group)
 
     def _give_up(self, group: int, *, replaces: bool = True) -> None:
-        """Another prompt in the place of this group's, unless enough others are under way."""
+        """Give a group up, and draw another prompt for its position unless enough groups are under way."""
         place = self._jobs[group].place
         self._forget(group)
         if replaces and (not self._config.batch.over_sampling or len(self._outstanding) < self._size):
@@ -468,5 +468,5 @@ class RolloutSource:
 
 
 def hash_seed(text: str) -> int:
-    """A 31-bit seed that is the same in every process."""
+    """31-bit seed of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

@@ -1,11 +1,11 @@
 """Schedules and staleness policies: what may overlap, and how far tokens may lie behind the weights that learn.
 
-Pure: knows counts and versions.
+Pure: it knows counts and versions, no process and no clock.
 
-A policy is asked three things: how many more groups may be released, which finished ones to learn from now, and which
-to give up. What the field calls staleness has six meanings; each is a policy of about 20 lines, chosen by name
-(`staleness.policy`). Pacing is preferred to discarding: only `oldest_token` and `group_age` throw anything away. With
-`staleness.max_staleness=0` all of them release one batch per version.
+A policy answers three questions: how many more groups may be released (`admit`), which finished ones to learn from now
+(`select`), and which to give up (`expire`). The field means six things by staleness; each is a policy of about 20
+lines, chosen by name (`staleness.policy`). Pacing is preferred to discarding: only `oldest_token` and `group_age` throw
+anything away. With `staleness.max_staleness=0` all of them release one batch per version.
 
 A policy of one's own is a subclass, a schedule of one's own a function of the configuration: see `rl_trainer.plugins`.
 """
@@ -30,28 +30,28 @@ GROUP = "rl_trainer.staleness"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Weight versions of a group that was released and not learned from."""
+    """Weight versions of an outstanding group: one that was released and not learned from."""
 
     released: int
-    """What the servers held when it was released: none of its tokens is older."""
+    """Version on the servers when it was released: none of its tokens is older."""
     oldest: int | None = None
-    """That of its oldest token; None while it is being generated."""
+    """Version of its oldest token; None while it is being generated."""
     newest: int | None = None
-    """That of its newest token; None while it is being generated."""
+    """Version of its newest token; None while it is being generated."""
 
     @property
     def since(self) -> int:
-        """That of its oldest token, or the least that it can be."""
+        """Version of its oldest token, or while it is being generated the lowest possible one."""
         return self.released if self.oldest is None else self.oldest
 
 
 Outstanding = Mapping[int, Span]
-"""By group id, the groups that were released and not learned from, finished or not."""
+"""Outstanding groups by id: released and not learned from, finished or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessPolicy(ABC):
-    """Releases up to `1 + max_staleness` batches, takes the finished groups with the oldest tokens, waits for none.
+    """Staleness policy; this base releases `1 + max_staleness` batches and takes finished groups, oldest tokens first.
 
     `expire` is asked before `select`; what it gives up is replaced and no longer outstanding.
     """
@@ -77,7 +77,7 @@ class StalenessPolicy(ABC):
         return math.ceil(self.max_staleness)
 
     def admit(self, num_outstanding: int) -> int:
-        """How many more groups may be released, with so many released and not learned from."""
+        """Number of groups that may be released, given how many are outstanding."""
         return max(0, math.floor((1 + self.max_staleness) * self.batch_size) - num_outstanding)
 
     def select(self, ready: Collection[int], outstanding: Outstanding, version: int) -> list[int] | None:
@@ -207,7 +207,7 @@ def create_policy(config: Config) -> StalenessPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What a training step overlaps with, and how old the tokens may be that it learns from.
+    """Schedule of the loop: what a training step overlaps with, and how old the tokens may be that it learns from.
 
     One's own is a function of the configuration that returns one, installed under its name in the entry point group
     `rl_trainer.schedules`; `pipeline` names it.
@@ -235,12 +235,14 @@ class Schedule:
 
 
 def sync(config: Config) -> Schedule:
-    """On-policy: generation and learning take turns."""
+    """On-policy schedule: generation and learning take turns."""
     return Schedule(policy=StalenessPolicy(max_staleness=0, batch_size=config.batch.batch_size))
 
 
 def one_step_off(config: Config) -> Schedule:
-    """The next batch is generated while this one is learned from; weights change between two batches.
+    """One-step-off schedule: the next batch is generated while this one is learned from.
+
+    Weights change between two batches, when nothing is being generated.
 
     `staleness.max_staleness=0` releases it after the new weights instead: the losses are those of `sync`.
     """
@@ -250,7 +252,7 @@ def one_step_off(config: Config) -> Schedule:
 
 
 def fully_async(config: Config) -> Schedule:
-    """Generation runs ahead as far as `staleness` admits, and weights change under it."""
+    """Fully asynchronous schedule: generation runs ahead as `staleness` admits, and weights change under it."""
     return Schedule(policy=create_policy(config), releases_after_sync=True, settles_before_sync=False)
 
 
@@ -275,7 +277,7 @@ def create_schedule(config: Config) -> Schedule:
 
 
 def _first(ready: Collection[int], outstanding: Outstanding, count: int) -> list[int] | None:
-    """The `count` finished groups with the oldest tokens, of equal ones those released first; None if there are fewer.
+    """First `count` finished groups by oldest token, then by release; None if there are fewer.
 
     Group ids grow with every release.
     """
@@ -284,7 +286,7 @@ def _first(ready: Collection[int], outstanding: Outstanding, count: int) -> list
 
 
 def _leaves_none_behind(chosen: list[int], outstanding: Outstanding, version: int, policy: StalenessPolicy) -> bool:
-    """Whether all that is not chosen now can still be learned from in time.
+    """Whether every group that is not chosen now can still be learned from in time.
 
     Of the groups that must be learned from within the next j + 1 steps, counting this one, j batches can wait: the
     others have to be in this one, for every j.

@@ -23,7 +23,7 @@ _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 class CodeTests:
-    """Gives the last fenced code block of a completion 1 where it passes the tests of its row, else 0.
+    """Code reward: 1 if the last fenced block of a completion passes its row's tests, else 0.
 
     The row's ground truth is Python that asserts, or a list of such texts; or `{"inputs": [...], "outputs": [...]}`,
     text for standard input and what has to be printed, spaces at the ends of lines aside (as JSON text too). What is
@@ -54,7 +54,7 @@ class CodeTests:
         self._is_partial = is_partial
 
     async def start(self) -> None:
-        """Start a process now, so that a machine that cannot is told before anything is generated.
+        """Start a sandbox process now, so that a machine without sandboxes fails before anything is generated.
 
         Raises:
             SandboxError: none can be started, or shut off as asked.
@@ -91,7 +91,7 @@ class CodeTests:
 
 
 def sandbox_facts(reward: RewardSection, agent: AgentSection) -> list[tuple[str, str]]:
-    """What holds here for code that the policy writes, `(what, how)` for the screen; nothing where none runs.
+    """Sandbox limits on this machine, as lines of the plan; empty where no code of the policy runs.
 
     Raises:
         SandboxError: no process for code can be started.
@@ -111,7 +111,7 @@ def sandbox_facts(reward: RewardSection, agent: AgentSection) -> list[tuple[str,
 
 
 def _tests_of(row: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """`(input, what has to be printed)`, or `(asserting code, None)`."""
+    """Tests of a row: `(input, expected output)`, or `(asserting code, None)`."""
     truth: Any = row["reward_model"]["ground_truth"]
     if isinstance(truth, str) and truth.lstrip().startswith(("{", "[")):
         with contextlib.suppress(ValueError):  # it is code

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _START_TIMEOUT_S = 300.0
-"""Of a process with its imports, on a machine that is starved."""
+"""Seconds until a process has started, imports included, on a starved machine."""
 _GRACE_S = 5.0
 """A coroutine function is cancelled at its deadline; one that cannot be is killed this much later."""
 _MAX_TOGETHER = 256
@@ -37,7 +37,7 @@ class _EndedError(Exception):
 
 
 class FunctionPool:
-    """Calls a reward function: plain ones one at a time in each process, coroutine functions many at a time.
+    """Process pool of one reward function: plain calls one at a time per process, coroutine calls side by side.
 
     A call past its deadline ends with its process and everything that this started. Where several ran in it, any of
     them may have been the one that blocked it: each is called again, alone.
@@ -64,7 +64,7 @@ class FunctionPool:
         await self._give_back(await self._take())
 
     async def call(self, text: str, row: Mapping[str, Any]) -> float | dict[str, float]:
-        """What the function gives for a completion.
+        """Call the function on a completion.
 
         Raises:
             RewardError: it raised, gave something else than numbers, or its process ended.
@@ -90,7 +90,7 @@ class FunctionPool:
         return RewardError(f"the process of reward {self._path!r} ended by itself")
 
     async def close(self) -> None:
-        """Kill the processes; whoever waits for one gets a RewardError. Idempotent."""
+        """Kill the processes; waiting calls raise RewardError. Idempotent."""
         self._is_closed = True
         processes, self._processes = self._processes, []
         for process in processes:
@@ -99,7 +99,7 @@ class FunctionPool:
             self._changed.notify_all()
 
     async def _take(self, *, is_alone: bool = False) -> _Process:
-        """A process with room for a call, or with no other in it."""
+        """Take a process with room for a call, or with no other in it."""
         async with self._changed:
             self._num_alone += is_alone
             try:
@@ -147,7 +147,7 @@ class FunctionPool:
 
 
 class _Process:
-    """One process; while it starts, it has room for the one call that it is started for."""
+    """Process of the pool; while it starts, it has room for the one call that it is started for."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -260,7 +260,7 @@ class _Process:
                 waiting.set_exception(_EndedError())
 
     async def kill(self) -> None:
-        """End it and what it started."""
+        """Kill the process and its descendants."""
         self.is_alive = False
         if self._process is None:
             return

@@ -106,7 +106,7 @@ def gsm8k_answer(text: str, row: Mapping[str, Any]) -> float:
 
 
 def answer_of(text: str) -> str:
-    """What a completion answers, for counting equal ones: the last boxed expression, or number, or the text."""
+    """Answer of a completion, for majority votes: the last boxed expression, else the last number, else the text."""
     if (boxed := _last_boxed(text)) is not None:
         return boxed.strip()
     if numbers := _NUMBER.findall(text):
@@ -115,7 +115,7 @@ def answer_of(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What stands in the last box that is closed, with the braces inside it."""
+    """Content of the last closed box, with the braces inside it."""
     for opening in reversed(list(re.finditer(r"\\boxed\{", text))):
         depth = 1
         for brace in _BRACE.finditer(text, opening.end()):
@@ -138,7 +138,7 @@ ISOLATED = ("regex", "math", "gsm8k")
 
 
 def isolated(text: str, row: Mapping[str, Any]) -> float:
-    """The rule that `row["rule"]` names, with `row["options"]`: what such a process runs."""
+    """Apply the rule that `row["rule"]` names, with `row["options"]`: the function of the rules' processes."""
     return RULES[row["rule"]](text, row, **row["options"])
 
 
@@ -157,7 +157,7 @@ DATA_SOURCES: Mapping[str, str] = {
 
 
 def resolve_reward(data_source: str) -> str:
-    """The name of the rule for rows of a data source.
+    """Name of the rule for rows of a data source.
 
     Raises:
         DataError: the source is unknown (lists those that are), or the rule needs a package that is not installed.

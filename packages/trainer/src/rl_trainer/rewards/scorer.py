@@ -1,4 +1,4 @@
-"""Gives completions their rewards: by the data source's rule, or as the configuration says."""
+"""Scorer: rewards of completions, by the data source's rule or by the reward parts of the configuration."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a completion is worth."""
+    """Score of a completion: its reward, and its components."""
 
     reward: float
     """The parts, weighted and added."""
     components: Mapping[str, float] = field(default_factory=dict)
     """The parts by name, not weighted; empty where the reward has none."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Of each part."""
+    """Weight of each component."""
 
     def less(self, penalty: float) -> Score:
-        """The same less a penalty, which is a part of its own where there are parts."""
+        """Subtract a penalty, which is a part of its own where there are parts."""
         if not self.components:
             return Score(reward=self.reward - penalty)
         return Score(
@@ -49,7 +49,7 @@ class _Source(Protocol):
 
 
 class Scorer:
-    """Scores texts, many at a time, on one event loop.
+    """Scorer of completions, many at a time on one event loop.
 
     Without `path` and `parts` a completion has its agent loop's reward, and where that gives none, the one by its data
     source's rule. Rules that parse what the policy wrote, and functions, run in processes of their own, which are
@@ -85,7 +85,7 @@ class Scorer:
         return FunctionPool(path, num_processes=self._section.num_processes, timeout_s=self._section.timeout_s)
 
     async def start(self) -> None:
-        """Load the functions and start sandboxes, so that what cannot be is told before anything is generated.
+        """Load functions and start sandboxes, so that their errors come before anything is generated.
 
         Raises:
             RewardError: a function cannot be loaded.
@@ -94,14 +94,14 @@ class Scorer:
         await asyncio.gather(*(s.start() for s in self._sources.values() if isinstance(s, (FunctionPool, CodeTests))))
 
     def use(self, urls: Mapping[str, str]) -> None:
-        """Ask served models at other places, by part."""
+        """Set the URLs of served reward models, by part."""
         for name, url in urls.items():
             source = self._sources[name]
             assert isinstance(source, ServedReward), "no other part is served"
             source.url = url
 
     async def score(self, text: str, row: Mapping[str, Any], loop_reward: float | None = None) -> Score:
-        """What a completion is worth.
+        """Score a completion.
 
         Args:
             text: The completion.
@@ -152,7 +152,7 @@ class Scorer:
         return value
 
     def _named(self, part: str, value: float | dict[str, float]) -> dict[str, float]:
-        """A part's components; a function has to give the same ones every time."""
+        """Components of a part's value; a function has to give the same names every time."""
         value = value if isinstance(value, dict) else {"": value}
         names = frozenset(value)
         if (before := self._names.setdefault(part, names)) != names:

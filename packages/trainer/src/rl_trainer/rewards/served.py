@@ -35,7 +35,7 @@ _PLACE = re.compile(r"\{(prompt|completion|ground_truth)\}")
 
 
 class _NoScoreError(Exception):
-    """An answer without a score: the request may be tried again, after the pause that the server asks for."""
+    """Error of an answer without a score: the request is retried, after the pause that the server asks for."""
 
     def __init__(self, message: str, pause_s: float = 0.0) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class _NoScoreError(Exception):
 
 
 class ServedReward:
-    """Asks a served model for the score of a completion.
+    """Served reward: asks a judge or a classifier for the score of a completion.
 
     `kind=judge` asks an OpenAI-compatible server in words (`POST url/chat/completions`) and reads the number that
     `pattern` finds last in what it writes. `kind=classifier` gives the conversation, or the filled `prompt`, to
@@ -60,7 +60,7 @@ class ServedReward:
         self._name, self._part, self._timeout_s = name, part, timeout_s
         is_judge, url = part.kind == "judge", part.url or ""
         self.url = url.rstrip("/") + "/chat/completions" if is_judge else url
-        """Where it is asked; of a model that the run serves told before it is."""
+        """Endpoint; that of a reward model which the run serves is set by `Scorer.use`."""
         self._score_at = part.score_at if part.path is None else _OWN_SCORE_AT
         self._pattern = re.compile(part.pattern)
         self._running = asyncio.Semaphore(max(part.max_concurrent // num_sharing, 1))
@@ -71,7 +71,7 @@ class ServedReward:
         self._session: aiohttp.ClientSession | None = None
 
     async def call(self, text: str, row: Mapping[str, Any]) -> float:
-        """The score.
+        """Score a completion.
 
         Raises:
             RewardError: none came in `max_attempts` attempts, or the server refuses the request.
@@ -190,7 +190,7 @@ def _asked_pause_s(response: aiohttp.ClientResponse) -> float:
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Chat messages as text: the only message alone, several with their roles; an image is `[image]`."""
+    """Conversation as text: a single message alone, several with their roles; an image is `[image]`."""
     if len(messages) == 1:
         return _text_of(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {_text_of(message['content'])}" for message in messages)
@@ -204,7 +204,7 @@ def _text_of(content: Any) -> str:
 
 
 def at(value: Any, path: str) -> Any:
-    """What stands at a dotted path of a JSON value, numbers being places in lists; None if nothing does."""
+    """Value at a dotted path of a JSON value, where numbers index lists; None if there is none."""
     for step in path.split("."):
         if isinstance(value, list):
             items = cast("list[Any]", value)
@@ -216,7 +216,7 @@ def at(value: Any, path: str) -> Any:
 
 
 class Window:
-    """What was taken within the last `period_s` seconds, at most `limit` at any time; times are given, none is read.
+    """Sliding window of a rate limit: at most `limit` within `period_s` seconds; times are arguments.
 
     Args:
         limit: Units per period.
@@ -229,7 +229,7 @@ class Window:
         self._sum = 0.0
 
     def delay_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` may be taken; what is more than the limit may once nothing else is taken."""
+        """Seconds until `amount` may be taken; more than the limit may be taken from an empty window."""
         while self._taken and self._taken[0][0] <= now - self._period_s:
             self._sum -= self._taken.popleft()[1]
         left = self._sum - max(self._limit - amount, 0.0)
@@ -242,13 +242,13 @@ class Window:
         return 0.0
 
     def take(self, amount: float, now: float) -> None:
-        """Take it, whether or not it may be."""
+        """Take `amount`, whether or not the limit allows it."""
         self._taken.append((now, amount))
         self._sum += amount
 
 
 class RateLimit:
-    """Requests wait, in their order, until one more with its tokens is within both limits.
+    """Rate limit: requests wait, in order, until requests and tokens per minute allow one more.
 
     Args:
         requests_per_minute: 0: any number.
@@ -270,6 +270,6 @@ class RateLimit:
                 window.take(amount, time.monotonic())
 
     def correct(self, num_tokens: float) -> None:
-        """Take tokens that the estimate lacked, or give back what it had too much."""
+        """Correct an estimate: take missing tokens, or give spare ones back."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, time.monotonic())

@@ -1,4 +1,4 @@
-"""The process that runs a reward function, which its first argument names; `FunctionPool` starts it.
+"""Program of a reward process: runs the reward function that its first argument names, for `FunctionPool`.
 
 Requests and answers are JSON behind its length on the descriptors that it was started with as standard input and
 output: never pickles, for a function may run what a policy wrote, and whoever reaches the pipe must not be able to make
@@ -41,7 +41,7 @@ function is a coroutine function, or `error`."""
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Serve calls until standard input ends."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the function prints is no answer
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -104,7 +104,7 @@ def of_text_and_row(function: Callable[..., Any]) -> Callable[[str, Mapping[str,
 
 
 def _read_aside(requests: IO[bytes], deliver: Callable[[Request], object]) -> None:
-    """Read in a thread, so that the end of the parent is the end of this process, whatever the function does then."""
+    """Read requests in a thread, so that this process ends with its parent, even inside a stuck function."""
 
     def read() -> None:
         with contextlib.suppress(EOFError):
@@ -146,7 +146,7 @@ def _call(function: Callable[..., Any], text: str, row: Mapping[str, Any]) -> tu
 
 
 def checked(value: Any) -> float | dict[str, float]:
-    """What a function gave, if it is a finite number or such numbers by name.
+    """Check what a function returned: a finite number, or such numbers by name.
 
     Raises:
         ValueError: it is not.
@@ -175,7 +175,7 @@ def _write(answers: IO[bytes], answer: Answer) -> None:
 
 
 def framed(message: object) -> bytes:
-    """A message as JSON behind its length; bytes in it stay bytes.
+    """Frame a message: its length, then JSON; bytes in it stay bytes.
 
     Raises:
         TypeError, ValueError: something in it has no JSON.
@@ -185,7 +185,7 @@ def framed(message: object) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: bytes, and arrays and their numbers as lists and numbers."""
+    """JSON values of bytes, arrays and array numbers."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {_BYTES: base64.b64encode(value).decode()}
     if (to_list := getattr(value, "tolist", None)) is not None:
@@ -194,7 +194,7 @@ def _plain(value: Any) -> Any:
 
 
 def decoded(data: bytes) -> Any:
-    """The message.
+    """Decode a message.
 
     Raises:
         ValueError: it is no JSON.

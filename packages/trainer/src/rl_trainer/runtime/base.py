@@ -1,4 +1,4 @@
-"""The controller's interface: worker classes, the groups they run in, and the runtimes that place them.
+"""Runtime interface of the controller: worker classes, worker groups, replica sets, resource pools.
 
 A worker is a plain class. `@register` says how a call on its group is spread over the ranks and how the answers come
 back; a group has the same methods, with the same types, as the class itself. Nothing but a runtime knows whether a
@@ -24,7 +24,7 @@ DISPATCH_ATTRIBUTE = "__dispatch__"
 
 
 class Dispatch(StrEnum):
-    """How a group's method reaches its ranks."""
+    """Dispatch mode: how a call on a group reaches its ranks, and which answers come back."""
 
     ONE_TO_ALL = "one_to_all"
     """The same arguments to every rank; rank 0's answer comes back."""
@@ -45,14 +45,14 @@ _ALONG_AXIS = (Dispatch.SPLIT, Dispatch.SPLIT_REDUCED, Dispatch.GATHER)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What `register` says of a method."""
+    """Dispatch of a registered method."""
 
     mode: Dispatch
     """How it reaches the ranks."""
     axis: str | None = None
     """The axis of the group's mesh that it is split and collected over; None: all ranks."""
     is_urgent: bool = False
-    """Whether it runs beside the call that is in flight, on another thread, and not after it."""
+    """Whether it runs on another thread beside the call in flight, not after it."""
 
 
 def register(
@@ -64,7 +64,7 @@ def register(
         dispatch_mode: How a call reaches the ranks.
         axis: For `split`, `split_reduced` and `gather`: an axis of the group's mesh, such as "dp". Arguments are cut
             over it; ranks that differ on other axes alone get the same part, and the first of them answers.
-        is_urgent: It ends a call that is in flight: it runs beside that, on another thread, and not after it.
+        is_urgent: Run on another thread beside the call in flight, which it may end, and not after it.
 
     Raises:
         TypeError: an axis with another mode.
@@ -81,7 +81,7 @@ def register(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourcePool:
-    """Processes that worker groups are placed in.
+    """Resource pool: processes that worker groups are placed in.
 
     Groups on one pool are colocated: rank i of each lives in process i.
     """
@@ -98,7 +98,7 @@ class ResourcePool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """What a worker's constructor gets first."""
+    """Context of a worker: first argument of its constructor."""
 
     rank: int
     """Position in its group."""
@@ -111,7 +111,7 @@ class WorkerContext:
 
 
 class ReplicaSet(ABC, Generic[W]):
-    """Workers of one class that know nothing of one another: any may die, be replaced, join or leave while others work.
+    """Replica set: independent workers of one class; any may die, be replaced, join or leave while others work.
 
     A member has a number that is never given again. One that died is replaced in the background, a bounded number of
     times; its successor joins under a new number.
@@ -120,7 +120,7 @@ class ReplicaSet(ABC, Generic[W]):
     @property
     @abstractmethod
     def members(self) -> tuple[int, ...]:
-        """Numbers of those that are there, in the order in which they joined."""
+        """Numbers of the present members, in the order in which they joined."""
 
     @abstractmethod
     def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:
@@ -144,11 +144,11 @@ class ReplicaSet(ABC, Generic[W]):
 
     @abstractmethod
     def lose(self, member: int, error: Exception) -> None:
-        """Count a member as dead, for what it looks after is gone: end its process, and replace it."""
+        """Declare a member lost, because the server that it supervises is gone: end its process and replace it."""
 
     @abstractmethod
     def resize(self, num_members: int) -> None:
-        """Start members in the background, or end those that joined last, until there are so many.
+        """Resize the set: start members in the background, or end those that joined last.
 
         Raises:
             PlacementError: there is no room for them.
@@ -156,11 +156,11 @@ class ReplicaSet(ABC, Generic[W]):
 
     @abstractmethod
     def take_news(self) -> list[str]:
-        """What happened since the last call, in sentences: deaths with their last lines, and who joined."""
+        """News since the last call, in sentences: deaths with their last lines, and members that joined."""
 
 
 class Runtime(ABC):
-    """Places worker groups and ends them.
+    """Runtime: places worker groups and replica sets in processes, and ends them.
 
     A context manager: leaving it stops every worker, also after an exception or Ctrl-C.
     """
@@ -222,7 +222,7 @@ class Runtime(ABC):
         """
 
     def death(self, within_s: float) -> Exception | None:
-        """The death of a worker that nothing replaces, if there is one within the time: it may be why others fail.
+        """Death of a worker that is not replaced, if one is found within the time: others may fail because of it.
 
         None where workers are not processes.
         """

@@ -1,4 +1,4 @@
-"""How a call on a group reaches its ranks, and how their answers become one. Pure planning: nothing is called here."""
+"""Dispatch of calls over ranks: split the arguments, join the answers. Pure planning: nothing is called here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def calls_of(worker: type) -> Mapping[str, Call]:
 
 
 class Mesh:
-    """The ranks of a group as a grid with named axes; the last axis is that of neighbouring ranks.
+    """Mesh: the ranks of a group as a grid with named axes; neighbouring ranks differ in the last axis.
 
     Args:
         num_ranks: Of the group.
@@ -57,11 +57,11 @@ class Mesh:
                 )
 
     def size(self, axis: str | None) -> int:
-        """Ranks along an axis; of all of them for None."""
+        """Number of ranks along an axis, or of all for None."""
         return self.num_ranks if axis is None else self._axes[axis]
 
     def coordinate(self, rank: int, axis: str | None) -> int:
-        """Where a rank stands on an axis."""
+        """Coordinate of a rank on an axis."""
         if axis is None:
             return rank
         names = list(self._axes)
@@ -69,7 +69,7 @@ class Mesh:
         return rank // inner % self._axes[axis]
 
     def leads(self, rank: int, axis: str | None) -> bool:
-        """Whether it is the first of the ranks at its place on an axis."""
+        """Whether a rank is the first of those with its coordinate on an axis: it answers for them."""
         return axis is None or all(self.coordinate(rank, name) == 0 for name in self._axes if name != axis)
 
 
@@ -78,7 +78,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def spread(call: Call, mesh: Mesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Arguments | None]:
-    """The arguments for each rank; None where a rank is not called.
+    """Arguments for each rank; None where a rank is not called.
 
     `SPLIT` cuts every argument that is a list or has `reorder` (a `BatchMeta`) into contiguous parts whose lengths
     differ by at most one row, `SPLIT_GROUPS` a `BatchMeta` into whole groups; other arguments go to every rank.
@@ -102,7 +102,7 @@ def _parts(argument: Any, num_parts: int, cut_by: Callable[[Any, int], list[Any]
 
 
 def cut(argument: Any, num_parts: int) -> list[Any]:
-    """A list, or what has `reorder`, in contiguous parts whose lengths differ by at most one."""
+    """Split a list or `BatchMeta` into contiguous parts whose lengths differ by at most one."""
     base, longer = divmod(len(argument), num_parts)
     bounds = [rank * base + min(rank, longer) for rank in range(num_parts + 1)]
     if isinstance(argument, list):
@@ -111,7 +111,7 @@ def cut(argument: Any, num_parts: int) -> list[Any]:
 
 
 def cut_groups(batch: Any, num_parts: int) -> list[Any]:
-    """A `BatchMeta` in parts of whole groups, in their order, with about as many rows each; a part may be empty."""
+    """Split a `BatchMeta` into parts of whole groups, in order, of about equal rows; a part may be empty."""
     groups: dict[Any, list[int]] = {}
     for row, tags in enumerate(batch.tags):
         groups.setdefault(tags["group_id"], []).append(row)
@@ -124,7 +124,7 @@ def cut_groups(batch: Any, num_parts: int) -> list[Any]:
 
 
 def join(call: Call, mesh: Mesh, answers: Sequence[Any]) -> Any:
-    """One answer out of those of the ranks that were called, of the same type as a single rank's."""
+    """Join the answers of the ranks that were called into one, of the same type as a single rank's."""
     if call.axis is not None:
         answers = [answer for rank, answer in enumerate(answers) if mesh.leads(rank, call.axis)]
     first = answers[0]
@@ -138,7 +138,7 @@ def join(call: Call, mesh: Mesh, answers: Sequence[Any]) -> Any:
 
 
 def checked_mesh(num_ranks: int, axes: Mapping[str, int] | None, worker: Callable[..., Any]) -> Mesh:
-    """The ranks of a group of `worker`.
+    """Mesh for a group of `worker`, checked against its methods.
 
     Raises:
         PlacementError: the axes are not for so many ranks, or the class names one that is not there.

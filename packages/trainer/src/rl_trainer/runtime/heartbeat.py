@@ -32,16 +32,16 @@ _GCS = "gcs_server"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whereabouts:
-    """Where a host process is, and where its output goes."""
+    """Location of a host process: node, process id, log files."""
 
     node_id: str
-    """Ray's name of the machine."""
+    """Ray's id of the node."""
     node_address: str = ""
     """IP address of the machine."""
     devices: tuple[str, ...] = ()
     """GPUs that Ray gave to the process, as CUDA_VISIBLE_DEVICES of the machine names them."""
     pid: int
-    """Of the process."""
+    """Process id."""
     logs: tuple[str, ...]
     """Files of its standard output and error, on that machine."""
     dumps: str
@@ -50,16 +50,16 @@ class Whereabouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacedHost:
-    """A host process and its place in the cluster."""
+    """Host process with its node in the cluster."""
 
     pool: ResourcePool
-    """What it belongs to."""
+    """Its resource pool."""
     rank: int
     """Position in the pool."""
     group: PlacementGroup
-    """What its resources are reserved by."""
+    """Placement group that reserves its resources."""
     bundle: int
-    """Which part of that."""
+    """Index of its bundle in the placement group."""
     actor: Any
     """Ray's handle of it."""
     watch: Any
@@ -71,7 +71,7 @@ class PlacedHost:
 
 
 def on_machine_of(where: Whereabouts, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function on the machine of a process: here, or in a Ray task.
+    """Call a function on the node of a process: here, or in a Ray task.
 
     Raises:
         RayError: that machine did not answer within 15 s.
@@ -84,7 +84,7 @@ def on_machine_of(where: Whereabouts, function: Callable[..., Any], *arguments: 
 
 
 def description_of(where: Whereabouts | None) -> str:
-    """`describe`, of a process on whatever machine."""
+    """Describe a process on any node, as `processes.describe` does."""
     if where is None:
         return "it had not started"
     try:
@@ -94,7 +94,7 @@ def description_of(where: Whereabouts | None) -> str:
 
 
 class Heartbeat:
-    """Asks every watched process for a sign of life, in a thread; one that gives none for `heartbeat_s` is ended.
+    """Heartbeat thread: pings every watched process, and ends one that does not answer for `heartbeat_s`.
 
     Its end is then heard of by whoever waits for it, as every death is; `finding` says why.
 
@@ -130,16 +130,16 @@ class Heartbeat:
                 self._thread.start()
 
     def forget(self, host: PlacedHost) -> None:
-        """It is about to be ended."""
+        """Stop watching a process that is about to be ended."""
         with self._lock:
             self._hosts.pop(host.watch, None)
 
     def finding(self, host: PlacedHost) -> str | None:
-        """What was found of a process that was ended because it hung; None of any other."""
+        """Description of a process that was ended because it hung; None for any other."""
         return self._findings.get(host.watch)
 
     def stop(self) -> None:
-        """Watch nobody any more."""
+        """Stop the thread."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join(_REMOTE_TIMEOUT_S + DUMP_WAIT_S + self._interval_s)

@@ -1,4 +1,4 @@
-"""Everything in this process: the same groups and calls, and `breakpoint()` works."""
+"""Inline runtime: all workers are objects of this process, so that `breakpoint()` works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ W = TypeVar("W")
 
 
 class InlineRuntime(Runtime):
-    """Workers are objects of this process.
+    """Runtime without processes: workers are objects of this one.
 
     Pools have one process each: SPMD over several ranks needs real processes.
     """
@@ -34,7 +34,7 @@ class InlineRuntime(Runtime):
         self._is_over = False
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
-        """Take the pools; nothing is reserved."""
+        """Register the pools; nothing is reserved."""
         for pool in pools:
             if pool.num_workers != 1:
                 raise PlacementError(
@@ -48,11 +48,11 @@ class InlineRuntime(Runtime):
 
     @property
     def num_machines(self) -> int:
-        """This one."""
+        """Always 1."""
         return 1
 
     def free_address(self, pool: str) -> tuple[str, int]:
-        """Of the loopback interface."""
+        """A free port of the loopback interface."""
         del pool
         return free_address("127.0.0.1")
 

@@ -1,4 +1,4 @@
-"""Where the sessions of weights and samples are, by `weights_transport` and `queue_storage`."""
+"""Addresses, free ports and tokens of a run's weight sessions, queue and servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ON_ONE_MACHINE = {
     "queue_storage": (IN_ONE_PROCESS, "shm", "file"),
 }
 LISTENING = ("tcp", "gloo", "nccl", "nixl", "zmq")
-"""Those whose addresses are HOST:PORT."""
+"""Backends whose addresses are HOST:PORT."""
 
 
 _FIRST, _LAST = 20_000, 65_535
@@ -29,12 +29,12 @@ _ATTEMPTS = 200
 
 
 def scheme_of(backend: str | None) -> str:
-    """The installed name in `weights_transport` or `queue_storage`, which may be a whole address."""
+    """Backend name in `weights_transport` or `queue_storage`, which may be a whole address."""
     return (backend or SHARED_MEMORY).partition("://")[0]
 
 
 def address_of(backend: str | None, name: str, place: tuple[str, int]) -> str:
-    """The address of a session: the backend's own, or else one of `name`, or at `place` where the backend listens."""
+    """Address of a session: a whole one as it is, else made of `name`, or of `place` (host, port) for a listener."""
     backend = backend or SHARED_MEMORY
     if "://" in backend:
         return backend
@@ -43,7 +43,7 @@ def address_of(backend: str | None, name: str, place: tuple[str, int]) -> str:
 
 
 def check_reach(key: str, backend: str | None, num_machines: int) -> None:
-    """Refuse what cannot leave its machine where processes are on several.
+    """Refuse an address that stays inside one node where the run is on several.
 
     Raises:
         ConfigError: names the key.
@@ -56,21 +56,21 @@ def check_reach(key: str, backend: str | None, num_machines: int) -> None:
 
 _SERVER = "RL_ROLLOUT_API_TOKEN"
 _VARIABLES = ("RL_CKPT_TOKEN", "RL_TQ_TOKEN", _SERVER)
-"""What rl-ckpt, rl-tq and rl-rollout read theirs from."""
+"""Environment variables of the tokens of rl-ckpt, rl-tq and rl-rollout."""
 
 
 def make_tokens() -> dict[str, str]:
-    """By variable, the secrets of the environment; where it has none, new ones, which it has from then on."""
+    """Tokens by environment variable: those that are set, and new ones for the others, which are set too."""
     return {name: os.environ.setdefault(name, secrets.token_hex(32)) for name in _VARIABLES}
 
 
 def server_token() -> str | None:
-    """What the job's own servers ask for; None where no job was started."""
+    """Token of the run's own rollout servers; None outside a run."""
     return os.environ.get(_SERVER)
 
 
 def free_address(host: str) -> tuple[str, int]:
-    """`host`, which is this machine's, and a port that nobody listens at yet.
+    """Free address: `host`, which is this machine's, and a port that nobody listens at yet.
 
     Seconds may pass until it is used, in which the other processes of a run connect and listen: the port is one that
     the kernel does not give to those who ask for any.

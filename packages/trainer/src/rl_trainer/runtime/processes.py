@@ -1,4 +1,4 @@
-"""Processes of this machine, seen from outside: their state, the stacks of their threads, and their end."""
+"""Operating system processes of this machine: state, thread stacks, children, SIGKILL."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DUMP_FILES: list[Any] = []
 
 
 def describe(pid: int, dumps: str | None) -> str:
-    """State and stack of a process on this machine, in a sentence and the lines of its threads.
+    """Describe a process of this machine: its state in a sentence, then the stacks of its threads.
 
     Args:
         pid: Of the process.
@@ -54,7 +54,7 @@ def describe(pid: int, dumps: str | None) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether it is stopped by a signal or a debugger."""
+    """Whether a process is stopped by a signal or a debugger."""
     return (_state(pid) or "") in ("T", "t")
 
 
@@ -86,7 +86,7 @@ def _dump(pid: int, file: Path) -> str:
 
 
 def children(names: Sequence[str] | None = None) -> dict[int, str]:
-    """Programs that this process has started, by process id: all, or those of these names."""
+    """Child processes of this one: name by process id, all or those of these names."""
     found: dict[int, str] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -100,12 +100,12 @@ def children(names: Sequence[str] | None = None) -> dict[int, str]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether there is no such process, or what is left of one only."""
+    """Whether a process has ended, or is a zombie."""
     return _state(pid) is None
 
 
 def end_sessions() -> None:
-    """Kill what this process has started in sessions of their own, and all that those have started.
+    """Kill the sessions that this process has started, with all their descendants.
 
     No signal to the group of this process reaches them, and one that still imports does not look for its end yet.
     """
@@ -116,6 +116,6 @@ def end_sessions() -> None:
 
 
 def end(pid: int) -> None:
-    """SIGKILL, which a stopped process obeys too."""
+    """Kill a process by SIGKILL, which ends a stopped one too."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

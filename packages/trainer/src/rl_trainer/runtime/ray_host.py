@@ -1,4 +1,4 @@
-"""One process of a pool, as a Ray actor, and what it wrote when it is gone. Public Ray API only."""
+"""Ray actor that hosts workers: one process of a resource pool, and its last lines when it died. Public API only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEARTBEAT = "heartbeat"
 
 
 class Host:
-    """A process of a pool.
+    """Host process of a pool, as a Ray actor.
 
     With `is_one_machine` all of them are on this machine; `folder` is the driver's working folder.
 
@@ -52,7 +52,7 @@ class Host:
         self.dumps = enable_stack_dumps()
 
     def whereabouts(self) -> Whereabouts:
-        """Where this process is."""
+        """Location of this process."""
         files = {Path(f"/proc/self/fd/{fd}").readlink() for fd in (1, 2)}
         logs = tuple(sorted(str(file) for file in files if file.is_file()))
         context = ray.get_runtime_context()
@@ -67,12 +67,12 @@ class Host:
 
     @ray.method(concurrency_group=HEARTBEAT)
     def beat(self) -> str:
-        """Answer while the interpreter runs: the calls that are in flight, and for how long."""
+        """Heartbeat: the calls in flight and their seconds, while the interpreter runs."""
         now = time.monotonic()
         return ", ".join(f"{what} for {now - since:.0f} s" for what, since in list(self.in_flight.values()))
 
     def watch(self) -> None:
-        """Return when this process is closed; who waits for it hears of its death at once."""
+        """Block until this process is closed: a waiter learns of its death at once."""
         self.is_over.wait()
 
     def free_address(self) -> tuple[str, int]:
@@ -93,7 +93,7 @@ class Host:
     def create(
         self, name: str, worker: Callable[..., Any], kwargs: dict[str, Any], devices: tuple[str, ...] = ()
     ) -> None:
-        """Construct a worker; a replica's is told the GPUs of its group."""
+        """Construct a worker; one of a replica gets the GPUs of its group."""
         thread = self.threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
         context = WorkerContext(rank=self.rank, world_size=self.world_size, host=self.host, devices=devices)
         self.workers[name] = thread.submit(worker, context, **kwargs).result()
@@ -101,7 +101,7 @@ class Host:
         gc.freeze()  # what is there now stays: the collector need not walk all of torch again and again
 
     def call(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a worker."""
+        """Call a method of a worker."""
         number = next(self.numbers)
         self.in_flight[number] = f"{name}.{method}", time.monotonic()
         try:
@@ -110,7 +110,7 @@ class Host:
             del self.in_flight[number]
 
     def call_beside(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a worker on a thread of Ray's, while its own is in another call."""
+        """Call a worker's urgent method on another thread, beside the call in flight."""
         return getattr(self.workers[name], method)(*args, **kwargs)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ def _traced(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def reason_of(error: RayTaskError) -> Exception:
-    """What a call raised, as its process raised it; Ray's own form of it, whose text is a traceback, is its cause."""
+    """The error of a call as its process raised it, without Ray's wrapper, whose text is a traceback."""
     if not isinstance(error.cause, Exception):
         return error
     error.cause.__cause__ = error
@@ -138,7 +138,7 @@ def reason_of(error: RayTaskError) -> Exception:
 
 
 def last_lines(where: Whereabouts | None) -> str:
-    """What a process wrote last, also of one that is dead, on whatever machine: a sentence, then the lines."""
+    """Last lines of a process's output, dead or alive, on any node."""
     if where is None:
         return "it had written nothing yet"
     try:
@@ -149,7 +149,7 @@ def last_lines(where: Whereabouts | None) -> str:
 
 
 def told_of(late: Sequence[Whereabouts | None]) -> str:
-    """What processes that did not answer in time are at, and what they wrote last."""
+    """Error text about processes that did not answer in time: state, stacks, last lines."""
     return "; ".join(f"{description_of(where)}\n{last_lines(where)}" for where in late)
 
 

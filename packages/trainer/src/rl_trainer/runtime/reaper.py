@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 VARIABLE = "RL_TRAINER_RAY_MARK"
 """Environment variable that holds the mark: Ray's processes inherit it, and theirs do."""
 DEATH_GRACE_S = 8.0
-"""What processes have to end by themselves after the controller died: they delete files and end servers meanwhile."""
+"""Seconds that processes have to end by themselves after the controller died; they clean up meanwhile."""
 LOOK_EVERY_S = 1.0
 """Time between two looks at the processes, while the controller lives. More where a look is expensive: see below."""
 _LOOK_SHARE = 0.005
 """Largest share of a core that looking may take."""
 _STOP_GRACE_S = 2.0
-"""The same after a stop, which has closed the workers and ended Ray."""
+"""Seconds that processes have after an orderly stop, which has closed the workers and ended Ray."""
 _GIVE_UP_S = 30.0
 """A process that SIGKILL has not ended by then is stuck in the kernel."""
 
 
 class Reaper:
-    """Starts the reaper process of this controller. Where there is no /proc, nothing: there Ray has a reaper.
+    """Handle of this controller's reaper process. Without /proc it does nothing: Ray has a reaper there.
 
     Args:
         death_grace_s: What the run's processes have to end by themselves after the controller died, seconds.
@@ -62,7 +62,7 @@ class Reaper:
 
     @contextmanager
     def marking(self) -> Generator[None]:
-        """Processes that are started in the body carry the mark."""
+        """Mark the processes that are started in the body, by an environment variable."""
         os.environ[VARIABLE] = self._mark
         try:
             yield
@@ -107,7 +107,7 @@ def find_processes(marking: str, known: Mapping[int, int]) -> dict[int, int]:
 
 
 def start_time(pid: int) -> int:
-    """Of a living process, in clock ticks since the machine started; raises ProcessLookupError."""
+    """Start time of a living process, clock ticks since boot; raises ProcessLookupError."""
     if (seen := _parent_and_start(pid)) is None:
         raise ProcessLookupError(f"there is no process {pid}")
     return seen[1]

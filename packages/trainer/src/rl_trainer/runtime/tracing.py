@@ -1,4 +1,4 @@
-"""Spans of every process of a run, as one timeline for Chrome's and Perfetto's viewers (`rl-train --profile`).
+"""Tracing (`rl-train --profile`): spans of every process of a run, as one timeline for Perfetto and Chrome.
 
 Each process writes a file of its own into a folder that an environment variable names, a span per line, so that one
 that is killed loses none; at the end they are joined to `trace.json` (Trace Event Format). rl-tq leaves its spans in
@@ -32,7 +32,7 @@ _NOTHING = nullcontext()
 
 
 class _Writer:
-    """The file of one process."""
+    """Trace file of one process."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
@@ -62,7 +62,7 @@ def _writer() -> _Writer | None:
 
 
 def span(name: str, **args: Any) -> AbstractContextManager[None]:
-    """A span of what happens in the body, on this thread; nothing unless the run is profiled."""
+    """Record the body as a span of this thread; does nothing unless the run is profiled."""
     writer = _writer()
     return _NOTHING if writer is None else _span(writer, name, args)
 
@@ -77,7 +77,7 @@ def _span(writer: _Writer, name: str, args: dict[str, Any]) -> Generator[None]:
 
 
 def trace_requests(server: Any) -> None:
-    """Have a server's `generate`, of which many run at a time, leave spans; nothing unless the run is profiled."""
+    """Record every `generate` of a server as an asynchronous span; does nothing unless the run is profiled."""
     writer = _writer()
     if writer is None:
         return
@@ -124,7 +124,7 @@ def profiled(output_dir: Path | None) -> Generator[None]:
 
 
 def environment(folder: Path | None = None) -> dict[str, str]:
-    """The variables that make a process write spans: into `folder`, or where this process writes them, if it does."""
+    """Environment variables that make a process write spans: into `folder`, or where this process writes its own."""
     where = os.environ.get(VARIABLE) if folder is None else str(folder.absolute())
     return {} if where is None else {VARIABLE: where, _QUEUE_VARIABLE: where}
 

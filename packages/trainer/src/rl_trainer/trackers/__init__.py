@@ -1,4 +1,4 @@
-"""Where a run's numbers go: trackers by name, several at once."""
+"""Trackers of a run's metrics: console, TensorBoard, wandb, trackio, or your own."""
 
 from rl_trainer.trackers.base import RunInfo, Tracker, TrackerGroup
 

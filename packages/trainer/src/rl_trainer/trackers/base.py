@@ -1,4 +1,4 @@
-"""Trackers: where a run's numbers go. One of your own is a class with an entry point in `rl_trainer.trackers`.
+"""Tracker interface: where a run's metrics go. One of your own is a subclass, named by `tracking.trackers`.
 
 One that fails is told once and left out from there on; metrics.jsonl goes on regardless.
 """
@@ -28,7 +28,7 @@ GROUP = "rl_trainer.trackers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What a tracker may want to know of a run."""
+    """Run information that a tracker is made with."""
 
     name: str
     """The configuration's `name`."""
@@ -45,7 +45,7 @@ class RunInfo:
 
 
 class Tracker(ABC):
-    """Takes the numbers of a run.
+    """Tracker of a run's metrics.
 
     Constructed in the controller's process as `tracker(run, **tracking.trackers[name])`, before anything else is
     started: what is wrong with its options or its account should show there. Then `log` after every step, in order and
@@ -54,15 +54,15 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, record: StepRecord) -> None:
-        """Take one step's record; `record.scalars()` has its numbers under flat names."""
+        """Log a step's record; `record.scalars()` has its numbers under flat names."""
 
     @abstractmethod
     def close(self, summary: Mapping[str, Any] | None) -> None:
-        """The run ended: with this summary, or with an error if it is None."""
+        """Close at the end of a run: with its summary, or None after an error."""
 
 
 class TrackerGroup:
-    """Writes every record to `metrics.jsonl` as it comes, and hands it to each tracker. A context manager.
+    """Tracker group of a run: writes `metrics.jsonl` and passes records to each tracker. A context manager.
 
     Args:
         run: The run.
@@ -87,7 +87,7 @@ class TrackerGroup:
                 ) from error
 
     def log(self, record: StepRecord) -> None:
-        """Take one step's record; the evaluation with which a run goes on is no news where its step's line has one."""
+        """Log a step's record; a resumed run's first evaluation is skipped if that step's line has one already."""
         log = self._run.output_dir / "metrics.jsonl"
         if record.is_evaluation and log.is_file():
             lines = map(json.loads, log.read_text().splitlines())
@@ -103,7 +103,7 @@ class TrackerGroup:
                 self._tell(name, f"failed at step {record.step} and is left out from here on", error)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run ended well: say so to the trackers when they are closed."""
+        """Set the summary of a run that ended well, which the trackers get when they are closed."""
         self._summary = summary
 
     def _close(self) -> None:

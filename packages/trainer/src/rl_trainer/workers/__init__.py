@@ -1,1 +1,1 @@
-"""The worker classes that the pipelines place: engine, rollout server, agent loops, sample queue."""
+"""Worker classes that `setup.place` puts into processes: engine, rollout server, agent loops, sample queue."""

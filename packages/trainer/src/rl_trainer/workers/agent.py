@@ -1,4 +1,4 @@
-"""Runs agent loops against the rollout servers, scores what they made, and puts it into the queue."""
+"""Agent worker: runs agent loops on the rollout servers, scores the trajectories, puts groups into the queue."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ _MAX_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt to roll out as a group."""
+    """Work item of an agent worker: one prompt, to be rolled out as a group."""
 
     row: Row
     """The dataset row."""
     row_index: int
-    """Its number in the data."""
+    """Number of the row in the data."""
     group_id: int
     """Unique in the run."""
     place: int
-    """Where it stands in its step's batch: seeds its sampling, whichever worker runs it."""
+    """Its position in the step's batch: seeds its sampling, whichever worker runs it."""
     attempt: int = 0
-    """How often a worker died that had it."""
+    """How many workers died while they ran it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
-    """Groups that will not come, since a worker was last asked. Those that are complete are in the queue."""
+    """Failed groups since the worker was last asked; complete ones are in the queue."""
 
     groups: tuple[int, ...]
-    """Their ids: one of their rollouts failed."""
+    """Group ids, each with a failed rollout."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed rollouts per kind."""
     last_failure: str = ""
@@ -76,7 +76,7 @@ class FailureReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """Scores of held-out rows."""
+    """Evaluation report: scores of held-out rows."""
 
     rewards: tuple[float, ...]
     """One per completion that ended well."""
@@ -87,7 +87,7 @@ class EvalReport:
 
 
 class _Failures:
-    """Failed groups since they were last taken. Written on the event loop, taken from any thread."""
+    """Buffer of failed groups, written on the event loop and taken from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,7 +108,7 @@ class _Failures:
 
 
 class _GroupWriter:
-    """Writes groups as they finish: one call at a time, with all that became ready during the last one."""
+    """Batching writer of finished groups: one put at a time, with all groups that finished during the last one."""
 
     def __init__(self, put: Callable[[list[Group]], object]) -> None:
         self._put = put
@@ -133,7 +133,7 @@ class _GroupWriter:
 
 
 class AgentWorker:
-    """Many rollouts at a time on one event loop; a group enters the queue as soon as its last rollout is scored."""
+    """Agent worker: many rollouts on one event loop; a group enters the queue when its last rollout is scored."""
 
     def __init__(
         self,
@@ -171,12 +171,12 @@ class AgentWorker:
         return create_runner(config, server, self._tokenizer)
 
     def use_servers(self, servers: list[ServerAddress], reward_urls: Mapping[str, str]) -> None:
-        """See `Replicas.use` and `Scorer.use`."""
+        """Set the replicas to generate on and the reward servers to ask: `Replicas.use`, `Scorer.use`."""
         self._loop.run(self._replicas.use(servers), self._timeout_s)
         self._scorer.use(reward_urls)
 
     def prompt_lengths(self, rows: list[Row]) -> list[int]:
-        """Tokens of each row's prompt as the chat template renders it, those of its images included.
+        """Prompt lengths: tokens of each row under the chat template, those of its images included.
 
         Raises:
             DataError: a prompt cannot be rendered, or has images that the model cannot be shown.
@@ -222,7 +222,7 @@ class AgentWorker:
             self._running.discard(task)
 
     def stop_running(self) -> None:
-        """End the submitted groups that are not complete. Those that are have been written when this returns."""
+        """Abort the submitted groups that are not complete; complete ones are in the queue when this returns."""
         self._loop.run(self._stop_running(), self._timeout_s)
         self._streams = []
 
@@ -301,7 +301,7 @@ class AgentWorker:
         )
 
     def close(self) -> None:
-        """End what still streams, leave the servers and the queue, and stop the loop."""
+        """Cancel running rollouts, close servers and queue, and stop the event loop."""
         for stream in self._streams:
             stream.cancel()
         self._loop.run(self._runner.close(), 30.0)
@@ -312,7 +312,7 @@ class AgentWorker:
 
 
 def create_runner(config: AgentSection, server: Generator, tokenizer: Tokenizer) -> rl_agent.AgentRunner:
-    """What runs the loops of `agent`, or those that rows name, on a server."""
+    """Runner of the agent loops of `agent.loop`, or of the loops that rows name, on a server."""
     return rl_agent.AgentRunner(
         lambda name: (
             rl_agent.create_loop(loop_named(name), server, tokenizer, **config.options)
@@ -327,7 +327,7 @@ def create_runner(config: AgentSection, server: Generator, tokenizer: Tokenizer)
 
 
 def overlong_penalty(num_tokens: int, longest: int, buffer: int) -> float:
-    """What a completion loses for its length: nothing up to `longest - buffer` tokens, then linearly up to 1.
+    """Length penalty of a completion: 0 up to `longest - buffer` tokens, then linear up to 1.
 
     Soft overlong punishment, arXiv 2503.14476, equation 13. Nothing with a buffer of 0.
     """
@@ -337,12 +337,12 @@ def overlong_penalty(num_tokens: int, longest: int, buffer: int) -> float:
 def grading(
     rows: Sequence[Row], scorer: Scorer, penalty: Callable[[int], float] | None = None
 ) -> Callable[[RolloutResult], Awaitable[RolloutResult]]:
-    """Scores rollouts for `AgentRunner.run_groups`; `scored` takes the scores out. A scorer that raises is a failure.
+    """Grading hook for `AgentRunner.run_groups`; `scored` reads the scores. A scorer that raises is a counted failure.
 
     Args:
-        rows: That the results are of.
+        rows: Rows of the results.
         scorer: Gives the scores.
-        penalty: What a completion of a number of tokens loses.
+        penalty: Penalty by number of completion tokens.
     """
 
     async def grade(result: RolloutResult) -> RolloutResult:
@@ -377,7 +377,7 @@ _MOST = 1024
 
 
 class PromptMemory:
-    """A Hugging Face tokenizer, but for the chat template: what was rendered lately is not rendered again."""
+    """Tokenizer with a cache of rendered chat templates: a group's completions share one prompt."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -388,7 +388,7 @@ class PromptMemory:
         return getattr(self._tokenizer, name)
 
     def apply_chat_template(self, conversation: Sequence[Message], **kwargs: Any) -> Any:
-        """As the tokenizer's."""
+        """The tokenizer's `apply_chat_template`, cached."""
         try:
             key = json.dumps((conversation, kwargs))  # in the order of its keys, which a template may look at
         except TypeError:  # it holds something that JSON has no words for
@@ -401,28 +401,28 @@ class PromptMemory:
 
 
 class ExpertAsking:
-    """Has a server tell the experts that every token was routed to, whatever loop asks."""
+    """Generator that asks the server for the routed experts of every token, whatever the loop asks for."""
 
     def __init__(self, server: Generator) -> None:
         self._server = server
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """As the server's."""
+        """Generate, with `returns_routed_experts`."""
         return await self._server.generate(replace(request, returns_routed_experts=True))
 
 
 class Replicas:
-    """Connections to replicas behind one router, by address: a port that is used again is another server's."""
+    """Rollout replicas behind one router, with a connection per address."""
 
     def __init__(self, addresses: Sequence[ServerAddress]) -> None:
         self._servers = {address: _connected(address) for address in addresses}
         self.router = rl_rollout.Router([*self._servers.values()])
 
     async def use(self, addresses: Sequence[ServerAddress]) -> None:
-        """Generate on these, and on no others; what runs on one that is left out goes on elsewhere.
+        """Set the replicas to generate on; requests that run on a removed one go on at others.
 
-        One that is gone already is passed over: the next sync of weights finds it too, and names those that are left.
-        Should all be gone, the last replica that was in use stays, and its loss is what the next request is told.
+        An address that does not answer is left out: the next weight sync finds that too, and sends new addresses. If
+        none answers, the last replica in use stays, and the next request raises its loss.
         """
         for address in addresses:
             if address not in self._servers:

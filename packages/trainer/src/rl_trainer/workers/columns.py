@@ -1,4 +1,4 @@
-"""Trajectories as columns of the queue."""
+"""Queue columns of trajectories."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Sample = tuple[AgentLoopOutput, Score]
 Group = tuple[int, list[Sample], float | None]
 """A group's id, its samples in the order of its rollouts, and the reward of its greedy completion, if wanted."""
 ROLLOUT = "rollout_index"
-"""Which rollout of its group a trajectory is of: a name among its extra fields, and a column."""
+"""Index of the rollout in its group: an extra field of the trajectory, and a column."""
 TRUNCATED = ("length", "timeout")
 """Finish reasons of a completion that was cut off."""
 EXPERTS = ("routed_experts",)
@@ -39,7 +39,7 @@ EXPERTS = ("routed_experts",)
 def to_columns(
     groups: Sequence[Group], *, has_experts: bool = False, reader: ImageReader | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Queue columns and tags of groups. Ragged ones are jagged tensors; per token means per completion token.
+    """Columns and tags of groups. Ragged columns are jagged tensors; "per token" means per completion token.
 
     Args:
         groups: Complete ones.
@@ -141,7 +141,7 @@ def _components(scores: Sequence[Score]) -> dict[str, torch.Tensor]:
 
 
 def _place_reward(output: AgentLoopOutput, reward: float) -> list[float]:
-    """Turn rewards on the last token of their turns; what they leave of the reward on the last the model wrote."""
+    """Rewards per token: each turn's on its last token, the rest of the reward on the model's last token."""
     mask = output.loss_mask
     placed = [0.0] * len(mask)
     ends = [i for i, m in enumerate(mask) if m and not any(mask[i + 1 : i + 2])]
@@ -165,7 +165,7 @@ IMAGES = ("pixel_values", "image_grid_thw")
 
 
 def takes_images(folder: Path) -> bool:
-    """Whether the model in a folder takes images in this way, and the folder says how to prepare them."""
+    """Whether the model in a folder takes images as patches, and the folder has an image processor."""
     file = folder / "config.json"
     vision = json.loads(file.read_text()).get("vision_config") or {} if file.is_file() else {}
     is_told = any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
@@ -173,7 +173,7 @@ def takes_images(folder: Path) -> bool:
 
 
 class ImageReader:
-    """Prepares images by the model's own image processor, as servers do.
+    """Image reader: the model's own image processor, as servers use it.
 
     Args:
         folder: Of a model that `takes_images`.
@@ -200,7 +200,7 @@ class ImageReader:
         self._patch_numbers: int = channels * vision.temporal_patch_size * vision.patch_size**2
 
     def num_added(self, urls: Sequence[str]) -> int:
-        """Tokens that a prompt with these images has beyond one for each; their pixels are not read."""
+        """Extra tokens of a prompt with these images, beyond one placeholder each; pixels are not read."""
         return sum(self._num_tokens(_opened(url)) - 1 for url in urls)
 
     def _num_tokens(self, image: Any) -> int:
@@ -208,7 +208,7 @@ class ImageReader:
         return patches // self._merged
 
     def read(self, outputs: Sequence[AgentLoopOutput]) -> tuple[list[AgentLoopOutput], list[tuple[Tensor, Tensor]]]:
-        """The trajectories with their images' places written out, and the values of `IMAGES` for each.
+        """Trajectories with image placeholders expanded, and the values of `IMAGES` for each.
 
         Raises:
             TrainerError: a trajectory has not as many places as images.

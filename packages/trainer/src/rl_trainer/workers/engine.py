@@ -1,4 +1,4 @@
-"""One rank of a model engine, fed from the queue: the actor, the reference, and what learns beside them."""
+"""Engine workers: one rank of actor, reference, critic or teacher, which reads and writes columns of the queue."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 _TOKENS = ("prompt_token_ids", "completion_token_ids", "loss_mask")
 _READ: tuple[Need, ...] = ("values", "greedy_rewards", "sum_pi_squared", "process_rewards", "components")
-"""What estimators need that are columns."""
+"""Needs of estimators that are columns of the queue."""
 _OLD_ENTROPY = "old_entropy"
 _OLD = {"recompute": "old_logprobs", "rollout": "rollout_logprobs"}
 """By `algorithm.old_logprobs`, the column of the policy before the update."""
@@ -66,7 +66,7 @@ _OLD = {"recompute": "old_logprobs", "rollout": "rollout_logprobs"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What one optimizer step did."""
+    """Report of one optimizer step."""
 
     metrics: dict[str, float]
     """Loss, KL, clip fractions and so on, of the whole mini-batch."""
@@ -78,7 +78,7 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageReport:
-    """What was made of a batch's rewards."""
+    """Report of a batch's advantages."""
 
     batch: BatchMeta
     """The columns that were written."""
@@ -86,19 +86,19 @@ class AdvantageReport:
     """Mean KL per token of the whole batch that was taken off the rewards; None with the KL elsewhere."""
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.batch)
 
     @classmethod
     def concat(cls, parts: Sequence[AdvantageReport]) -> AdvantageReport:
-        """The reports of ranks as one."""
+        """Concatenate the reports of ranks."""
         return replace(parts[0], batch=type(parts[0].batch).concat([part.batch for part in parts]))
 
 
 class _EngineRank:
-    """Wraps an `rl_engine.Engine`: reads columns from the queue, computes, writes columns back. Ranks call in step.
+    """Base of engine workers: an `rl_engine.Engine` that reads columns of the queue and writes columns back.
 
-    `inputs` names what the model is fed beside the tokens.
+    All ranks make the same calls in the same order. `inputs` names columns that the model is fed beside the tokens.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class _EngineRank:
         self._engine.initialize()
 
     def _forward(self, batch: BatchMeta, columns: Mapping[str, str]) -> BatchMeta:
-        """Write outputs of the engine as columns of the queue, named by output."""
+        """Run a forward pass and write its outputs; `columns` has the column by output."""
         data = self._queue.get(batch, self._inputs)
         with self._engine.eval_mode(), span("forward"):
             outputs = self._engine.forward_backward_batch(data, None, forward_only=True)
@@ -147,18 +147,18 @@ class _EngineRank:
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self) -> None:
-        """Move everything to the CPU's memory; a call that needs it brings it back, and away again."""
+        """Offload weights, gradients and optimizer to the CPU; a call that needs them onloads and offloads again."""
         self._engine.to("cpu")
 
     @register(Dispatch.ONE_TO_ALL)
     def offload_optimizer(self) -> None:
-        """Drop the gradients and move the optimizer to the CPU's memory: weights alone are left, to be sent."""
+        """Offload the optimizer and drop the gradients: the weights alone stay, to be sent."""
         self._engine.optimizer_zero_grad()
         self._engine.to("cpu", model=False, grad=False)
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self) -> None:
-        """Bring everything back to stay."""
+        """Onload everything to the device."""
         self._engine.to("cuda" if torch.cuda.is_available() else "cpu")
 
     @register(Dispatch.ONE_TO_ALL)
@@ -180,7 +180,7 @@ class _EngineRank:
 
     @register(Dispatch.ONE_TO_ALL)
     def finish(self) -> None:
-        """Free the model, once a checkpoint that is still being written is whole. Raises what its writing raised."""
+        """Wait for a checkpoint that is still being written, raise what its writing raised, and free the model."""
         self._engine.close()
 
     def _put(self, batch: BatchMeta, columns: Mapping[str, Any]) -> BatchMeta:
@@ -188,13 +188,13 @@ class _EngineRank:
         return self._queue.put(data, partition=batch.partition, sample_ids=batch.sample_ids)
 
     def close(self) -> None:
-        """Free the model and leave the queue."""
+        """Free the model and close the queue."""
         self._engine.close()
         self._queue.close()
 
 
 class CriticWorker(_EngineRank):
-    """One rank of what learns beside the policy: the value function, by its `loss`."""
+    """Critic worker: one rank of the value function, which learns by `loss`."""
 
     _reads = ("values", "returns")
 
@@ -204,24 +204,24 @@ class CriticWorker(_EngineRank):
 
     @register(Dispatch.SPLIT)
     def compute_values(self, batch: BatchMeta) -> BatchMeta:
-        """Write the value of the state before every completion token as `values`."""
+        """Write `values`: the value of the state before every completion token."""
         return self._forward(batch, {"values": "values"})
 
     @register(Dispatch.SPLIT_REDUCED)
     def update_critic(self, batch: BatchMeta) -> UpdateReport:
-        """One optimizer step on one mini-batch."""
+        """Take one optimizer step on a mini-batch."""
         return self._update(self._learnable(batch, (*self._inputs, *self._reads)), self._loss)
 
 
 class ProcessRewardWorker(CriticWorker):
-    """One rank of an implicit process reward model: a model whose log-ratio to the start policy is a reward."""
+    """Process reward worker (PRIME): one rank of a model whose log-ratio to the start policy is a reward."""
 
     _reads = ("ref_logprobs", "rewards")
     _loss: ProcessRewardLoss
 
     @register(Dispatch.SPLIT)
     def compute_values(self, batch: BatchMeta) -> BatchMeta:
-        """Write beta times the log-ratio of every completion token to `ref_logprobs` as `process_rewards`.
+        """Write `process_rewards`: beta times the log-ratio of every completion token to `ref_logprobs`.
 
         Raises:
             TrainerError: a completion's reward is no outcome, so that the model could not learn it.
@@ -242,7 +242,7 @@ class ProcessRewardWorker(CriticWorker):
 
 
 class EngineWorker(_EngineRank):
-    """One rank of the policy, trained or frozen."""
+    """Policy worker: one rank of the actor, the reference or the teacher."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.SPLIT)
     def compute_log_prob(self, batch: BatchMeta, column: str = "old_logprobs") -> BatchMeta:
-        """Write the log-probs of every completion token under the engine's weights as `column`.
+        """Write `column`: the log-probs of every completion token under the engine's weights.
 
         Where the estimator reads it, also `sum_pi_squared` of the policy before the update, and with
         `algorithm.top_entropy` its entropy.
@@ -304,13 +304,13 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.SPLIT)
     def compute_teacher_log_prob(self, batch: BatchMeta) -> BatchMeta:
-        """Write what the loss reads of a teacher, which this engine holds."""
+        """Write the teacher's columns that the distillation loss reads; this engine holds the teacher."""
         assert self._teacher is not None, "it is asked of the teacher alone"
         return self._forward(batch, teacher_columns(self._teacher))
 
     @register(Dispatch.SPLIT)
     def compute_stage(self, batch: BatchMeta, name: str) -> BatchMeta:
-        """Write the columns of a stage that the run has of its own.
+        """Write the columns of a user's stage (`algorithm.stages`).
 
         Raises:
             TrainerError: it gave no columns.
@@ -323,12 +323,14 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.SPLIT_GROUPS)
     def compute_advantage(self, batch: BatchMeta, kl_coef: float, seed: int) -> AdvantageReport:
-        """Write `advantages`, and what a critic or the loss reads beside them. Collective; a rank holds whole groups.
+        """Write `advantages` and the columns that critic or loss read beside them. Collective; ranks hold whole groups.
+
+        A rank reads the columns of its own groups; whole-batch statistics are reduced over the ranks as moments.
 
         Args:
             batch: Scored rows of one training step.
-            kl_coef: Weight of the KL to the reference in the rewards; only with `algorithm.kl_in_reward`.
-            seed: Of the choice of tokens that some losses treat apart.
+            kl_coef: Coefficient of the KL to the reference in the rewards; only with `algorithm.kl_in_reward`.
+            seed: Seeds the choice of tokens of Clip-Cov and KL-Cov.
         """
         context = self._context
         if context.world_size == 1:
@@ -338,7 +340,7 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.RANK_ZERO)
     def compute_whole_advantage(self, batch: BatchMeta, kl_coef: float, seed: int) -> AdvantageReport:
-        """`compute_advantage` of an estimator that is given the whole batch (`Estimator.scope`)."""
+        """Write advantages on rank 0, by an estimator that needs the whole batch (`Estimator.scope`)."""
         return self._advantages(batch, kl_coef, seed, BatchRanks())
 
     def _advantages(self, batch: BatchMeta, kl_coef: float, seed: int, ranks: BatchRanks) -> AdvantageReport:
@@ -410,7 +412,7 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.SPLIT_REDUCED)
     def update_actor(self, batch: BatchMeta, entropy_coef: float | None = None) -> UpdateReport:
-        """One optimizer step on one mini-batch.
+        """Take one optimizer step on a mini-batch.
 
         Args:
             batch: Its rows.
@@ -435,7 +437,7 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, num_receivers: int) -> SyncReport | None:
-        """Stream the weights to every server, once they all have joined. All ranks gather; rank 0 sends and reports.
+        """Send gathered weights to every server once all have joined: all ranks gather, rank 0 sends and reports.
 
         Raises:
             SyncAbortedError: it failed on either side, or was called off.
@@ -471,7 +473,7 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.GATHER)
     def weight_layout(self) -> list[list[ShardSpec] | None]:
-        """What this rank holds of the weights; None if its engine exports whole tensors only."""
+        """Layout of this rank's shards; None if its engine exports whole tensors only."""
         try:
             return [[spec for spec, _ in self._engine.get_local_shards()]]
         except ConfigError:
@@ -479,7 +481,7 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.GATHER)
     def open_sessions(self, layouts: tuple[Sequence[ShardSpec], ...], address: str) -> list[dict[int, str]]:
-        """Open a session to each rank of a replica that this rank has slices for; where each is reached.
+        """Open a session to each replica rank that this rank has slices for; returns their addresses.
 
         Args:
             layouts: What every rank of the engine holds.
@@ -496,7 +498,7 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.GATHER)
     def stage_weights(self, version: int, num_replicas: int) -> list[dict[str, DigestShare]]:
-        """Send this rank's slices; returns its share of the digest when every receiver holds all that it takes.
+        """Send this rank's slices; returns its share of the digest once every receiver holds them.
 
         Nothing is committed before `commit_weights`.
 
@@ -518,24 +520,24 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.GATHER)
     def commit_weights(self, version: int, digest: int) -> list[SyncReport]:
-        """Every rank has staged the version, whose digest over the whole model this is: it is committed."""
+        """Commit the staged version, given the digest over the whole model; every rank has staged it."""
         assert self._shards is not None, "a version is staged first"
         return [self._loop.run(self._shards.commit(digest, version), self._timeout_s)]
 
     @register(Dispatch.ONE_TO_ALL)
     def abort_weights(self, why: str) -> None:
-        """Call off what this rank has staged; nothing if it has not."""
+        """Abort the staged version, if there is one."""
         assert self._shards is not None, "a version is staged first"
         self._loop.run(self._shards.abort(why), self._timeout_s)
 
     @register(Dispatch.ONE_TO_ALL, is_urgent=True)
     def call_off(self) -> None:
-        """End a sync that waits for receivers. One that has begun to send notices by itself who is gone."""
+        """Abort a sync that waits for receivers. One that sends already notices lost receivers itself."""
         if self._waiting is not None:
             self._loop.cancel(self._waiting)
 
     def close(self) -> None:
-        """Leave every session and free the model."""
+        """Close every session and free the model."""
         for sender in (self._sender, self._shards):
             if sender is not None:
                 self._loop.run(sender.close(), 30.0)
@@ -556,14 +558,14 @@ def _whole(batch: BatchMeta, offsets: Tensor) -> Tensor:
 
 
 def _all_reduce(values: Tensor) -> Tensor:
-    """Sum over all ranks of the engine, whose process group it is."""
+    """All-reduce (sum) over the engine's process group."""
     summed = values.cuda() if torch.distributed.get_backend() == "nccl" else values.clone()
     torch.distributed.all_reduce(summed)
     return summed.to(values.device)
 
 
 class ReferenceWorker(EngineWorker):
-    """One rank of a frozen engine that is given other weights now and then."""
+    """Reference worker of `algorithm.ref_ema`: one rank of a frozen engine whose weights are replaced by averages."""
 
     def __init__(self, context: WorkerContext, *, backend: str, config: EngineConfig, **rest: Any) -> None:
         super().__init__(context, backend=backend, config=config, **rest)
@@ -571,12 +573,12 @@ class ReferenceWorker(EngineWorker):
 
     @register(Dispatch.RANK_ZERO)
     def average(self, policy: str, into: str, decay: float) -> None:
-        """Write the folder `into`: see `average_folders`, of one's own weights and those in `policy`."""
+        """Write folder `into`: `average_folders` of this reference's weights and those in `policy`."""
         average_folders(Path(self._config.model_path), Path(policy), Path(into), decay)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_model(self, path: str) -> None:
-        """Take the weights of a folder instead of one's own."""
+        """Load the weights of a folder."""
         self._engine.close()
         self._config = replace(self._config, model_path=path)
         self._engine = rl_engine.create_engine(self._backend, self._config)

@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for workers whose methods are called synchronously."""
+"""Event loop on a thread of its own, for workers whose methods are called synchronously."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run to the end and return the result.
+        """Run a coroutine to its end and return its result.
 
         Raises:
             WorkerTimeoutError: it took longer; it is cancelled.
@@ -41,11 +41,11 @@ class LoopThread:
             future.cancel()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run in the background."""
+        """Start a coroutine in the background."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
-        """Cancel a task of the loop, from any thread; who runs it hears of it once it has ended."""
+        """Cancel a task of the loop, from any thread; its waiter is told once it has ended."""
         self._loop.call_soon_threadsafe(task.cancel)
 
     def close(self) -> None:

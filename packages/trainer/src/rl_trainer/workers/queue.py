@@ -1,4 +1,4 @@
-"""Keeps what was learned from: every sample of a step in one parquet file."""
+"""Workers around the sample queue: its host, and the writer of samples to disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SampleWorker:
-    """Reads a step's columns from the queue and writes them, so that the controller's process holds no tensor."""
+    """Writes the samples of a step to a parquet file, reading the queue itself: the controller holds no tensor."""
 
     def __init__(
         self, context: WorkerContext, *, folder: str, model_path: str, queue_address: str, timeout_s: float
@@ -45,12 +45,12 @@ class SampleWorker:
         return write_samples(file_of(self._folder, step), columns)
 
     def close(self) -> None:
-        """Leave the queue."""
+        """Close the connection to the queue."""
         self._queue.close()
 
 
 class QueueWorker:
-    """Hosts the sample queue, so that the controller's process holds no tensor."""
+    """Host of the sample queue, in a process of its own: the controller holds no tensor."""
 
     def __init__(self, context: WorkerContext, *, storage: str, name: str, snapshot: str | None = None) -> None:
         import rl_tq
@@ -64,7 +64,7 @@ class QueueWorker:
 
     @register(Dispatch.RANK_ZERO)
     def copy(self, rows: BatchMeta, partition: str) -> BatchMeta:
-        """New rows of `partition` with the columns and tags of `rows`, which nobody claims."""
+        """Copy rows into `partition`, with columns and tags; the copies are not claimed as fresh groups."""
         tags = [{**tag, "is_copy": True} for tag in rows.tags]
         return self._queue.put(self._queue.get(rows), partition=partition, tags=tags)
 

@@ -1,4 +1,4 @@
-"""Reward models that the run serves itself: `rl-serve FOLDER --task score`, each in a process of its own."""
+"""Reward servers that the run starts itself: `rl-serve FOLDER --task score`, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _READY = "rl-serve ready "
-"""What `rl-serve` prints before the JSON of its address."""
+"""Text that `rl-serve` prints before the JSON of its address."""
 _CHECK_S = 1.0
 _READY_CHECK_S = 0.05
 
 
 class RewardServers:
-    """Keeps a server for each reward model. Asleep it has none: all of its memory is the engine's, and waking loads it.
+    """Supervisor of one server per reward model. `sleep` ends the servers, `wake` starts and loads them again.
 
     With `heartbeat_s`, the end of a server, or one that is stopped for so long, ends this process too: whoever needs
     its rewards hears of that at once.
@@ -140,7 +140,7 @@ class _Server:
         return self._url
 
     def told(self, what: str) -> str:
-        """A sentence, its state and its last lines."""
+        """Error text: a sentence, the server's state and its last lines."""
         return self._process.told(f"{self._name} {what}; {describe(self.pid, None)}")
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""The small workers around the engine: the queue's host, and the keeper of one rollout server."""
+"""Rollout worker: supervises one replica of a rollout server."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _HEALTH_CHECK_S = 1.0
 
 
 class RolloutWorker:
-    """Keeps one replica of a rollout server: starts it, hands it new weights, ends it.
+    """Supervisor of one rollout replica: starts its server, has it receive weights, ends it.
 
-    With the server in a process of its own, the end of that is this worker's too, at once: whoever watches it hears.
+    Where the server is a process of its own and ends, this worker ends at once too, so that its watchers notice.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class RolloutWorker:
         return told
 
     def address(self) -> ServerAddress:
-        """Where the replica answers."""
+        """Address of the replica."""
         return self._address
 
     def capabilities(self) -> Capabilities:
-        """What the replica can do."""
+        """Capabilities of the replica."""
         return self._server.capabilities
 
     def count_receivers(self) -> int:

@@ -1,4 +1,4 @@
-"""A teacher that is served somewhere: it scores what the policy wrote, by the log-probs of a prompt's tokens."""
+"""Teacher behind a server: it scores the policy's completions by the log-probs of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AT_A_TIME = 256
 
 
 class ServedTeacherWorker:
-    """Asks a server for the log-probs that its model gives to every completion token, and writes them to the queue.
+    """Served teacher: asks a server for the log-probs of every completion token and writes them to the queue.
 
     With `teacher.model` any OpenAI-compatible server that tells `prompt_logprobs`; without, one of rl-rollout's.
 
@@ -80,7 +80,7 @@ class ServedTeacherWorker:
 
     @register(Dispatch.RANK_ZERO)
     def offload(self) -> None:
-        """Nothing: the model is the server's."""
+        """Do nothing: the model is in the server."""
 
     async def _score_all(self, rows: Sequence[tuple[list[int], ...]]) -> list[tuple[float, ...]]:
         turns = asyncio.Semaphore(_AT_A_TIME)
@@ -108,7 +108,7 @@ class ServedTeacherWorker:
         return await asyncio.gather(*map(score, range(len(rows))))
 
     def close(self) -> None:
-        """Leave the server, which goes on, and the queue."""
+        """Close the connections; the server goes on."""
         self._loop.run(self._server.stop(), 30.0)
         self._loop.close()
         self._queue.close()
