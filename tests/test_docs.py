@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 PAGES = sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
-WITH_CODE = [page for page in PAGES if re.search(r"^```(python|bash)", (DOCS / page).read_text(), re.MULTILINE)]
+TRAINER = ROOT / "packages/trainer"
+WITH_CODE = [
+    str(file.relative_to(ROOT))
+    for file in [*(DOCS / page for page in PAGES), TRAINER / "README.md", *sorted(TRAINER.glob("docs/*.md"))]
+    if re.search(r"^```(python|bash)", file.read_text(), re.MULTILINE)
+]
 ENDS_AT_ONCE = ("--dry-run", "--print-config", "--explain", "--list", "--from-verl", "--completion")
 
 
@@ -75,7 +80,7 @@ def test_the_code_of_a_page_runs_as_it_stands(page, folder, small, tmp_path, mon
     names: dict = {"__name__": "page"}
     modules = set(sys.modules)
     num_run = 0
-    for language, title, text in _BLOCK.findall((DOCS / page).read_text()):
+    for language, title, text in _BLOCK.findall((ROOT / page).read_text()):
         if language == "python" and title:
             Path(title).write_text(text)
             importlib.invalidate_caches()
@@ -97,7 +102,7 @@ def run(line):
     from rl_trainer import cli
     from rl_trainer.commands import doctor
 
-    program, *words = shlex.split(line)
+    program, *words = shlex.split(line, comments=True)
     if program == "rl-doctor":
         with contextlib.suppress(SystemExit):
             assert doctor.main([]) in (0, 1)
