@@ -1,4 +1,4 @@
-"""Agent loops that produce trainable tokens: what the model emitted is never re-tokenised."""
+"""Agent loops that return trainable trajectories: tokens that the model emitted are never re-tokenised."""
 
 from rl_agent.base import AgentLoop, Generator
 from rl_agent.chat_template import load_tokenizer, tokenize_prompt

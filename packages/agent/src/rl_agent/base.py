@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 
 class Generator(Protocol):
-    """Anything that generates: a rollout server, its client, or a router over many."""
+    """Generator of tokens: a rollout server, its client, or a router over many."""
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """Token ids in, token ids out."""
+        """Generate a completion: token ids in, token ids out."""
         ...
 
 
 @runtime_checkable
 class StreamingGenerator(Protocol):
-    """A generator that gives tokens as they come, as rl-rollout's servers and router do."""
+    """Generator that also streams, as rl-rollout's servers and router do."""
 
     def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """The chunks of an answer; leaving early ends the generation."""
+        """Stream the chunks of a completion; leaving early ends the generation."""
         ...
 
 
 class AgentLoop(ABC):
-    """Turns one dataset row into one trajectory, or several.
+    """Agent loop: turns one dataset row into one trajectory, or several.
 
     The invariant: what the model emitted is never re-tokenised; context is only ever appended to. One instance runs
     many rows at the same time on one event loop, so `run` keeps its state in local variables.
@@ -42,7 +42,7 @@ class AgentLoop(ABC):
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Run one row.
+        """Run one dataset row.
 
         Args:
             sampling_params: Fields of `rl_rollout.types.SamplingParams`, for every request.
@@ -58,5 +58,5 @@ class AgentLoop(ABC):
         """
 
     async def close(self) -> None:
-        """Let go of what the loop holds: processes, connections. The default holds nothing."""
+        """Free what the loop holds: processes, connections. The default holds nothing."""
         return

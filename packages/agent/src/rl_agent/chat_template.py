@@ -1,4 +1,4 @@
-"""Chat templates: prompts, and what comes between turns as token ids that are appended to the conversation so far.
+"""Chat templates: prompts, and the tokens between turns, which are appended to the token ids of the conversation.
 
 A template renders whole conversations. Rendering again after every turn would re-tokenise what the model wrote, and
 many templates change the past (they drop old reasoning, trim, reorder arguments). So the template is applied to a
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _ANCHOR = "ANCHORanchorANCHOR"  # letters only: no template escapes, trims or splits it
 _USER: Message = {"role": "user", "content": "question"}
 _OWN_ROLES = frozenset({"system", "developer", "assistant"})
-"""Roles whose text is not that of a stranger."""
+"""Roles whose text is trusted: special tokens in it stay."""
 _CALL_ID = "call00000"  # nine letters and digits: some templates accept no other
 
 
 class TurnTemplate:
-    """Prompts and continuations in token ids, by the tokenizer's own chat template.
+    """Turn template: token ids of prompts and continuations, by the tokenizer's own chat template.
 
     Args:
         tokenizer: Any Hugging Face tokenizer with a chat template.
@@ -54,7 +54,7 @@ class TurnTemplate:
         self._special_ids = frozenset(specials.values())
         tail = self._encode(self._tail([_USER]))
         self.turn_end_id: int | None = next((i for i in tail if i in self._special_ids), None)
-        """Closes an assistant's turn; None where the template writes no special token there."""
+        """Special token that closes an assistant's turn; None where the template writes none."""
         self._check()
         if tools:
             name = str(tools[0]["function"]["name"])
@@ -64,7 +64,7 @@ class TurnTemplate:
                 )
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids of a conversation with the header of the assistant's turn appended.
+        """Token ids of a conversation, with the generation prompt of the assistant's turn.
 
         Raises:
             RowError: the template refuses these messages.
@@ -72,7 +72,7 @@ class TurnTemplate:
         return render_prompt(self._tokenizer, messages, **self._kwargs)
 
     def continuation(self, messages: Sequence[Message], *, last_token_id: int, is_stopped: bool) -> tuple[int, ...]:
-        """Ids to append after an assistant's turn: what is left of its closing, `messages`, the next turn's header.
+        """Token ids to append after an assistant's turn: the rest of its closing, `messages`, a generation prompt.
 
         Args:
             messages: What came in since: tool answers or user messages.
@@ -98,7 +98,7 @@ class TurnTemplate:
         return tuple(self._encode(self._after_render(messages)))
 
     def escape(self, text: str) -> tuple[str, int]:
-        """`text` with the special tokens in it broken by a space, so that it cannot open or close a turn; their number.
+        """Break special tokens in `text` by a space, so that it cannot open or close a turn; returns text and count.
 
         What tools and environments say is data: without this, a web page that holds `<|im_end|>` would end its turn.
         """
@@ -110,7 +110,7 @@ class TurnTemplate:
         return text, num_broken
 
     def escaped(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
-        """Messages with the special tokens broken in all that tools and users say; the number of those broken.
+        """Break special tokens in the messages of tools and users; returns the messages and the number of tokens.
 
         What the system says, and what the assistant has said, is the application's own, and stays as it is.
         """
@@ -145,13 +145,13 @@ class TurnTemplate:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _tail(self, messages: Sequence[Message], *, calls: bool = True) -> str:
-        """The rendering after the anchor: the end of the assistant's turn and what follows it."""
+        """Rendering after the anchor: the end of the assistant's turn, and all that follows."""
         return self._first(
             messages, lambda base: _after_anchor(self._render([*base, *messages], is_open=True)), calls=calls
         )
 
     def _after_render(self, messages: Sequence[Message]) -> str:
-        """What the messages add to a rendering, for templates that mark the end of a turn by no special token."""
+        """Text that messages add to a rendering, for templates without a special token at the end of a turn."""
 
         def added(base: list[Message]) -> str | None:
             before, after = self._render(base, is_open=False), self._render([*base, *messages], is_open=True)
@@ -162,7 +162,7 @@ class TurnTemplate:
     def _first(
         self, messages: Sequence[Message], use: Callable[[list[Message]], str | None], *, calls: bool = True
     ) -> str:
-        """The result of the first stand-in conversation that the template renders whole."""
+        """Render with the first stand-in conversation that the template accepts."""
         refusal: Exception | None = None
         for assistant in _stand_ins([m for m in messages if m["role"] == "tool" and calls]):
             try:
@@ -184,7 +184,7 @@ class TurnTemplate:
     # ---- checking
 
     def _check_tools(self, answers: list[Message]) -> None:
-        """See that the template shows tool answers, and can go on after them."""
+        """Check that the template renders tool answers, and can continue after them."""
         marked = self._tail(answers)
         if not marked.strip():
             raise TemplateError("the chat template renders nothing for tool answers; it does not support tools")
@@ -194,7 +194,7 @@ class TurnTemplate:
         self.continuation(answers, last_token_id=self.turn_end_id or 0, is_stopped=self.turn_end_id is not None)
 
     def _check(self) -> None:
-        """Hold a continuation against the template's own rendering."""
+        """Check a continuation against the template's own rendering of the conversation."""
         prompt = list(self.prompt([_USER]))
         whole = self._encode(self._render([_USER, {"role": "assistant", "content": "answer"}, _USER], is_open=True))
         answer = self._encode("answer")
@@ -221,7 +221,7 @@ def _after_anchor(text: str) -> str | None:
 
 
 def _stand_ins(answers: Sequence[Message]) -> list[Message]:
-    """Assistant turns that could come before these tool answers, from the most to the least that templates expect."""
+    """Stand-in assistant turns before tool answers, from the fullest to the barest that a template may need."""
     plain: Message = {"role": "assistant", "content": _ANCHOR}
     if not answers:
         return [plain]
@@ -250,7 +250,7 @@ def _find(ids: list[int], part: list[int]) -> int:
 
 
 def messages_of(row: Mapping[str, Any], field: str = "prompt") -> list[Message]:
-    """The chat messages that a dataset row holds.
+    """Chat messages of a dataset row.
 
     Raises:
         RowError: there are none, or they are not messages.
@@ -265,7 +265,7 @@ def messages_of(row: Mapping[str, Any], field: str = "prompt") -> list[Message]:
 
 
 def tokenize_prompt(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """A row's `prompt` as token ids, and its images as data URLs in the order of their places, as `single_turn` asks.
+    """Token ids of a row's `prompt`, and its images as data URLs in the order of their placeholders.
 
     Raises:
         TemplateError, RowError: see `messages_of`, `take_images` and `render_prompt`.
@@ -275,7 +275,7 @@ def tokenize_prompt(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[tuple
 
 
 def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: Any) -> tuple[int, ...]:
-    """Token ids of a conversation with the header of the assistant's turn appended.
+    """Token ids of a conversation, with the generation prompt of the assistant's turn.
 
     Raises:
         TemplateError: the tokenizer has no chat template, or one that does not give ids.
@@ -301,7 +301,7 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: A
 
 
 def load_tokenizer(model_path: str) -> Tokenizer:
-    """The tokenizer of a model folder or hub name, by transformers (`pip install 'rl-agent[hf]'`).
+    """Load the tokenizer of a model folder or hub name, by transformers (`pip install 'rl-agent[hf]'`).
 
     Raises:
         TokenizerError: transformers is not installed, or the folder holds no tokenizer that it can load.
@@ -317,7 +317,7 @@ def load_tokenizer(model_path: str) -> Tokenizer:
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Every special token and its id.
+    """Special tokens of a tokenizer, with their ids.
 
     `all_special_tokens` names those that have a role, such as the end of a sequence. Many model folders (Llama 3,
     gpt-oss) only flag the others, headers of turns among them, which text can spell out all the same.

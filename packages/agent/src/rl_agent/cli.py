@@ -1,4 +1,4 @@
-"""`rl-agent play`: talk to a policy, or run one row of a dataset, and see what training would see."""
+"""Command line `rl-agent play`: chat with a policy, or run one dataset row, and see the trajectory for training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; its exit status."""
+    """Run the command line; returns its exit status."""
     parser = argparse.ArgumentParser(prog="rl-agent", description="Agent loops that produce trainable tokens.")
     play = parser.add_subparsers(required=True, metavar="play").add_parser(
         "play", help="talk to a policy in the terminal and see tokens, masks and rewards"
@@ -66,7 +66,7 @@ async def _play(given: argparse.Namespace) -> int:
 
 
 async def _chat(server: Generator, tokenizer: Tokenizer, params: dict[str, Any]) -> None:
-    """Every line of standard input is a user's turn; the trajectory is shown at the end."""
+    """Chat: every line of standard input is a user's turn; the trajectory is printed at the end."""
     template, session = TurnTemplate(tokenizer), None
     print("one line per turn; an empty line ends the conversation")
     while line := (await asyncio.to_thread(sys.stdin.readline)).rstrip("\n"):
@@ -82,7 +82,7 @@ async def _chat(server: Generator, tokenizer: Tokenizer, params: dict[str, Any])
 
 
 def describe(output: AgentLoopOutput, tokenizer: Tokenizer) -> Iterator[str]:
-    """Lines that tell a trajectory: each run of tokens with who wrote it, and the rewards."""
+    """Lines that show a trajectory: each span of tokens with its author, and the rewards."""
     yield f"prompt, {len(output.prompt_token_ids)} tokens: {_shown(tokenizer, output.prompt_token_ids)}"
     places = range(len(output.loss_mask))
     for is_model, run in itertools.groupby(places, key=lambda i: output.loss_mask[i] == 1):

@@ -1,4 +1,4 @@
-"""The errors of rl-agent.
+"""Errors of rl-agent.
 
 AgentError
 ├── LoopError (ValueError)                no such agent loop, or it cannot be imported here
@@ -22,49 +22,49 @@ if TYPE_CHECKING:
 
 
 class AgentError(Exception):
-    """Base of every error that rl-agent raises on purpose."""
+    """Base class of the errors of rl-agent."""
 
 
 class LoopError(AgentError, ValueError):
-    """An agent loop is unknown, or is known and cannot be imported."""
+    """Unknown agent loop, or one that cannot be imported."""
 
 
 class PluginError(AgentError, ValueError):
-    """A tool-call parser, a tool or an environment is unknown, or is known and cannot be imported."""
+    """Unknown tool-call parser, tool or environment, or one that cannot be imported."""
 
 
 class ToolDefinitionError(AgentError, ValueError):
-    """A function cannot be offered as a tool: its signature gives no schema."""
+    """Function that cannot be offered as a tool: its signature gives no schema."""
 
 
 class ToolError(AgentError, RuntimeError):
-    """How a tool tells the model what went wrong; any other exception of a tool tells its type as well."""
+    """Error of a tool, whose message goes to the model; of other exceptions the type goes to it as well."""
 
 
 class SandboxError(AgentError, RuntimeError):
-    """Code cannot be run as asked on this machine."""
+    """Sandbox that cannot run code as asked on this machine."""
 
 
 class RowError(AgentError, ValueError):
-    """A dataset row cannot be run."""
+    """Dataset row that cannot be run."""
 
 
 class TokenizerError(AgentError, ValueError):
-    """A tokenizer cannot be loaded."""
+    """Tokenizer that cannot be loaded."""
 
 
 class TemplateError(AgentError, ValueError):
-    """The tokenizer has no usable chat template."""
+    """Chat template that is missing or unusable."""
 
 
 class OutputError(AgentError, ValueError):
-    """A trajectory is not valid."""
+    """Invalid trajectory."""
 
 
 class FailureError(AgentError, RuntimeError):
-    """How a loop ends a rollout that cannot go on; the runner turns it into the value it carries."""
+    """Exception by which a loop ends a rollout as a failure; the runner returns the `Failure` that it carries."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.stage}: {failure.message}")
         self.failure = failure
-        """What the rollout ends as."""
+        """Failure that the rollout ends with."""

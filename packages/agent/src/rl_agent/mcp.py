@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class McpTool(Tool):
-    """One tool of a server. All trajectories share the server, and what state it keeps."""
+    """Tool of an MCP server. All trajectories share the server and its state."""
 
     def __init__(self, connection: _Connection, name: str, description: str, parameters: Mapping[str, Any]) -> None:
         super().__init__(name, description, parameters)
         self._connection = connection
 
     async def call(self, arguments: Mapping[str, Any], session_id: str) -> ToolResult:
-        """The text and the images of the server's answer.
+        """Call the tool; returns text and images of the server's answer.
 
         Raises:
             ToolError: the tool says that it failed, or answers with neither text nor images.
@@ -51,12 +51,12 @@ class McpTool(Tool):
         return ToolResult(text=text, images=images)
 
     async def close(self) -> None:
-        """Leave the server; one that was started for us ends."""
+        """Disconnect; a server that was started for this client ends."""
         await self._connection.close()
 
 
 class _Connection:
-    """A client in a task of its own, since it has to be left by the task that entered it."""
+    """MCP client in a task of its own, since the task that enters it must also leave it."""
 
     def __init__(self, server: StdioServerParameters | str, timeout_s: float) -> None:
         self._server = server
@@ -67,7 +67,7 @@ class _Connection:
         self._client: Client | None = None
 
     async def open(self) -> Client:
-        """The client; connects if there is none."""
+        """Return the client; connects at the first call."""
         async with self._lock:
             if self._client is None or self._task is None or self._task.done():
                 self._leave = asyncio.Event()
@@ -95,11 +95,11 @@ class _Connection:
         return FailureError(Failure(kind=FailureKind.TOOL, stage="mcp", message=text, is_retryable=True))
 
     def is_lost(self, error: MCPError) -> bool:
-        """Whether an error says that the connection is closed, rather than what the server thinks of a call."""
+        """Whether an error means a closed connection, and not a call that the server refused."""
         return "closed" in str(error).lower() or self._task is None or self._task.done()
 
     async def close(self) -> None:
-        """Leave."""
+        """Disconnect."""
         async with self._lock:
             self._leave.set()
             if self._task is not None:
@@ -109,7 +109,7 @@ class _Connection:
 
 
 async def connect_mcp(server: StdioServerParameters | str, *, timeout_s: float = 30.0) -> list[Tool]:
-    """The tools of a server, for `ToolLoop(tools=...)`.
+    """List the tools of an MCP server, for `ToolLoop(tools=...)`.
 
     Args:
         server: How to start one that talks over stdio (`mcp.StdioServerParameters`), or the URL of one.

@@ -1,4 +1,4 @@
-"""Images and videos in messages: taken out as they are, in the order in which the prompt shows them."""
+"""Images and videos of messages, extracted unchanged in the order in which the prompt shows them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def take_images(messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
-    """Messages as a chat template takes them, and their images as data URLs.
+    """Extract the images of messages; returns messages for a chat template, and the images as data URLs.
 
     Parts of a message's content may be `{"type": "image"}`, which stands for the next of the row's `images`, the same
     with the image itself under `image`, and `{"type": "image_url", "image_url": {"url": ...}}`. In the same way
@@ -59,12 +59,12 @@ def take_images(messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[li
 
 
 def _own(part: Mapping[str, Any], kind: str) -> Any:
-    """What a part brings itself."""
+    """Image or video that a content part holds itself."""
     return part[f"{kind}_url"]["url"] if f"{kind}_url" in part else part.get(kind)
 
 
 def _kind_of(part: Any) -> str | None:
-    """`image` or `video`; None of other parts."""
+    """Kind of a content part: `image` or `video`; None for others."""
     name = cast("Mapping[str, Any]", part).get("type") if isinstance(part, Mapping) else None
     return {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}.get(name or "")
 
@@ -74,12 +74,12 @@ def _is_image(part: Any) -> bool:
 
 
 def count_images(messages: Sequence[Message]) -> int:
-    """Places for images in messages that `take_images` gave."""
+    """Number of image placeholders in messages from `take_images`."""
     return sum(_is_image(part) for message in messages for part in _parts(message))
 
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
-    """The messages with their places for images left out."""
+    """Messages without their image placeholders."""
     return [
         {**message, "content": [part for part in _parts(message) if not _is_image(part)]}
         if count_images([message])
@@ -97,7 +97,7 @@ _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "g
 
 
 def data_url(image: Any) -> str:
-    """An encoded image as a data URL (RFC 2397), its bytes untouched.
+    """Encode an image as a data URL (RFC 2397), its bytes unchanged.
 
     Args:
         image: A data URL, the bytes of a PNG, JPEG, GIF or WebP file, or the path of one.
@@ -120,11 +120,11 @@ def data_url(image: Any) -> str:
 
 
 NUM_FRAMES = 8
-"""Of a video that does not say how many."""
+"""Default number of frames of a video."""
 
 
 def frame_urls(video: Any, num_frames: int = NUM_FRAMES) -> tuple[str, ...]:
-    """Frames of a video as data URLs, in order: the first, the last, and those at even distances between.
+    """Frames of a video as data URLs, in order: first, last, and evenly spaced ones between.
 
     Args:
         video: The bytes of a video file, its path, a `data:video/` URL, or its frames themselves, each as `data_url`

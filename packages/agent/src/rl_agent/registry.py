@@ -1,4 +1,4 @@
-"""Plug-in registry: loops, parsers, tools and environments by the name of their entry point."""
+"""Registry of plug-ins: loops, parsers, tools and environments by the name of their entry point."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUP = "rl_agent.loops"
 
 
 def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Tokenizer, **options: Any) -> AgentLoop:
-    """Build the installed agent loop called `name`, or one of a class of one's own.
+    """Create the agent loop called `name`, or one of a class of the caller's own.
 
     Args:
         name: An entry point of the group `rl_agent.loops`, whose value is an `AgentLoop` subclass, or such a class.
@@ -40,7 +40,7 @@ def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Token
 
 
 def load_plugin(kind: Literal["parsers", "tools", "environments"], name: str) -> Any:
-    """The object that the entry point `name` of the group `rl_agent.<kind>` points at.
+    """Load the object behind the entry point `name` of the group `rl_agent.<kind>`.
 
     Raises:
         PluginError: there is none, or it cannot be imported here.
@@ -61,7 +61,7 @@ def _load(group: str, name: str, what: str, error: type[LoopError | PluginError]
 
 
 def _pip_line(entry: EntryPoint) -> str:
-    """The command that installs the plug-in's distribution, with the extra of its name where it has one."""
+    """Pip command that installs the plug-in's distribution, with the extra of its name if there is one."""
     if entry.dist is None:
         return f"pip install the distribution that provides {entry.module}"
     extras = entry.dist.metadata.get_all("Provides-Extra") or []

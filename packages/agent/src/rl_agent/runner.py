@@ -1,4 +1,4 @@
-"""Runner: many rollouts at a time on one event loop, alone or in groups, each ending as a value."""
+"""Runner: runs many rollouts at a time on one event loop, alone or in groups; each ends as a result, never an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rl_agent.base import AgentLoop
 
 _RECOVERABLE = (FailureError, RowError, RolloutError, ConnectionError, TimeoutError)
-"""What a rollout may fail on. Anything else is a mistake in a program and surfaces."""
+"""Exceptions that end one rollout as a failure. Any other is a bug, and is raised."""
 
 _Outcome = tuple[AgentLoopOutput, ...] | Failure
 
@@ -30,54 +30,54 @@ T = TypeVar("T")
 
 
 class OnFailure(StrEnum):
-    """What becomes of a group when one of its rollouts has failed, all its attempts included."""
+    """Policy for a group of which a rollout has failed, all its attempts included."""
 
     REFILL = "refill"
-    """Another rollout of the same row takes its place, with a seed of its own; up to a limit, then as `drop`."""
+    """Run another rollout of the same row in its place, with a seed of its own; after a limit, as `drop`."""
     DROP = "drop"
-    """The group yields no trajectory; its rollouts that have not started do not start."""
+    """Drop the group: it has no trajectories, and its remaining rollouts are not started."""
     MASK = "mask"
-    """The group goes on without it, if enough rollouts are left; else as `drop`."""
+    """Keep the group without it, if enough rollouts are left; else as `drop`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """How one row's group ended."""
+    """Result of one row's group."""
 
     row_index: int
-    """Position of the row among the rows that were given."""
+    """Index of the row in the batch."""
     rollouts: tuple[tuple[AgentLoopOutput, ...], ...]
-    """Trajectories of each rollout that ended well, in the rollouts' order; empty where the group is dropped."""
+    """Trajectories of each successful rollout, in order; empty where the group is dropped."""
     failures: tuple[Failure, ...]
-    """Every rollout that failed, those included whose place another took."""
+    """Failed rollouts, those included that were replaced."""
 
     @property
     def is_dropped(self) -> bool:
-        """Whether there is nothing to learn from."""
+        """Whether the group has no trajectories."""
         return not self.rollouts
 
     @property
     def num_failures(self) -> dict[FailureKind, int]:
-        """Failed rollouts per kind."""
+        """Number of failed rollouts by kind."""
         return dict(Counter(failure.kind for failure in self.failures))
 
 
 @dataclass(slots=True)
 class _Group:
-    """A group in the making."""
+    """State of a group in progress."""
 
     num_refills: int
-    """Places that may still be taken by another rollout."""
+    """Replacements that are still allowed."""
     num_started: int
-    """Seeds given out."""
+    """Number of seeds used."""
     num_left: int
-    """Places whose last rollout has not ended."""
+    """Number of rollouts of the group that have not ended."""
     ended: dict[int, tuple[AgentLoopOutput, ...]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
 
 
 class AgentRunner:
-    """Runs every row of a batch `group_size` times, many rollouts at once, and yields each result as it finishes.
+    """Runner of rollouts: runs every row of a batch `group_size` times, concurrently; yields results as they finish.
 
     A rollout that fails is tried again up to `max_attempts` times where that can help; after that, or when its deadline
     passes, it ends as a `Failure`, while the others go on. A failure is never a reward of zero. An error that is not a
@@ -129,7 +129,7 @@ class AgentRunner:
         group_size: int = 1,
         positions: Sequence[int] | None = None,
     ) -> AsyncGenerator[RolloutResult, None]:
-        """Yield `len(rows) * group_size` results in the order in which they finish.
+        """Run a batch; yields `len(rows) * group_size` results in the order in which they finish.
 
         Leaving the iteration early cancels what is running; close it at once with `contextlib.aclosing`.
 
@@ -170,7 +170,7 @@ class AgentRunner:
         grade: Callable[[RolloutResult], Awaitable[RolloutResult]] | None = None,
         positions: Sequence[int] | None = None,
     ) -> AsyncGenerator[GroupResult, None]:
-        """As `run`, by group: yield each as its last rollout ends. No failed rollout is among a group's trajectories.
+        """Run a batch by groups; yields each as its last rollout ends. Failed rollouts contribute no trajectory.
 
         Args:
             rows: Dataset rows.
@@ -197,7 +197,7 @@ class AgentRunner:
         groups = [_Group(num_refills=max_refills, num_started=group_size, num_left=group_size) for _ in rows]
 
         async def fill(row: int, index: int) -> int:
-            """Run rollouts for one place of a group until one ends well or no other may."""
+            """Run one rollout of a group, and replacements while it fails and any are allowed."""
             group, seed_index = groups[row], index
             while not (group.failures and on_failure is OnFailure.DROP):
                 params = seeded(sampling_params, positions[row], seed_index)
@@ -226,7 +226,7 @@ class AgentRunner:
                     yield GroupResult(row_index=row, rollouts=rollouts, failures=tuple(group.failures))
 
     async def close(self) -> None:
-        """Close the loops that were made."""
+        """Close the loops."""
         for loop in self._loops.values():
             await loop.close()
 
@@ -272,7 +272,7 @@ def _checked_positions(positions: Sequence[int] | None, rows: Sequence[Any]) -> 
 
 
 def seeded(sampling_params: Mapping[str, Any], row_index: int, rollout_index: int) -> dict[str, Any]:
-    """The batch's sampling parameters with a seed of this rollout's own, where the batch is seeded.
+    """Sampling parameters of one rollout: the batch's, with a seed of its own if the batch is seeded.
 
     One seed for all would make the rollouts of a group equal, token for token.
     """
@@ -284,7 +284,7 @@ def seeded(sampling_params: Mapping[str, Any], row_index: int, rollout_index: in
 
 
 def to_failure(error: Exception) -> Failure:
-    """What a rollout ends as when its loop raised one of the errors that a rollout may fail on."""
+    """Failure for an exception of a loop."""
     if isinstance(error, FailureError):
         return error.failure
     stage = "generate" if isinstance(error, RolloutError) else "loop"
@@ -301,7 +301,7 @@ def to_failure(error: Exception) -> Failure:
 
 
 async def _attempt(loop: AgentLoop, row: Mapping[str, Any], params: dict[str, Any]) -> _Outcome:
-    """Run a loop once; its outputs, checked, or the failure it ended in."""
+    """Run a loop once; returns its validated trajectories, or its failure."""
     try:
         given = await loop.run(dict(params), **row)
     except _RECOVERABLE as error:
@@ -325,7 +325,7 @@ def _deadline_failure(timeout_s: float, num_attempts: int, last: _Outcome | None
 
 
 async def as_finished(work: Iterator[Coroutine[Any, Any, T]], limit: int) -> AsyncGenerator[T, None]:
-    """Run coroutines, at most `limit` at a time, and yield their results in the order in which they finish.
+    """Run coroutines, at most `limit` at a time; yields their results in the order in which they finish.
 
     The next coroutine is taken as soon as one ends, whether or not the results are being read. The first error is
     raised, and leaving for whatever reason cancels the rest and waits for it to end.

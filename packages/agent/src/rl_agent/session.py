@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """Holds one trajectory while it is made. What the model emitted stays as it is; everything else is appended.
+    """Session: one trajectory in progress. Tokens of the model stay unchanged; everything else is appended.
 
     Args:
         server: What generates.
@@ -61,10 +61,10 @@ class Session:
         self._generate_s = 0.0
         self._last: TokenOutput | None = None
         self.num_turns = 0
-        """Generations so far."""
+        """Number of generations so far."""
 
     async def generate(self) -> None:
-        """Let the model go on.
+        """Generate the next turn.
 
         Raises:
             FailureError: the generation was aborted before its first token.
@@ -102,7 +102,7 @@ class Session:
         self.num_turns += 1
 
     def append(self, messages: Sequence[Message], images: Sequence[str] = ()) -> bool:
-        """Append tool answers or user messages. False, and nothing appended, where no room is left for a generation."""
+        """Append tool answers or user messages; returns False, and appends nothing, if no room for a turn is left."""
         assert self._last is not None, "the model writes first"
         assert self._template is not None, "a session of several turns has a template"
         ids = self._template.continuation(messages, last_token_id=self._last.token_ids[-1], is_stopped=self.is_stopped)
@@ -122,20 +122,20 @@ class Session:
 
     @property
     def last_text(self) -> str:
-        """The last turn as text, without special tokens."""
+        """Text of the last turn, without special tokens."""
         assert self._last is not None, "the model writes first"
         return self._tokenizer.decode(self._last.token_ids, skip_special_tokens=True)
 
     @property
     def last_marked_text(self) -> str:
-        """The last turn as text for a parser: with special tokens, but the stop token."""
+        """Text of the last turn for a parser: with special tokens, but without the stop token."""
         assert self._last is not None, "the model writes first"
         ids = self._last.token_ids[:-1] if self.is_stopped else self._last.token_ids
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return len(self._token_ids)
 
     def finish(
@@ -146,7 +146,7 @@ class Session:
         metrics: Mapping[str, float] | None = None,
         extra_fields: Mapping[str, Any] | None = None,
     ) -> AgentLoopOutput:
-        """The trajectory, which the model was the last to write to; its text is what it wrote in its last turn."""
+        """Finish the session as a trajectory, which ends with a turn of the model; its text is that turn's."""
         assert self._last is not None, "the model writes first"
         return AgentLoopOutput(
             prompt_token_ids=self._prompt_token_ids,
@@ -167,7 +167,7 @@ class Session:
 
 
 def add_experts(known: list[RoutedToken], num_prompt_tokens: int, output: TokenOutput) -> None:
-    """Add what a generation told to what is known of the tokens before.
+    """Extend the routed experts of a trajectory by those of its newest generation.
 
     A server feeds a prompt anew and tells of its tokens again; what was told first stays, for with those experts a
     token was sampled. What nobody told is an empty entry until somebody does.
@@ -193,7 +193,7 @@ def add_experts(known: list[RoutedToken], num_prompt_tokens: int, output: TokenO
 
 
 def finished(known: Sequence[RoutedToken], num_tokens: int) -> tuple[RoutedToken, ...]:
-    """Of a trajectory of `num_tokens` tokens, the last one left out; empty if nothing was told at all."""
+    """Routed experts of `num_tokens` tokens but the last; empty if no generation returned any."""
     if not any(known):
         return ()
     return (*known[: num_tokens - 1], *[()] * (num_tokens - 1 - len(known)))

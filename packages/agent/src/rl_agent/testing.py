@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 
 
 class FakeTokenizer:
-    """One token per character (its code point plus 3), and a ChatML-like template that is stable under appending.
+    """Fake tokenizer: one token per character (its code point plus 3), and a ChatML-like append-only template.
 
     Special ids: 0 `<|im_start|>`, 1 `<|im_end|>` (end of sequence), 2 padding. Tool calls are rendered as Hermes does.
     """
 
     eos_token_id = 1
-    """Ends an assistant's turn."""
+    """Id of the token that ends a turn."""
     all_special_tokens = ("<|im_start|>", "<|im_end|>", "<|pad|>")
-    """Tokens that are not text."""
+    """Special tokens."""
     all_special_ids = (0, 1, 2)
-    """Their ids."""
+    """Ids of the special tokens."""
     image = "\ue000"
-    """Stands for an image."""
+    """Id of the image placeholder."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of the characters of `text`, and of the special tokens that it spells out."""
+        """Token ids of `text`: of its characters, and of the special tokens that it spells out."""
         parts = re.split(r"(<\|im_start\|>|<\|im_end\|>|<\|pad\|>)", text)
         specials = self.all_special_tokens
         return [i for p in parts for i in ([specials.index(p)] if p in specials else (ord(c) + 3 for c in p))]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Characters of `token_ids`."""
+        """Text of `token_ids`."""
         specials = self.all_special_tokens
         return "".join(chr(i - 3) if i >= 3 else "" if skip_special_tokens else specials[i] for i in token_ids)
 
@@ -79,7 +79,7 @@ class FakeTokenizer:
 
 
 class FakeGenerator:
-    """A server in memory that answers from a function.
+    """Fake server in memory, which answers by a function.
 
     Args:
         reply: Gives the completion's ids for a request, or raises what the server should raise. The answer is cut at
@@ -98,21 +98,21 @@ class FakeGenerator:
         self._reply = reply or _say_ok
         self._delay_s = delay_s
         self.weight_version = weight_version
-        """Version of the tokens generated from now on."""
+        """Weight version of the tokens generated from now on."""
         self.requests: list[GenerateRequest] = []
-        """Every request, in order of arrival."""
+        """Requests in the order of arrival."""
         self.outputs: list[TokenOutput] = []
-        """Every answer, in the order given."""
+        """Outputs in the order in which they were returned."""
         self.num_running = 0
-        """Generations in flight."""
+        """Number of generations in flight."""
         self.max_running = 0
-        """Most that were ever in flight."""
+        """Most generations that were ever in flight."""
         self.started = asyncio.Event()
         """Set when the first generation starts."""
         self._in_flight: set[str] = set()
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """Answer after the delay. The log-prob of the i-th token is -(i + 1) / 64.
+        """Generate after the delay. The log-prob of token i is -(i + 1) / 64.
 
         Raises:
             RequestError: the request's id is in flight already.
@@ -147,25 +147,25 @@ def _say_ok(_: GenerateRequest) -> Sequence[int]:
 
 
 class AgentLoopConformance:
-    """What every agent loop must hold to, whatever it does between generations. Subclass it and say how to make one."""
+    """Conformance suite of agent loops: subclass it, and define how a loop is made."""
 
     sampling_params: dict[str, Any] = {"max_new_tokens": 64}  # noqa: RUF012 - a test class's constant
-    """Given to every run."""
+    """Sampling parameters of every run."""
 
     def make_loop(self, server: Generator, tokenizer: Tokenizer) -> AgentLoop:
-        """The loop under test."""
+        """Create the loop under test."""
         raise NotImplementedError
 
     def make_row(self, index: int) -> dict[str, Any]:
-        """A row that the loop can run; different for every index."""
+        """Row that the loop can run; different for every index."""
         return {"prompt": [{"role": "user", "content": f"question {index}"}]}
 
     def reply(self, request: GenerateRequest) -> Sequence[int]:
-        """What the model says; the default repeats the end of its prompt, so that answers to different rows differ."""
+        """Answer of the fake model; the default repeats the end of its prompt, so that rows have different answers."""
         return [*request.prompt_token_ids[-32:], FakeTokenizer.eos_token_id]
 
     def test_outputs_are_valid(self) -> None:
-        """Every trajectory could be trained on."""
+        """Every trajectory is valid."""
         for output in self._run(FakeGenerator(self.reply))[0]:
             validate_output(output)
 
@@ -181,14 +181,14 @@ class AgentLoopConformance:
             )
 
     def test_the_mask_marks_exactly_what_the_model_wrote(self) -> None:
-        """Over all trajectories of a session without branches, as many 1s as tokens were generated."""
+        """The loss masks of an unbranched session have as many 1s as tokens were generated."""
         server = FakeGenerator(self.reply)
         outputs = self._run(server)[0]
         num_generated = sum(len(output.token_ids) for output in server.outputs)
         assert sum(sum(output.loss_mask) for output in outputs) == num_generated
 
     def test_every_request_has_the_given_sampling_parameters(self) -> None:
-        """A turn may ask for fewer tokens."""
+        """A turn may ask for fewer tokens than the batch."""
         server, given = FakeGenerator(self.reply), {**self.sampling_params, "temperature": 0.5, "top_k": 7}
         asyncio.run(_run(self.make_loop(server, FakeTokenizer()), given, self.make_row(0)))
         for params in (request.sampling_params for request in server.requests):
@@ -196,7 +196,7 @@ class AgentLoopConformance:
             assert params.max_new_tokens <= given["max_new_tokens"], f"the request has {params}"
 
     def test_rows_run_at_the_same_time_do_not_mix(self) -> None:
-        """Thirty-two rows on one instance give what each gives alone."""
+        """Thirty-two concurrent rows on one instance have the same results as each alone."""
         together = self._run(FakeGenerator(self.reply, delay_s=0.001), num_rows=32)
         for index in (0, 13, 31):
             alone = self._run(FakeGenerator(self.reply), first_row=index)[0]
@@ -204,7 +204,7 @@ class AgentLoopConformance:
             assert [o.completion_token_ids for o in together[index]] == [o.completion_token_ids for o in alone]
 
     def test_a_lost_server_is_not_swallowed(self) -> None:
-        """The server's error leaves the loop as it is, so that the runner can tell its kind."""
+        """An error of the server leaves the loop unchanged, so that the runner knows its kind."""
 
         def lose(_: GenerateRequest) -> Sequence[int]:
             raise ServerLostError("the fake server went away")
@@ -259,7 +259,7 @@ async def _run(loop: AgentLoop, sampling_params: dict[str, Any], row: dict[str, 
 
 
 def _holds(output: AgentLoopOutput, request: GenerateRequest, answer: TokenOutput) -> bool:
-    """Whether a trajectory reads the request's prompt and then the answer, marked as the model's, log-probs and all."""
+    """Whether a trajectory has the request's prompt, then its answer with loss mask 1 and the same log-probs."""
     ids = (*output.prompt_token_ids, *output.completion_token_ids)
     start = len(request.prompt_token_ids)
     end = start + len(answer.token_ids)

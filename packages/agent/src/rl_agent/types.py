@@ -8,13 +8,13 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 Message = Mapping[str, Any]
-"""A chat message: `role` and `content`."""
+"""Chat message: `role` and `content`."""
 RoutedToken = tuple[tuple[int, ...], ...]
-"""[MoE layers][experts per token] ids of the experts that one token was routed to; empty where no server told."""
+"""Expert ids of one token, [MoE layers][experts per token]; empty where the server returned none."""
 
 
 class Tokenizer(Protocol):
-    """What a loop needs of a tokenizer; any Hugging Face tokenizer is one."""
+    """Tokenizer interface of the loops; Hugging Face tokenizers have it."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
         """Token ids of `text`."""
@@ -31,40 +31,40 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call that the model wrote."""
+    """Tool call that the model wrote."""
 
     name: str
-    """The tool; empty where the call names none."""
+    """Name of the tool; empty where the call names none."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """By parameter name."""
+    """Arguments by parameter name."""
     error: str = ""
-    """Why the call cannot be made, in a sentence for the model; empty where it is well formed."""
+    """Error of a malformed call, a sentence for the model; empty where it is well formed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
-    """What a turn of the model says, taken apart."""
+    """Parsed turn of the model."""
 
     content: str
-    """Text outside of the calls and of the reasoning."""
+    """Text outside of calls and reasoning."""
     calls: tuple[ToolCall, ...] = ()
-    """In the order written, malformed ones included."""
+    """Tool calls in order, malformed ones included."""
     reasoning: str = ""
-    """What the model thought."""
+    """Reasoning text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a tool may answer instead of text alone."""
+    """Result of a tool that has images."""
 
     text: str = ""
-    """For the model."""
+    """Text for the model."""
     images: tuple[str | bytes, ...] = ()
     """Encoded images, shown before the text: data URLs, or bytes of PNG, JPEG, GIF or WebP files."""
 
 
 class FailureKind(StrEnum):
-    """What a failed rollout failed on."""
+    """Kind of a failure: the part that failed."""
 
     GENERATION = "generation"
     TOOL = "tool"
@@ -76,26 +76,26 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A rollout that did not end well. A value, not an exception, and never a reward of zero."""
+    """Failure of a rollout: a value, not an exception, and never a reward of zero."""
 
     kind: FailureKind
-    """What it failed on."""
+    """Kind of the failure."""
     stage: str
-    """Where in the loop."""
+    """Stage of the loop in which it happened."""
     message: str
-    """The error's sentence."""
+    """Message of the error."""
     is_retryable: bool
     """Whether another attempt could succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLoopOutput:
-    """One trajectory: a prompt of P tokens and a completion of C tokens, some written by tools or an environment."""
+    """Trajectory: a prompt of P tokens, and a completion of C tokens by the model, tools and environments."""
 
     prompt_token_ids: tuple[int, ...]
-    """P ids."""
+    """P prompt ids."""
     completion_token_ids: tuple[int, ...]
-    """C ids, everything after the prompt."""
+    """C ids: everything after the prompt."""
     loss_mask: tuple[int, ...]
     """C flags: 1 = the model wrote it."""
     rollout_logprobs: tuple[float, ...]
@@ -103,37 +103,37 @@ class AgentLoopOutput:
     weight_versions: tuple[int, ...]
     """C weight versions; -1 where loss_mask is 0."""
     finish_reason: str
-    """Why the last generation ended: stop, length, abort or timeout."""
+    """Finish reason of the last generation: stop, length, abort or timeout."""
     text: str = ""
-    """What the model wrote, in its last turn where there are several; for rewards and logs, never re-tokenised."""
+    """Text of the model's last turn, for rewards and logs; it is never re-tokenised."""
     reward: float | None = None
-    """Reward of the whole trajectory, where the loop or its environment gives one."""
+    """Reward of the whole trajectory, if the loop or its environment gives one."""
     turn_rewards: tuple[float, ...] = ()
-    """One per model turn, where there are such."""
+    """Reward of each turn of the model, if there are any."""
     num_turns: int = 1
-    """Generations by the model."""
+    """Number of generations by the model."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Durations (`_s`) and counts."""
     routed_experts: tuple[RoutedToken, ...] = ()
-    """P + C - 1 entries, of every token but the last; each as the first generation that was fed it told. Empty unless
-    the requests asked (`GenerateRequest.returns_routed_experts`)."""
+    """Routed experts of all tokens but the last, P + C - 1 entries, from the generation that first fed each token.
+    Empty unless the requests asked for them (`GenerateRequest.returns_routed_experts`)."""
     images: tuple[str, ...] = ()
-    """Data URLs of the images in prompt and context, as they were given, in the order of their places in the ids."""
+    """Data URLs of the images in prompt and completion, unchanged, in the order of their placeholders."""
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever the loop wants to travel with the sample."""
+    """Further data of the loop that travels with the sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """How one rollout ended: with trajectories, or with a failure. There is no third way."""
+    """Result of one rollout: trajectories, or a failure."""
 
     row_index: int
-    """Position of the row among the rows that were given; the rollouts of one row form its group."""
+    """Index of the row in the batch; the rollouts of one row form its group."""
     rollout_index: int
-    """Which of the row's rollouts, 0 to group_size - 1."""
+    """Index of the rollout in its group, 0 to group_size - 1."""
     outputs: tuple[AgentLoopOutput, ...] | Failure
-    """One valid trajectory or more, or why there is none."""
+    """Valid trajectories, at least one; or the failure."""
     num_attempts: int
-    """Times the loop was started."""
+    """Number of attempts."""
     wall_s: float
     """Seconds from the first start to the end, retries included."""

@@ -1,4 +1,4 @@
-"""Validation of trajectories: whether one can be trained on. Pure checks, nothing else."""
+"""Validation of trajectories: pure checks whether one can be trained on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FINISH_REASONS = ("stop", "length", "abort", "timeout")
 _MAX_LOGPROB = 1e-3
-"""Rounding of a log-softmax over a large vocabulary may leave a log-prob this far above zero."""
+"""Highest log-prob that is accepted: rounding of a log-softmax over a large vocabulary may exceed 0 by so much."""
 
 
 def validate_output(output: AgentLoopOutput) -> None:

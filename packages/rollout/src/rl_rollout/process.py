@@ -1,12 +1,12 @@
-"""Supervisor of child processes: started, watched for their last lines, and ended with all that they started.
+"""Supervisor of child processes: starts one, keeps its last lines of output, and ends it with all its descendants.
 
-rl-rollout's servers run under it, and what rl-trainer starts: reward servers and the warm-up. Two kinds of processes
-have one of their own, since they are asked over descriptors and killed by call: rl-agent's sandbox workers
+Used for rl-rollout's servers and for what rl-trainer starts (reward servers, the warm-up). Two kinds of processes have
+supervisors of their own, since they are called over descriptors and killed per call: rl-agent's sandbox workers
 (`rl_agent.sandbox.worker`) and rl-trainer's pool of reward functions (`rl_trainer.rewards.process_pool`).
 
-`python -m rl_rollout.process COMMAND...` guards a command: inference servers start processes of their own, which
-outlive whoever started them. The guard, the command and all that it starts are one process group; it ends when the
-guard's standard input is closed or the command has ended.
+`python -m rl_rollout.process COMMAND...` guards a command: inference servers start processes that outlive their
+parent. The guard, the command and its descendants are one process group, which ends when the guard's standard input is
+closed or the command has ended.
 """
 
 from __future__ import annotations
@@ -33,26 +33,25 @@ if TYPE_CHECKING:
 NUM_LAST_LINES = 20
 NUM_FIRST_ERRORS = 3
 TERMINATE_S = 8.0
-"""How long a guarded group may take to end after SIGTERM, seconds."""
+"""Seconds from SIGTERM to SIGKILL of a guarded process group."""
 STOP_TIMEOUT_S = 10.0
-"""How long a process may take to end by itself before it is killed, seconds."""
+"""Seconds that a killed process may take to end."""
 STOPPED_S = 10.0
-"""How long a process of a group may be stopped (SIGSTOP) before its server is taken for lost, seconds."""
+"""Seconds that a process may be stopped (SIGSTOP) before its server counts as lost."""
 EXIT_CHECK_S = 0.02
-"""How often it is looked whether a process has ended, seconds."""
+"""Seconds between two checks whether a process has ended."""
 
 _IS_ERROR = re.compile(r"\b\w*(Error|Exception)\b: \S")
 
 
 class ChildProcess:
-    """One child process, which is to end when its standard input is closed.
+    """Child process that ends when its standard input is closed.
 
     Args:
-        command: What to run. It is in a session of its own, so that a Ctrl-C in this terminal is this process's to
-            handle.
-        environment: Variables beside those of this process.
-        name: What errors call it.
-        on_line: Called in the reading thread with every line; says whether to keep it from the last lines.
+        command: Command to run, in a session of its own: a Ctrl-C in this terminal goes to this process alone.
+        environment: Environment variables beside those of this process.
+        name: Name of the process in errors.
+        on_line: Called in the reading thread with every line of output; True keeps the line out of `last_lines`.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class ChildProcess:
     ) -> None:
         self._command = list(command)
         self.environment = dict(environment)
-        """Variables beside those of this process."""
+        """Environment variables beside those of this process."""
         self._name = name
         self._on_line = on_line
         self._process: subprocess.Popen[str] | None = None
@@ -76,12 +75,12 @@ class ChildProcess:
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The newest lines that it wrote, 20 at most."""
+        """Last lines of its output, at most 20."""
         return tuple(self._last_lines)
 
     @property
     def first_errors(self) -> tuple[str, ...]:
-        """The first lines that look like errors, of all it wrote."""
+        """First lines of its output that look like errors, at most three."""
         return tuple(self._first_errors)
 
     @property
@@ -95,10 +94,10 @@ class ChildProcess:
         return None if self._process is None else self._process.poll()
 
     def told_stopped(self) -> str | None:
-        """A sentence on a process of this session that is stopped since `STOPPED_S` or longer, as far as calls saw it.
+        """Message about a process of the session that has been stopped (SIGSTOP) for `STOPPED_S`, or None.
 
-        A stopped process ends nothing and answers nothing, so that all else waits for it. Always None where there is
-        no /proc.
+        A stopped process neither ends nor answers, so that everything else waits for it. Durations count from the first
+        call that saw it. Always None without /proc.
         """
         now, stopped = time.monotonic(), _stopped_of_session(self.pid)
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
@@ -111,10 +110,10 @@ class ChildProcess:
         return None
 
     def start(self) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
-            ServerStartError: there is no such command, or it was started before.
+            ServerStartError: there is no such command, or the process was started before.
         """
         if self._process is not None:
             raise ServerStartError(f"{self._name} was started and stopped already; launch another")
@@ -134,10 +133,10 @@ class ChildProcess:
         self._reader.start()
 
     async def wait_until(self, is_ready: Callable[[], Awaitable[bool]], *, timeout_s: float, check_s: float) -> None:
-        """Wait until it is ready.
+        """Wait until `is_ready` returns True.
 
         Raises:
-            ServerStartError: it ended, or was not ready in time; with its last lines.
+            ServerStartError: the process ended, or was not ready in time; has its last lines of output.
         """
         deadline = time.monotonic() + timeout_s
         while not await is_ready():
@@ -148,22 +147,22 @@ class ChildProcess:
             await asyncio.sleep(check_s)
 
     def told_end(self) -> str:
-        """A sentence on how it ended, with its last lines."""
+        """Message about how the process ended, with its last lines of output."""
         return self.told(f"{self._name} (pid {self.pid}) ended with code {self.returncode}")
 
     async def has_ended(self, timeout_s: float) -> bool:
-        """Whether it ends within the time."""
+        """Wait for the end of the process; returns whether it ended within the time."""
         if self._process is None:
             return False
         deadline = time.monotonic() + timeout_s
-        while self._process.poll() is None:  # a thread each would be scarce: every request of a lost server waits here
+        while self._process.poll() is None:  # polled: every request of a lost server waits here, too many for threads
             if time.monotonic() >= deadline:
                 return False
             await asyncio.sleep(EXIT_CHECK_S)
         return True
 
     async def end(self, *, grace_s: float) -> None:
-        """End it: by closing its standard input, and by force after `grace_s`. Idempotent."""
+        """End the process by closing its standard input, and by SIGKILL after `grace_s`. Idempotent."""
         process = self._process
         if process is None or process.stdin is None or process.stdin.closed:
             return
@@ -175,14 +174,14 @@ class ChildProcess:
         self._reader.join(1.0)
 
     def wait(self, timeout_s: float) -> int | None:
-        """For callers without an event loop: how it ended, or None where it has not within the time."""
+        """Wait without an event loop; returns the exit code, or None if the process has not ended within the time."""
         assert self._process is not None, "it was started"
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout_s)
         return None
 
     def kill(self) -> None:
-        """For callers without an event loop: end it at once, with all that it started. Idempotent."""
+        """Kill the process and its descendants, without an event loop. Idempotent."""
         process = self._process
         if process is None or process.stdin is None or process.stdin.closed:
             return
@@ -194,16 +193,16 @@ class ChildProcess:
         self._reader.join(1.0)
 
     def _kill(self) -> None:
-        """It has its own session, so its own process group: whatever it started ends with it."""
+        """Kill its process group, which is its own: descendants end with it."""
         assert self._process is not None, "it was started"
         with contextlib.suppress(ProcessLookupError):  # the group has ended
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read(self) -> None:
-        """In a thread: keep the last lines, and the first errors, which servers of many processes bury."""
+        """Read the output in a thread; keep the last lines, and the first errors, which later output often buries."""
         assert self._process is not None
         assert self._process.stdout is not None
-        with self._process.stdout as lines:  # open until the last process that writes to it has ended
+        with self._process.stdout as lines:  # open until the last descendant that writes to it has ended
             for line in lines:
                 if self._on_line(line):
                     continue
@@ -212,9 +211,9 @@ class ChildProcess:
                     self._first_errors.append(line.rstrip("\n"))
 
     def told(self, what: str) -> str:
-        """A sentence on the process, followed by its first errors and last lines."""
+        """Message `what`, followed by the first errors and the last lines of output."""
         if self.returncode is not None:
-            self._reader.join(1.0)  # what it wrote at its end may not have been read yet
+            self._reader.join(1.0)  # its last output may not have been read yet
         if not self._last_lines:
             return f"{what}, and it wrote nothing"
         buried = [line for line in self._first_errors if line not in self._last_lines]
@@ -224,7 +223,7 @@ class ChildProcess:
 
 
 def _stopped_of_session(session: int) -> dict[int, str]:
-    """Names of stopped processes of a session, by process id; one that a debugger holds for a moment is none."""
+    """Names of the stopped (state T) processes of a session, by process id; traced ones (state t) do not count."""
     found: dict[int, str] = {}
     for entry in Path("/proc").glob("[0-9]*/stat") if session else ():
         with contextlib.suppress(OSError):  # it has ended
@@ -236,8 +235,8 @@ def _stopped_of_session(session: int) -> dict[int, str]:
 
 
 def main(command: list[str]) -> int:
-    """Guard a command; returns its exit code."""
-    signal.signal(signal.SIGTERM, _stay)  # a handler, and not SIG_IGN, which the command would inherit
+    """Run and guard a command; returns its exit code."""
+    signal.signal(signal.SIGTERM, _stay)  # a handler: SIG_IGN would be inherited by the command
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     code = process.wait()
@@ -246,13 +245,13 @@ def main(command: list[str]) -> int:
 
 
 def _stay(number: int, frame: object) -> None:
-    """The guard signals its own group, and goes on."""
+    """Ignore SIGTERM, which the guard sends to its own group."""
 
 
 def _end_with_stdin() -> None:
-    os.read(sys.stdin.fileno(), 1)  # nothing is ever written to it: this returns when the other end is closed
+    os.read(sys.stdin.fileno(), 1)  # nothing is ever written: this returns when the other end is closed
     os.killpg(0, signal.SIGTERM)
-    os.killpg(0, signal.SIGCONT)  # one that is stopped takes the other signal then
+    os.killpg(0, signal.SIGCONT)  # a stopped process handles SIGTERM only once it is continued
     time.sleep(TERMINATE_S)
     os.killpg(0, signal.SIGKILL)
 

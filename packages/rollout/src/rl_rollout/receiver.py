@@ -1,4 +1,4 @@
-"""Weight receiver of rl-ckpt, opened when it is first needed."""
+"""Weight receiver over rl-ckpt, whose session is opened when it is first needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class CkptReceiver:
-    """A `WeightReceiver` that is known by its address alone.
+    """Weight receiver that is described by its address alone.
 
-    Give it to `update_weights` of any server: a server in this process opens the session through it, a client sends
-    the address on and the server's own process opens it. One session per object, opened once, used for every sync; of
-    an address that `rl_ckpt.sharded.join_addresses` made, one with each rank of the trainer.
+    Pass it to `update_weights` of any server: a server in this process opens the session through it; a client sends the
+    address on, and the server's own process opens it. An object opens one session and uses it for every sync. For an
+    address made by `rl_ckpt.sharded.join_addresses`, it opens one with every rank of the trainer.
     """
 
     def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
@@ -37,21 +37,22 @@ class CkptReceiver:
 
     @property
     def takes_slices(self) -> bool:
-        """Whether weights come as slices from several senders: `receive_slices` then, and not `receive_weights`."""
+        """Whether weights come as slices from several senders, by `receive_slices` instead of `receive_weights`."""
         return self.address.startswith("shards:")
 
     @property
     def takes_differences(self) -> bool:
-        """Whether slices may come as differences from the version before, which must stay where it landed."""
+        """Whether slices may come as differences from the previous version, which must stay in its targets."""
         return self.takes_slices and "delta=1" in self.address
 
     async def receive_slices(self, targets: Mapping[str, Tensor], on_landed: Callable[[AbstractSet[str]], None]) -> int:
-        """Receive one sync into these tensors, by Hugging Face name, and return its version.
+        """Receive one sync of slices; returns its weight version.
 
         Args:
-            targets: Where weights land; a call with the same mapping can be sent differences.
-            on_landed: Called before the vote, in another thread, with the names of those that came whole; if it raises,
-                nothing is committed anywhere.
+            targets: Destination of each weight, by Hugging Face name. With the same mapping object as in the last call,
+                differences may be sent.
+            on_landed: Called in another thread with the names of the weights that are complete, before this receiver
+                votes; if it raises, no receiver commits.
 
         Raises:
             rl_ckpt.CkptError: a session could not be opened, or the sync failed.
@@ -63,7 +64,7 @@ class CkptReceiver:
         return await self._shards.receive_into(targets, strict=False, on_landed=on_landed)
 
     async def receive_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield names and tensors of one sync. A tensor is valid until the next one is asked for.
+        """Yield (name, tensor) of one sync; a tensor is valid until the next one is asked for.
 
         Raises:
             rl_ckpt.CkptError: the session could not be opened, or the sync failed.
@@ -74,7 +75,7 @@ class CkptReceiver:
             async for item in iterator:
                 yield item
         finally:
-            # A consumer that stops early tells the sender so at once, instead of at the next garbage collection.
+            # Closed at once, so that the sender learns of a consumer that stops early.
             if (aclose := getattr(iterator, "aclose", None)) is not None:
                 await aclose()
 

@@ -1,4 +1,4 @@
-"""Registry of backends: from a name to a server, by entry points."""
+"""Registry of backends: finds a backend by name (entry points), checks its configuration, creates its server."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from rl_rollout.types import ServerAddress, ServerConfig
 
 GROUP = "rl_rollout.backends"
-"""Entry points of this group name a module with `create_server(config)`; one that launches differently from
-`rl-serve` has a `launch_server(config)` too."""
+"""Group of entry points that name backend modules. A module has `create_server(config)`, and `launch_server(config)` if
+its server is not launched by `rl-serve`."""
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
-"""Hosts that are served without a token."""
+"""Hosts that need no API token."""
 
 
 def load_backend(name: str) -> Any:
-    """The module of a backend.
+    """Import the module of a backend.
 
     Raises:
-        BackendError: no such backend, or it cannot be imported here.
+        BackendError: there is no such backend, or it cannot be imported here.
     """
     found = find_plugin(GROUP, name, "rollout backend", BackendError)
     try:
@@ -41,10 +41,10 @@ def _pip_line(name: str, error: ImportError) -> str:
 
 
 def check_config(config: ServerConfig) -> None:
-    """Refuse what no backend can serve.
+    """Check the settings that all backends share.
 
     Raises:
-        ConfigError: a number out of range, or an open interface without a token.
+        ConfigError: a number is out of range, or an open interface has no token.
     """
     if config.host not in LOOPBACK_HOSTS and not config.api_token:
         raise ConfigError(f"host {config.host!r} is reachable from outside; set api_token, or use 127.0.0.1")
@@ -73,10 +73,10 @@ def check_config(config: ServerConfig) -> None:
 
 
 def check_options(options: Mapping[str, Any], known: Mapping[str, str], backend: str) -> None:
-    """Refuse options that a backend does not have. `known` tells what each is.
+    """Check the names of a backend's options against those that it knows (name to description).
 
     Raises:
-        ConfigError: names the option, and those that there are.
+        ConfigError: an option is unknown; names the nearest known one.
     """
     for name in options:
         if name not in known:
@@ -86,10 +86,10 @@ def check_options(options: Mapping[str, Any], known: Mapping[str, str], backend:
 
 
 def check_unused(config: ServerConfig, names: Sequence[str], why: str) -> None:
-    """Refuse settings that have no effect.
+    """Check that settings without an effect on a backend have their defaults.
 
     Raises:
-        ConfigError: one is not its default; says why it would be ignored.
+        ConfigError: one has not; says why it would be ignored.
     """
     default = type(config)(model_path="")
     for name in names:
@@ -98,11 +98,11 @@ def check_unused(config: ServerConfig, names: Sequence[str], why: str) -> None:
 
 
 def create_server(backend: str, config: ServerConfig) -> RolloutServer:
-    """A server that lives in this process. `await server.start()` loads the model and opens its HTTP endpoint.
+    """Create a server in this process. `await server.start()` loads the model and opens its HTTP endpoint.
 
     Raises:
-        BackendError: unknown, or not importable here; says what to install.
-        ConfigError, ModelFolderError: it could not serve this.
+        BackendError: the backend is unknown, or not importable here; says what to install.
+        ConfigError, ModelFolderError: the backend cannot serve this configuration.
     """
     check_config(config)
     module = load_backend(backend)
@@ -113,17 +113,17 @@ def create_server(backend: str, config: ServerConfig) -> RolloutServer:
 
 
 def launch_server(backend: str, config: ServerConfig) -> RolloutServer:
-    """A server in a process of its own, which ends when this one does. `start()` starts it and waits until it answers.
+    """Create a server in a subprocess, which ends with this process. `start()` launches it and waits until it answers.
 
     Raises:
-        BackendError: unknown here.
-        ConfigError, ModelFolderError: it could not serve this.
+        BackendError: the backend is unknown here.
+        ConfigError, ModelFolderError: the backend cannot serve this configuration.
     """
     check_config(config)
-    own_way = getattr(load_backend(backend), "launch_server", None)
-    if own_way is not None:
-        return own_way(config)
-    from rl_rollout.http.client import LaunchedServer  # the HTTP client is imported by those who use it
+    launch = getattr(load_backend(backend), "launch_server", None)
+    if launch is not None:
+        return launch(config)
+    from rl_rollout.http.client import LaunchedServer  # imported here: only launched servers need the HTTP client
 
     return LaunchedServer(backend, config)
 
@@ -131,15 +131,15 @@ def launch_server(backend: str, config: ServerConfig) -> RolloutServer:
 def connect_server(
     address: str | ServerAddress, *, api_token: str | None = None, timeout_s: float = 120.0
 ) -> RolloutServer:
-    """A client for a server that runs somewhere: pass the address between processes, connect in each.
+    """Connect to a running server: pass its address between processes, and connect in each.
 
-    `stop()` leaves the server running.
+    `stop()` of the client leaves the server running.
 
     Args:
-        address: Its base URL, or what its `start` returned.
-        api_token: Bearer token, where the server asks for one.
+        address: Base URL of the server, or what its `start` returned.
+        api_token: Bearer token, if the server asks for one.
         timeout_s: Deadline of requests that bring none, seconds.
     """
-    from rl_rollout.http.client import HttpServer  # the HTTP client is imported by those who use it
+    from rl_rollout.http.client import HttpServer  # imported here: only remote servers need the HTTP client
 
     return HttpServer(address if isinstance(address, str) else address.url, api_token=api_token, timeout_s=timeout_s)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rl_rollout.types import ServerConfig
 
 MAX_TOKENS_TOGETHER = 16384
-"""Of the padded sequences of one forward pass."""
+"""Most tokens of one forward pass, padding included."""
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +51,7 @@ class _Asked:
 
 
 class RewardModel:
-    """Scores token ids by a Hugging Face sequence classifier with one label.
+    """Reward model: a Hugging Face sequence classifier with one label.
 
     Args:
         config: `model_path`, `device`, `dtype`, `max_model_len` and `num_threads` are used.
@@ -92,14 +92,14 @@ class RewardModel:
         self._model = model.to(self._device).eval()
         text = settings.get_text_config()
         self.vocab_size: int = text.vocab_size
-        """Ids are below it."""
+        """Size of the vocabulary."""
         self.max_model_len = min(config.max_model_len, getattr(text, "max_position_embeddings", config.max_model_len))
         """Most tokens of a sequence."""
         check_positions(text, self.max_model_len)
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """One score per row, in one pass padded to the longest: that of the row's last token."""
+        """Scores of rows of token ids, each that of the row's last token; one forward pass, padded to the longest."""
         lengths = torch.tensor([len(row) for row in rows], device=self._device)
         width = int(lengths.max())
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self._device)
@@ -110,7 +110,7 @@ class RewardModel:
 
 
 class ScoreServer:
-    """Answers HTTP with the scores of one model; sequences that wait are scored together."""
+    """HTTP server of one reward model; waiting sequences are scored in one batch."""
 
     def __init__(self, config: ServerConfig) -> None:
         if config.host not in LOOPBACK_HOSTS and not config.api_token:
@@ -127,7 +127,7 @@ class ScoreServer:
         self._scoring: asyncio.Task[None] | None = None
 
     async def start(self) -> ServerAddress:
-        """Load the model and bind.
+        """Load the model and bind the port; returns the address.
 
         Raises:
             ModelFolderError: see `RewardModel`.
@@ -149,7 +149,7 @@ class ScoreServer:
         return ServerAddress(url=url, model=Path(config.model_path).name, pid=os.getpid())
 
     async def stop(self) -> None:
-        """Close the port and forget the model. Idempotent."""
+        """Close the port and free the model. Idempotent."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -160,7 +160,7 @@ class ScoreServer:
         self._model = None
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """One score per row of token ids.
+        """Scores of rows of token ids.
 
         Raises:
             RequestError: a row is empty or too long, or an id is outside of the vocabulary.
@@ -203,7 +203,7 @@ class ScoreServer:
     async def _score_together(self, model: RewardModel, asked: Sequence[_Asked]) -> None:
         try:
             scores = await asyncio.to_thread(model.score, [each.token_ids for each in asked])
-        except Exception as error:  # noqa: BLE001  told to whoever asked; the server stays up
+        except Exception as error:  # noqa: BLE001  raised for every caller; the server stays up
             _log.exception("scoring %d sequences failed", len(asked))
             for each in asked:
                 if not each.score.done():
@@ -248,7 +248,7 @@ class ScoreServer:
         return rows
 
     def _conversation(self, messages: Any) -> Sequence[int]:
-        """Token ids of a conversation as rl-rm learns from them: prompt, answer, end of sequence."""
+        """Token ids of a conversation as rl-rm trains on them: prompt, answer, end of sequence."""
         plain, images = plain_messages(messages)
         if images:
             raise RequestError("a reward model here takes no images; leave the image_url parts out")
@@ -265,7 +265,7 @@ class ScoreServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Ask for the token; turn errors into JSON."""
+        """Middleware: check the token, turn errors into JSON."""
         if not is_allowed(request, self._config.api_token):
             return web.json_response(NOT_ALLOWED, status=401)
         try:

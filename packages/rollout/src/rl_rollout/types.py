@@ -1,8 +1,8 @@
-"""Values that rl-rollout takes and gives: requests, outputs, capabilities, configuration."""
+"""Types of rl-rollout: requests, outputs, capabilities, configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence  # noqa: TC003 - what nests ServerConfig in a schema reads its annotations
+from collections.abc import Mapping, Sequence  # noqa: TC003 - schemas that nest ServerConfig evaluate its annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -11,7 +11,7 @@ from rl_rollout.errors import RequestError
 
 
 class FinishReason(StrEnum):
-    """Why generation of a request ended."""
+    """Reason for which generation of a request ended."""
 
     STOP = "stop"
     """A stop token was sampled; it is the last token of the output."""
@@ -25,64 +25,64 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is drawn. The returned log-probs are of exactly this distribution."""
+    """Sampling parameters of a request. The returned log-probs are of exactly this distribution."""
 
     max_new_tokens: int = 256
-    """At most this many tokens."""
+    """Most tokens to generate."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy, whose log-probs are reported at temperature 1."""
     top_p: float = 1.0
-    """Nucleus mass; 1 keeps all."""
+    """Nucleus sampling: probability of the tokens that are kept; 1 keeps all (1904.09751)."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all. Applied after the temperature and before top_p."""
+    """Number of most likely tokens that are kept; 0 keeps all. Applied after the temperature and before top_p."""
     stop_token_ids: tuple[int, ...] = ()
-    """Besides the model's end-of-sequence ids."""
+    """Token ids that end generation, beside the model's end-of-sequence ids."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-sequence ids."""
     seed: int | None = None
-    """Seeds this request alone: its tokens do not depend on its neighbours in the batch. None takes the next seed
-    of the server's stream."""
+    """Seed of this request alone: its tokens then do not depend on its neighbours in the batch. None: the next seed of
+    the server's stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Token ids in."""
+    """Generation request: token ids in."""
 
     request_id: str
-    """Unique among the requests in flight."""
+    """Id that is unique among the requests in flight."""
     prompt_token_ids: tuple[int, ...]
-    """At least one id."""
+    """Prompt token ids, at least one."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    """How to sample."""
+    """Sampling parameters."""
     session_id: str | None = None
-    """Requests of one conversation share it; a router keeps them on one replica."""
+    """Id that the requests of one conversation share; a router keeps them on one replica."""
     timeout_s: float | None = None
-    """Deadline of this request, seconds, time in the queue included: a whole answer, what there is with the reason
-    `timeout`, or `RequestTimeoutError` if nothing was generated. None takes the server's, which counts otherwise."""
+    """Deadline of this request, seconds, time in the queue included. When it is over, the output has the tokens so far
+    and the reason `timeout`; without any, `RequestTimeoutError`. None: the server's, which counts generating alone."""
     num_top_logprobs: int = 0
-    """Give this many most likely tokens at every position too."""
+    """Number of most likely tokens to return at every position."""
     returns_prompt_logprobs: bool = False
-    """Give the log-probs of the prompt's tokens too."""
+    """Return the log-probs of the prompt's tokens too."""
     returns_routed_experts: bool = False
-    """Give the experts that every token was routed to, of a mixture-of-experts model."""
+    """Return the experts that every token was routed to, of a mixture-of-experts model."""
     adapter: str | None = None
-    """Name of the LoRA adapter that generates; None is the base model."""
+    """Name of the LoRA adapter that generates; None: the base model."""
     images: tuple[str, ...] = ()
-    """Data URLs of encoded images, in the order of their places in the prompt; see `Capabilities.takes_images`."""
+    """Data URLs of encoded images, in the order of their placeholders. See `Capabilities.takes_images`."""
     sampled_spans: tuple[tuple[int, int], ...] = ()
-    """[start, end) of what a model sampled in the prompt, ascending: earlier turns, or the part of a completion that
-    goes on. A placeholder that was sampled is a token like any other, and stands for no image."""
+    """Ascending [start, end) spans of the prompt that a model sampled: earlier turns, or a completion that is resumed.
+    A sampled placeholder is a token like any other, and stands for no image."""
 
     @property
     def has_extras(self) -> bool:
-        """Whether it asks for something beside the tokens, which chunks of a stream do not tell."""
+        """Whether it asks for extra outputs, which the chunks of a stream do not carry."""
         return bool(self.num_top_logprobs or self.returns_prompt_logprobs or self.returns_routed_experts)
 
     def check_streamable(self) -> None:
-        """Refuse to stream what chunks do not tell.
+        """Check that it asks for no extra outputs.
 
         Raises:
-            RequestError: names the fields.
+            RequestError: it does; names the fields.
         """
         if self.has_extras:
             raise RequestError(
@@ -93,20 +93,20 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutput:
-    """Token ids out."""
+    """Output of a request: token ids out. P prompt tokens, C completion tokens."""
 
     request_id: str
-    """The request's id."""
+    """Id of the request."""
     token_ids: tuple[int, ...]
     """C generated ids, the stop token included."""
     logprobs: tuple[float, ...]
     """C natural log-probs under the sampling distribution."""
     weight_versions: tuple[int, ...]
-    """C weight versions, one for the weights that each token was sampled from."""
+    """C weight versions: the version that each token was sampled from."""
     finish_reason: FinishReason
-    """Why it ended."""
+    """Reason for which generation ended."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """C lists of (id, log-prob) under the sampling distribution, the most likely first; empty unless asked for."""
+    """C lists of (id, log-prob) under the sampling distribution, most likely first; empty unless asked for."""
     prompt_logprobs: tuple[float, ...] = ()
     """P - 1 log-probs at temperature 1 of the prompt's tokens, each given those before it, under the weights that
     serve when the request starts; empty unless asked for."""
@@ -116,13 +116,13 @@ class TokenOutput:
 
     @classmethod
     def empty(cls, request: GenerateRequest) -> TokenOutput:
-        """Of a request that ended before its first token."""
+        """Output of a request that was aborted before its first token."""
         reason = FinishReason.ABORT
         return cls(request_id=request.request_id, token_ids=(), logprobs=(), weight_versions=(), finish_reason=reason)
 
     @classmethod
     def joined(cls, request_id: str, chunks: Sequence[TokenChunk]) -> TokenOutput:
-        """Of a request whose chunks these are; `abort` where none of them tells a reason."""
+        """Output that a request's chunks make up; `abort` where none of them has a finish reason."""
         reason = next((chunk.finish_reason for chunk in reversed(chunks) if chunk.finish_reason), FinishReason.ABORT)
         return cls(
             request_id=request_id,
@@ -133,7 +133,7 @@ class TokenOutput:
         )
 
     def extended(self, chunk: TokenChunk) -> TokenOutput:
-        """This output and what came after it, with its reason if it tells one."""
+        """Output with the tokens of a further chunk, and its finish reason if it has one."""
         return replace(
             self,
             finish_reason=self.finish_reason if chunk.finish_reason is None else chunk.finish_reason,
@@ -145,44 +145,45 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a server can do beyond plain generation. What it cannot is refused with `UnsupportedError`."""
+    """Capabilities of a server beyond plain generation. A missing one is refused with `UnsupportedError`."""
 
     takes_token_ids: bool = True
-    """Token ids in and out, exactly; without, no output may be trained on."""
+    """Whether it takes and returns exact token ids; without, no output may be trained on."""
     has_logprobs: bool = True
-    """Log-probs are of the distribution that was sampled from."""
+    """Whether log-probs are of the distribution that was sampled from."""
     updates_weights: bool = True
-    """`update_weights`."""
+    """Whether it has `update_weights`."""
     pauses: bool = True
-    """`pause`, `resume`, and `abort` with its partial output."""
+    """Whether it has `pause`, `resume`, and an `abort` that returns the tokens so far."""
     sleep_levels: tuple[int, ...] = (1, 2)
     """Levels of `sleep`."""
     is_seeded: bool = True
-    """`SamplingParams.seed` fixes the tokens."""
+    """Whether `SamplingParams.seed` determines the tokens."""
     gives_top_logprobs: bool = True
-    """`GenerateRequest.num_top_logprobs`."""
+    """Whether it supports `GenerateRequest.num_top_logprobs`."""
     gives_prompt_logprobs: bool = True
-    """`GenerateRequest.returns_prompt_logprobs`."""
+    """Whether it supports `GenerateRequest.returns_prompt_logprobs`."""
     gives_routed_experts: bool = False
-    """`GenerateRequest.returns_routed_experts`."""
+    """Whether it supports `GenerateRequest.returns_routed_experts`."""
     has_adapters: bool = False
-    """`GenerateRequest.adapter`."""
+    """Whether it supports `GenerateRequest.adapter`."""
     takes_images: bool = False
-    """`GenerateRequest.images`."""
+    """Whether it supports `GenerateRequest.images`."""
     num_receivers: int = 1
-    """Weight receivers that one `update_weights` opens: a sender has to wait for exactly so many of this server. A
-    server of several ranks has one on each."""
+    """Number of weight receivers that one `update_weights` opens, one on each rank of the server: a sender waits for
+    exactly so many."""
     updates_adapters: bool = False
-    """Whether `update_weights` takes the tensors of an adapter alone, named `adapters.NAME.` and so on."""
+    """Whether `update_weights` takes the tensors of an adapter alone, named `adapters.NAME....`."""
     takes_slices: bool = False
-    """Whether `update_weights` takes slices of tensors from several senders, too: see `rl_ckpt.sharded`."""
+    """Whether `update_weights` takes slices of tensors from several senders: see `rl_ckpt.sharded`."""
     attests_weights: bool = True
-    """Whether what the server holds after an update is compared with what was sent; if not, what arrived is, alone."""
+    """Whether the weights that the server holds after an update are compared with those sent; if not, only those that
+    arrived are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """A piece of an output that is streamed. The chunks of a request, put together, are its `TokenOutput`."""
+    """Chunk of a streamed output. The chunks of a request, concatenated, are its `TokenOutput`."""
 
     token_ids: tuple[int, ...]
     """C new ids."""
@@ -191,70 +192,70 @@ class TokenChunk:
     weight_versions: tuple[int, ...]
     """C weight versions."""
     finish_reason: FinishReason | None
-    """Set in the last chunk alone."""
+    """Finish reason, in the last chunk only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """Where a replica answers."""
+    """Address of a replica."""
 
     url: str
     """Base URL of its HTTP endpoint; `inproc:` for a server that lives in this process only."""
     model: str
     """Name of the served model."""
     pid: int
-    """Process that serves."""
+    """Id of the serving process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerParallel:
-    """Layout of one replica over `tp * pp * dp` ranks: one GPU each, or on a CPU one process each.
+    """Parallel layout of one replica over `tp * pp * dp` ranks: one GPU each, or one process each on a CPU.
 
     A backend refuses what it cannot do.
     """
 
     tp: int = 1
-    """Tensor-parallel ranks: every weight matrix is cut (Shoeybi et al., 1909.08053)."""
+    """Tensor-parallel ranks: every weight matrix is sharded (Shoeybi et al., 1909.08053)."""
     pp: int = 1
-    """Pipeline-parallel ranks: each has its share of the layers."""
+    """Pipeline-parallel ranks: each has some of the layers."""
     dp: int = 1
-    """Data-parallel groups of `tp` ranks, each with requests of its own (data-parallel attention): they hold the
-    attention's weights whole, and share out the experts of a mixture where `ep` says so."""
+    """Data-parallel groups of `tp` ranks, each with its own requests (data-parallel attention). Every group holds all
+    attention weights; the experts of a mixture are spread over groups where `ep` says so."""
     ep: int = 1
-    """Expert-parallel ranks, of the `tp * dp` ones: each has its share of a mixture's experts."""
+    """Expert-parallel ranks, among the `tp * dp` ones: each has some of the experts."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the replica, and so its GPUs."""
+        """Number of ranks of the replica, and so of its GPUs."""
         return self.tp * self.pp * self.dp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What one replica is built from."""
+    """Configuration of one replica."""
 
     model_path: str
-    """A Hugging Face model folder."""
+    """Hugging Face model folder."""
     max_model_len: int = 4096
     """Longest prompt plus completion, tokens; the model's own limit where that is smaller."""
     max_num_seqs: int = 256
-    """Requests decoded at the same time."""
+    """Most sequences decoded at the same time."""
     seed: int = 0
-    """Seeds sampling of requests that bring no seed."""
+    """Seed of the stream that gives requests without a seed theirs."""
     host: str = "127.0.0.1"
     """Interface that the HTTP endpoint binds."""
     port: int = 0
-    """0 picks a free one."""
+    """Port of the HTTP endpoint; 0 picks a free one."""
     api_token: str | None = None
-    """Bearer token that HTTP callers must show; required when `host` is not loopback."""
+    """Bearer token that HTTP callers must send; required when `host` is not loopback."""
     timeout_s: float = 120.0
-    """Deadline of start-up and of commands, and how long a request that brings no deadline may generate, seconds: its
-    output ends then with the reason `timeout`. Time in the queue, or while the server is paused or asleep, does not
-    count (in a third-party server's own queue it does)."""
+    """Deadline of start-up and of commands, and of generating for requests without a deadline, seconds: their output
+    then ends with the reason `timeout`. Time in the queue, or while the server is paused or asleep, does not count (in
+    a third-party server's own queue it does)."""
     queue_timeout_s: float = 3600.0
-    """How long any request may wait for its turn before it is refused with `RequestTimeoutError`, seconds."""
+    """Most seconds that a request waits for its turn before it is refused with `RequestTimeoutError`."""
     max_body_bytes: int = 2**26
-    """Largest body of an HTTP request."""
+    """Largest body of an HTTP request, bytes."""
     max_completions: int = 4096
     """Most completions that one HTTP request may ask for: its prompts times `n`, or the requests of a batch."""
     max_stops: int = 256
@@ -264,14 +265,14 @@ class ServerConfig:
     num_threads: int = 0
     """CPU threads of the model; 0 leaves the choice to the backend. On a busy machine 1 is often the fastest."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`; `auto` takes a CUDA device where there is one."""
+    """Device: `cpu`, `cuda`, `cuda:1`; `auto` takes a CUDA device where there is one."""
     dtype: str = "auto"
-    """`float32`, `bfloat16` or `float16`. `auto` is float32 on CPU and bfloat16 on CUDA; the engines of others follow
-    rules of their own then (vLLM takes bfloat16 for a model in float32)."""
+    """Dtype of weights and cache: `float32`, `bfloat16` or `float16`. `auto` is float32 on a CPU and bfloat16 on CUDA;
+    third-party engines have rules of their own for it (vLLM takes bfloat16 for a model in float32)."""
     kv_cache_bytes: int = 0
-    """Most memory that keys and values may take, bytes; 0 allows a quarter of the machine's memory, or half of what is
-    free on a CUDA device."""
+    """Most memory of the KV cache, bytes; 0: a quarter of the machine's memory, or half of a CUDA device's free
+    memory."""
     parallel: ServerParallel = field(default_factory=ServerParallel)
-    """Layout of the replica over GPUs; vllm and sglang take more than one."""
+    """Parallel layout of the replica over GPUs; only vllm and sglang take more than one."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings of one backend alone, JSON values; its module says which."""
+    """Settings of one backend, JSON values; its module lists them."""

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 NO_LOGPROB = -9999.0
-"""What vLLM tells in place of NaN, of minus infinity, and of what it does not know."""
+"""Log-prob that vLLM reports in place of NaN, of minus infinity, and of unknown ones."""
 SEED_RANGE = 2**63
-"""Seeds lie in [-2**63, 2**63), and no other number is larger: engines keep them in 64 bits."""
+"""Bound of seeds, versions, ids and top-k, which engines keep as signed 64-bit integers."""
 LEAST_TEMPERATURE = 1e-6
-"""Below it, logits / temperature are no numbers of 32 bits; SGLang takes it for 0."""
+"""Lowest temperature above 0: with less, logits / temperature overflow float32, and SGLang takes it for 0."""
 
 
 TOOL_PARSERS = "rl_rollout.tool_parsers"
-"""Entry points of this group are functions that read the tool calls of a turn; rl-agent brings some."""
+"""Group of entry points that parse the tool calls of a turn; rl-agent brings some."""
 
 
 def find_plugin(group: str, name: str, what: str, error: type[RolloutError] = ConfigError) -> EntryPoint:
-    """The entry point of an installed plug-in.
+    """Find the entry point of an installed plug-in.
 
     Raises:
         ConfigError: it is not installed (or `error`); lists those that are.
@@ -50,10 +50,10 @@ def find_plugin(group: str, name: str, what: str, error: type[RolloutError] = Co
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Refuse a request that cannot be served.
+    """Check the prompt, the deadline and the sampling parameters of a request.
 
     Raises:
-        RequestError: says which value, and what is allowed.
+        RequestError: says which value is wrong, and what is allowed.
     """
     prompt = request.prompt_token_ids
     if not prompt:
@@ -80,10 +80,10 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: i
 
 
 def read_model_config(model_path: str) -> dict[str, Any]:
-    """`config.json` of a model folder that can generate; that of the language model, where there are several.
+    """Read `config.json` of a generative model folder; of a multimodal model, with the language model's fields on top.
 
     Raises:
-        ModelFolderError: it cannot be read, or is that of a model that scores.
+        ModelFolderError: it cannot be read, or the model is a sequence classifier.
     """
     try:
         found = json.loads((Path(model_path) / "config.json").read_text())
@@ -100,10 +100,10 @@ def read_model_config(model_path: str) -> dict[str, Any]:
 
 
 def check_count(count: int, config: ServerConfig) -> None:
-    """Refuse to be asked for too much at once.
+    """Check the number of completions that one HTTP request asks for.
 
     Raises:
-        RequestError: names the setting.
+        RequestError: it is above `max_completions`.
     """
     if count > config.max_completions:
         raise RequestError(
@@ -113,10 +113,10 @@ def check_count(count: int, config: ServerConfig) -> None:
 
 
 def check_limits(request: GenerateRequest, config: ServerConfig) -> None:
-    """Refuse more than a server is configured to bear.
+    """Check a request's stop ids and top log-probs against the server's limits.
 
     Raises:
-        RequestError: names the setting.
+        RequestError: it asks for more; names the setting.
     """
     for name, asked in (
         ("max_stops", len(request.sampling_params.stop_token_ids)),
@@ -129,10 +129,10 @@ def check_limits(request: GenerateRequest, config: ServerConfig) -> None:
 
 
 def check_extras(request: GenerateRequest, capabilities: Capabilities) -> None:
-    """Refuse what a server does not give.
+    """Check a request's optional features against the server's capabilities.
 
     Raises:
-        UnsupportedError: names the field.
+        UnsupportedError: the server lacks one; names the field.
         RequestError: `num_top_logprobs` is negative.
     """
     if request.num_top_logprobs < 0:
@@ -153,20 +153,20 @@ def check_extras(request: GenerateRequest, capabilities: Capabilities) -> None:
 
 
 def check_version(version: int) -> None:
-    """Refuse a weight version that tokens cannot carry.
+    """Check that a weight version is a non-negative 64-bit integer.
 
     Raises:
-        RequestError: tells the range.
+        RequestError: it is not.
     """
     if not 0 <= version < SEED_RANGE:
         raise RequestError(f"weight version {version} must be 0 or above, in 64 bits: every token carries it")
 
 
 def check_adapter(request: GenerateRequest, names: Iterable[str]) -> None:
-    """Refuse an adapter that is not loaded.
+    """Check that the adapter of a request is loaded.
 
     Raises:
-        RequestError: names those that are.
+        RequestError: it is not; lists those that are.
     """
     if request.adapter is not None and request.adapter not in names:
         raise RequestError(
@@ -175,12 +175,12 @@ def check_adapter(request: GenerateRequest, names: Iterable[str]) -> None:
 
 
 def check_finite(output: TokenOutput) -> None:
-    """Refuse tokens that were drawn from logits that are not finite, and a prompt that was scored by such.
+    """Check that all log-probs of an output are finite, so that no token comes from logits that are not.
 
     Raises:
-        GenerationError: a log-prob is no number.
+        GenerationError: one is not.
     """
-    told: tuple[Any, ...] = output.logprobs + output.prompt_logprobs  # JSON has no NaN: servers tell null
+    told: tuple[Any, ...] = output.logprobs + output.prompt_logprobs  # JSON has no NaN: servers send null
     if any(logprob is None or not math.isfinite(logprob) for logprob in told):
         versions = ", ".join(map(str, sorted(set(output.weight_versions))))
         raise GenerationError(
@@ -189,15 +189,15 @@ def check_finite(output: TokenOutput) -> None:
 
 
 def as_logprob(told: float | None) -> float:
-    """A log-prob as the servers of others tell it, or NaN where they have none."""
+    """Log-prob from a third-party server's answer; NaN where it has none."""
     return math.nan if told is None or told <= NO_LOGPROB else told
 
 
 def check_length(output: TokenOutput, max_new_tokens: int) -> None:
-    """Refuse an output that claims to have reached its length and has not: its engine has cut what was asked for.
+    """Check that an output with the reason `length` has all its tokens, and was not cut by a limit of the engine.
 
     Raises:
-        GenerationError: tells both lengths.
+        GenerationError: it is shorter; says both lengths.
     """
     if output.finish_reason is FinishReason.LENGTH and len(output.token_ids) < max_new_tokens:
         raise GenerationError(
@@ -207,10 +207,10 @@ def check_length(output: TokenOutput, max_new_tokens: int) -> None:
 
 
 def check_sampling(request_id: str, params: SamplingParams) -> None:
-    """Refuse sampling parameters out of range.
+    """Check the ranges of sampling parameters.
 
     Raises:
-        RequestError: says which field, its value, and what is allowed.
+        RequestError: one is out of range; says which field, its value, and what is allowed.
     """
 
     def need(is_fine: bool, field: str, allowed: str) -> None:
@@ -227,10 +227,10 @@ def check_sampling(request_id: str, params: SamplingParams) -> None:
 
 
 def versions_of(spans: Sequence[Mapping[str, Any]], count: int, engine_name: str) -> list[int]:
-    """One version per token, of spans `[start, end)` that cover all.
+    """Weight version of every token, from spans `[start, end)` with a version each.
 
     Raises:
-        WeightUpdateError: they do not: no token may have a version by guess.
+        WeightUpdateError: the spans do not cover all tokens; a version is never guessed.
     """
     versions = [int(span["version"]) for span in spans or () for _ in range(span["start"], span["end"])]
     if len(versions) != count:
@@ -250,22 +250,22 @@ _PLAIN = {
     "alpha_pattern": {},
     "alora_invocation_tokens": None,
 }
-"""Settings of peft that are served at this value alone."""
+"""Settings of peft that are supported at this value only."""
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
-"""`init_lora_weights` under which an adapter is one of the base model as it lies on disk. Others (`pissa`, `olora`)
-train beside a base of their own; peft writes `true` where it converts such an adapter to the base on disk."""
+"""Values of `init_lora_weights` that leave the base model unchanged. Others (`pissa`, `olora`) change it, and the
+adapter belongs to the changed one; peft writes `true` where it converts such an adapter to the base on disk."""
 
 
 def check_plain(adapter: str, config: Mapping[str, Any], *, is_scaled_by_root: bool = True) -> None:
-    """Refuse what would be served as another model than peft's.
+    """Check that an adapter is plain LoRA, which engines compute as peft does.
 
     Args:
-        adapter: Its name.
-        config: Peft's.
-        is_scaled_by_root: Whether the engine knows `use_rslora`.
+        adapter: Name of the adapter.
+        config: Its `adapter_config.json`.
+        is_scaled_by_root: Whether the engine supports `use_rslora`.
 
     Raises:
-        ModelFolderError: says which setting, and what is served.
+        ModelFolderError: a setting is not supported; says which, and the supported value.
     """
     if config.get("peft_type") != "LORA":
         raise ModelFolderError(f"adapter {adapter!r} is of type {config.get('peft_type')!r}; LORA is served")
@@ -281,12 +281,12 @@ def check_plain(adapter: str, config: Mapping[str, Any], *, is_scaled_by_root: b
 
 
 def check_positions(text_config: Any, max_model_len: int) -> None:
-    """Check that no token's rotation depends on its neighbours (see `rl_csrc.decoder.longrope_limit`).
+    """Check that no token's position encoding depends on its batch neighbours (`rl_csrc.decoder.longrope_limit`).
 
     Raises:
-        ConfigError: tells the length up to which it does.
+        ConfigError: `max_model_len` is beyond the limit of longrope.
     """
-    from rl_csrc.inference.decoder import longrope_limit  # torch: for those who serve a model
+    from rl_csrc.inference.decoder import longrope_limit  # imports torch, which a client does not need
 
     limit = longrope_limit(getattr(text_config, "rope_parameters", None))
     if limit is not None and max_model_len > limit:

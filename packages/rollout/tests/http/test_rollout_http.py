@@ -246,9 +246,9 @@ def test_a_server_that_is_not_there(site):
     [
         (
             b'{"request_id": "r", "finished": true}',
-            'answered what is no message: {"request_id": "r", "finished": true}',
+            'answered with no known message: {"request_id": "r", "finished": true}',
         ),
-        (b'+{"request_id": "r", "token_ids": "5"}', "answered what is no message"),
+        (b'+{"request_id": "r", "token_ids": "5"}', "answered with no known message"),
         (b'{"error": {"type": "RequestError", "message": "no", "code": 400}, "request_id": "r"}', "^no$"),
     ],
 )

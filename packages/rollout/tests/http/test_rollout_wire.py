@@ -123,7 +123,7 @@ def test_an_error_comes_back_as_its_class_with_the_id_of_its_request():
     _, other = error_from_body(error_to_body(KeyError("x")), "http://a")
     assert (type(other), str(other)) == (RolloutError, "http://a: KeyError: 'x'")
     _, neither = error_from_body(b"<html>Bad Gateway", "http://a")
-    assert str(neither) == "http://a answered what is no message: <html>Bad Gateway"
+    assert str(neither) == "http://a answered with no known message: <html>Bad Gateway"
 
 
 def test_capabilities_of_another_version_are_a_sentence():

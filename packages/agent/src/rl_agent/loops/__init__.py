@@ -1,1 +1,1 @@
-"""The agent loops that ship with rl-agent, one per file, found by entry point."""
+"""Agent loops of rl-agent, one per file, found by entry point."""

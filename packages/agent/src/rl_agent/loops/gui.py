@@ -1,4 +1,4 @@
-"""A browser agent: the model clicks and types on a local page, and the page's own state decides the reward."""
+"""Browser agent loop: the model clicks and types on a local page, whose own state decides the reward."""
 
 # Playwright is there where its tests run, and not where types are checked.
 # pyright: reportMissingImports=false, reportUnknownParameterType=false, reportUnknownLambdaType=false
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class GuiLoop(ToolLoop):
-    """Lets the model use a page in headless Chromium, driven by Playwright (`pip install 'rl-agent[gui]'`).
+    """Browser agent loop over headless Chromium, driven by Playwright (`pip install 'rl-agent[gui]'`).
 
     A row holds `prompt` (what is to be done), `html` (the page itself) or `url` (`file:`, or a local server's; the page
     reaches its own origin and nothing else), and `check`, a JavaScript expression of the page that is evaluated at the
@@ -115,7 +115,7 @@ class GuiLoop(ToolLoop):
         return session.finish(reward=reward, metrics=metrics, extra_fields={"end": end})
 
     async def close(self) -> None:
-        """End the browser."""
+        """Close the browser."""
         await super().close()
         await self._browser.close()
 
@@ -164,7 +164,7 @@ _LOOK = """() => {
 
 @dataclass(slots=True)
 class _Tab:
-    """One trajectory's page."""
+    """Page of one trajectory."""
 
     context: BrowserContext
     page: Page
@@ -172,7 +172,7 @@ class _Tab:
 
 
 class Browser:
-    """A Chromium whose pages reach nothing but the page that they were opened on and its own origin.
+    """Headless Chromium whose pages reach only the page that they were opened on, and its origin.
 
     Args:
         executable: The browser; None looks for `chromium` on the path, and then takes Playwright's own.
@@ -194,7 +194,7 @@ class Browser:
         self._browser: Any = None
 
     async def open(self, session_id: str, url: str | None, html: str | None) -> ToolResult:
-        """Open a page for a trajectory; what it shows.
+        """Open a page for a trajectory; returns what it shows.
 
         Raises:
             FailureError: the browser cannot be started, or the page does not load.
@@ -212,7 +212,7 @@ class Browser:
             raise _failure("open", error) from error
 
     async def act(self, session_id: str, action: Callable[[Page], Awaitable[None]]) -> ToolResult:
-        """Do something, and see what the page shows then.
+        """Perform an action; returns what the page shows then.
 
         Raises:
             ToolError: it cannot be done.
@@ -232,7 +232,7 @@ class Browser:
                 raise _failure("look", error) from error
 
     async def evaluate(self, session_id: str, expression: str) -> Any:
-        """The value of a JavaScript expression on the trajectory's page.
+        """Evaluate a JavaScript expression on the trajectory's page.
 
         Raises:
             FailureError: it has none.
@@ -249,7 +249,7 @@ class Browser:
             await tab.context.close()
 
     async def close(self) -> None:
-        """End the browser."""
+        """Close the browser."""
         for session_id in tuple(self._tabs):
             await self.leave(session_id)
         if self._browser is not None:
@@ -278,7 +278,7 @@ class Browser:
 
 
 class BrowserTool(Tool):
-    """One thing that can be done to a page."""
+    """Tool for one action on a page."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class BrowserTool(Tool):
         self._action = action
 
     async def call(self, arguments: Mapping[str, Any], session_id: str) -> ToolResult:
-        """Do it; what the page shows then."""
+        """Perform the action; returns what the page shows then."""
         for name, kind in self._types.items():
             if not isinstance(arguments.get(name), kind):
                 raise ToolError(f"{name} is {arguments.get(name)!r}; it has to be {kind.__name__}")
@@ -306,7 +306,7 @@ class BrowserTool(Tool):
 
 
 def browser_tools(browser: Browser) -> list[Tool]:
-    """What a model may do: click, fill, choose, press and look."""
+    """Tools of the browser: click, fill, choose, press and look."""
 
     async def click(page: Page, given: Mapping[str, Any]) -> None:
         await _element(page, given).click()
@@ -339,7 +339,7 @@ def _element(page: Page, given: Mapping[str, Any]) -> Any:
 
 
 def _only(url: str | None) -> Callable[[Route], Awaitable[None]]:
-    """Lets through what lies at the origin of `url`, or beside its file; everything else fails."""
+    """Request filter: allows the origin of `url`, or the files beside it; everything else fails."""
     if url is None:
         base = None
     elif url.startswith("file:"):

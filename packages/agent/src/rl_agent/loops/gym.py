@@ -1,4 +1,4 @@
-"""Text environments as Gymnasium defines them: `reset`, then `step` with what the model wrote, until it is over."""
+"""Environment loop: plays text environments of Gymnasium's interface, with the model's turns as actions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GymLoop(AgentLoop):
-    """Plays an environment: its observations are the user's turns, the model's turns are the actions.
+    """Environment loop: observations are the user's turns, the model's turns are the actions.
 
     An environment has `reset(*, seed) -> (observation, info)`, `step(action) -> (observation, reward, terminated,
     truncated, info)` and, if it wants, `close()`; plain methods or coroutines, text for observations and actions
@@ -132,7 +132,7 @@ class GymLoop(AgentLoop):
 
 
 async def make_environment(row: Mapping[str, Any], given: Mapping[str, Callable[..., Any]], *, timeout_s: float) -> Any:
-    """The environment that a row names in `environment`, made with its `environment_args`.
+    """Create the environment that a row names in `environment`, with its `environment_args`.
 
     Raises:
         RowError: the row names none, or arguments that it does not take.
@@ -155,7 +155,7 @@ async def make_environment(row: Mapping[str, Any], given: Mapping[str, Callable[
 async def call_environment(
     method: Callable[..., Any], *args: Any, stage: str = "", timeout_s: float, **kwargs: Any
 ) -> Any:
-    """One call of an environment's method, a coroutine function or one that blocks; `stage` is its name, else.
+    """Call a method of an environment, a coroutine function or a blocking one; `stage` defaults to its name.
 
     Raises:
         FailureError: it raised, or did not answer in time.
@@ -177,7 +177,7 @@ async def call_environment(
 
 
 def check_step(step: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """What `step` gave, if it is what Gymnasium defines, with text for observation.
+    """Validate the result of `step`: Gymnasium's tuple, with a text observation.
 
     Raises:
         FailureError: it is not.
@@ -194,14 +194,14 @@ def check_step(step: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
 
 
 def check_text(observation: Any, stage: str) -> str:
-    """An observation, if it is text."""
+    """Validate an observation, which must be text."""
     if not isinstance(observation, str):
         raise environment_failure(stage, f"its observation is a {type(observation).__name__}; text is needed")
     return observation
 
 
 def environment_failure(stage: str, message: str) -> FailureError:
-    """The environment failed; nothing is said about the model."""
+    """Failure of an environment, which says nothing about the model."""
     return FailureError(
         Failure(kind=FailureKind.ENVIRONMENT, stage=stage, message=message, is_retryable=stage != "row")
     )

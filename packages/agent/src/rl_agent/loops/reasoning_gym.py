@@ -1,4 +1,4 @@
-"""One task of reasoning-gym, answered once and scored by the task's own verifier."""
+"""Loop over tasks of reasoning-gym: one answer, scored by the task's own verifier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCORE_TIMEOUT_S = 60.0
 
 
 class ReasoningGymLoop(SingleTurnLoop):
-    """Asks the model one procedurally made question (https://github.com/open-thought/reasoning-gym).
+    """Loop that asks one procedurally generated question (https://github.com/open-thought/reasoning-gym).
 
     A row holds `task` (a dataset of reasoning-gym, for example `basic_arithmetic`), `index` and, if it wants,
     `task_args` (the dataset's settings, `seed` and `size` among them) and `system`. The answer is what stands in the

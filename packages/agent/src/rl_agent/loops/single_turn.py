@@ -1,4 +1,4 @@
-"""One prompt, one generation, one trajectory."""
+"""Single-turn loop: one prompt, one generation, one trajectory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SingleTurnLoop(AgentLoop):
-    """Answers a row's `prompt` once: the prompt's ids are the chat template's, the completion's the sampler's own."""
+    """Single-turn loop: renders a row's `prompt` by the chat template, and generates once."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Run one row.

@@ -1,4 +1,4 @@
-"""A coding agent: shell commands in a sandboxed working copy, and tests that decide the reward."""
+"""Coding agent loop: shell commands in a sandboxed working copy, and tests that decide the reward."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 _NOT_RUN = (126, 127)
-"""Exit statuses by which a shell says that it could not run a command at all."""
+"""Exit statuses of a shell that could not run a command at all."""
 
 
 class SweLoop(ToolLoop):
-    """Lets the model work on a copy of a repository with `bash`, until it answers without a call; then runs the tests.
+    """Coding agent loop: the model works on a copy of a repository with `bash` until it answers without a call.
 
     A row holds `prompt` (what is to be done), `repository` (a folder, which is copied) or `files` (texts by path), and
     `tests`: `{"command": ..., "files": {path: text}}`. These files are written over the working copy before the tests
@@ -139,7 +139,7 @@ def _tests_of(row: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
 
 
 def _fill(copy: Path, row: Mapping[str, Any]) -> None:
-    """Make the working copy."""
+    """Create the working copy."""
     repository, files = row.get("repository"), row.get("files")
     if (repository is None) == (files is None):
         raise RowError("the row needs one of 'repository', a folder, and 'files', texts by path")
@@ -159,7 +159,7 @@ def _texts(files: Any, field: str) -> Mapping[str, str]:
 
 
 def _write(copy: Path, files: Mapping[str, str]) -> None:
-    """Write files into the working copy, and nowhere else; what the model has put in their way goes."""
+    """Write files into the working copy and nowhere else, replacing what the model put at their paths."""
     for name, text in files.items():
         parts = PurePosixPath(name).parts
         if not parts or ".." in parts or name.startswith("/"):
@@ -183,7 +183,7 @@ _RUN = (
 
 
 class ShellTool(Tool):
-    """Runs a command by bash in the working copy of its trajectory. What a command leaves is files, not processes.
+    """Tool `bash`: runs a command in the trajectory's working copy. Files stay, processes do not.
 
     Args:
         grader: Gives the processes.
@@ -201,11 +201,11 @@ class ShellTool(Tool):
         self._folders: dict[str, Path] = {}
 
     def open(self, session_id: str, folder: Path) -> None:
-        """Have a trajectory work in `folder` until its session ends."""
+        """Assign a working folder to a trajectory, until its session ends."""
         self._folders[session_id] = folder
 
     async def call(self, arguments: Mapping[str, Any], session_id: str) -> str:
-        """Run `arguments["command"]`; its output, and its exit status where that is not 0."""
+        """Run `arguments["command"]`; returns its output, and its exit status if that is not 0."""
         command = arguments.get("command")
         if not isinstance(command, str) or set(arguments) != {"command"}:
             raise ToolError(f"the arguments are {', '.join(arguments) or 'none'}; one is needed: command, a string")
@@ -238,7 +238,7 @@ class ShellTool(Tool):
 
 
 def exit_status(result: CodeResult) -> int | None:
-    """Of a command; None where it did not come to its end."""
+    """Exit status of a command; None where it did not end."""
     if result.kind == "ok":
         return 0
     _, mark, status = result.error.rpartition("SystemExit: ")

@@ -1,4 +1,4 @@
-"""ReAct: the model writes, its tool calls are made, their answers are appended, until it calls no more tools."""
+"""Tool loop (ReAct, 2210.03629): tool calls are run and their answers appended, until a turn calls no tool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ToolLoop(AgentLoop):
-    """Lets the model call tools, several at a time.
+    """Tool loop: the model calls tools, several at a time.
 
     A tool that raises, hangs or floods, and a call that cannot be read, give the model a short error or a cut answer,
     and a count in the metrics (`num_tool_calls`, of them `num_tool_malformed`, `_unknown`, `_error`, `_timeout`, and
@@ -109,7 +109,7 @@ class ToolLoop(AgentLoop):
         session_id: str,
         images: Sequence[str] = (),
     ) -> tuple[Session, dict[str, float], str]:
-        """The conversation up to its end, its metrics, and what ended it."""
+        """Run the conversation to its end; returns the session, its metrics, and what ended it."""
         template, tools = self._template_of(names), {name: self._tools[name] for name in names}
         session = Session(
             self.server,
@@ -155,7 +155,7 @@ class ToolLoop(AgentLoop):
         session_id: str,
         counts: Counter[str],
     ) -> tuple[list[Message], list[str]]:
-        """Make the calls of one turn, all at once; the messages that answer them in the calls' order, and images."""
+        """Run the calls of one turn concurrently; returns their answers as messages, in order, and images."""
         answers = await asyncio.gather(
             *(answer_call(call, tools, session_id=session_id, timeout_s=self._timeout_s) for call in calls)
         )
@@ -173,7 +173,7 @@ class ToolLoop(AgentLoop):
         return messages, images
 
     def _cut(self, text: str, max_tokens: int | None = None) -> tuple[str, bool]:
-        """`text` within the limit of tokens. What is tokenised here was written by a tool, not by the model."""
+        """Truncate a tool's text to the limit of tokens; no text of the model is tokenised here."""
         limit = max_tokens or self._max_tool_tokens
         head = text[: 32 * limit]  # a flood is not even tokenised
         ids = self.tokenizer.encode(head, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What the tool-call parsers share."""
+"""Helpers of the tool-call parsers: reasoning, JSON calls, delimited spans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _THINK = re.compile(r"^(?:.*?<think>)?(.*?)</think>", re.DOTALL)
 
 
 def opened_by(*marks: str) -> Callable[[Callable[[str], ParsedTurn]], Callable[[str], ParsedTurn]]:
-    """Tells of a parser what its calls, and its reasoning, start with: text before these may be shown as it comes."""
+    """Declare the markers with which a parser's calls and reasoning start; text before them can be streamed."""
 
     def tell(parse: Callable[[str], ParsedTurn]) -> Callable[[str], ParsedTurn]:
         vars(parse)["opened_by"] = marks
@@ -25,7 +25,7 @@ def opened_by(*marks: str) -> Callable[[Callable[[str], ParsedTurn]], Callable[[
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """`(reasoning, rest)` of a turn that thinks up to `</think>`; one that never stops thinking says nothing."""
+    """Split a turn at `</think>` into `(reasoning, rest)`; without the end mark all of it is reasoning."""
     if found := _THINK.match(text):
         return found[1].strip(), text[found.end() :]
     if text.lstrip().startswith("<think>"):
@@ -34,17 +34,17 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 
 def turn(content: str, calls: Iterable[ToolCall], reasoning: str = "") -> ParsedTurn:
-    """A parsed turn with its content stripped."""
+    """Parsed turn with its content stripped."""
     return ParsedTurn(content=content.strip(), calls=tuple(calls), reasoning=reasoning)
 
 
 def malformed(reason: str, name: str = "") -> ToolCall:
-    """A call that cannot be made."""
+    """Malformed call."""
     return ToolCall(name=name, error=f"the tool call could not be read: {reason}")
 
 
 def call_of(name: Any, arguments: Any) -> ToolCall:
-    """A call from its name and its arguments, an object or the JSON text of one."""
+    """Call from a name and arguments, which are an object or its JSON text."""
     if not isinstance(name, str) or not name.strip():
         return malformed(f"its name is {name!r}; it needs the name of a tool")
     name = name.strip()
@@ -77,7 +77,7 @@ def calls_of_json(text: str) -> list[ToolCall]:
 
 
 def blocks(text: str, start: str, end: str) -> tuple[str, list[str], bool]:
-    """`(outside, insides, is_open)`: what lies between `start` and `end`, and whether the last one is not closed."""
+    """Split text at `start` and `end` into `(outside, insides, is_open)`; `is_open`: the last one is not closed."""
     outside, *rest = text.split(start)
     insides: list[str] = []
     is_open = False

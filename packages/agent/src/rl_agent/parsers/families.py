@@ -119,7 +119,7 @@ def kimi(text: str) -> ParsedTurn:
 
 
 def _section(text: str, section: str, begin: str, end: str, read: Callable[[str], ToolCall]) -> ParsedTurn:
-    """A turn whose calls stand between `begin` and `end`, after the one mark `section`."""
+    """Parse a turn whose calls are between `begin` and `end`, after the mark `section`."""
     reasoning, text = split_reasoning(text)
     content, mark, rest = text.partition(section)
     _, insides, is_open = blocks(rest, begin, end)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint that records what any agent framework does with it, as trainable tokens."""
+"""Recording proxy: an OpenAI-compatible endpoint that records an agent framework's requests as trainable tokens."""
 
 from rl_agent.proxy.server import RecordingProxy
 

@@ -1,4 +1,4 @@
-"""The format of `/v1/chat/completions`: https://platform.openai.com/docs/api-reference/chat."""
+"""Format of `/v1/chat/completions`: https://platform.openai.com/docs/api-reference/chat."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def read(data: bytes) -> Call:
-    """A request.
+    """Parse a request.
 
     Raises:
         RowError: it cannot be honoured.
@@ -56,7 +56,7 @@ def read(data: bytes) -> Call:
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """A message as chat templates take it: text for content, objects for arguments."""
+    """Message for a chat template: text as content, objects as arguments."""
     if not isinstance(message, dict) or "role" not in message:
         raise RowError(f"message {message!r} has no role")
     plain = dict(cast("dict[str, Any]", message))
@@ -71,7 +71,7 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 class Writer:
-    """A `Writer`."""
+    """Writer of chat completions."""
 
     def __init__(self, call: Call) -> None:
         self._call = call

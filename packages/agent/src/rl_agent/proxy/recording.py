@@ -16,45 +16,45 @@ if TYPE_CHECKING:
     from rl_rollout.types import TokenOutput
 
 MessageKey = tuple[Any, ...]
-"""What makes two messages the same conversation, however a framework spells them."""
+"""Key by which two messages count as equal, however a framework spells them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """One request and its answer."""
+    """Exchange: one request and its answer."""
 
     parent: int | None
-    """Index of the exchange whose conversation this one goes on with."""
+    """Index of the exchange whose conversation this one continues."""
     prompt_token_ids: tuple[int, ...]
-    """All ids that the server was given."""
+    """Prompt token ids."""
     sampled_spans: tuple[tuple[int, int], ...]
-    """[start, end) of what the model emitted in the prompt and after it."""
+    """[start, end) spans of tokens that the model emitted, in the prompt and after it."""
     output: TokenOutput
-    """What the model emitted."""
+    """Output of the model."""
     conversation: tuple[MessageKey, ...]
-    """The messages, the answer included."""
+    """Messages, the answer included."""
     tools: str
-    """The request's tools, as JSON."""
+    """Tools of the request, as JSON."""
     text: str
-    """The answer as text."""
+    """Text of the answer."""
     response_id: str
-    """What the client knows the answer by."""
+    """Id of the answer for the client."""
     is_heard: bool = True
-    """False if the caller had left before the answer was sent: it is no part of any trajectory."""
+    """Whether the answer was sent; if the caller had left before, it is part of no trajectory."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """A session: its exchanges, and what else happened in it."""
+    """Recorded session: its exchanges, lost callers and broken special tokens."""
 
     exchanges: list[Exchange] = field(default_factory=list[Exchange])
     num_abandoned: int = 0
-    """Requests whose caller left before the answer: a client that timed out, and asked again perhaps."""
+    """Number of requests whose caller left before the answer, such as a client that timed out and retried."""
     num_escaped: int = 0
-    """Special tokens that tools and users spelled out, and that were broken."""
+    """Number of special tokens in messages of tools and users that were broken."""
 
     def abandon(self, exchange: Exchange | None) -> None:
-        """Note that a caller left. Its answer, where it was kept already, belongs to no trajectory."""
+        """Note that a caller left; its answer, if recorded already, belongs to no trajectory."""
         self.num_abandoned += 1
         for index, each in enumerate(self.exchanges):
             if each is exchange:
@@ -62,7 +62,7 @@ class Recording:
 
 
 def message_key(message: Mapping[str, Any]) -> MessageKey:
-    """See `MessageKey`: role, text, calls by name and arguments, and the call that is answered."""
+    """Key of a message: role, text, calls by name and arguments, and the call that is answered."""
     calls = tuple(
         (str(call["function"]["name"]), json.dumps(parsed_arguments(call["function"].get("arguments")), sort_keys=True))
         for call in message.get("tool_calls") or ()
@@ -73,7 +73,7 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
 def find_parent(
     exchanges: Sequence[Exchange], conversation: Sequence[MessageKey], tools: str, previous: str | None
 ) -> tuple[int | None, int]:
-    """`(parent, num_known)`: the exchange that a call goes on with, and how many of its messages that one holds.
+    """Find the exchange that a call continues; returns `(parent, num_known)`, with its number of known messages.
 
     It is the one named `previous`, else the newest of those that hold most of the conversation.
 
@@ -109,7 +109,7 @@ def _named(
 
 
 def trajectories(recording: Recording, reward: float | None) -> list[AgentLoopOutput]:
-    """One trajectory per leaf. Where they branch, what they share is marked as the model's in the first one only."""
+    """Trajectories of a session, one per leaf. Shared tokens have loss mask 1 in the first of them only."""
     exchanges = recording.exchanges
     parents = {each.parent for each in exchanges}
     metrics = {"num_abandoned": float(recording.num_abandoned), "num_escaped": float(recording.num_escaped)}
@@ -158,7 +158,7 @@ def _trajectory(
 
 
 def parsed_arguments(given: Any) -> Any:
-    """Arguments as an object, where their text is one."""
+    """Arguments as an object, if their text is JSON of one."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except ValueError:

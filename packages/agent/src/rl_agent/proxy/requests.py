@@ -1,4 +1,4 @@
-"""Requests of the proxy and their answers, whichever of the endpoints they come by."""
+"""Requests of the proxy and their answers, common to both endpoints."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ SAMPLING = {"temperature": (int, float), "top_p": (int, float), "seed": (int,)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A request, checked."""
+    """Validated request."""
 
     messages: tuple[dict[str, Any], ...]
-    """As chat templates take them; those of an earlier response that is named are left out."""
+    """Messages for a chat template, without those of the earlier response that the request names."""
     tools: tuple[dict[str, Any], ...]
-    """In the format of chat completions."""
+    """Tools in the format of chat completions."""
     sampling: Mapping[str, Any]
-    """Fields of `SamplingParams` that it sets."""
+    """Sampling parameters that the request sets, by field of `SamplingParams`."""
     model: str
-    """What it calls the model."""
+    """Model name in the request."""
     is_streaming: bool
-    """Whether it wants events."""
+    """Whether the answer is streamed."""
     has_usage: bool = True
-    """Whether the events end with token counts."""
+    """Whether the stream ends with token counts."""
     previous: str | None = None
-    """The response that it goes on with, where it names one."""
+    """Id of the response that the request continues, if it names one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the model said to a call."""
+    """Answer of the model to a call."""
 
     exchange: Exchange
-    """As it is recorded."""
+    """Recorded exchange."""
     turn: ParsedTurn
-    """Taken apart; broken calls are text."""
+    """Parsed turn; malformed calls are text."""
     call_ids: tuple[str, ...]
-    """One per call of the turn."""
+    """Ids of the turn's calls."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether the model did not come to its end."""
+        """Whether the turn was cut off."""
         return self.exchange.output.finish_reason is not FinishReason.STOP
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Of the prompt, and of the answer."""
+        """Number of tokens of the prompt and of the answer."""
         return len(self.exchange.prompt_token_ids), len(self.exchange.output.token_ids)
 
     def arguments(self, index: int) -> str:
@@ -67,15 +67,15 @@ class Answer:
 
 
 class Writer(Protocol):
-    """Writes the answer to one call in the format of its endpoint."""
+    """Writer of the answer to one call, in the format of its endpoint."""
 
     id: str
-    """Of the answer."""
+    """Id of the answer."""
     last_line: bytes
-    """What closes a stream of events."""
+    """Last bytes of a stream of events."""
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Response body of a whole answer."""
         ...
 
     def start(self) -> Iterator[dict[str, Any]]:
@@ -87,17 +87,17 @@ class Writer(Protocol):
         ...
 
     def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """Events after the last token, whose text was told."""
+        """Events after the last token, whose text was sent."""
         ...
 
 
 def new_call_id() -> str:
-    """Nine letters and digits: some chat templates accept no other."""
+    """Random call id of nine letters and digits, the only form that some chat templates accept."""
     return uuid4().hex[:9]
 
 
 def read_body(data: bytes, *, known: Container[str], neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """A request's fields, without those that are null.
+    """Fields of a request that are not null.
 
     Args:
         data: The request.
@@ -160,7 +160,7 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
 
 
 def plain_content(content: Any) -> str:
-    """A message's content as text, whether it is given as text or in parts.
+    """Text of a message's content, which is a string or a list of parts.
 
     Raises:
         RowError: it holds something else than text.

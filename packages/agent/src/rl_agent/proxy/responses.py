@@ -1,4 +1,4 @@
-"""The format of `/v1/responses`: https://platform.openai.com/docs/api-reference/responses."""
+"""Format of `/v1/responses`: https://platform.openai.com/docs/api-reference/responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def read(data: bytes) -> Call:
-    """A request.
+    """Parse a request.
 
     Raises:
         RowError: it cannot be honoured.
@@ -62,14 +62,14 @@ def read(data: bytes) -> Call:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    """A function as chat completions spell it."""
+    """Function tool in the format of chat completions."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise RowError(f"tool {tool!r:.80} is none that runs at the client; this endpoint has no tools of its own")
     return {"type": "function", "function": {k: tool[k] for k in ("name", "description", "parameters") if k in tool}}
 
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Items as messages: what a model said and called in one turn is one message."""
+    """Convert items to messages; text and calls of one turn become one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if not isinstance(item, dict):
@@ -99,14 +99,14 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end, a new one where there is none or where it has been written."""
+    """Assistant message at the end of the list, appended if there is none that may be extended."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
 class Writer:
-    """A `Writer`."""
+    """Writer of responses."""
 
     def __init__(self, call: Call) -> None:
         self._call = call

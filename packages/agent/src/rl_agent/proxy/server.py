@@ -1,4 +1,4 @@
-"""HTTP endpoint of the recording proxy: finds a request's session, lets the model answer, and records what was said.
+"""HTTP endpoint of the recording proxy: finds a request's session, generates the answer, and records the exchange.
 
 A framework needs no change but its base URL and its API key, which names the session. Where a request goes on with an
 earlier one of its session, its prompt is the earlier ids with the new messages appended, so what the model emitted is
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 
 _FAILURES = (AgentError, RolloutError, ConnectionError, TimeoutError, RecursionError)
-"""What a request may fail on; the client is told."""
+"""Exceptions that are sent to the client as an error of its request."""
 
 _TURNS = 3
-"""Of the event loop, from the end of a connection at the socket to that of its handler: read, close, cancel."""
+"""Turns of the event loop from the end of a connection to the end of its handler: read, close, cancel."""
 
 _LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
@@ -55,22 +55,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A call that can be generated."""
+    """Call that is ready to be generated."""
 
     recording: Recording
-    """Its session."""
+    """Session of the call."""
     parent: int | None
-    """Which of them it goes on with."""
+    """Index of the exchange that it continues."""
     conversation: tuple[Any, ...]
-    """Keys of all of its messages."""
+    """Keys of all its messages."""
     tools: str
-    """Its tools, as JSON."""
+    """Tools, as JSON."""
     request: GenerateRequest
-    """For the server."""
+    """Request for the rollout server."""
 
 
 class RecordingProxy:
-    """Serves `/v1/chat/completions` and `/v1/responses`, whole or streamed, with tools, and records every exchange.
+    """Recording proxy: serves `/v1/chat/completions` and `/v1/responses`, and records every exchange.
 
     A session's name is the bearer token (a client's API key), or stands in the path: `/sessions/NAME/v1`. With an
     `api_token`, the API key is that token, and the session's name stands in the path or follows it: `TOKEN:NAME`, as
@@ -124,7 +124,7 @@ class RecordingProxy:
         """Base URL for clients, `/v1` included; set by `start`."""
 
     async def start(self) -> str:
-        """Bind the endpoint and return its base URL."""
+        """Bind the endpoint; returns its base URL."""
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
         for prefix in ("", "/sessions/{session}"):
             app.router.add_post(prefix + "/v1/chat/completions", self._chat)
@@ -140,7 +140,7 @@ class RecordingProxy:
         return self.url
 
     def api_key(self, session: str) -> str:
-        """What a client of this session gives as its API key."""
+        """API key for the client of a session."""
         return f"{self._api_token}:{session}" if self._api_token else session
 
     async def stop(self) -> None:
@@ -150,7 +150,7 @@ class RecordingProxy:
             self._runner = None
 
     def finish(self, session: str, *, reward: float | None = None) -> list[AgentLoopOutput]:
-        """End a session: its trajectories, one per leaf of the tree of its exchanges, each with the session's reward.
+        """End a session; returns its trajectories, one per leaf of its exchanges, each with the session's reward.
 
         Tokens that trajectories share are marked as the model's in one of them only. None if nothing was generated.
         A request of the session that is still being answered then is told so, and is not recorded.
@@ -161,7 +161,7 @@ class RecordingProxy:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Ask for the token; tell what is wrong with a request as JSON."""
+        """Middleware: check the token, and turn errors into JSON."""
         if self._api_token and not _begins_with(_key_of(request), self._api_token):
             return _failure(401, "authentication_error", "this proxy asks for its api_token as the API key")
         try:
@@ -232,7 +232,7 @@ class RecordingProxy:
         prepared: _Prepared,
         writer: Writer,
     ) -> web.StreamResponse:
-        """Server-sent events. A failure after the first of them is an event as well."""
+        """Stream the answer as server-sent events. A failure after the first is an event as well."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         text, chunks = self._live_text(prepared), list[TokenChunk]()
         with _Heard(request, prepared) as heard:
@@ -267,7 +267,7 @@ class RecordingProxy:
     # ---- the model
 
     def _prepare(self, session: str, call: Call) -> _Prepared:
-        """The ids to go on from: those of the exchange that the call extends, with what is new appended."""
+        """Prompt token ids: those of the exchange that the call continues, with the new messages appended."""
         tools = json.dumps(call.tools, sort_keys=True)
         if tools not in self._templates:
             self._templates[tools] = TurnTemplate(self._tokenizer, json.loads(tools), self._template_kwargs)
@@ -302,7 +302,7 @@ class RecordingProxy:
         return _Prepared(recording=recording, parent=parent, conversation=conversation, tools=tools, request=request)
 
     async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """The answer as it is generated, or in one piece where the server cannot stream."""
+        """Generate the answer in chunks; one chunk if the server cannot stream."""
         if isinstance(self._server, StreamingGenerator):
             async with aclosing(self._server.generate_stream(request)) as chunks:
                 async for chunk in chunks:
@@ -329,7 +329,7 @@ class RecordingProxy:
         text: LiveText,
         writer: Writer,
     ) -> Answer:
-        """Take the turn apart and keep it. What was shown of it already stands."""
+        """Parse and record the turn; text that was streamed already stays as it is."""
         if not output.token_ids:
             raise ConnectionError(f"the generation ended with reason {output.finish_reason.value!r} before a token")
         if self._sessions.get(session) is not prepared.recording:
@@ -358,16 +358,16 @@ class RecordingProxy:
 
 
 class _Heard:
-    """A request's caller: where it leaves before the answer, that is noted, and the answer belongs to nobody."""
+    """Caller of a request: if it leaves before the answer is sent, the session notes it and the answer is dropped."""
 
     def __init__(self, request: web.Request, prepared: _Prepared) -> None:
         self._request = request
         self._prepared = prepared
         self.answer: Answer | None = None
-        """Set when it is recorded."""
+        """Recorded exchange, once there is one."""
 
     async def check_caller(self) -> None:
-        """See that the caller is still there, by what its socket says now.
+        """Check that the caller is still connected, by its socket.
 
         Raises:
             ConnectionResetError: it has left.
@@ -396,12 +396,12 @@ def _read(read: Callable[[bytes], Call], body: bytes) -> Call:
 
 
 def _key_of(request: web.Request) -> str:
-    """A client's API key."""
+    """API key of a client."""
     return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
 
 def _begins_with(key: str, token: str) -> bool:
-    """Whether a key is the token, or the token, a colon, and a name; in constant time."""
+    """Whether a key is the token, or the token, a colon and a name; compared in constant time."""
     shown, wanted = key.encode(errors="surrogateescape"), token.encode()
     return hmac.compare_digest(shown[: len(wanted)], wanted) and shown[len(wanted) :][:1] in (b"", b":")
 
@@ -417,7 +417,7 @@ def _status(error: Exception) -> tuple[int, str]:
 
 
 async def _send(response: web.StreamResponse, events: Iterable[Mapping[str, Any]]) -> None:
-    """Write events at once; the responses endpoint's have names."""
+    """Write events to the stream; those of the responses endpoint have names."""
     lines = (
         (f"event: {event['type']}\n" if "type" in event else "") + f"data: {json.dumps(event)}\n\n" for event in events
     )
@@ -434,7 +434,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 class LiveText:
-    """Takes a turn's ids as they come and tells what is certain to be its reasoning and its content.
+    """Splits a turn's streamed tokens into reasoning and content, as soon as the text can no longer change.
 
     Where a call may start, nothing more is shown until the turn has ended and can be parsed.
 
@@ -454,10 +454,10 @@ class LiveText:
         self._start, self._end = 0, 0
         self._text = ""
         self.reasoning, self.content = "", ""
-        """What was shown so far."""
+        """Text that was returned so far."""
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """New reasoning and new content."""
+        """Append tokens; returns the new reasoning and the new content."""
         self._ids += token_ids
         self._text += self._decoded()
         if self._marks is None:
@@ -470,7 +470,7 @@ class LiveText:
         return new
 
     def rest(self, text: str) -> str:
-        """A whole turn without its reasoning, calls included."""
+        """Whole turn without its reasoning, calls included."""
         return self._split(text)[1].rstrip()
 
     def _split(self, text: str) -> tuple[str, str]:
@@ -481,7 +481,7 @@ class LiveText:
         return thought.strip(), rest.lstrip()
 
     def _decoded(self) -> str:
-        """Text of the new ids. Earlier ones are decoded with them: some tokenizers write a first token differently."""
+        """Text of the new ids, decoded after earlier ones: some tokenizers decode a first token differently."""
         before = self._tokenizer.decode(self._ids[self._start : self._end], skip_special_tokens=False)
         after = self._tokenizer.decode(self._ids[self._start :], skip_special_tokens=False)
         if after.endswith("�"):  # a character's bytes are not all here yet
@@ -491,12 +491,12 @@ class LiveText:
 
 
 def opens_thinking(prompt_end: str) -> bool:
-    """Whether a prompt leaves the model in its reasoning, as the templates of some models do."""
+    """Whether a prompt ends inside the reasoning, as the templates of some models do."""
     return prompt_end.rfind(_OPEN) > prompt_end.rfind(_CLOSE)
 
 
 def _certain(text: str, marks: Sequence[str], *, is_whole: bool = False) -> str:
-    """`text` up to where a mark starts, or may start at its end if more may follow; without the space before it."""
+    """Text before a mark, or before what may be the start of one; trailing space is left out."""
     ends = [len(text)]
     for mark in marks:
         found = text.find(mark)

@@ -1,4 +1,4 @@
-"""Sandbox: runs code that a policy wrote, within limits and shut off from this machine."""
+"""Sandbox: runs code that a policy wrote, with limits, and isolated from this machine."""
 
 from rl_agent.sandbox.limits import SandboxLimits
 from rl_agent.sandbox.pool import Grader

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_MEMORY_BYTES = 1 << 26
-"""What Python itself takes."""
+"""Address space of Python itself, bytes."""
 _WORKER_BYTES = 1 << 25
-"""Of a warm worker itself, beside the run."""
+"""Memory of a warm worker itself, beside the run's, bytes."""
 _WORKER_PROCESSES = 8
 _END_TIMEOUT_S = 5.0
 _numbers = itertools.count()
@@ -20,25 +20,25 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What one run of code may take, all its processes together."""
+    """Limits of one run of code, all its processes together."""
 
     timeout_s: float = 10.0
-    """Seconds on the clock."""
+    """Wall-clock seconds."""
     memory_bytes: int = 1 << 30
-    """Memory of all processes, shared memory and files in memory included; and address space of each, the
+    """Memory of all processes, with shared memory and files in memory; and address space of each, the
     interpreter's own included."""
     num_processes: int = 64
-    """Processes and threads at a time; without control groups, processes."""
+    """Most processes and threads at a time; without control groups, most processes."""
     output_bytes: int = 1 << 16
-    """Of output that are returned."""
+    """Most bytes of output that are returned."""
     file_bytes: int = 1 << 24
-    """Of any file that is written, output included; more is an error in the code."""
+    """Largest file that may be written, output included, bytes; more is an error in the code."""
     scratch_bytes: int = 1 << 26
-    """Of all files in `/tmp` together, where code has one of its own."""
+    """Most bytes of all files in `/tmp` together, where code has one of its own."""
 
 
 class ControlGroup:
-    """A control group of one worker, version 2 or version 1: the kernel counts and holds its memory and processes.
+    """Control group of one worker, version 2 or 1: the kernel limits its memory and processes.
 
     Nobody is moved: a group is made below or beside this process's own, where this user may, and the worker enters it.
 
@@ -76,13 +76,13 @@ class ControlGroup:
             raise
 
     def num_kills(self) -> int:
-        """Processes that the kernel has ended for want of memory."""
+        """Number of processes that the kernel has killed at the memory limit."""
         file = self._memory / ("memory.events" if self.version == 2 else "memory.oom_control")
         counts = dict(line.split() for line in file.read_text().splitlines())
         return int(counts.get("oom_kill", 0))
 
     def remove(self, *, timeout_s: float = _END_TIMEOUT_S) -> None:
-        """Remove it; its processes have been ended, and the kernel may take a moment to see it."""
+        """Remove the group, whose processes have been killed; the kernel may take a moment to notice."""
         deadline = time.monotonic() + timeout_s
         for path in self.paths:
             while True:
@@ -99,7 +99,7 @@ class ControlGroup:
 
 
 def _parents(root: Path) -> tuple[int, dict[str, Path]]:
-    """Version, and the folder per controller that groups can be made in.
+    """Version of control groups, and the folder per controller in which groups can be created.
 
     Raises:
         OSError: there is none.
@@ -133,7 +133,7 @@ def _is_ours(place: Path) -> bool:
 
 
 def _forget_dead(parent: Path) -> None:
-    """Remove the empty groups of processes that have ended without doing so."""
+    """Remove empty groups that earlier processes left behind."""
     for path in parent.glob("rl-agent-*-*"):
         owner = path.name.split("-")[2]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
@@ -142,7 +142,7 @@ def _forget_dead(parent: Path) -> None:
 
 
 def control_group(limits: SandboxLimits) -> ControlGroup | None:
-    """A new one, or None where there can be none."""
+    """Create a control group; None where that is not possible."""
     try:
         return ControlGroup(limits)
     except (OSError, ValueError):

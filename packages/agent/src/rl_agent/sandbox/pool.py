@@ -1,4 +1,4 @@
-"""Pool of warm subprocesses that run code with hard limits: the grader's and the Python tool's."""
+"""Pool of warm subprocesses that run code with hard limits, for the grader and the Python tool."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _GRACE_S = 0.05
-"""For a solution's process to see that its judge has ended."""
+"""Seconds for a solution's process to notice that its judge has ended."""
 _ISOLATIONS = ("network", "processes", "files")
 
 
 class Grader:
-    """A pool of warm subprocesses that run code for rewards, each run in a fresh fork of its process.
+    """Grader: a pool of warm subprocesses that run code for rewards, each run in a fresh fork.
 
     Limits are hard: a run past its deadline is killed with everything that it started, and its processes together are
     held to memory and number by control groups where this user may make them, else by a watcher. Where the kernel
@@ -74,7 +74,7 @@ class Grader:
         if unknown := sorted(set(needs).difference(_ISOLATIONS)):
             raise ValueError(f"needs names {unknown[0]!r}; there are: {', '.join(_ISOLATIONS)}")
         self.isolation: frozenset[str] | None = None
-        """What code is shut off from; None before the first run."""
+        """Isolation in force; None before the first run."""
         self._num_workers = num_workers
         self._max_waiting = max_waiting
         self._cache_size = cache_size
@@ -86,10 +86,10 @@ class Grader:
         self._cache: OrderedDict[bytes, CodeResult] = OrderedDict()
         self._num_waiting = 0
         self.num_cache_hits = 0
-        """Runs that were answered from the cache."""
+        """Number of runs that were answered from the cache."""
 
     async def run(self, code: str, stdin: str = "", *, timeout_s: float | None = None) -> CodeResult:
-        """Run code in a fresh process. Its deadline counts from when it starts, not from when it waits.
+        """Run code in a fresh process. Its deadline counts from its start, and not while it waits for a subprocess.
 
         Raises:
             FailureError: too many runs wait (kind `grader`, retryable): nothing was said about the code.
@@ -103,7 +103,7 @@ class Grader:
         return self._keep(key, result)
 
     async def judge(self, code: str, test: str, *, timeout_s: float | None = None) -> CodeResult:
-        """Run assertions about code, each of the two in a process of its own.
+        """Run assertions about a solution, each of the two in a process of its own.
 
         The test's process decides. Names that the test does not define are the code's: calls go to the other process,
         and plain values come back, of exactly the builtin types. So code cannot read what is expected, and cannot
@@ -132,7 +132,7 @@ class Grader:
         return self._keep(key, result)
 
     async def check(self) -> SandboxReport:
-        """What holds on this machine: starts a subprocess and asks it.
+        """Report which limits and isolation hold on this machine, by starting a subprocess.
 
         Raises:
             SandboxError: none can be started, or code cannot be shut off as `needs` asks.
@@ -157,7 +157,7 @@ class Grader:
     async def worker(
         self, *, is_kept: bool = True, workspace: Path | None = None, readable: Sequence[Path] = ()
     ) -> AsyncGenerator[Worker, None]:
-        """A subprocess to oneself; waits for a free one.
+        """Reserve a subprocess; waits for a free one.
 
         Args:
             is_kept: Give it back to the pool; else, and with a workspace, it is killed.
@@ -246,7 +246,7 @@ async def _judge(
 
 
 async def _end(run: asyncio.Future[tuple[workers.Kind | None, str]], worker: Worker) -> None:
-    """End a run: it has ended by itself, or is stopped a moment later."""
+    """End a run that has ended by itself, or is killed a moment later."""
     await asyncio.wait([run], timeout=_GRACE_S)
     if not run.done():
         run.cancel()

@@ -1,4 +1,4 @@
-"""Sandbox worker, a warm subprocess that runs code, seen from outside: what goes in, what comes out, and its end.
+"""Sandbox worker: the client side of a warm subprocess that runs code.
 
 Not under rl-rollout's supervisor (`ChildProcess`): it has no lines to read, it is asked by packets that carry
 descriptors, it is killed with its whole namespace, and its own end is part of a verdict (which limit was reached).
@@ -30,50 +30,50 @@ if TYPE_CHECKING:
 PROGRAM = Path(__file__).with_name("process")
 PYTHON = os.path.realpath(sys.executable)  # a virtual environment's is a link that is not there in the sandbox
 _START_TIMEOUT_S = 60.0
-"""A Python of the standard library alone takes 20 ms to start; this is for machines that are starved."""
+"""Seconds for a worker to start: 20 ms usually, the rest is for starved machines."""
 _END_TIMEOUT_S = 10.0
-"""The kernel ends a namespace in milliseconds; the rest is for machines that are starved."""
+"""Seconds for a worker to end: the kernel ends a namespace in milliseconds, the rest is for starved machines."""
 _LATE_S = 0.5
-"""How long a worker may take to end a run that is past its deadline, before the worker itself is ended."""
+"""Seconds that a worker may take to end a run past its deadline, before the worker itself is killed."""
 _MAX_PACKET_BYTES = 1 << 16
 Mode = Literal["code", "solution", "judge", "session"]
 Kind = Literal["ok", "error", "timeout", "memory", "output", "died"]
 _TOO_MUCH = "the memory limit of all processes was reached"
 _KINDS = ("ok", "error", "memory", "output")
-"""What code may say of itself."""
+"""Statuses that a run may report itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeResult:
-    """How a run of code ended."""
+    """Result of a run of code."""
 
     kind: Kind
-    """`output`: it wrote too much; `died`: its process was killed or ended by itself."""
+    """Status of the run. `output`: it wrote too much; `died`: its process was killed or ended by itself."""
     output: str
     """Standard output and error, cut at the limit."""
     error: str
-    """Lines and exception, without the frames of the machinery; empty where all went well."""
+    """Traceback without the sandbox's own frames; empty after a success."""
     num_output_bytes: int
-    """Written in all."""
+    """Bytes of output in all."""
     wall_s: float
-    """Seconds that it ran; of a result from the cache, those of the first time."""
+    """Seconds that it ran; for a cached result, those of the first run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxReport:
-    """What holds on this machine."""
+    """Limits and isolation that hold on this machine."""
 
     isolation: frozenset[str]
-    """What code is shut off from, of `network`, `processes` and `files`."""
+    """Isolation in force, of `network`, `processes` and `files`."""
     memory: Literal["cgroup2", "cgroup1", "watcher"]
-    """What holds the memory of all processes together: the kernel, at once, or a watcher, within about 50 ms."""
+    """Enforcer of the memory limit: the kernel, at once, or a watcher, within about 50 ms."""
     processes: Literal["cgroup2", "cgroup1", "rlimit", "watcher"]
-    """What holds their number."""
+    """Enforcer of the limit of processes."""
     has_filter: bool
-    """Whether system calls that reach into other processes are refused."""
+    """Whether system calls that reach into other processes are refused (seccomp)."""
 
     def __str__(self) -> str:
-        """One line, for the start of a run."""
+        """Summary in one line, for the start of a run."""
         off = ", ".join(sorted(self.isolation)) or "nothing"
         missing = ", ".join(sorted({"network", "processes", "files"} - self.isolation))
         filtered = "refused" if self.has_filter else "NOT refused"
@@ -85,11 +85,11 @@ class SandboxReport:
 
 
 class ProtocolError(Exception):
-    """Something else than the worker answered: it cannot be believed any more."""
+    """Answer that the worker itself would not give: it cannot be trusted any more."""
 
 
 class Worker:
-    """One subprocess with what it starts."""
+    """Worker subprocess with its descendants."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class Worker:
         self._num_kills, self._number = 0, ""
         self._has_ended = False
         self.report = SandboxReport(isolation=frozenset(), memory="watcher", processes="watcher", has_filter=False)
-        """What holds for code in it."""
+        """Limits of code in it."""
 
     @property
     def isolation(self) -> frozenset[str]:
-        """What code in it is shut off from: see `Grader`."""
+        """Isolation of code in it: see `Grader`."""
         return self.report.isolation
 
     @classmethod
@@ -120,7 +120,7 @@ class Worker:
         workspace: Path | None = None,
         readable: Sequence[Path] = (),
     ) -> Worker:
-        """Start one and wait until it answers.
+        """Start a worker, and wait until it answers.
 
         Args:
             limits: Of each run.
@@ -208,7 +208,7 @@ class Worker:
             return files.result(kind, error, self._limits.output_bytes, time.perf_counter() - start)
 
     async def end_of(self, mode: Mode, files: Files, channel: socket.socket | None = None) -> tuple[Kind | None, str]:
-        """Run code in a process of its own until that has ended: why it was ended, or None where it did so itself.
+        """Run code in a process of its own until it ends; returns why it was killed, or None if it ended by itself.
 
         Past a deadline, cancel this, and then `stop` or `kill` the worker.
         """
@@ -229,7 +229,7 @@ class Worker:
         return None, ""
 
     def late(self, timeout_s: float) -> tuple[Kind, str]:
-        """Why a run has not come to its end: the kernel may have ended a process that it waits for."""
+        """Reason for which a run did not end by itself: the kernel may have killed a process that it waits for."""
         if self._group is not None and self._group.num_kills() > self._num_kills:
             return "memory", _TOO_MUCH
         return "timeout", f"no end within {timeout_s:g} s"
@@ -241,7 +241,7 @@ class Worker:
         return number
 
     async def _go_on(self, files: Files) -> tuple[Kind | None, str]:
-        """Run code where earlier code ran."""
+        """Run code in the namespace of earlier code."""
         try:
             if self._session is None:
                 self._session, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -258,7 +258,7 @@ class Worker:
         return None, ""
 
     async def _why(self, *, has_ended: bool) -> tuple[Kind, str]:
-        """Why the worker has ended; it does so now where it has not."""
+        """End the worker, if it still runs; returns the reason of its end."""
         kills = 0 if self._group is None else self._group.num_kills()
         if has_ended:  # its exit status tells
             with contextlib.suppress(TimeoutError):
@@ -272,7 +272,7 @@ class Worker:
         return "died", "the process ended by itself"
 
     async def stop(self) -> None:
-        """End the run that was cancelled. The worker goes on where it can do that soon, else it ends as well."""
+        """End a cancelled run. The worker survives if it can end the run soon, else it is killed."""
         try:
             self._control.send(json.dumps({"stop": self._number}).encode())
             async with asyncio.timeout(_LATE_S):
@@ -297,7 +297,7 @@ class Worker:
         return not self._has_ended and self._process.returncode is None
 
     async def kill(self) -> None:
-        """End it and all that it started; when this returns, none of that runs."""
+        """Kill the worker and its descendants; none of them runs any more when this returns."""
         self._has_ended = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if "processes" in self.isolation:
@@ -318,7 +318,7 @@ class Worker:
 
 
 class Files:
-    """What a run is given and what it writes, as files in memory that have no name."""
+    """Input and output of a run, as anonymous files in memory."""
 
     def __init__(self, code: str, stdin: str) -> None:
         self.descriptors: list[int] = []
@@ -330,7 +330,7 @@ class Files:
         os.lseek(self.descriptors[1], 0, os.SEEK_SET)
 
     def result(self, kind: Kind | None, error: str, output_bytes: int, wall_s: float) -> CodeResult:
-        """How the run ended: as it was ended, or by its own report."""
+        """Result of the run: killed for a reason, or its own report."""
         size = os.fstat(self.descriptors[2]).st_size
         report = self._report(size)
         if kind is None and report is None:
@@ -343,7 +343,7 @@ class Files:
         return CodeResult(kind=kind, output=output, error=error, num_output_bytes=size, wall_s=wall_s)
 
     def _report(self, size: int) -> dict[str, Any] | None:
-        """What stands at the end of the output; the code could have written it, so that every field is looked at."""
+        """Parse the report at the end of the output; the code could have forged it, so every field is checked."""
         tail = os.pread(self.descriptors[2], REPORT.size, max(size - REPORT.size, 0))
         if len(tail) < REPORT.size:
             return None

@@ -1,1 +1,1 @@
-"""Tools that are shipped, found by the entry points `rl_agent.tools`."""
+"""Tools of rl-agent, found by the entry points `rl_agent.tools`."""

@@ -1,4 +1,4 @@
-"""Tool interface, tools from Python functions, and the one way in which a tool is called: with a deadline."""
+"""Tool interface, tools from Python functions, and calls of tools with a deadline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Tool(ABC):
-    """Something that a model may call. One instance serves many trajectories at the same time, on one event loop.
+    """Tool that a model may call. One instance serves many trajectories at the same time, on one event loop.
 
     Args:
         name: As the model writes it.
@@ -50,18 +50,18 @@ class Tool(ABC):
                 raise ValueError(f"{limit} of tool {name!r} is {value}; it must be positive")
         self.name = name
         self.timeout_s = timeout_s
-        """Of one call, seconds."""
+        """Deadline of one call, seconds."""
         self.max_tokens = max_tokens
-        """Of one answer."""
+        """Most characters of one answer."""
         self.schema: dict[str, Any] = {
             "type": "function",
             "function": {"name": name, "description": description, "parameters": dict(parameters)},
         }
-        """What the chat template is given."""
+        """JSON schema of the tool for the chat template."""
 
     @abstractmethod
     async def call(self, arguments: Mapping[str, Any], session_id: str) -> Any:
-        """Answer one call. What is neither a string nor a `ToolResult` is shown to the model as JSON.
+        """Run one call. A result that is neither a string nor a `ToolResult` is shown to the model as JSON.
 
         Args:
             arguments: What the model wrote; not checked against the schema.
@@ -73,16 +73,16 @@ class Tool(ABC):
         """
 
     async def end_session(self, session_id: str) -> None:
-        """Drop what is kept for a trajectory; it has ended."""
+        """Free what is kept for a trajectory that has ended."""
         return
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
         return
 
 
 class FunctionTool(Tool):
-    """A Python function as a tool: name, docstring and signature become its schema (`pip install 'rl-agent[tools]'`).
+    """Tool from a Python function: name, docstring and signature become its schema (`pip install 'rl-agent[tools]'`).
 
     A coroutine function is cancelled when its time is over. A plain function runs in a thread, which cannot be stopped:
     one that hangs keeps its thread, though not its rollout. Code that may hang belongs into a `Grader`.
@@ -151,18 +151,18 @@ Outcome = Literal["ok", "malformed", "unknown", "error", "timeout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolAnswer:
-    """What a call came to."""
+    """Answer to a call."""
 
     text: str
     """For the model."""
     outcome: Outcome
-    """How it ended."""
+    """Outcome of the call."""
     images: tuple[str, ...] = ()
-    """Data URLs."""
+    """Data URLs of images."""
 
 
 async def answer_call(call: ToolCall, tools: Mapping[str, Tool], *, session_id: str, timeout_s: float) -> ToolAnswer:
-    """Make one call. Whatever the tool does, there is an answer within its `timeout_s`, or the given one.
+    """Run one call of a tool; returns an answer within its `timeout_s` (or the given one) in any case.
 
     Raises:
         FailureError: the tool ends the rollout.
@@ -200,11 +200,11 @@ def _to_json(value: Any) -> str:
 
 
 class DeadlineError(Exception):
-    """A stranger's code did not end in time. No `TimeoutError`: those are what the code itself may raise."""
+    """Deadline of foreign code passed. Not a `TimeoutError`, which that code may raise itself."""
 
 
 async def with_deadline(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    """The result of `work`, or `DeadlineError`; it is cancelled then, and not waited for: it may refuse to end."""
+    """Await `work` with a deadline; late work is cancelled and not waited for, as it may refuse to end."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait([task], timeout=timeout_s)
@@ -221,7 +221,7 @@ async def with_deadline(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
 
 
 def in_thread(work: Callable[[], T]) -> Awaitable[T]:
-    """The result of a function that blocks, called in a daemon thread of its own: one that hangs holds up no exit."""
+    """Call a blocking function in a daemon thread of its own, so that one that hangs does not delay the exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""A Python interpreter in a subprocess with limits; its variables last as long as the trajectory."""
+"""Python tool: an interpreter in a sandboxed subprocess, whose variables last as long as the trajectory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PythonTool(Tool):
-    """Runs Python. A trajectory has a process of its own from its first call on, so that later calls see earlier ones.
+    """Python tool. A trajectory has a process of its own from its first call on, so later calls see earlier variables.
 
     Args:
         max_sessions: Processes at the same time; further trajectories wait for one, within their call's time.

@@ -44,7 +44,7 @@ OPTIONS = {
     "tokenizer": "a Hugging Face folder, for text at this server's own endpoint",
 }
 UNKNOWN_VERSION = -1
-"""Weight version of a token that an unknown server gave."""
+"""Weight version of tokens of a server whose weights are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,9 @@ class TextOutput:
     """Result of `chat` and `complete`."""
 
     text: str
-    """The completion."""
+    """Text of the completion."""
     finish_reason: str
-    """As the server tells it: stop, length, content_filter, ..."""
+    """Finish reason as the server reports it: stop, length, content_filter, ..."""
     num_prompt_tokens: int
     """As the server counts them."""
     num_completion_tokens: int
@@ -62,12 +62,12 @@ class TextOutput:
 
 
 def create_server(config: ServerConfig) -> OpenAIServer:
-    """A client of the URL, with an endpoint of its own."""
+    """Client of the URL, with an HTTP endpoint of its own."""
     return OpenAIServer(config)
 
 
 class OpenAIServer(RolloutServer):
-    """The model at a URL as a server: it generates, and is neither paused nor updated."""
+    """Rollout server over an OpenAI-compatible URL: it generates, but cannot be paused or updated."""
 
     def __init__(self, config: ServerConfig) -> None:
         check_options(config.options, OPTIONS, "openai")
@@ -95,7 +95,7 @@ class OpenAIServer(RolloutServer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What `start` has found out."""
+        """Capabilities that `start` has found out."""
         return Capabilities(
             takes_token_ids=self._takes_ids,
             has_logprobs=False,
@@ -107,7 +107,7 @@ class OpenAIServer(RolloutServer):
         )
 
     async def start(self) -> ServerAddress:
-        """See that the URL serves the model, and what it can do. Idempotent.
+        """Check that the URL serves the model, and find out its capabilities. Idempotent.
 
         Raises:
             ServerStartError: nobody answers, the key is refused, or it has no such model.
@@ -126,7 +126,7 @@ class OpenAIServer(RolloutServer):
         return self._address
 
     async def _look(self) -> None:
-        """Find out what is there."""
+        """Probe the URL's capabilities."""
         try:
             models = {model.id: model async for model in self._client.models.list()}
         except openai.OpenAIError as error:
@@ -140,7 +140,7 @@ class OpenAIServer(RolloutServer):
         self._scores = self._takes_ids and await self._gives("prompt_logprobs", prompt_logprobs=0)
 
     async def _gives(self, field: str, **asked: Any) -> bool:
-        """Ask for one token, and see whether the answer has a field."""
+        """Request one token; returns whether the response has a field."""
         try:
             answer = await self._client.completions.create(
                 model=self.config.model_path, prompt=[[1, 1]], max_tokens=1, extra_body=asked
@@ -152,7 +152,7 @@ class OpenAIServer(RolloutServer):
         return getattr(answer.choices[0], field, None) is not None
 
     async def stop(self) -> None:
-        """Close the connections and the endpoint; the URL goes on. Idempotent."""
+        """Close the connections and the endpoint; the URL's server keeps running. Idempotent."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -240,7 +240,7 @@ class OpenAIServer(RolloutServer):
             raise self._translated(error) from error
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests, all when None: they return what has come, and the connection is closed."""
+        """Abort these requests (None: all): they return the tokens so far, and their connections are closed."""
         for request_id in list(self._in_flight) if request_ids is None else request_ids:
             if request_id in self._in_flight:
                 self._in_flight[request_id].set()
@@ -248,7 +248,7 @@ class OpenAIServer(RolloutServer):
     # ---- text
 
     async def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> TextOutput:
-        """One answer to a conversation, in OpenAI's format.
+        """Chat completion of a conversation in OpenAI's format.
 
         Raises:
             RequestError, ServerLostError, RequestTimeoutError, GenerationError: see their names.
@@ -256,7 +256,7 @@ class OpenAIServer(RolloutServer):
         return await self._text(self._client.chat.completions, messages=list(messages), params=params)
 
     async def complete(self, text: str, params: SamplingParams | None = None) -> TextOutput:
-        """Text that goes on from `text`."""
+        """Completion of a text."""
         return await self._text(self._client.completions, prompt=text, params=params)
 
     async def _text(self, resource: Any, *, params: SamplingParams | None, **asked: Any) -> TextOutput:
@@ -282,7 +282,7 @@ class OpenAIServer(RolloutServer):
         )
 
     def _translated(self, error: openai.OpenAIError) -> RolloutError:
-        """OpenAI's error as ours."""
+        """Convert an error response of OpenAI's format."""
         what = f"{self.url}: {error}"
         if isinstance(error, openai.APITimeoutError):
             return RequestTimeoutError(f"{self.url} did not answer within {self.config.timeout_s} s")
@@ -295,7 +295,7 @@ class OpenAIServer(RolloutServer):
     # ---- what it is not for
 
     async def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused.
+        """Not supported.
 
         Raises:
             UnsupportedError: always.
@@ -312,7 +312,7 @@ class OpenAIServer(RolloutServer):
 
 
 class Gathered:
-    """What has come of one request."""
+    """Tokens of one request received so far."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
@@ -323,7 +323,7 @@ class Gathered:
         self._is_finite = True
 
     def add(self, choice: Any) -> None:
-        """A piece of the stream, or the whole."""
+        """Append a chunk of the stream, or the whole response."""
         ids = list(getattr(choice, "token_ids", None) or ())
         logprobs = [as_logprob(told) for told in choice.logprobs.token_logprobs or ()] if choice.logprobs else []
         self._is_finite &= all(map(math.isfinite, logprobs))
@@ -338,7 +338,7 @@ class Gathered:
             self._is_finite &= all(map(math.isfinite, self.prompt_logprobs))
 
     def output(self, *, is_aborted: bool) -> TokenOutput:
-        """All of it.
+        """Output of the request.
 
         Raises:
             GenerationError: the server ended it for a reason of its own, or for none; or it told log-probs that are

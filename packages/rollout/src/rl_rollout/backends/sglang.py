@@ -61,11 +61,11 @@ OPTIONS = {
 SEED_ARGUMENT = "--enable-deterministic-inference"
 SLEEP_ARGUMENT = "--enable-memory-saver"
 VISION_ARGUMENTS = ("--mm-preprocess-cache-size-mb", "256")
-"""With this cache, SGLang keeps the ids of a prompt with images; without, it decodes and tokenises them anew."""
+"""Cache with which SGLang keeps the token ids of a prompt with images; without, it decodes and re-tokenises them."""
 FEATURES_VARIABLE = "SGLANG_VLM_CACHE_SIZE_MB"
-"""Cache of what the vision tower makes of images, which SGLang 0.5.23 does not empty when it takes new weights."""
+"""Cache of image features, which SGLang 0.5.23 does not clear after a weight update."""
 QWEN2_5_PATCH = 1176
-"""Numbers of a patch that SGLang's Qwen2.5-VL shows its vision tower; what has others, it takes for features."""
+"""Elements of a patch that SGLang's Qwen2.5-VL expects; it takes patches of another size for features."""
 LOADER = "rl_ckpt.adapters.sglang.load_weights"
 
 
@@ -75,16 +75,16 @@ LAYOUT_ARGUMENTS = {
     **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "--enable-dp-attention"), "dp"),
     **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep"), "ep"),
 }
-"""Those that `ServerConfig.parallel` writes."""
+"""Arguments that `ServerConfig.parallel` sets."""
 
 
 def create_server(config: ServerConfig) -> RolloutServer:
-    """A server whose SGLang is a process that ends when this one does."""
+    """Server whose SGLang is a subprocess, which ends with this process."""
     return SglangServer(config)
 
 
 class SglangServer(ExternalServer):
-    """One `sglang.launch_server`.
+    """Rollout server over `sglang.launch_server`.
 
     While it is paused, what was in flight is taken out of the batch (`retract`), and its keys and values are computed
     anew afterwards: so an update leaves none of the old ones.
@@ -121,7 +121,7 @@ class SglangServer(ExternalServer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Depend on the arguments that it was started with."""
+        """See `RolloutServer.capabilities`; they depend on the arguments that SGLang was started with."""
         return Capabilities(
             updates_weights=not self.adapters,
             sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
@@ -158,7 +158,7 @@ class SglangServer(ExternalServer):
         ]
 
     async def after_start(self) -> None:
-        """The weights on disk are version 0."""
+        """Name the version of the weights on disk 0."""
         told = await self.upstream.call("GET", "/server_info", timeout_s=self.config.timeout_s)
         if int(told["tp_size"]) != (num_ranks := self.config.parallel.num_ranks):
             raise ServerStartError(
@@ -223,7 +223,7 @@ class SglangServer(ExternalServer):
             await self.upstream.command("/abort_request", {"rid": upstream_id})
 
     async def post_pause(self, mode: PauseMode) -> None:
-        """See `ExternalServer`. Nothing is in flight here but with `keep`."""
+        """See `ExternalServer`. Requests are in flight here with mode `keep` only."""
         del mode
         await self.upstream.command("/pause_generation", {"mode": "retract"})
 
@@ -265,7 +265,7 @@ class SglangServer(ExternalServer):
 
 
 def layout_arguments(layout: ServerParallel) -> list[str]:
-    """How SGLang is told of the layout of a replica.
+    """Arguments of SGLang for the parallel layout of a replica.
 
     It counts the ranks of all data-parallel groups as tensor-parallel.
 
@@ -283,7 +283,7 @@ def layout_arguments(layout: ServerParallel) -> list[str]:
 
 
 def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:
-    """How SGLang is told of adapters, with room for all of them, and requests without one, in a batch."""
+    """Arguments of SGLang for adapters, with room in a batch for all of them and for requests without one."""
     if not adapters:
         return []
     paths = [
@@ -293,7 +293,7 @@ def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:
 
 
 def takes_patches(model_config: Mapping[str, Any]) -> bool:
-    """Whether SGLang shows its vision tower patches of this model's size."""
+    """Whether SGLang supports this model's patch size."""
     if model_config["model_type"] != "qwen2_5_vl":
         return True
     vision = model_config["vision_config"]
@@ -302,7 +302,7 @@ def takes_patches(model_config: Mapping[str, Any]) -> bool:
 
 
 def one_place_each(request: GenerateRequest, images: PreparedImages, model_config: Mapping[str, Any]) -> list[int]:
-    """The prompt as SGLang takes it: it writes the places out itself.
+    """Prompt with one placeholder per image: SGLang expands them itself.
 
     Raises:
         UnsupportedError: a model sampled a placeholder, which SGLang would take for an image.
@@ -321,7 +321,7 @@ def one_place_each(request: GenerateRequest, images: PreparedImages, model_confi
 
 
 def check_prompt_length(request: GenerateRequest, answer: Mapping[str, Any]) -> None:
-    """See that SGLang wrote as many places out as the model's image processor says.
+    """Check that SGLang expanded as many placeholders as the model's image processor says.
 
     Raises:
         GenerationError: tells both numbers.
@@ -335,13 +335,13 @@ def check_prompt_length(request: GenerateRequest, answer: Mapping[str, Any]) -> 
 
 
 def is_cut(request: GenerateRequest) -> bool:
-    """Whether top-k leaves something out of what is sampled from."""
+    """Whether top-k excludes any token."""
     params = request.sampling_params
     return params.temperature > 0 and params.top_k > 0
 
 
 def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOutput:
-    """What SGLang says about one request."""
+    """Output of one request, from SGLang's response."""
     told = answer["meta_info"]
     reason = told["finish_reason"]["type"]
     if reason == "abort" and told["finish_reason"].get("status_code"):
@@ -369,7 +369,7 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
 
 
 class _Storage:
-    """Pickles as a storage of one number."""
+    """Stand-in that pickles as a storage of one number."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -379,7 +379,7 @@ class _Storage:
 
 
 class _Scalar:
-    """Pickles as a tensor [1] of int64, by functions that SGLang's unpickler allows and that copy no memory handle."""
+    """Stand-in that pickles as an int64 tensor [1], by functions that SGLang's unpickler allows."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -390,5 +390,5 @@ class _Scalar:
 
 
 def session_payload(address: str, version: int) -> bytes:
-    """What rl-ckpt's loader is given in place of weights: which session to take them from, and which version."""
+    """Payload for rl-ckpt's loader in place of weights: the session to receive them from, and the version."""
     return pickle.dumps([(address, _Scalar(version))])

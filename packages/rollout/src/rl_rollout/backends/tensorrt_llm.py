@@ -37,12 +37,12 @@ OPTIONS = {
 
 
 def create_server(config: ServerConfig) -> RolloutServer:
-    """A server whose trtllm-serve is a process that ends when this one does."""
+    """Server whose trtllm-serve is a subprocess, which ends with this process."""
     return TensorrtLlmServer(config)
 
 
 class TensorrtLlmServer(ExternalServer):
-    """One `trtllm-serve`. Pausing holds what is asked meanwhile on this side; `keep` is refused."""
+    """Rollout server over `trtllm-serve`. A pause holds new requests on this side; mode `keep` is refused."""
 
     def __init__(self, config: ServerConfig) -> None:
         check_options(config.options, OPTIONS, "tensorrt_llm")
@@ -73,7 +73,7 @@ class TensorrtLlmServer(ExternalServer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Plain generation."""
+        """See `RolloutServer.capabilities`: plain generation."""
         return Capabilities(
             updates_weights=False,
             sleep_levels=(1,) if self.config.options.get("sleeps") else (),
@@ -93,7 +93,7 @@ class TensorrtLlmServer(ExternalServer):
     async def post_generate(
         self, request: GenerateRequest, images: PreparedImages | None, upstream_id: str
     ) -> TokenOutput:
-        """See `ExternalServer`. There are no images."""
+        """See `ExternalServer`. Images are not supported."""
         del images
         check_distribution(request)
         chunks: list[TokenChunk] = []
@@ -152,17 +152,17 @@ class TensorrtLlmServer(ExternalServer):
         await super().pause(mode)
 
     async def post_pause(self, mode: PauseMode) -> None:
-        """See `ExternalServer`. Nothing is in flight, and nothing is sent."""
+        """See `ExternalServer`. Nothing is in flight then, and nothing is sent."""
 
     async def post_resume(self) -> None:
         """See `ExternalServer`."""
 
     async def post_update(self, address: str, version: int) -> None:
-        """See `ExternalServer`. `capabilities` has refused."""
+        """See `ExternalServer`. Never called: `capabilities` excludes it."""
         raise UnsupportedError(f"trtllm-serve takes no weights from {address!r} (version {version})")
 
     async def post_sleep(self, level: int) -> None:
-        """See `ExternalServer`. What is in flight is finished first."""
+        """See `ExternalServer`. Requests in flight are finished first."""
         del level
         await self._drain([flight for flight in self._flights.values() if flight.is_sent])
         await self.upstream.command("/release_memory", {"tags": ["kv_cache"]})
@@ -174,7 +174,7 @@ class TensorrtLlmServer(ExternalServer):
 
 
 def check_distribution(request: GenerateRequest) -> None:
-    """Refuse what is drawn from another distribution than the one whose log-probs are told.
+    """Check that the reported log-probs would be of the distribution that is sampled from.
 
     Raises:
         UnsupportedError: says which fields may be what.
@@ -188,7 +188,7 @@ def check_distribution(request: GenerateRequest) -> None:
 
 
 def read_event(event: Mapping[str, Any], version: int) -> TokenChunk:
-    """One event of the stream.
+    """Decode one event of the stream.
 
     Raises:
         GenerationError: it is an error, or tells text in place of ids, or tokens without log-probs.

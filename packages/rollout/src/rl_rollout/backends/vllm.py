@@ -57,34 +57,34 @@ OPTIONS = {
 SLEEP_ARGUMENT = "--enable-sleep-mode"
 ROUTED_ARGUMENT = "--enable-return-routed-experts"
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-"""vLLM 0.32 tells routed experts with its second model runner alone, and does not start with the first."""
+"""Only vLLM 0.32's second model runner returns routed experts; it does not start with the first."""
 CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-"""Size of the cache in GiB; where it is set, vLLM on a CPU does not look at the argument."""
+"""Variable with the size of the KV cache in GiB; where it is set, vLLM on a CPU ignores the argument."""
 BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
-"""Cores of vLLM on a CPU, a thread on each; only with `nobind` does it look at OMP_NUM_THREADS."""
+"""Variable with the cores of vLLM on a CPU, a thread on each; only with `nobind` it respects OMP_NUM_THREADS."""
 LEAST_TEMPERATURE = 0.01
-"""vLLM takes this for what is below."""
+"""Temperature that vLLM uses in place of lower ones."""
 NORMALISE_ARGUMENT = "--mm-device-do-normalize"
 VISION_ARGUMENTS = ("--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}')
-"""Of a model with a vision tower: images come normalised, and nobody shows it videos."""
+"""Arguments for a vision-language model: images come normalised, and there are no videos."""
 LAYOUT_ARGUMENTS = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tp"),
     **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pp"),
     **dict.fromkeys(("--data-parallel-size", "-dp"), "dp"),
     **dict.fromkeys(("--enable-expert-parallel", "-ep"), "ep"),
 }
-"""Those that `ServerConfig.parallel` writes."""
+"""Arguments that `ServerConfig.parallel` sets."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Room for ranks that vLLM can be told to make."""
+"""Kinds of ranks in `ServerParallel` that vLLM has arguments for."""
 
 
 def create_server(config: ServerConfig) -> RolloutServer:
-    """A server whose vLLM is a process that ends when this one does."""
+    """Server whose vLLM is a subprocess, which ends with this process."""
     return VllmServer(config)
 
 
 class VllmServer(ExternalServer):
-    """One `vllm serve`.
+    """Rollout server over `vllm serve`.
 
     KV caches are computed anew after an update (`/reset_prefix_cache`), those of requests in flight included. A
     request's seed fixes its tokens while it stays on one server; it starts over where a request is resumed elsewhere.
@@ -121,7 +121,7 @@ class VllmServer(ExternalServer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Depend on the arguments that it was started with."""
+        """See `RolloutServer.capabilities`; they depend on the arguments that vLLM was started with."""
         return Capabilities(
             sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
             gives_routed_experts=ROUTED_ARGUMENT in self.arguments,
@@ -133,11 +133,11 @@ class VllmServer(ExternalServer):
 
     @property
     def _is_spread(self) -> bool:
-        """Whether whole tensors are shared out over the workers, so that none of them can attest all."""
+        """Whether each worker holds some of the tensors only, so that none can attest all of them."""
         return self.config.parallel.pp > 1 or self.config.parallel.ep > 1
 
     def _variables(self) -> dict[str, str]:
-        """Environment variables beside the option `env`.
+        """Environment variables of the subprocess, beside the option `env`.
 
         Raises:
             ConfigError: the environment has another value, which would overrule a setting of ours.
@@ -174,7 +174,7 @@ class VllmServer(ExternalServer):
         ]
 
     async def after_start(self) -> None:
-        """The weights on disk are version 0; vLLM calls them `default`."""
+        """Name the version of the weights on disk 0, which vLLM calls `default`."""
         await self.upstream.command("/update_weight_version", {"new_version": "0"})
 
     async def stop(self) -> None:
@@ -215,7 +215,7 @@ class VllmServer(ExternalServer):
         return read_answer(request, answer)
 
     async def post_abort(self, upstream_ids: Sequence[str]) -> None:
-        """See `ExternalServer`. vLLM knows them by another name."""
+        """See `ExternalServer`. vLLM has ids of its own for them."""
         await self.upstream.command("/abort_requests", {"request_ids": [f"generate-tokens-{i}" for i in upstream_ids]})
 
     async def post_pause(self, mode: PauseMode) -> None:
@@ -246,7 +246,7 @@ class VllmServer(ExternalServer):
             raise TornUpdateError(str(error)) from error
 
     async def post_sleep(self, level: int) -> None:
-        """See `ExternalServer`. What is in flight is computed anew after waking."""
+        """See `ExternalServer`. Requests in flight are recomputed after waking."""
         await self.upstream.command("/pause", mode="keep")
         await self.upstream.command("/reset_prefix_cache", reset_running_requests="true")
         await self.upstream.command("/sleep", level=str(level), mode="keep")
@@ -262,7 +262,7 @@ class VllmServer(ExternalServer):
 
 
 def layout_arguments(layout: ServerParallel) -> list[str]:
-    """How vLLM is told of the layout of a replica.
+    """Arguments of vLLM for the parallel layout of a replica.
 
     Raises:
         ConfigError: experts are to be shared out over some of the ranks.
@@ -279,7 +279,7 @@ def layout_arguments(layout: ServerParallel) -> list[str]:
 
 
 def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:
-    """How vLLM is told of adapters.
+    """Arguments of vLLM for adapters.
 
     A slot more than there are adapters stays empty for good: vLLM's CPU kernels give to a request without an adapter
     what lies in the last slot.
@@ -299,7 +299,7 @@ def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:
 
 
 def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOutput:
-    """What vLLM says about one request."""
+    """Output of one request, from vLLM's response."""
     choice = answer["choices"][0]
     ids = tuple(choice["token_ids"] or ())
     if not ids:
@@ -324,13 +324,13 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
 
 
 def most_likely(found: Sequence[Mapping[str, Any]], count: int) -> tuple[tuple[int, float], ...]:
-    """The first `count` by log-prob that have one: vLLM puts the drawn token first, likely or not."""
+    """The `count` most likely tokens: vLLM lists the sampled token first, however likely it is."""
     pairs = [(each["token_id"], each["logprob"]) for each in found if each["logprob"] > NO_LOGPROB]
     return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
 
 
 def read_experts(encoded: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """[tokens][layers][experts], of base64 of a .npy."""
+    """Routed experts [tokens][layers][experts], decoded from base64 of a .npy file."""
     import numpy as np  # needed for this alone
 
     array: Any = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
@@ -338,11 +338,11 @@ def read_experts(encoded: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 RAW_VIEW = 3
-"""Extension type of the bytes of a tensor."""
+"""Msgpack extension type of a tensor's bytes."""
 
 
 def features_of(images: PreparedImages) -> dict[str, Any]:
-    """`features` of a request. vLLM knows an image again by the hash of its data URL."""
+    """`features` of a request with images; vLLM's cache knows an image by the hash of its data URL."""
     from msgspec import msgpack  # needed for this alone
 
     grids = images.image_grid_thw
@@ -356,7 +356,7 @@ def features_of(images: PreparedImages) -> dict[str, Any]:
 
 
 def _item(pixel_values: Tensor, grid_thw: Tensor) -> dict[str, Any]:
-    """One image: its fields, each with how vLLM is to put those of several images together."""
+    """Fields of one image, each with how vLLM batches it over several images."""
     rows = [[0, len(pixel_values), None]]
     return {
         "pixel_values": {

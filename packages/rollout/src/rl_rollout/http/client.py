@@ -1,4 +1,4 @@
-"""HTTP clients: of a server that runs somewhere, and of one that is launched as a process of its own."""
+"""HTTP clients: `HttpServer` of a running server, `LaunchedServer` of one that is started as a subprocess."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 10.0
 """Deadline of opening a connection, seconds."""
 GRACE_S = 5.0
-"""How much longer than the server's own deadline the client waits for the server to say so, seconds."""
+"""Seconds that the client waits beyond the server's own deadline, for the server's answer about it."""
 
 MOST_TOGETHER, MOST_BYTES_TOGETHER = 1024, 2**24
-"""Requests that travel in one HTTP request, and their bytes: servers take `max_completions` and `max_body_bytes`."""
+"""Most requests, and bytes, in one HTTP request; below the servers' `max_completions` and `max_body_bytes`."""
 
 Pending = tuple["GenerateRequest", bytes, "asyncio.Future[TokenOutput]"]
-"""A request, its JSON, and who waits for it."""
+"""Request, its JSON, and the future of its output."""
 
 
 class HttpServer(RolloutServer):
-    """Talks to one server.
+    """HTTP client of one rollout server.
 
-    Requests that are made in the same turn of the event loop travel in one HTTP request, and their answers come back
-    in one stream as they end: a thousand short requests do not cost a thousand round trips.
+    Requests made in the same turn of the event loop are sent in one HTTP request, and their answers come back in one
+    stream as they end: a thousand short requests do not cost a thousand round trips.
     """
 
     def __init__(self, url: str, *, api_token: str | None = None, timeout_s: float = 120.0) -> None:
@@ -55,11 +55,11 @@ class HttpServer(RolloutServer):
         self._outbox: list[Pending] = []
         self._in_flight: set[str] = set()
         self._left: list[str] = []
-        """Requests whose callers have left, to be aborted together."""
+        """Ids of requests whose callers have left, to be aborted together."""
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        """Aborts on their way, by request id: the next request of that id is sent after it."""
+        """Aborts under way, by request id: the next request with that id is sent after it."""
         self._told: dict[str, list[TokenChunk]] = {}
-        """New tokens of the requests in flight, as they were told."""
+        """Chunks received so far, by request in flight."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._capabilities = Capabilities()
 
@@ -69,13 +69,13 @@ class HttpServer(RolloutServer):
         return self._capabilities
 
     async def start(self) -> ServerAddress:
-        """See that the server answers. It has been started by somebody else."""
+        """Connect to the server, which is running already; returns its address."""
         health = await self._call("GET", "/health")
         self._capabilities = wire.capabilities_from_json(health["capabilities"], self.url)
         return ServerAddress(url=self.url, model=health["model"], pid=health["pid"])
 
     async def stop(self) -> None:
-        """Close the connections; the server goes on. Idempotent."""
+        """Close the connections; the server keeps running. Idempotent."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -88,7 +88,7 @@ class HttpServer(RolloutServer):
         return await self._call("GET", "/health")
 
     async def check_health(self) -> None:
-        """See `RolloutServer.check_health`. One that does not answer in time is as good as gone."""
+        """See `RolloutServer.check_health`. A server that does not answer in time counts as lost."""
         try:
             await self.health()
         except RequestTimeoutError as error:
@@ -105,14 +105,14 @@ class HttpServer(RolloutServer):
         if not self._outbox:
             loop.call_soon(self._flush)
         self._outbox.append((request, body, future))
-        # Without a deadline of its own it takes as long as it takes: the server counts its turn, and beats meanwhile.
+        # A request without a deadline has none here: the server applies its own, and sends heartbeats meanwhile.
         timeout_s = None if request.timeout_s is None else request.timeout_s + GRACE_S
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
             if future.done() and not future.cancelled():
-                raise  # the server's own, which says more
+                raise  # the server's own error, which says more
             self._give_up(request)
             raise self._late(request, timeout_s) from error
         except asyncio.CancelledError:
@@ -123,10 +123,10 @@ class HttpServer(RolloutServer):
             self._told.pop(request.request_id, None)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """See `RolloutServer.generate_stream`. Leaving early closes the connection, by which the server knows."""
+        """See `RolloutServer.generate_stream`. Leaving early closes the connection, which aborts the request."""
         self._enter(request)
         timeout_s = None if request.timeout_s is None else request.timeout_s + GRACE_S
-        # A deadline on every wait, and none while the caller holds a chunk: that time is the caller's own.
+        # The deadline applies to every wait for a chunk, but not to the time that the caller takes over one.
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         body = wire.request_to_body(request)
         try:
@@ -190,14 +190,14 @@ class HttpServer(RolloutServer):
         return task
 
     def _give_up(self, request: GenerateRequest) -> None:
-        """End it at the server; all that are left in one turn of the loop by one call."""
+        """Abort a request whose caller has left; one call per turn of the event loop."""
         if not self._left:
             self._leaving_now = self._spawn(self._abort_left())
         self._left.append(request.request_id)
         self._leaving[request.request_id] = self._leaving_now
 
     async def _send_batch(self, batch: Sequence[Pending]) -> None:
-        """Send requests and settle their futures. Whatever happens, every future is settled."""
+        """Send requests and settle their futures, all of them in any case."""
         waiting = {request.request_id: future for request, _, future in batch}
         error: Exception = ServerLostError(f"{self.url} closed the connection before it answered")
         try:
@@ -210,7 +210,7 @@ class HttpServer(RolloutServer):
                 await self._read_lines(response, waiting)
         except aiohttp.ClientError as cause:
             error = self._lost(cause)
-        except Exception as cause:  # noqa: BLE001  it is every waiting caller's to see
+        except Exception as cause:  # noqa: BLE001  raised by every waiting caller's future
             error = cause
         finally:
             for request_id, future in waiting.items():
@@ -248,7 +248,7 @@ class HttpServer(RolloutServer):
         await self._call("POST", "/abort", {"request_ids": None if request_ids is None else list(request_ids)})
 
     async def _abort_left(self) -> None:
-        """On behalf of callers that have gone and have their own errors."""
+        """Abort the requests of callers that have left, whose own errors were raised already."""
         await asyncio.sleep(0)
         left, self._left = self._left, []
         with contextlib.suppress(RolloutError):
@@ -306,7 +306,7 @@ class HttpServer(RolloutServer):
 
     @property
     def _until_silent(self) -> aiohttp.ClientTimeout:
-        """Of answers that take as long as they take: the server writes something every few seconds."""
+        """Timeouts of generation: no total, but the server writes something every few seconds."""
         return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s + GRACE_S)
 
     def _lost(self, cause: Exception) -> ServerLostError:
@@ -318,22 +318,22 @@ class HttpServer(RolloutServer):
         return lost
 
     async def _failure(self, response: aiohttp.ClientResponse) -> RolloutError:
-        """The error that an answer tells."""
+        """Error in a response."""
         return wire.error_from_body(await response.read(), f"{response.url}, status {response.status},")[1]
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The whole lines of a body as they come."""
+    """Lines of a response body as they arrive."""
     rest = b""
     async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            if line:  # an empty one tells that the server is there
+            if line:  # empty ones are heartbeats
                 yield line
 
 
 def _with_partial(error: Exception, request_id: str, told: Sequence[TokenChunk]) -> Exception:
-    """The same loss, with what this request had got until then."""
+    """Error of one request; a loss of the server gets the request's tokens so far."""
     if not isinstance(error, ServerLostError):
         return error
     lost = ServerLostError(str(error))
@@ -344,17 +344,17 @@ def _with_partial(error: Exception, request_id: str, told: Sequence[TokenChunk])
 
 
 API_TOKEN_VARIABLE = "RL_ROLLOUT_API_TOKEN"
-"""Environment variable that carries the bearer token: a command line can be read by everyone on the machine."""
+"""Environment variable with the bearer token; a command line could be read by every user of the machine."""
 
 READY = "rl-serve ready "
 """Prefix of the line with the address, as JSON, on the server's standard output."""
 
 EXIT_TIMEOUT_S = 2.0
-"""How long to wait for the end of a server whose connection was lost, to tell its exit code and last lines, seconds."""
+"""Seconds to wait for the end of a server whose connection was lost, to report its exit code and last output."""
 
 
 def serve_command(backend: str, config: ServerConfig) -> list[str]:
-    """The command line that serves `config`."""
+    """Command line of `rl-serve` for a configuration."""
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
     del settings["api_token"]  # every user of the machine may read a command line
     model_path, options = settings.pop("model_path"), settings.pop("options")
@@ -367,16 +367,16 @@ def serve_command(backend: str, config: ServerConfig) -> list[str]:
 
 
 class LaunchedServer(HttpServer):
-    """`start` runs `rl-serve`; `stop` ends it.
+    """Client of a server that it launches: `start` runs `rl-serve`, `stop` ends it.
 
-    The process ends by itself when this process ends, however that happens: it waits for the end of its standard
-    input, which this process holds open.
+    The server also ends when this process ends, however that happens: it waits for the end of its standard input, which
+    this process holds open.
     """
 
     def __init__(self, backend: str, config: ServerConfig) -> None:
         super().__init__(f"http://{config.host}:{config.port}", api_token=config.api_token, timeout_s=config.timeout_s)
         self.config = config
-        environment = {API_TOKEN_VARIABLE: config.api_token or ""}  # not one that this process happens to have
+        environment = {API_TOKEN_VARIABLE: config.api_token or ""}  # never the variable of this process
         self._process = ChildProcess(
             serve_command(backend, config), environment, name="rl-serve", on_line=self._take_line
         )
@@ -385,7 +385,7 @@ class LaunchedServer(HttpServer):
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The newest lines that the server wrote, 20 at most."""
+        """Last lines of the server's output, at most 20."""
         return self._process.last_lines
 
     async def start(self) -> ServerAddress:
@@ -406,7 +406,7 @@ class LaunchedServer(HttpServer):
         return self._address
 
     def _take_line(self, line: str) -> bool:
-        """In the reading thread: find the line that tells the address."""
+        """Find the line with the address; runs in the reading thread."""
         if not line.startswith(READY) or self._ready.is_set():
             return False
         self.url = str(json.loads(line[len(READY) :])["url"])
@@ -432,7 +432,7 @@ class LaunchedServer(HttpServer):
             raise
 
     async def _tell_end(self, error: ServerLostError) -> None:
-        """Raise the loss with how the process ended, if it did: a dying one closes its sockets before it is gone."""
+        """Raise the loss again with the process's exit code and last output, if it ends within `EXIT_TIMEOUT_S`."""
         if await self._process.has_ended(EXIT_TIMEOUT_S):
             lost = ServerLostError(self._process.told_end())
             lost.partial = error.partial

@@ -1,4 +1,4 @@
-"""Messages between clients and servers: JSON, and the values that it stands for."""
+"""Messages between clients and servers: msgspec Structs for their JSON, and conversion to `rl_rollout.types`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rl_rollout.errors import RequestError, RolloutError
 from rl_rollout.types import Capabilities, FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
 
 NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What reading raises of bytes that are not the message that is wanted."""
+"""Exceptions of decoding bytes that are not the expected message."""
 
 M = TypeVar("M", bound=msgspec.Struct)
 
 
 def _message_of(value: type, **changed: tuple[Any, ...]) -> Any:
-    """The message of a value type: its fields, with their defaults; `changed` tells other types, and further fields."""
+    """Message Struct of a dataclass: its fields and defaults; `changed` has fields of other types, and further ones."""
     hints = get_type_hints(value)
     fields: list[tuple[Any, ...]] = []
     for field in dataclasses.fields(value):
@@ -45,21 +45,22 @@ RequestMessage = _message_of(
 
 
 class ExpertsMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """Routed experts: packed numbers in place of digits."""
+    """Routed experts as packed integers."""
 
     shape: tuple[int, int, int]
     """Tokens, layers, experts per token."""
     dtype: Literal["uint8", "int16"]
+    """Dtype of the expert ids."""
     data: bytes
-    """Little-endian; base64 in JSON."""
+    """Little-endian expert ids; base64 in JSON."""
 
 
 _CODES = {"uint8": "B", "int16": "h"}
-"""Formats of `struct`, by dtype."""
+"""Format characters of `struct`, by dtype."""
 _LOGPROB = float | Literal["-inf"] | None
-"""JSON has neither NaN, which is null, nor infinity."""
+"""Log-prob in JSON, which has neither NaN (null) nor infinity."""
 _LOGPROBS = tuple[float | None, ...]
-"""Of tokens that were drawn."""
+"""Log-probs of sampled tokens, which are never minus infinity."""
 
 OutputMessage = _message_of(
     TokenOutput,
@@ -75,7 +76,7 @@ CapabilitiesMessage = _message_of(Capabilities)
 
 
 class ErrorDetail(msgspec.Struct, forbid_unknown_fields=True):
-    """Class, sentence and HTTP status."""
+    """Class, message and HTTP status of an error."""
 
     type: str
     message: str
@@ -83,54 +84,56 @@ class ErrorDetail(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ErrorMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """An error in place of an answer."""
+    """Error response."""
 
     error: ErrorDetail
     request_id: Any = None
-    """As it came, where several requests share a connection."""
+    """Id of the request as it was sent, where several requests share a connection."""
 
 
 class BatchMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """`/generate_batch`."""
+    """Body of `/generate_batch`."""
 
     requests: list[msgspec.Raw] = []
-    """Read one by one: a bad one spoils no other."""
+    """Requests, decoded one by one: an invalid one does not affect the others."""
     progress: bool = False
+    """Whether to report new tokens before the end."""
 
 
 class AbortMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """`/abort`; null is all."""
+    """Body of `/abort`."""
 
     request_ids: list[str] | None = None
+    """Requests to abort; null: all."""
 
 
 class PauseMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """`/pause`."""
+    """Body of `/pause`."""
 
     mode: str = ""
 
 
 class UpdateMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """`/update_weights`: this process opens the receiving end of `address`."""
+    """Body of `/update_weights`: the server's process opens its own receiver of `address`."""
 
     address: str
     version: int
 
 
 class SleepMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """`/sleep`."""
+    """Body of `/sleep`."""
 
     level: int = 1
 
 
 class WakeMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """`/wake`."""
+    """Body of `/wake`."""
 
     tags: tuple[str, ...] = ("weights", "kv_cache")
 
 
 class PoolingMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """`/pooling` of a reward model: one of `input` and `messages`."""
+    """Body of `/pooling` of a reward model: one of `input` and `messages`."""
 
     input: str | list[Any] | None = None
     messages: list[Any] | None = None
@@ -148,17 +151,17 @@ STATUS_OF = {
     errors.ServerLostError: 503,
     errors.RequestTimeoutError: 504,
 }
-"""HTTP status of each error; every other one is 500."""
+"""HTTP status of each error class; 500 for every other."""
 
 
 _UNKNOWN = re.compile("unknown field `(.*?)`")
 
 
 def read_body(body: bytes, kind: type[M], path: str) -> M:
-    """A message in JSON; an empty body is an empty object.
+    """Decode a JSON body; an empty one is an empty object.
 
     Raises:
-        RequestError: it is none; names the field, and the nearest known one.
+        RequestError: it is not such a message; names the field, and the nearest known one.
     """
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
@@ -177,18 +180,18 @@ def _hint(told: str, kind: type[msgspec.Struct]) -> str:
 
 
 def _fields(kind: Any, value: Any) -> dict[str, Any]:
-    """What a message and the value that it stands for have in common, by the fields of one of them."""
+    """Fields of `value` by name, as far as `kind`, a message Struct or a dataclass, has them."""
     return {name: getattr(value, name) for name in getattr(kind, "__struct_fields__", None) or kind.__slots__}
 
 
 def request_to_body(request: GenerateRequest) -> bytes:
-    """A request as JSON; only what differs from the defaults is sent."""
+    """Encode a request as JSON; fields at their defaults are left out."""
     params = SamplingMessage(**_fields(SamplingMessage, request.sampling_params))
     return msgspec.json.encode(RequestMessage(**_fields(RequestMessage, request) | {"sampling_params": params}))
 
 
 def request_from_body(body: bytes, path: str = "the request") -> GenerateRequest:
-    """Read one request; one without an id is given one.
+    """Decode one request; one without an id gets a random one.
 
     Raises:
         RequestError: unknown field, wrong type, or no prompt.
@@ -204,7 +207,7 @@ class _Id(msgspec.Struct):
 
 
 def request_id_of(body: bytes) -> Any:
-    """The id in a request that cannot be served, whatever else it holds; None where there is none."""
+    """Request id in an invalid request, for its error; None where there is none."""
     try:
         return msgspec.json.decode(body, type=_Id).request_id
     except NO_MESSAGE:
@@ -212,7 +215,7 @@ def request_id_of(body: bytes) -> Any:
 
 
 def output_to_body(output: TokenOutput) -> bytes:
-    """An output as JSON; extras only where there are some."""
+    """Encode an output as JSON; extra outputs only where there are some."""
     fields = _fields(OutputMessage, output)
     fields["top_logprobs"] = tuple(tuple((token, _told(x)) for token, x in top) for top in output.top_logprobs)
     fields["prompt_logprobs"] = tuple(map(_told, output.prompt_logprobs))
@@ -221,10 +224,10 @@ def output_to_body(output: TokenOutput) -> bytes:
 
 
 def output_from_body(body: bytes) -> TokenOutput:
-    """The reverse.
+    """Decode an output.
 
     Raises:
-        NO_MESSAGE: it is none.
+        NO_MESSAGE: the body is not an output.
         RolloutError: its routed experts do not fit their shape.
     """
     fields = _fields(OutputMessage, msgspec.json.decode(body, type=OutputMessage))
@@ -236,15 +239,15 @@ def output_from_body(body: bytes) -> TokenOutput:
 
 
 def chunk_to_body(chunk: TokenChunk, request_id: str = "") -> bytes:
-    """A piece of an output as JSON, with its request's id where several share a connection."""
+    """Encode a chunk of an output as JSON, with its request id where several requests share a connection."""
     return msgspec.json.encode(ChunkMessage(**_fields(TokenChunk, chunk), request_id=request_id))
 
 
 def chunk_from_body(body: bytes) -> tuple[str, TokenChunk]:
-    """Request id and chunk.
+    """Decode a chunk; returns its request id and the chunk.
 
     Raises:
-        NO_MESSAGE: it is none.
+        NO_MESSAGE: the body is not a chunk.
     """
     message: Any = msgspec.json.decode(body, type=ChunkMessage)
     fields = _fields(TokenChunk, message)
@@ -265,10 +268,10 @@ def _numbers(told: tuple[Any, ...]) -> tuple[float, ...]:
 
 
 def capabilities_from_json(found: Any, peer: str) -> Capabilities:
-    """What a server says that it can do.
+    """Capabilities in the answer of `/health`.
 
     Raises:
-        RolloutError: a field is not known here, or of another type.
+        RolloutError: a field is unknown here, or of another type.
     """
     try:
         return Capabilities(**_fields(Capabilities, msgspec.convert(found, CapabilitiesMessage)))
@@ -277,17 +280,17 @@ def capabilities_from_json(found: Any, peer: str) -> Capabilities:
 
 
 def error_to_body(error: BaseException, request_id: Any = None) -> bytes:
-    """`{"error": {...}}`, the shape that OpenAI's clients read too."""
+    """Encode an error as `{"error": {...}}`, which OpenAI's clients understand too."""
     detail = ErrorDetail(type(error).__name__, str(error), status_of(error))
     return msgspec.json.encode(ErrorMessage(detail, request_id))
 
 
 def error_from_body(body: bytes, peer: str) -> tuple[Any, RolloutError]:
-    """Request id and the error that a server told, as the class that it has here; or what it answered instead."""
+    """Decode an error response: its request id, and the error as its class of `rl_rollout.errors`."""
     try:
         message = msgspec.json.decode(body, type=ErrorMessage)
     except NO_MESSAGE:
-        return None, RolloutError(f"{peer} answered what is no message: {body[:500].decode(errors='replace')}")
+        return None, RolloutError(f"{peer} answered with no known message: {body[:500].decode(errors='replace')}")
     kind = getattr(errors, message.error.type, None)
     if isinstance(kind, type) and issubclass(kind, RolloutError):
         return message.request_id, kind(message.error.message)
@@ -295,7 +298,7 @@ def error_from_body(body: bytes, peer: str) -> tuple[Any, RolloutError]:
 
 
 def status_of(error: BaseException) -> int:
-    """HTTP status that an error is answered with."""
+    """HTTP status of an error."""
     return next((status for kind, status in STATUS_OF.items() if isinstance(error, kind)), 500)
 
 
@@ -304,7 +307,7 @@ Experts = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def pack_experts(experts: Experts) -> ExpertsMessage:
-    """Pack ids of at least one token; all tokens have the same layers, and all layers the same number of experts."""
+    """Pack expert ids of at least one token; every token has equally many layers, every layer equally many experts."""
     flat = list(chain.from_iterable(chain.from_iterable(experts)))
     dtype = "uint8" if min(flat) >= 0 and max(flat) < 2**8 else "int16"
     shape = len(experts), len(experts[0]), len(experts[0][0])
@@ -312,10 +315,10 @@ def pack_experts(experts: Experts) -> ExpertsMessage:
 
 
 def unpack_experts(packed: ExpertsMessage) -> Experts:
-    """The reverse.
+    """Unpack routed experts.
 
     Raises:
-        RolloutError: the numbers do not fill the shape.
+        RolloutError: the number of ids does not fit the shape.
     """
     _, num_layers, num_experts = packed.shape
     code = _CODES[packed.dtype]

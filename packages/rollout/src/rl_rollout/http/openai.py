@@ -1,6 +1,6 @@
 """OpenAI-compatible endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, whole or streamed.
 
-Tools need a parser (option `tool_parser`); a turn that may call them is told whole, in a stream too. Beyond OpenAI's
+Tools need a parser (option `tool_parser`); a turn that may call them is sent whole, in a stream too. Beyond OpenAI's
 fields: `top_k`, `stop_token_ids`, `ignore_eos`; `return_token_ids`, which adds `token_ids` to every choice and
 `prompt_token_ids`; and, for completions, `prompt_logprobs` (0), in the format of vLLM. With `n` above 1 and a seed,
 choice i is drawn with seed + i. A field that is not honoured is refused.
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Usage and metadata of a stream, beside its pieces."""
+    """OpenAI's `stream_options`."""
 
     include_usage: bool = False
 
 
 class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both endpoints take; null is the default."""
+    """Fields of both endpoints; null stands for the default."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -68,16 +68,16 @@ class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionMessage(_Common, kw_only=True, forbid_unknown_fields=True):
-    """`/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     prompt: str | list[int | str | tuple[int, ...]] | None = None
-    """A text, token ids, or a list of either."""
+    """Text, token ids, or a list of either."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
 
 class ChatCompletionMessage(_Common, kw_only=True, forbid_unknown_fields=True):
-    """`/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     messages: list[Any] | None = None
     max_completion_tokens: int | None = None
@@ -97,7 +97,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "response_format": ({"type": "text"},),
 }
-"""Fields of OpenAI's that are accepted at the value that changes nothing."""
+"""OpenAI's fields that are not supported, with the values at which they are accepted since they change nothing."""
 
 
 T = TypeVar("T")
@@ -105,25 +105,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One HTTP request, read."""
+    """Parsed HTTP request of either endpoint."""
 
     is_chat: bool
     prompts: tuple[tuple[int, ...], ...]
-    """P prompts, token ids."""
+    """Token ids of P prompts."""
     params: SamplingParams
     num_choices: int
     """Completions per prompt."""
     is_streaming: bool
     includes_usage: bool
-    """A last event of the stream tells token counts."""
+    """Whether the last event of the stream has token counts."""
     stops: tuple[str, ...]
     has_logprobs: bool
     num_top_logprobs: int
-    """Alternatives beside every token."""
+    """Number of top log-probs per token."""
     returns_token_ids: bool
     returns_prompt_logprobs: bool
     images: tuple[str, ...] = ()
-    """Data URLs, of the only prompt."""
+    """Data URLs of the prompt's images; there is one prompt then."""
     may_call_tools: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -131,7 +131,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Part of one choice."""
+    """Piece of one choice: a chunk of a stream, or the whole."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -143,7 +143,7 @@ class Piece:
 
 
 class OpenAIRoutes:
-    """Translates between OpenAI's JSON and a `RolloutServer`."""
+    """OpenAI-compatible endpoints of a `RolloutServer`."""
 
     def __init__(self, server: RolloutServer, config: ServerConfig, *, model_name: str) -> None:
         self._server = server
@@ -152,7 +152,7 @@ class OpenAIRoutes:
         self._config = config
         self._tokenizer = LazyTokenizer(config.model_path)
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="rl-rollout-tokenizer")
-        """One thread, so that a long text holds up other texts and nothing else."""
+        """Thread for tokenising, so that a long text delays other texts and nothing else."""
         self._created = int(time.time())
         parser = config.options.get("tool_parser")
         self._parse_calls = None if parser is None else find_plugin(TOOL_PARSERS, parser, "tool parser").load()
@@ -171,7 +171,7 @@ class OpenAIRoutes:
 
     @property
     def _max_model_len(self) -> int:
-        """Of the server, which knows when it has started."""
+        """Context length of the server, tokens; known after its start."""
         return getattr(self._server, "max_model_len", self._config.max_model_len)
 
     async def _tokenized(self, encode: Callable[..., T], *given: Any) -> T:
@@ -212,7 +212,7 @@ class OpenAIRoutes:
         return await self._answer(request, replace(call, images=images, may_call_tools=bool(tools)))
 
     def _tools(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tools offered to the model."""
+        """Validated tools that a request offers to the model."""
         choice = message.get("tool_choice", "auto")
         if choice not in ("auto", "none"):
             raise RequestError(f"tool_choice={choice!r} is not supported by this server; it must be 'auto' or 'none'")
@@ -228,10 +228,10 @@ class OpenAIRoutes:
             )
         return tools
 
-    # ---- reading
+    # ---- parsing
 
     async def _read(self, request: web.Request, kind: type[_Common]) -> dict[str, Any]:
-        """The fields that a request gives."""
+        """Fields of a request that are not null, validated."""
         found = wire.read_body(await request.read(), kind, request.path)
         message = {name: value for name in kind.__struct_fields__ if (value := getattr(found, name)) is not None}
         for name in NEUTRAL.keys() & message.keys():
@@ -321,7 +321,7 @@ class OpenAIRoutes:
         )
 
     async def _pieces(self, call: Call, index: int) -> AsyncIterator[Piece]:
-        """One choice: in one piece if nobody looks in between, else token by token."""
+        """Pieces of one choice: one, unless it is streamed or has stop strings."""
         request = self._request(call, index)
         text = TextStream(self._tokenizer.get(), call.stops)
         if call.may_call_tools or not (call.is_streaming or call.stops):
@@ -384,7 +384,7 @@ class OpenAIRoutes:
         try:
             index, piece = await queue.get()
             if isinstance(piece, Exception):
-                raise piece  # before the first token it is an ordinary answer, with its status
+                raise piece  # before the first token: an error response with its HTTP status
             await response.prepare(request)
             while not isinstance(piece, Exception):
                 num_tokens += len(piece.token_ids)
@@ -408,10 +408,10 @@ class OpenAIRoutes:
         try:
             async for piece in self._pieces(call, index):
                 queue.put_nowait((index, piece))
-        except Exception as error:  # noqa: BLE001  it is the stream's to tell
+        except Exception as error:  # noqa: BLE001  sent as an event of the stream
             queue.put_nowait((index, error))
 
-    # ---- writing
+    # ---- formatting
 
     def _envelope(self, call: Call, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion" if call.is_chat else "text_completion"
@@ -445,7 +445,7 @@ class OpenAIRoutes:
         return choice
 
     def _logprobs(self, call: Call, piece: Piece) -> dict[str, Any]:
-        """Log-probs of the tokens that were drawn, with the alternatives that were asked for."""
+        """Log-probs of the sampled tokens and of the alternatives, in OpenAI's format."""
         decode = self._tokenizer.get().decode
         tokens = [decode([i]) for i in piece.token_ids]
         tops = [[(decode([i]), logprob) for i, logprob in top] for top in piece.top_logprobs]

@@ -1,8 +1,8 @@
-"""HTTP endpoint of a server that lives in this process.
+"""HTTP endpoint of a server in this process.
 
-`POST /generate`, `/generate_batch` and `/generate_stream` take and give token ids; `/abort /pause /resume
-/update_weights /sleep /wake` are the methods of `RolloutServer`; `/health` and `/v1/models` tell what is served;
-`openai.py` adds the OpenAI-compatible ones. An error is `{"error": {"type", "message", "code"}}`.
+`POST /generate`, `/generate_batch` and `/generate_stream` take and return token ids; `/abort /pause /resume
+/update_weights /sleep /wake` are the methods of `RolloutServer`; `/health` reports the status, `/metrics` the same for
+Prometheus; `openai.py` adds the OpenAI-compatible endpoints. An error is `{"error": {"type", "message", "code"}}`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from rl_rollout.types import GenerateRequest, ServerConfig, TokenChunk, TokenOutput
 
 PROGRESS = b"+"
-"""Prefix of a progress line: new tokens, not the answer."""
+"""Prefix of a progress line, which has new tokens and is not the final answer."""
 
 HEARTBEAT_S = 2.0
-"""Heartbeat: seconds between the empty lines of an answer without news. A client knows by them that the server is
-there, however long its request waits."""
+"""Heartbeat interval, seconds: empty lines tell a waiting client that the server is alive, however long it waits."""
 
 NOT_ALLOWED = {
     "error": {
@@ -50,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class TellsProgress(Protocol):
-    """A server that tells of new tokens before the end."""
+    """Server that reports new tokens before the end of a request."""
 
     tells_progress: bool
 
@@ -71,7 +70,7 @@ def progress_line(request_id: str, lines: asyncio.Queue[bytes]) -> Callable[[Tok
 
 
 def json_body(body: bytes, status: int = 200) -> web.Response:
-    """Response of a message."""
+    """JSON response with an encoded message."""
     return web.Response(body=body, status=status, content_type="application/json")
 
 
@@ -84,13 +83,13 @@ def not_bound(config: ServerConfig, error: OSError) -> ServerStartError:
 
 
 def url_of(host: str, port: int) -> str:
-    """The base URL of a bound port; where it is bound on every interface, by a name that others can reach."""
+    """Base URL of a bound port; with the host's name where it is bound on all interfaces."""
     host = socket.gethostname() if host in ("0.0.0.0", "::") else host
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_allowed(request: web.Request, api_token: str | None) -> bool:
-    """Whether a request shows the bearer token, where one is asked for; everybody may ask for `/health`."""
+    """Whether a request has the bearer token, if the server has one; `/health` needs none."""
     if not api_token or request.path == "/health":
         return True
     shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
@@ -107,7 +106,7 @@ def http_error(request: web.Request, error: web.HTTPException, max_body_bytes: i
 
 
 class Endpoint:
-    """Answers HTTP for one server. Knows the server by its abstract interface, and by `status()` where it has one."""
+    """HTTP endpoint of one server, which it knows by its abstract interface (and by `status()`, if it has that)."""
 
     def __init__(self, server: RolloutServer, config: ServerConfig, *, model_name: str) -> None:
         self._server = server
@@ -117,11 +116,11 @@ class Endpoint:
         self._receivers: dict[str, CkptReceiver] = {}
         self._openai = OpenAIRoutes(server, config, model_name=model_name)
         self._counts: Counter[str] = Counter()
-        """Answers by status."""
+        """Number of responses by path and status."""
         self._runner: web.AppRunner | None = None
 
     async def check_port(self) -> None:
-        """See that the port is free, before what takes minutes is started.
+        """Check that the port is free, before a model is loaded for minutes.
 
         Raises:
             ServerStartError: it is taken, or the interface cannot be bound.
@@ -138,7 +137,7 @@ class Endpoint:
         await server.wait_closed()
 
     async def start(self) -> str:
-        """Bind, and return the base URL.
+        """Bind the port; returns the base URL.
 
         Raises:
             ServerStartError: the port is taken, or the interface cannot be bound.
@@ -182,11 +181,11 @@ class Endpoint:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Ask for the token; turn errors into JSON."""
+        """Middleware: check the token, turn errors into JSON, count responses."""
         if not is_allowed(request, self._config.api_token):
             return web.json_response(NOT_ALLOWED, status=401)
         response = await self._answer(request, handler)
-        resource = request.match_info.route.resource  # None of a path that is not served: callers invent those
+        resource = request.match_info.route.resource  # None for unknown paths, which are counted as one
         path = "unknown" if resource is None else resource.canonical
         self._counts[f'path="{path}",status="{response.status}"'] += 1
         return response
@@ -198,7 +197,7 @@ class Endpoint:
             return json_body(wire.error_to_body(error), wire.status_of(error))
         except web.HTTPException as error:
             return http_error(request, error, self._config.max_body_bytes)
-        except Exception as error:  # noqa: BLE001  logged, and told to the caller; the server stays up
+        except Exception as error:  # noqa: BLE001  logged, and sent to the caller; the server stays up
             _log.exception("%s %s failed", request.method, request.path)
             return json_body(wire.error_to_body(error), 500)
 
@@ -207,10 +206,10 @@ class Endpoint:
         return json_body(wire.output_to_body(output))
 
     async def _generate_batch(self, request: web.Request) -> web.StreamResponse:
-        """`{"requests": [...]}` in; one JSON line per request out, as they end, each an output or an error.
+        """`/generate_batch`: `{"requests": [...]}` in; one JSON line per request out as it ends, an output or an error.
 
-        With `"progress": true`, lines that begin with `+` tell of new tokens in between, where the server can: what
-        a client knows when this process dies.
+        With `"progress": true`, lines that begin with `+` have new tokens in between, where the server reports them:
+        the client resumes from these if this process dies.
         """
         message = wire.read_body(await request.read(), wire.BatchMessage, request.path)
         check_count(len(message.requests), self._config)
@@ -236,19 +235,18 @@ class Endpoint:
                 await response.write(b"".join(lines))
             await response.write_eof()
         finally:
-            # A client that went away takes its requests with it.
-            for task in tasks:
+            for task in tasks:  # requests of a client that has disconnected
                 task.cancel()
         return response
 
     async def _generate_stream(self, request: web.Request) -> web.StreamResponse:
-        """A request in; a JSON line per chunk out, the last of them with a `finish_reason`, or an error."""
+        """`/generate_stream`: a request in; a JSON line per chunk out, the last with a `finish_reason`, or an error."""
         asked = wire.request_from_body(await request.read(), request.path)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         async with aclosing(self._server.generate_stream(asked)) as chunks:
             try:
                 async for chunk in _with_beats(chunks):
-                    if not response.prepared:  # an error before the first token is an ordinary answer, if it comes soon
+                    if not response.prepared:  # so that an error before the first heartbeat has its own HTTP status
                         await response.prepare(request)
                     await response.write((b"" if chunk is None else wire.chunk_to_body(chunk)) + b"\n")
             except RolloutError as error:
@@ -267,7 +265,7 @@ class Endpoint:
             else:
                 output = await self._server.generate(request)
             answer = wire.output_to_body(output)
-        except Exception as error:  # noqa: BLE001  it is this line's answer; the others go on
+        except Exception as error:  # noqa: BLE001  the answer of this request; the others go on
             known_id = request.request_id if request else wire.request_id_of(body)
             answer = wire.error_to_body(error, known_id)
         done.put_nowait(answer + b"\n")
@@ -290,7 +288,7 @@ class Endpoint:
         return web.json_response({})
 
     async def _update_weights(self, request: web.Request) -> web.StreamResponse:
-        """This process opens the receiving end, once per address."""
+        """`/update_weights`: this process opens the receiver, once per address."""
         message = wire.read_body(await request.read(), wire.UpdateMessage, request.path)
         if message.address not in self._receivers:
             self._receivers[message.address] = CkptReceiver(message.address, timeout_s=self._config.timeout_s)
@@ -306,7 +304,7 @@ class Endpoint:
         return web.json_response({})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        """Numbers of the status as gauges, and answers counted by path and status.
+        """`/metrics` for Prometheus: numbers of the status as gauges, responses counted by path and status.
 
         Format: https://prometheus.io/docs/instrumenting/exposition_formats
         """
@@ -329,14 +327,14 @@ class Endpoint:
 
 
 async def _with_beats(chunks: AsyncIterator[TokenChunk]) -> AsyncIterator[TokenChunk | None]:
-    """Chunks as they come, and None whenever none has come for `HEARTBEAT_S`."""
+    """Chunks as they arrive, and None whenever none has arrived for `HEARTBEAT_S`."""
     while True:
         coming = asyncio.ensure_future(anext(chunks, None))
         try:
             while not (await asyncio.wait([coming], timeout=HEARTBEAT_S))[0]:
                 yield None
         finally:
-            if not coming.done():  # the caller leaves: the generator may be closed when it does nothing any more
+            if not coming.done():  # the caller leaves: a generator can only be closed while it is not running
                 coming.cancel()
                 await asyncio.wait([coming])
         chunk = coming.result()

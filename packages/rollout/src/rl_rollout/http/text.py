@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 _UNFINISHED = "\ufffd"
-"""Replacement character: a tokenizer's text for bytes that are no whole character yet."""
+"""Replacement character, to which a tokenizer decodes bytes of an incomplete character."""
 
 
 class TextStream:
@@ -30,26 +30,26 @@ class TextStream:
         self._stops = tuple(stops)
         self._ids: list[int] = []
         self._read = 0
-        """Tokens that were decoded."""
+        """Number of tokens decoded so far."""
         self._num_decoded = 0
-        """Characters of their text."""
+        """Number of characters of their text."""
         self._held = ""
         self.is_stopped = False
-        """Whether a stop string was found; what follows it is dropped."""
+        """Whether a stop string was found; the text behind it is dropped."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take new tokens; return the text that is certain by now."""
+        """Append tokens; returns the further text that can no longer change."""
         self._ids.extend(ids)
         return self._emit(self._decode_to(len(self._ids) - 1), is_last=False)
 
     def finish(self, *, drop_last: bool) -> str:
-        """Return the rest, without the last token's text if that was a stop token."""
+        """Return the rest of the text, without the last token's if that was a stop token."""
         end = len(self._ids) - 1 if drop_last else len(self._ids)
         return self._emit(self._decode_to(end, is_last=True), is_last=True)
 
     def _decode_to(self, end: int, *, is_last: bool = False) -> str:
         new = None if is_last else self._steps(end)
-        if new is None:  # the end of the text, whatever it ends with, or a tokenizer that knows no streams
+        if new is None:  # the last piece, or a tokenizer without incremental decoding
             whole = self._backend.decode(self._ids[:end], skip_special_tokens=True)
             new = "" if whole.endswith(_UNFINISHED) and not is_last else whole[self._num_decoded :]
         self._read = max(self._read, end)
@@ -57,12 +57,12 @@ class TextStream:
         return new
 
     def _steps(self, end: int) -> str | None:
-        """Text of the tokens up to `end`; None where the tokenizer cannot stream them."""
+        """Text of the tokens up to `end` by incremental decoding; None where the tokenizer has none."""
         if self._stream is None:
             return None
         try:
             return "".join(self._stream.step(self._backend, each) or "" for each in self._ids[self._read : end])
-        except Exception:  # noqa: BLE001 - tokenizers knows no other: this text does not begin with that before
+        except Exception:  # noqa: BLE001 - tokenizers' own error: the text does not extend the one before
             self._stream = None
             return None
 
@@ -81,7 +81,7 @@ class TextStream:
 
 
 def _decode_stream(backend: Any) -> Any:
-    """`tokenizers`' incremental decoder; None for a tokenizer in Python, whose text is decoded from its beginning."""
+    """Incremental decoder of `tokenizers`; None for a pure Python tokenizer, which decodes from the beginning."""
     if type(backend).__module__.partition(".")[0] != "tokenizers":
         return None
     from tokenizers.decoders import DecodeStream
@@ -90,17 +90,17 @@ def _decode_stream(backend: Any) -> Any:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def plain_messages(messages: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Messages as chat templates take them, and their images in order.
+    """Convert OpenAI's messages to those of chat templates; returns them and their images in order.
 
-    Content in parts becomes one string where all are text; else an `image_url` part becomes `{"type": "image"}`.
+    Content parts become one string where all are text; else an `image_url` part becomes `{"type": "image"}`.
 
     Raises:
-        RequestError: no message, one without a role, a part that is neither text nor an image's data URL.
+        RequestError: there is no message, one has no role, or a part is neither text nor an image's data URL.
     """
     if not messages or not all(isinstance(each, dict) and "role" in each for each in messages):
         raise RequestError("the request needs 'messages': a list of objects with 'role' and 'content'")
@@ -130,19 +130,19 @@ def _plain_part(part: Any, images: list[str]) -> dict[str, Any]:
 
 
 class LazyTokenizer:
-    """The tokenizer of a model folder, loaded when text is first asked for."""
+    """Tokenizer of a model folder, loaded at the first request with text."""
 
     def __init__(self, model_path: str) -> None:
         self._model_path = model_path
         self._tokenizer: Any = None
         self._longest: int | None = None
-        """Characters of the longest token."""
+        """Length of the longest token, characters."""
 
     def get(self) -> Any:
-        """A Hugging Face tokenizer.
+        """Load the Hugging Face tokenizer, once.
 
         Raises:
-            RequestError: the folder has none, so only token ids are served.
+            RequestError: the folder has none that can be loaded, so only token ids are served.
         """
         if self._tokenizer is None:
             try:
@@ -159,10 +159,10 @@ class LazyTokenizer:
         return self._tokenizer
 
     def encode(self, text: str, most: int | None = None) -> tuple[int, ...]:
-        """Token ids of a plain prompt.
+        """Token ids of a plain text.
 
         Raises:
-            RequestError: it is longer than `most` of the longest tokens, and is not even tokenised.
+            RequestError: the text is too long for `most` tokens; it is refused without being tokenised.
         """
         self._check_length(text, most)
         return tuple(self.get().encode(text))
@@ -176,11 +176,10 @@ class LazyTokenizer:
     def encode_chat(
         self, messages: Sequence[Any], tools: Sequence[Any] = (), most: int | None = None
     ) -> tuple[int, ...]:
-        """Token ids of a conversation, up to where the assistant writes.
+        """Token ids of a conversation, with the generation prompt of the assistant's turn.
 
         Raises:
-            RequestError: the tokenizer has no chat template, or the template refuses the messages or leaves the tools
-                out.
+            RequestError: the tokenizer has no chat template, or the template refuses the messages or ignores the tools.
         """
         tokenizer = self.get()
         if not getattr(tokenizer, "chat_template", None):
@@ -193,15 +192,15 @@ class LazyTokenizer:
             raise RequestError(f"the chat template refused the messages: {error}") from error
         self._check_length(text, most)
         if not is_told:
-            raise RequestError("the model's chat template has no place for tools; it would never hear of them")
+            raise RequestError("the model's chat template ignores tools; leave them out, or serve another model")
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def check_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """The tools of a request, as chat templates take them.
+    """Validate the tools of a request.
 
     Raises:
-        RequestError: one is no function with a name.
+        RequestError: one is not a function with a name.
     """
     for tool in tools:
         match tool:
@@ -214,7 +213,7 @@ def check_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose tool calls have objects for arguments, as templates want them, where OpenAI's format has text."""
+    """Message with its tool calls' arguments as objects, as chat templates want them, in place of OpenAI's text."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -234,13 +233,13 @@ def _object(arguments: Any) -> Any:
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        return arguments  # a call that the model wrote badly: as it wrote it
+        return arguments  # a malformed call, kept as the model wrote it
 
 
 def read_calls(parse: Callable[[str], Any], text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """Content and tool calls of a turn, in OpenAI's format.
+    """Parse a turn; returns its content and tool calls in OpenAI's format.
 
-    A turn with a call that cannot be read has no calls: it is all content, so that the caller sees what was written.
+    A turn with a malformed call has no calls: all of it is content, so that the caller sees what the model wrote.
     """
     turn = parse(text)
     if any(call.error for call in turn.calls):

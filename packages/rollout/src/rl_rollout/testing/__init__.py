@@ -1,4 +1,4 @@
-"""For tests: a fake server, a fake weight receiver, tiny models on disk, and the conformance suite.
+"""Test kit: a fake server, a fake weight receiver, tiny models on disk, and the conformance suite.
 
 A backend passes the suite like this:
 

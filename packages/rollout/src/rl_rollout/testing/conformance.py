@@ -36,7 +36,7 @@ _ids = itertools.count()
 
 
 async def update_in_process(served: Served, weights: Mapping[str, Tensor], version: int) -> None:
-    """How a server that takes a receiver object is updated."""
+    """Update of a server that takes a receiver object."""
     from rl_rollout.testing.fake import FakeReceiver
 
     await served.server.update_weights(FakeReceiver(weights, version), version)
@@ -44,28 +44,28 @@ async def update_in_process(served: Served, weights: Mapping[str, Tensor], versi
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """A started server, and what the suite must know of it.
+    """Server under test, and how the suite reaches it.
 
     The suite takes the weights in `model_path` for those that the server was started with.
     """
 
     server: RolloutServer
-    """Started."""
+    """The started server."""
     run: Callable[[Any], Any]
-    """Runs a coroutine on the server's event loop: `asyncio.Runner().run`."""
+    """Function that runs a coroutine on the server's event loop: `asyncio.Runner().run`."""
     model_path: str
-    """A folder of `write_tiny_model`."""
+    """Model folder of `write_tiny_model`."""
     update: Update = update_in_process
-    """Brings weights of a version into the server, or raises `WeightUpdateError`."""
+    """Function that installs weights as a version, or raises `WeightUpdateError`."""
     max_model_len: int
     """Longest prompt plus completion that the server takes; a request that fills it must run for seconds."""
     api_token: str | None = None
-    """What its HTTP endpoint asks for."""
+    """Bearer token of its HTTP endpoint."""
     version: int = field(default=0)
-    """Version that was installed last."""
+    """Weight version that was installed last."""
 
     def request(self, prompt: tuple[int, ...] = (5, 6, 7), **params: Any) -> GenerateRequest:
-        """A request with an id of its own that runs to its length."""
+        """Request with a fresh id that runs to its length."""
         params = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params
         return GenerateRequest(
             request_id=f"r{next(_ids)}", prompt_token_ids=prompt, sampling_params=SamplingParams(**params)
@@ -84,7 +84,7 @@ class Served:
         return self.run(together())
 
     def install(self, weights: Mapping[str, Tensor]) -> int:
-        """Install weights as the next version, and return it."""
+        """Install weights as the next version; returns the version."""
         version = self.version + 1
         self.run(self.update(self, weights, version))
         self.version = version
@@ -92,7 +92,7 @@ class Served:
 
 
 def expect(error: type[Exception], call: Callable[[], Any], text: str = "") -> None:
-    """See that `call` raises `error` with `text` in its message."""
+    """Check that `call` raises `error` with `text` in its message."""
     try:
         call()
     except error as found:
@@ -111,11 +111,11 @@ def same_tokens(left: TokenOutput, right: TokenOutput) -> bool:
 T = TypeVar("T")
 
 NUM_SOME = 500
-"""Tokens of a request that is let finish."""
+"""New tokens of a request that finishes soon."""
 
 
 class InFlight:
-    """A request that fills the context.
+    """Request in flight that fills the context, so that it runs for seconds.
 
     Args:
         served: Who generates.
@@ -129,12 +129,12 @@ class InFlight:
         self.task = asyncio.create_task(served.server.generate(self.request))
 
     async def proceed(self) -> None:
-        """Return when it has new tokens: when a request that is asked later has its answer."""
+        """Wait until it has new tokens: until a later request has its answer."""
         await asyncio.sleep(0)
         await self._served.server.generate(self._served.request((6,)))
 
     async def end(self) -> TokenOutput:
-        """Abort it, as nobody did before; what it has."""
+        """Abort it; returns its output."""
         assert not self.task.done() or not was_aborted(self.task.result()), (
             "what was to leave a request in flight aborted it"
         )
@@ -143,7 +143,7 @@ class InFlight:
 
 
 def in_time(attempt: Callable[[], T], was_in_flight: Callable[[T], bool], num_attempts: int = 5) -> T:
-    """What a call did to a request in flight; again, should it have ended while this process stood still."""
+    """Result of `attempt`, repeated until its request was still in flight at the call under test."""
     found = None
     for _ in range(num_attempts):
         if was_in_flight(found := attempt()):
@@ -152,12 +152,12 @@ def in_time(attempt: Callable[[], T], was_in_flight: Callable[[T], bool], num_at
 
 
 def was_aborted(output: TokenOutput) -> bool:
-    """Whether it was in flight to the end."""
+    """Whether the request of an output was aborted, and so in flight until then."""
     return output.finish_reason is FinishReason.ABORT
 
 
 def check_beginning(served: Served, part: TokenOutput) -> None:
-    """See that what an `InFlight` came to is the beginning of what the served weights say."""
+    """Check that an output is a prefix of what the served weights generate."""
     assert part.token_ids
     assert len(part.logprobs) == len(part.weight_versions) == len(part.token_ids)
     whole = served.generate((5,), max_new_tokens=len(part.token_ids))
@@ -166,7 +166,7 @@ def check_beginning(served: Served, part: TokenOutput) -> None:
 
 
 class ControlConformance:
-    """Aborts, pauses, weight updates, sleep."""
+    """Tests of abort, pause, weight updates and sleep."""
 
     def test_abort_returns_what_there_is_and_it_can_be_resumed(self, served: Served) -> None:
         async def scenario() -> TokenOutput:
@@ -362,7 +362,7 @@ class ControlConformance:
         served.install(weights)
 
     def test_weights_that_are_not_numbers_fail_their_requests(self, served: Served) -> None:
-        """No token is made up from logits that are not finite, and the server is there for the next weights."""
+        """Logits that are not finite give an error, and the server takes the next weights."""
         import torch
 
         weights = load_weights(served.model_path)
@@ -404,7 +404,7 @@ class ControlConformance:
 
 
 def first_tokens(output: TokenOutput, count: int) -> TokenOutput:
-    """The beginning of an output."""
+    """First tokens of an output."""
     return replace(
         output,
         token_ids=output.token_ids[:count],
@@ -419,7 +419,7 @@ def other_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class GenerationConformance:
-    """What is generated, beside which neighbours, and what is refused."""
+    """Tests of generation, of batch neighbours, and of refused requests."""
 
     def test_start_again_tells_the_same_address(self, served: Served) -> None:
         address = served.run(served.server.start())
@@ -473,7 +473,7 @@ class GenerationConformance:
         assert output.finish_reason is FinishReason.LENGTH
 
     def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served: Served) -> None:
-        """Temperature, top-k and top-p, recomputed by transformers."""
+        """Log-probs under temperature, top-k and top-p are those that transformers computes."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -558,7 +558,7 @@ class GenerationConformance:
 
 
 class ServerConformance(ControlConformance, GenerationConformance):
-    """Inherit, and give a fixture `served` of module scope. Tests run in order and leave the first weights serving."""
+    """Conformance suite: inherit it, and define a fixture `served` of module scope. Tests run in order."""
 
     def test_http_endpoint(self, served: Served) -> None:
         address = served.run(served.server.start())
@@ -571,14 +571,14 @@ class ServerConformance(ControlConformance, GenerationConformance):
         assert tuple(answer["token_ids"]) == served.generate(max_new_tokens=4).token_ids
 
     def test_stop_ends_it(self, served: Served) -> None:
-        """Last: nothing can be asked of the server afterwards."""
+        """Runs last, as it stops the server."""
         served.run(served.server.stop())
         served.run(served.server.stop())
         expect(ServerLostError, served.generate)
 
 
 async def _http(url: str, api_token: str | None, message: Any = None) -> Any:
-    """GET, or POST a JSON message, without any client library of ours."""
+    """Send a GET, or a POST with a JSON body, without our own client."""
     data = None if message is None else json.dumps(message).encode()
     headers = {"Authorization": f"Bearer {api_token}"} if api_token else {}
 

@@ -1,4 +1,4 @@
-"""A fake rollout server, and a fake weight receiver, in memory."""
+"""Fake rollout server and fake weight receiver, in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FakeReceiver:
-    """A `WeightReceiver` that yields what it was given, and may fail on the way.
+    """Fake weight receiver: yields the given tensors, and fails on demand.
 
     Args:
         weights: Names and tensors.
@@ -37,7 +37,7 @@ class FakeReceiver:
         self._fail_after = fail_after
 
     async def receive_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield every tensor as a view that is poisoned when the next one is asked for."""
+        """Yield every tensor as a view that is overwritten with NaN when the next one is asked for."""
         for index, (name, tensor) in enumerate(self._weights.items()):
             if index == self._fail_after:
                 raise ConnectionError(f"the sender was lost after {index} tensors")
@@ -48,7 +48,7 @@ class FakeReceiver:
 
 
 class FakeServer(RolloutServer):
-    """Answers by a script instead of a model, at once, in this process, without an endpoint.
+    """Fake rollout server: answers by a script instead of a model, at once, without an HTTP endpoint.
 
     Args:
         script: Called with a request, returns the tokens to answer with; cut to `max_new_tokens` and at the first
@@ -68,10 +68,10 @@ class FakeServer(RolloutServer):
         max_model_len: int = 4096,
     ) -> None:
         self.requests: list[GenerateRequest] = []
-        """Every request that was answered or is held, in order."""
+        """Requests that were answered or are held, in order."""
         self.weight_version = 0
         self.weights: dict[str, Tensor] = {}
-        """What the last update brought."""
+        """Weights of the last update, by name."""
         self._script = script
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
@@ -83,16 +83,16 @@ class FakeServer(RolloutServer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Tokens, and nothing beside them."""
+        """See `RolloutServer.capabilities`: tokens without extra outputs."""
         return Capabilities(gives_top_logprobs=False, gives_prompt_logprobs=False)
 
     async def start(self) -> ServerAddress:
-        """Nothing to load."""
+        """See `RolloutServer.start`; there is nothing to load."""
         self._is_started = True
         return ServerAddress(url="inproc:fake", model="fake", pid=os.getpid())
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """Answer by the script, with log-probs -0.5."""
+        """See `RolloutServer.generate`: tokens of the script, with log-probs -0.5."""
         if not self._is_started or self._is_stopped:
             raise ServerLostError("the fake server is not running; call start()")
         check_request(request, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
@@ -105,7 +105,7 @@ class FakeServer(RolloutServer):
         return self._output(request, *self._cut(request, tuple(self._script(request))))
 
     async def _wait_for_turn(self, request_id: str) -> bool:
-        """Wait while paused; False if aborted meanwhile."""
+        """Wait while paused; returns False if the request was aborted meanwhile."""
         aborted = self._held[request_id] = asyncio.Event()
         waits = [asyncio.ensure_future(event.wait()) for event in (self._may_run, aborted)]
         try:
@@ -135,22 +135,22 @@ class FakeServer(RolloutServer):
         )
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests that are held by a pause."""
+        """See `RolloutServer.abort`: ends requests that a pause holds."""
         for request_id in list(self._held) if request_ids is None else request_ids:
             if request_id in self._held:
                 self._held[request_id].set()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Hold requests from now on; none is ever in the middle."""
+        """See `RolloutServer.pause`: holds new requests; none is ever half done."""
         del mode
         self._may_run.clear()
 
     async def resume(self) -> None:
-        """Answer again."""
+        """Answer held requests again."""
         self._may_run.set()
 
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:
-        """Keep what arrives."""
+        """See `RolloutServer.update_weights`: keeps the tensors."""
         try:
             weights = {name: tensor.clone() async for name, tensor in receive.receive_weights()}
         except Exception as error:
@@ -159,16 +159,16 @@ class FakeServer(RolloutServer):
         self.weights, self.weight_version = weights, version
 
     async def sleep(self, level: int = 1) -> None:
-        """Hold requests."""
+        """See `RolloutServer.sleep`: holds requests."""
         del level
         self._may_run.clear()
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Answer again."""
+        """Answer held requests again."""
         if "kv_cache" in tags:
             self._may_run.set()
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """See `RolloutServer.stop`."""
         self._is_stopped = True
         await self.abort()

@@ -13,10 +13,10 @@ SPECIAL = ("<pad>", "<eos>", "<unk>")
 VISION = ("<vision>", "<image>", "<video>", "</vision>")
 """Tokens of a vision-language model, after the alphabet."""
 VISION_NAMES = ("vision_bos_token", "image_token", "video_token", "vision_eos_token")
-"""What transformers' processors call them."""
+"""Names of `VISION` in transformers' processors."""
 
 TINY_ALPHABET = "0123456789+-*/=() \nabcdefghijklmnopqrstuvwxyz?.,:"
-"""Characters of a tiny model's tokenizer, one token each, after `<pad>` (0), `<eos>` (1) and `<unk>` (2)."""
+"""Alphabet of a tiny model's tokenizer: one token per character, after `<pad>` (0), `<eos>` (1) and `<unk>` (2)."""
 VOCAB_SIZE = 3 + len(TINY_ALPHABET)
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 VISION_TEMPLATE = (
@@ -45,7 +45,7 @@ def write_tiny_model(folder: Path, *, family: str = "qwen3", seed: int = 0, **ov
 def write_tiny_vl_model(
     folder: Path, *, family: str = "qwen2_5_vl", seed: int = 0, patch_size: int = 4, **overrides: Any
 ) -> Path:
-    """`write_tiny_model` for a vision-language model: with an image processor, and `<vision><image></vision>` in chats.
+    """Write a random vision-language model with an image processor, and with `<vision><image></vision>` in chats.
 
     Args:
         folder: Written to; made if it is not there.
@@ -90,7 +90,7 @@ def write_tiny_vl_model(
 
 
 def load_weights(folder: Path | str) -> dict[str, Tensor]:
-    """The weights in a model folder, by name."""
+    """Load the weights of a model folder, by name."""
     from safetensors.torch import load_file
 
     return load_file(f"{folder}/model.safetensors")
@@ -115,7 +115,7 @@ def _sizes(vocab_size: int) -> dict[str, Any]:
 
 
 def _write_tokenizer(folder: Path, special: tuple[str, ...], chat_template: str) -> int:
-    """Write a tokenizer whose every character is a token; the size of its vocabulary."""
+    """Write a character-level tokenizer; returns the size of its vocabulary."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

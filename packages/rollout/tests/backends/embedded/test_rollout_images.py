@@ -178,7 +178,7 @@ def test_it_stays_one_where_a_request_goes_on_elsewhere(served, drawn):
         await client.start()
         part = await client.generate(rest)
         blind = replace(rest, request_id="blind", sampled_spans=())
-        with pytest.raises(RequestError, match=r"2 images and \d+ places for them .*told in sampled_spans"):
+        with pytest.raises(RequestError, match=r"2 images and \d+ places for them .*name them in sampled_spans"):
             await client.generate(blind)
         await client.stop()
         return part
@@ -310,7 +310,7 @@ def test_images_that_do_not_fit_are_refused(served):
     good = request_of("good", ids, images)
     for bad, message in (
         (replace(good, images=()), "the prompt has places for images .token 53. and the request none"),
-        (replace(good, images=(WIDE, TALL)), "2 images and 1 places for them .token 53.; .* or all 7 that"),
+        (replace(good, images=(WIDE, TALL)), "2 images and 1 places for them .token 53.; .* or all 7 of"),
         (replace(good, images=("https://x/y.png",)), "image 0 is 'https://x/y.png'..., and must be a data URL"),
         (replace(good, images=("data:image/png;base64,AAAA",)), "image 0 cannot be read"),
         (replace(good, images=("data:image/png;base64,A",)), "image 0 cannot be read"),

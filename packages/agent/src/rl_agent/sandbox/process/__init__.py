@@ -1,1 +1,1 @@
-"""What runs in the processes of the sandbox. Started by path: it imports the standard library alone."""
+"""Code of the sandbox's processes. Started by path: it imports the standard library alone."""

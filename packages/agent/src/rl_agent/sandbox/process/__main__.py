@@ -28,15 +28,15 @@ else:  # this folder is the path of the process that it is started in
 
 _MAX_DESCRIPTORS = 8
 _NUM_FILES = 512
-"""Descriptors that one process may have open."""
+"""Most descriptors that one process may have open."""
 _OWN_PROCESSES = 8
-"""Beside those of a run."""
+"""Processes beside those of a run."""
 _VALUES = 3
-"""The descriptor of a run's socket, where it has one."""
+"""Descriptor of a run's socket, if it has one."""
 
 
 def main() -> None:
-    """Serve until the socket ends."""
+    """Serve runs until the socket is closed."""
     control = _socket.socket(fileno=os.dup(0))
     settings = json.loads(control.recv(1 << 16))
     _replace(0)
@@ -97,7 +97,7 @@ def _receive(control: _socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _limit(limits: dict[str, int], isolated: set[str]) -> None:
-    """Hard limits: code cannot raise them again."""
+    """Set hard limits, which code cannot raise again."""
     for kind, value in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_CORE, 0),
@@ -113,7 +113,7 @@ def _limit(limits: dict[str, int], isolated: set[str]) -> None:
 
 
 def _counts_processes(isolated: set[str]) -> bool:
-    """Whether the kernel counts this namespace's processes alone, and does so for this user."""
+    """Whether the kernel limits the processes of this namespace alone, and does so for this user."""
     return "processes" in isolated and not isolation.is_root_outside()
 
 
@@ -126,7 +126,7 @@ def _serve(
     watch: isolation.Watch | None,
     calls: isolation.CallFilter | None,
 ) -> None:
-    """One run, from the fork to the end of all that it started."""
+    """Execute one run, from the fork to the end of all its descendants."""
     if watch is not None:
         watch.begin()
     has_namespace = "processes" in isolated
@@ -167,7 +167,7 @@ def _serve(
 def _run(
     run: dict[str, Any], descriptors: list[int], settings: dict[str, Any], calls: isolation.CallFilter | None
 ) -> None:
-    """In the child: nothing is open but standard streams, and a socket where the run has one."""
+    """Set up the child: only standard streams stay open, and a socket if the run has one."""
     code, given, output, *sockets = descriptors
     text = _whole(code)
     high = [os.dup2(descriptor, 100 + i) for i, descriptor in enumerate((given, output, output, *sockets))]
@@ -190,7 +190,7 @@ def _run(
 
 
 def _keep(requests: _socket.socket) -> None:
-    """Run code of one trajectory, call after call, in one namespace. What its code breaks here is its own."""
+    """Run the calls of one trajectory in one namespace, in a process of its own."""
     namespace = vars(execution.own_main_module())
     while True:
         packet, descriptors = _receive(requests)

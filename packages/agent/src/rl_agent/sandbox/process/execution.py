@@ -1,4 +1,4 @@
-"""Execution of code on the descriptors that it was given: output goes to one file, behind it a report of how it ended.
+"""Execution of code: its output goes to one file, followed by a report of how it ended.
 
 The report is the code's own claim, for the code could write one too: whoever reads it believes nothing of it that an
 honest process could not have printed.
@@ -19,14 +19,14 @@ import types
 from typing import Any
 
 REPORT = struct.Struct("<I")
-"""Bytes of the JSON before it: the end of the output file."""
+"""Length of the report before it, bytes: the last field of the output file."""
 MAX_REPORT_BYTES = 8192
-"""Room that the limit of file sizes leaves to it."""
+"""Bytes that the limit of file sizes leaves for the report."""
 _FRAMES = ("<code>", "<test>")
 
 
 def own_main_module(name: str = "__main__") -> types.ModuleType:
-    """A module for code to be in: ours is not found in `sys.modules`, and dataclasses and pickle find theirs."""
+    """Fresh `__main__` module for code: dataclasses and pickle find it, and ours is not in `sys.modules`."""
     module = types.ModuleType(name)
     sys.modules.pop("__main__", None)
     sys.modules["__main__"] = sys.modules[name] = module
@@ -34,20 +34,20 @@ def own_main_module(name: str = "__main__") -> types.ModuleType:
 
 
 def open_streams() -> None:
-    """Standard streams on descriptors 0 to 2."""
+    """Open standard streams on descriptors 0 to 2."""
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.stderr = open(1, "w", closefd=False, errors="replace")  # noqa: SIM115
     sys.__stdout__ = sys.__stderr__ = sys.stdout
 
 
 def warm_up() -> None:
-    """Do once, before the fork, what every run would do for the first time: types of the syntax tree, an encoder."""
+    """Warm up before the fork what every run needs: types of the syntax tree, an encoder."""
     compile(ast.parse("0"), "<code>", "exec")
     json.dumps({"kind": 0})
 
 
 def run(code: str, namespace: dict[str, Any], *, is_last: bool) -> None:
-    """Run code and report. What it registered and started is waited for where nothing runs here after it."""
+    """Run code and report; waits for its threads and exit handlers if it is the process's last code."""
     ours = os.getpid()
     kind, error = _execute(code, namespace)
     if is_last:
@@ -65,7 +65,7 @@ def run(code: str, namespace: dict[str, Any], *, is_last: bool) -> None:
 
 
 def finish(kind: str, error: str, size: int) -> None:
-    """Write the report behind the output."""
+    """Append the report to the output."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
@@ -76,7 +76,7 @@ def finish(kind: str, error: str, size: int) -> None:
 
 
 def _execute(code: str, namespace: dict[str, Any]) -> tuple[str, str]:
-    """Run code; like a notebook, it prints the value of a last line that is an expression."""
+    """Run code; as in a notebook, the value of an expression in the last line is printed."""
     try:
         tree = ast.parse(code, "<code>")
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -100,7 +100,7 @@ def _execute(code: str, namespace: dict[str, Any]) -> tuple[str, str]:
 
 
 def _leave(kind: str, error: str) -> tuple[str, str]:
-    """What an interpreter does at its end: wait for threads, and call what was registered, whatever it raises."""
+    """End as an interpreter does: wait for threads, and call exit handlers, whatever they raise."""
     try:
         if (threading := sys.modules.get("threading")) is not None:
             threading._shutdown()
@@ -115,7 +115,7 @@ def _leave(kind: str, error: str) -> tuple[str, str]:
 
 
 def short(error: BaseException) -> str:
-    """The traceback without the machinery's own frames."""
+    """Traceback without the sandbox's own frames."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in _FRAMES]
     lines = [f"line {frame.lineno}, in {frame.name}\n" for frame in frames[-5:]]
     return "".join([*lines, *traceback.format_exception_only(error)]).strip()

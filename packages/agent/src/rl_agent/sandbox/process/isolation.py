@@ -30,27 +30,27 @@ _NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends."""
+    """Make the kernel kill this process when its parent ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def hide() -> None:
-    """Have no other process of this user trace this one, or read its memory and descriptors."""
+    """Forbid other processes of this user to trace this one, or to read its memory and descriptors."""
     _libc.prctl(_PR_SET_DUMPABLE, 0)
 
 
 def is_root_outside() -> bool:
-    """Whether this is root, whose processes no limit counts."""
+    """Whether this is root, whose processes RLIMIT_NPROC does not limit."""
     return os.getuid() == 0
 
 
 def adopt_orphans() -> None:
-    """Have orphans of this process become its own children, however they left it, so that `descendants` finds them."""
+    """Become the subreaper of this process's orphans, so that `descendants` finds them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Watch:
-    """Ends a worker whose processes together take too much; for machines where the kernel does not count them.
+    """Watcher that kills a worker whose processes together exceed the limits, where the kernel does not limit them.
 
     It runs in the process that waits for the worker's, and looks while code runs only.
 
@@ -60,7 +60,7 @@ class Watch:
     """
 
     TOO_MUCH_MEMORY, TOO_MANY_PROCESSES = 97, 98
-    """Exit statuses."""
+    """Exit statuses of a killed worker."""
     _PERIOD_S = 0.01
     _OWN_BYTES = 1 << 25
 
@@ -69,19 +69,19 @@ class Watch:
         self.reader, self._writer = os.pipe()
 
     def begin(self) -> None:
-        """Code runs."""
+        """Start watching: code runs."""
         os.write(self._writer, b"1")
 
     def end(self) -> None:
-        """It has ended."""
+        """Stop watching: code has ended."""
         os.write(self._writer, b"0")
 
     def has_own_proc(self) -> None:
-        """`/proc` shows the worker's namespace alone."""
+        """Note that `/proc` shows the worker's namespace alone."""
         os.write(self._writer, b"n")
 
     def wait(self, child: int) -> int | None:
-        """Watch until a child ends; an exit status where it was ended for what it took."""
+        """Watch until a child ends; returns an exit status if it was killed for exceeding a limit."""
         end = os.pidfd_open(child)
         is_on, root = False, child
         with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ class Watch:
 
 
 def _statm(pid: int) -> tuple[int, int]:
-    """Pages that are mapped, and that are there."""
+    """Numbers of mapped and of resident pages of a process."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             size, resident, *_ = file.read().split()
@@ -136,7 +136,7 @@ def _statm(pid: int) -> tuple[int, int]:
 
 
 def _own_bytes(pid: int, page: int) -> int:
-    """A process's memory, what it shares with others in part; all of it where the kernel does not tell."""
+    """Memory of a process, with its share of shared pages (PSS); with all of them where the kernel has no PSS."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             fields = dict(line.split(b":") for line in file.read().splitlines()[1:])
@@ -146,7 +146,7 @@ def _own_bytes(pid: int, page: int) -> int:
 
 
 def _add_shared(pid: int, shared: dict[bytes, int]) -> None:
-    """Shared memory by file, whole: pages that nobody has mapped at the moment are kept all the same."""
+    """Size of shared memory by file; pages that are not mapped at the moment count too."""
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:
             lines = file.read().splitlines()
@@ -161,7 +161,7 @@ def _add_shared(pid: int, shared: dict[bytes, int]) -> None:
 
 
 def stay(watch: Watch | None) -> None:
-    """Go on without namespaces."""
+    """Continue without namespaces."""
     adopt_orphans()
     if watch is not None:
         _go_on_in_child(watch, has_orphans=True)
@@ -169,7 +169,7 @@ def stay(watch: Watch | None) -> None:
 
 
 def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int, watch: Watch | None = None) -> set[str]:
-    """Shut this process off and go on as a child of a child of it; what is isolated now.
+    """Isolate this process, and continue as its grandchild; returns what is isolated.
 
     `network`: there is no interface. `processes`: every process that is started dies with this one, whatever it does,
     and sees no other. `files`: there are the system's programs and `readable`, both read-only, an empty `/tmp`, and the
@@ -193,7 +193,7 @@ def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int, wat
 
 
 def fresh_child(isolated: set[str], scratch_bytes: int) -> int:
-    """As `os.fork`; what the child starts dies with it, and it has a `/tmp` of its own."""
+    """Fork like `os.fork`; the child's descendants die with it, and it has a `/tmp` of its own."""
     if "processes" not in isolated:
         child = os.fork()
         if child == 0:
@@ -218,7 +218,7 @@ def fresh_child(isolated: set[str], scratch_bytes: int) -> int:
 
 
 def give_up_gains() -> None:
-    """Have no program that this process or a child of it starts gain a privilege, whoever it runs as."""
+    """Forbid all programs that this process or a descendant starts to gain privileges (no_new_privs)."""
     for capability in range(64):
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break  # the kernel knows no more of them, or this process has none to give up
@@ -226,13 +226,13 @@ def give_up_gains() -> None:
 
 
 def drop_privileges() -> None:
-    """Give up what the namespaces gave, and root what it has: code can undo none of it, after `give_up_gains`."""
+    """Drop all capabilities, for good after `give_up_gains`."""
     _libc.prctl(_PR_SET_DUMPABLE, 1)  # its own processes may look at one another
     _checked(_capset(_CAPABILITY_HEADER, _NO_CAPABILITIES), "capset")
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, theirs, and so on, as /proc tells now."""
+    """Descendants of a process, from /proc."""
     return list(_family(pid))
 
 
@@ -258,7 +258,7 @@ def _family(pid: int) -> dict[int, int]:
 
 
 def kill_descendants(pid: int) -> None:
-    """End all descendants of a process that orphans come back to; it takes several rounds if they go on forking.
+    """Kill all descendants of a subreaper, in several rounds if they keep forking.
 
     By group first: the kernel ends a whole group at once, forks in the making included.
     """
@@ -276,7 +276,7 @@ def kill_descendants(pid: int) -> None:
 
 
 def reap() -> None:
-    """Collect all children that have ended: the kernel counts a process until somebody has asked for its status."""
+    """Reap all children that have ended: until then the kernel counts them."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -288,7 +288,7 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 
 def _permits_namespaces() -> bool:
-    """Tried by a child: some kernels let a user make namespaces, and then refuse to let it be anybody in them."""
+    """Try user namespaces in a child: some kernels create them, and then refuse to map a user."""
     child = os.fork()
     if child == 0:
         try:
@@ -308,7 +308,7 @@ def _make_namespaces() -> None:
 
 
 def _go_on_in_child(watch: Watch | None = None, *, has_orphans: bool = False) -> None:
-    """Fork; the child returns, this process waits for it and ends as it did. SIGTERM ends the child.
+    """Fork; the child returns, and this process waits for it and ends with its status. SIGTERM ends the child.
 
     The first process of a namespace has ended for its parent when all the others have; where there is no namespace,
     `has_orphans`, they are looked for.
@@ -340,7 +340,7 @@ def _go_on_in_child(watch: Watch | None = None, *, has_orphans: bool = False) ->
 
 
 def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) -> None:
-    """Make a root of its own out of bind mounts, and leave the old one."""
+    """Build a root filesystem of bind mounts, and pivot to it."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     opened = {
         path: os.open(path, os.O_PATH)
@@ -420,7 +420,7 @@ _KNOWN = {
 
 
 class CallFilter:
-    """A seccomp filter: refuses calls that reach into other processes, or keep memory that nobody counts.
+    """Seccomp filter: refuses calls that reach into other processes, or allocate memory that is not counted.
 
     It is classic BPF by the numbers of the architecture, built once and taken on by each process that runs code.
 
@@ -462,5 +462,5 @@ class CallFilter:
             raise OSError(errno.ENOSYS, "seccomp: the kernel takes no filter from this user")
 
     def take_on(self) -> None:
-        """Refuse these calls to this process and all that it starts, for ever."""
+        """Install the filter for this process and all its descendants, irrevocably."""
         _checked(_libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, self._header, 0, 0), "seccomp")

@@ -1,4 +1,4 @@
-"""Judges a solution: the two programs of a grade, one runs the assertions, the other holds the solution.
+"""Judge and solution: the two programs of a grade; one runs the assertions, the other holds the solution.
 
 What the test does not define, it asks of the solution: a name that is not there is a name of the solution's. Names of
 builtins, and of the standard library's modules and usual helpers, are the judge's own: a solution that replaces `all`
@@ -34,12 +34,12 @@ _HELPERS = {
     "datetime": "datetime",
     "timedelta": "datetime",
 }
-"""What tests use to build or compare values, often without importing it: never the solution's."""
+"""Modules with which tests build or compare values, often without importing them; never the solution's own."""
 _READS = ("str", "repr", "len", "iter", "next", "bool", "hash", "item")
 
 
 class _Names(dict[str, Any]):
-    """Globals of a test: what it does not define is the solution's."""
+    """Globals of a test: names that it does not define are the solution's."""
 
     def __init__(self, peer: values.Peer) -> None:
         super().__init__(__name__="__main__", __builtins__=builtins)
@@ -61,7 +61,7 @@ class _Names(dict[str, Any]):
 
 
 class _JudgePeer(values.Peer):
-    """The judge's end: where the solution ends or cheats on the pipe, no `except:` of the test sees it."""
+    """Judge's end of the pipe: if the solution ends or cheats, no `except:` of the test sees it."""
 
     def end(self, why: str) -> NoReturn:
         execution.finish("error", f"the solution's process: {why}", 0)
@@ -69,7 +69,7 @@ class _JudgePeer(values.Peer):
 
 
 def allow(operation: str, target: Any, name: Any) -> None:
-    """Let the solution do what a callee does with its arguments, and nothing that leads from them to the test.
+    """Check that an operation of the solution on an argument is one of a callee, and does not lead to the test.
 
     Raises:
         PermissionError: it is something else.
@@ -85,7 +85,7 @@ def allow(operation: str, target: Any, name: Any) -> None:
 
 
 def run_test(test: str, descriptor: int) -> None:
-    """Run a test against the solution at the other end of the pipe; the report says how it ended."""
+    """Run a test against the solution at the other end of the pipe, and report how it ended."""
     peer = _JudgePeer(descriptor, allow)
     try:
         names = _Names(peer)
@@ -100,7 +100,7 @@ def run_test(test: str, descriptor: int) -> None:
 
 
 def hold_solution(code: str, descriptor: int) -> None:
-    """Do with a solution what the judge asks, until the judge has ended."""
+    """Serve the judge's operations on a solution, until the judge has ended."""
     namespace = vars(execution.own_main_module("solution"))
 
     def load(_: str) -> None:

@@ -1,4 +1,4 @@
-"""Value pipe of a grade: how the process of the assertions asks the process of the solution.
+"""Value pipe of a grade, by which the process of the assertions operates on objects of the solution's process.
 
 Frames are JSON behind their length (never pickle). A value of a plain builtin type arrives as a new object of exactly
 that type, so that a subclass with an `__eq__` of its own is compared by what it holds. Anything else stays where it is,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1 << 26
 _MAX_DEPTH = 150
-"""Of containers in one another; what lies deeper stays where it is. JSON's own reader allows about 900."""
+"""Most levels of nested containers that are copied; deeper ones stay proxies. JSON's own reader allows about 900."""
 _MAX_INT = 1 << 62
 _MUTABLE = (list, dict, set, bytearray, collections.deque, collections.OrderedDict, collections.defaultdict,
             collections.Counter)  # fmt: skip
@@ -42,11 +42,11 @@ _named_tuples: dict[tuple[str, ...], type] = {}
 
 
 class BrokenPipeOfValuesError(BaseException):
-    """The other side ended, or sent what is no answer. No code that runs here may go on after it."""
+    """The other side ended, or sent an invalid answer. No code of this side may continue."""
 
 
 class Peer:
-    """One end of the pipe: asks the other side, and answers it while it waits.
+    """End of the pipe: sends requests to the other side, and answers its requests while it waits.
 
     Args:
         descriptor: Of a stream socket.
@@ -61,7 +61,7 @@ class Peer:
         self._remotes: dict[int, Any] = {}
 
     def end(self, why: str) -> NoReturn:
-        """The pipe cannot be used any more: nothing that runs here may go on."""
+        """End this side, as the pipe cannot be used any more."""
         raise BrokenPipeOfValuesError(why)
 
     # --- frames ---
@@ -103,7 +103,7 @@ class Peer:
     # --- asking and answering ---
 
     def ask(self, operation: str, target: Any, *given: Any, **named: Any) -> Any:
-        """Do something to an object of the other side; what came of it, or raises what it raised there."""
+        """Perform an operation on an object of the other side; returns its result, or raises its exception."""
         with self._lock:  # threads ask one after the other
             return self._ask(operation, target, given, named)
 
@@ -133,7 +133,7 @@ class Peer:
             raise error
 
     def serve(self) -> None:
-        """Answer until the other side ends."""
+        """Answer requests until the other side ends."""
         while True:
             frame = self._receive()
             if "ask" not in frame:
@@ -168,7 +168,7 @@ class Peer:
     # --- values ---
 
     def encode(self, value: Any, sent: _Sent, depth: int = 0) -> Any:
-        """As JSON: plain values whole, everything else as a number that the other side can ask about."""
+        """Encode a value: plain values whole, everything else as the number of an object that stays here."""
         kind = type(value)
         if value is None or kind in (bool, str, float):
             return value
@@ -240,7 +240,7 @@ class Peer:
         return ["h", number, "base" if isinstance(value, _BASES) else "coroutine" if name == "coroutine" else ""]
 
     def _encode_class(self, kind: type) -> tuple[list[Any], str]:
-        """Of an exception's class: those of the other side's own making, and the builtin one that they are made of."""
+        """Names of an exception's class and its bases, up to the builtin one."""
         own: list[Any] = []
         for each in kind.__mro__:
             if getattr(builtins, each.__name__, None) is each:
@@ -261,7 +261,7 @@ class Peer:
             return [([], "RuntimeError"), ["an exception that cannot be told"], {}, ""]
 
     def decode(self, value: Any, made: list[Any]) -> Any:
-        """The other way; `made` has the mutable containers by number, and gets those that are new."""
+        """Decode a value; `made` has the mutable containers by number, and gets new ones."""
         if not isinstance(value, list):
             if isinstance(value, dict):
                 raise ValueError("no value is a JSON object")
@@ -369,7 +369,7 @@ class Peer:
 
     @staticmethod
     def _update(ours: Any, now: Any) -> None:
-        """Make a container of ours hold what the other side's copy of it holds after a call."""
+        """Update a container with the content of the other side's copy after a call."""
         if type(ours) is not type(now):
             raise ValueError("a container changed its type")
         if isinstance(ours, (list, bytearray)):
@@ -380,7 +380,7 @@ class Peer:
 
 
 class _Sent:
-    """The mutable containers of one request, numbered in the order in which they were sent."""
+    """Mutable containers of one request, numbered in the order in which they were sent."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -395,7 +395,7 @@ class _Sent:
         return len(self.objects) - 1
 
     def adopt(self, values: list[Any]) -> None:
-        """Number the containers that came with a request as its sender did; those of the answer get no number."""
+        """Number the containers of a received request as its sender did; those of the answer get no number."""
         self.objects, self._is_open = values, False
         self.index = {id(value): index for index, value in enumerate(values)}
 
@@ -406,7 +406,7 @@ def _named_tuple(name: str, fields: list[str]) -> Any:
 
 
 def _base_value(value: Any) -> Any:
-    """What an instance of a subclass of a plain type holds, by the plain type's own methods."""
+    """Plain value of an instance of a subclass of a plain type, by the plain type's own methods."""
     if isinstance(value, int):
         return value if isinstance(value, bool) else int.__add__(value, 0)
     if isinstance(value, (float, complex)):
@@ -496,7 +496,7 @@ def _has_base(remote: Remote) -> bool:
 
 
 class Remote:
-    """An object of the other process. Nothing that a test compares it with is told there."""
+    """Proxy of an object of the other process. Values that a test compares it with are never sent there."""
 
     __slots__ = ("__weakref__", "_kind", "_number", "_peer")
 
@@ -522,7 +522,7 @@ class Remote:
         _peer_of(self).ask("unset", _id_of(self), name)
 
     def __call__(self, /, *given: Any, **named: Any) -> Any:
-        """Call the object there."""
+        """Call the object in its process."""
         return _peer_of(self).ask("call", _id_of(self), *given, **named)
 
     def __eq__(self, other: object) -> Any:
@@ -534,7 +534,7 @@ class Remote:
         return _peer_of(self).ask("hash", _id_of(self))
 
     def __contains__(self, value: object) -> bool:
-        """By what it gives: asked whether it contains it, the other side would be told what is expected."""
+        """Membership by iteration: asking the other side would send it the expected value."""
         if _has_base(self):
             return value in _plain(self)
         return any(value is each or value == each for each in self)
@@ -567,7 +567,7 @@ class Remote:
 
 
 def _plain(remote: Remote) -> Any:
-    """What an instance of a subclass of a plain type holds; a plain value, or the comparison fails."""
+    """Plain value of an instance of a subclass of a plain type; else the comparison fails."""
     value = _peer_of(remote).ask("base", _id_of(remote))
     if type(value) not in _BASES:
         _peer_of(remote).end("what was said to hold a plain value holds none")
@@ -591,7 +591,7 @@ def _asking(operation: str) -> Any:
 
 
 def _comparing(name: str, *, is_strict: bool, is_reflected: bool = False) -> Any:
-    """An operator: by the other side where both are there, here where it holds a plain value."""
+    """Operator method: computed by the other side if both operands are there, here if the value is plain."""
     plain = divmod if name == "divmod" else getattr(operator, name)
     asked = f"r{name}" if is_reflected else name
 
@@ -618,5 +618,5 @@ for _name in _ARITHMETIC:
 
 
 def add_operations(operations: Mapping[str, Callable[..., Any]]) -> None:
-    """Answer these as well."""
+    """Add these methods."""
     _OPERATIONS.update(operations)

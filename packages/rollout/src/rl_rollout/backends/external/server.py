@@ -56,23 +56,23 @@ if TYPE_CHECKING:
 
 
 IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Model types whose prepared images are given to the servers of others."""
+"""Model types whose images are prepared here, for third-party servers."""
 COMMON_OPTIONS = {
     "args": "further arguments of the server, a list or a line",
     "env": "environment variables of the server beside those of this process",
 }
-"""Those that all of them have."""
+"""Options of all third-party backends."""
 ADAPTER_OPTIONS = {"adapters": "name to folder of each LoRA adapter, in peft's format"}
-"""Of those that serve adapters."""
+"""Options of the backends that serve adapters."""
 
 
 def has_vision(model_config: Mapping[str, Any]) -> bool:
-    """Whether a model of `read_model_config` looks at images, whoever may show it some."""
+    """Whether a model, by its `config.json`, takes images."""
     return "vision_config" in model_config
 
 
 def find_preparer(model_path: str, model_config: Mapping[str, Any]) -> ImagePreparer | None:
-    """Who prepares images for the servers of others; None for models whose interface they are not known to share."""
+    """Image preprocessor for third-party servers; None where the model's image interface is not supported."""
     if model_config.get("model_type") not in IMAGE_MODELS:
         return None
     num_merged = int(model_config["vision_config"]["spatial_merge_size"]) ** 2
@@ -81,18 +81,18 @@ def find_preparer(model_path: str, model_config: Mapping[str, Any]) -> ImagePrep
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that a server is started with."""
+    """LoRA adapter that a server is started with."""
 
     name: str
     folder: str
-    """Absolute."""
+    """Absolute path of its folder."""
     rank: int
     config: Mapping[str, Any]
-    """peft's."""
+    """Contents of its `adapter_config.json`."""
 
 
 def read_adapters(found: Any, model_name: str) -> dict[str, Adapter]:
-    """Each of the option `adapters`, by name.
+    """Read the adapters of the option `adapters`, by name.
 
     Raises:
         ConfigError: it is no object of names and folders, or a name is the model's.
@@ -118,7 +118,7 @@ def _read_adapter(name: str, folder: str) -> Adapter:
 
 
 def read_environment(found: Any) -> dict[str, str]:
-    """Environment variables of the option `env`.
+    """Validate the option `env`: environment variables of the subprocess.
 
     Raises:
         ConfigError: it is no object.
@@ -129,7 +129,7 @@ def read_environment(found: Any) -> dict[str, str]:
 
 
 def words(found: Any, name: str) -> list[str]:
-    """A list of strings, or a line of them.
+    """Words of an option that is a list of strings, or one command line.
 
     Raises:
         ConfigError: it is something else.
@@ -142,7 +142,7 @@ def words(found: Any, name: str) -> list[str]:
 
 
 def check_arguments(arguments: Sequence[str], given: Mapping[str, str]) -> None:
-    """Refuse arguments that the layout of `ServerConfig.parallel` writes: two of them could contradict each other.
+    """Check that the option `args` has no argument that `ServerConfig.parallel` sets and could contradict.
 
     Args:
         arguments: Of the option `args`.
@@ -162,33 +162,33 @@ def check_arguments(arguments: Sequence[str], given: Mapping[str, str]) -> None:
 
 
 GRACE_S = 5.0
-"""How long a request may take to end when its deadline is over, seconds."""
+"""Seconds that a request may take to end when its deadline is over."""
 CHECK_S = 0.2
-"""How often a starting server is asked whether it is ready, and an abort is repeated, seconds."""
+"""Seconds between two checks whether a starting server is ready, and between two aborts of a request."""
 
 
 class Flight:
-    """A request between `generate` and its answer."""
+    """Request in flight."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self.upstream_id = uuid.uuid4().hex
-        """What it is called there. Its own id is free once its call has returned, which a server that has yet to see
-        that a connection is gone does not know; and SGLang takes an id for those of all that begin with it."""
+        """Id at the server, a fresh one. The request's own may be used again before the server has noticed that this
+        connection is closed; and SGLang aborts all requests whose ids begin with the one named."""
         self.is_sent = False
         self.aborted = asyncio.Event()
         self.ended = asyncio.Event()
 
 
 class ExternalServer(RolloutServer):
-    """Starts a server, and translates. A subclass knows its command line and its endpoints.
+    """Base class of backends that launch a third-party server. A subclass knows its command line and its endpoints.
 
     Pausing closes a gate on this side as well: what is asked meanwhile is not sent before `resume`, so that it does
     not depend on what overtakes what on the way.
     """
 
     upstream: Upstream
-    """Set by `run_as`."""
+    """HTTP client of the subprocess, set by `run_as`."""
 
     def __init__(self, config: ServerConfig, *, engine_name: str) -> None:
         self.model_config = model_config = read_model_config(config.model_path)
@@ -205,12 +205,12 @@ class ExternalServer(RolloutServer):
         self._address: ServerAddress | None = None
         self._is_stopped = self._is_paused = self._is_asleep = False
         self._refusal = ""
-        """Why nothing is generated until an update succeeds; empty when something may be."""
+        """Reason for which nothing is generated until an update succeeds; empty if there is none."""
         self.preparer: ImagePreparer | None = None
-        """Set by a subclass whose model takes images."""
+        """Image preprocessor, set by a subclass whose model takes images."""
         self._flights: dict[str, Flight] = {}
         self._left: set[asyncio.Task[None]] = set()
-        """Aborts of requests whose callers have left."""
+        """Tasks that abort requests whose callers have left."""
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._update_lock = asyncio.Lock()
@@ -218,7 +218,7 @@ class ExternalServer(RolloutServer):
     def run_as(
         self, command: Sequence[str], url: str, connector: Callable[[], aiohttp.BaseConnector], **environment: str
     ) -> None:
-        """What `start` runs, and how it is reached. The option `env` goes before `environment`."""
+        """Set the command that `start` runs, and its URL. The option `env` takes precedence over `environment`."""
         threads = {"OMP_NUM_THREADS": str(self.config.num_threads)} if self.config.num_threads else {}
         process = ChildProcess(
             [sys.executable, "-m", "rl_rollout.process", *command],
@@ -231,7 +231,7 @@ class ExternalServer(RolloutServer):
 
     @property
     def process(self) -> ChildProcess:
-        """What serves."""
+        """Name of the served model."""
         return self.upstream.process
 
     # ---- what a subclass knows
@@ -240,19 +240,19 @@ class ExternalServer(RolloutServer):
     async def post_generate(
         self, request: GenerateRequest, images: PreparedImages | None, upstream_id: str
     ) -> TokenOutput:
-        """Generate, as `upstream_id`. The places of images are written out in the prompt."""
+        """Generate at the server under `upstream_id`. Image placeholders of the prompt are expanded."""
 
     @abstractmethod
     async def post_abort(self, upstream_ids: Sequence[str]) -> None:
-        """Ask to end these requests; ids that it does not know are no error."""
+        """Abort requests at the server; unknown ids are no error."""
 
     @abstractmethod
     async def post_pause(self, mode: PauseMode) -> None:
-        """Pause; `wait` is called when nothing is in flight any more."""
+        """Pause the server; mode `wait` is sent when nothing is in flight any more."""
 
     @abstractmethod
     async def post_resume(self) -> None:
-        """Go on."""
+        """Resume the server."""
 
     @abstractmethod
     async def post_update(self, address: str, version: int) -> None:
@@ -263,20 +263,20 @@ class ExternalServer(RolloutServer):
         """
 
     async def after_start(self) -> None:
-        """What there is to say to the server before its first request."""
+        """Hook: calls to the server before its first request."""
 
     async def post_sleep(self, level: int) -> None:
-        """Give memory back. Called while nothing is computed."""
+        """Free memory of the server, while nothing is computed."""
         raise UnsupportedError(f"{self.engine_name} as it was started cannot sleep at level {level}")
 
     async def post_wake(self, tags: Sequence[str]) -> None:
-        """Take it again."""
+        """Take the memory again."""
         raise UnsupportedError(f"{self.engine_name} as it was started cannot sleep, nor wake {list(tags)}")
 
     # ---- life
 
     async def start(self) -> ServerAddress:
-        """Start the process, wait until it answers, and bind the endpoint. Idempotent."""
+        """Start the subprocess, wait until it answers, and bind the endpoint. Idempotent."""
         if self._address is not None:
             return self._address
         if self._is_stopped:
@@ -294,7 +294,7 @@ class ExternalServer(RolloutServer):
         return self._address
 
     async def stop(self) -> None:
-        """End the process and close the endpoint. Idempotent."""
+        """End the subprocess and close the endpoint. Idempotent."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -305,7 +305,7 @@ class ExternalServer(RolloutServer):
         await self.process.end(grace_s=STOP_TIMEOUT_S)
 
     async def check_health(self) -> None:
-        """See `RolloutServer.check_health`: whether what it started has ended, or is stopped for 10 s already."""
+        """See `RolloutServer.check_health`. The subprocess must not have ended, nor have been stopped for 10 s."""
         if self.process.returncode is not None:
             raise ServerLostError(self.process.told_end())
         if (told := self.process.told_stopped()) is not None:
@@ -345,7 +345,7 @@ class ExternalServer(RolloutServer):
     async def _generate_until(
         self, deadline: float, request: GenerateRequest, images: PreparedImages | None, flight: Flight
     ) -> TokenOutput:
-        """Generate; at the deadline end it there, and return what it has with the reason `timeout`."""
+        """Generate; at the deadline the request is aborted, and its tokens are returned with the reason `timeout`."""
         work = asyncio.ensure_future(self.post_generate(request, images, flight.upstream_id))
         try:
             done, _ = await asyncio.wait([work], timeout=deadline - asyncio.get_running_loop().time())
@@ -374,7 +374,7 @@ class ExternalServer(RolloutServer):
         )
 
     def _leave(self, flight: Flight) -> None:
-        """End it there too: SGLang sees only after seconds that its connection is gone."""
+        """Abort a request at the server too: SGLang notices a closed connection only after seconds."""
         if flight.is_sent:
             task = asyncio.create_task(self._abort_left(flight.upstream_id))
             self._left.add(task)
@@ -399,7 +399,7 @@ class ExternalServer(RolloutServer):
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
 
     async def _prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, PreparedImages | None]:
-        """The request with the places of its images written out, and the images."""
+        """Expand the image placeholders of a request, and prepare its images."""
         if self.preparer is None:
             return request, None
         self.preparer.check_blind(request)
@@ -410,7 +410,7 @@ class ExternalServer(RolloutServer):
         return request, images
 
     async def _wait_for_gate(self, flight: Flight) -> bool:
-        """Wait while paused; False if the request was aborted before it was sent."""
+        """Wait while the server is paused; returns False if the request was aborted before it was sent."""
         if not self._may_send.is_set():
             waits = [asyncio.ensure_future(event.wait()) for event in (self._may_send, flight.aborted)]
             try:
@@ -421,11 +421,11 @@ class ExternalServer(RolloutServer):
         return not flight.aborted.is_set()
 
     def max_new_tokens(self, request: GenerateRequest) -> int:
-        """What a request asks for and the context leaves."""
+        """New tokens that a request may have, by its own limit and the context length."""
         return min(request.sampling_params.max_new_tokens, self.max_model_len - len(request.prompt_token_ids))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `RolloutServer.abort`. Returns when they have ended."""
+        """See `RolloutServer.abort`. Returns when the requests have ended."""
         self._need_running()
         ids = list(self._flights) if request_ids is None else request_ids
         await self._abort([self._flights[i] for i in ids if i in self._flights])
@@ -480,11 +480,11 @@ class ExternalServer(RolloutServer):
 
     @property
     def _stands_still(self) -> bool:
-        """Whether nothing may be computed: also not what is in flight, while there are no weights that it may use."""
+        """Whether nothing may be computed, requests in flight included, because the server has no usable weights."""
         return self._is_paused or self._is_asleep or bool(self._refusal)
 
     async def _go_on(self) -> None:
-        """Compute again, unless something stands against it."""
+        """Resume computing, unless a pause, a sleep or missing weights forbid it."""
         if not self._stands_still:
             await self.post_resume()
             self._may_send.set()
@@ -494,7 +494,7 @@ class ExternalServer(RolloutServer):
         self._may_send.clear()
 
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:
-        """See `RolloutServer.update_weights`. Decoding stands still meanwhile.
+        """See `RolloutServer.update_weights`. Decoding is paused meanwhile.
 
         The server's own processes open their receivers by `receive.address`, a URL of rl-ckpt.
         """
@@ -556,7 +556,7 @@ class ExternalServer(RolloutServer):
                 await self._go_on()
 
     def status(self) -> dict[str, Any]:
-        """What `/health` tells: counts are of requests."""
+        """Status for `/health`: numbers of requests, weight version."""
         num_sent = sum(flight.is_sent for flight in self._flights.values())
         return {
             "status": "no weights" if self._refusal else "ok",
@@ -575,4 +575,4 @@ class ExternalServer(RolloutServer):
 
 
 class TornUpdateError(RolloutError):
-    """Within a backend: an update failed after the model was changed."""
+    """Internal: an update failed after the model was changed."""

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rl_rollout.process import ChildProcess
 
 GRACE_S = 5.0
-"""How much longer than the server's deadline an answer to a command is waited for, seconds."""
+"""Seconds that the answer to a command is waited for beyond the server's deadline."""
 EXIT_TIMEOUT_S = 2.0
-"""How long to wait for the end of a process whose connection was lost, seconds."""
+"""Seconds to wait for the end of a process whose connection was lost."""
 
 
 class Upstream:
@@ -50,11 +50,11 @@ class Upstream:
 
     @property
     def where(self) -> str:
-        """What errors say about the place."""
+        """Name of the server in errors."""
         return f"{self.name} (pid {self.process.pid})"
 
     async def is_ready(self) -> bool:
-        """Whether its `/health` answers 200."""
+        """Whether the server answers `/health` with 200."""
         try:
             async with asyncio.timeout(GRACE_S), self.request("GET", "/health") as response:
                 return response.status == 200
@@ -62,12 +62,12 @@ class Upstream:
             return False
 
     async def close(self) -> None:
-        """Leave all connections. Idempotent."""
+        """Close all connections. Idempotent."""
         if self._session is not None:
             await self._session.close()
 
     def request(self, method: str, path: str, body: Any = None, **query: str) -> Any:
-        """One HTTP request, as aiohttp's context manager of the response."""
+        """Send one HTTP request; returns aiohttp's context manager of the response."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=GRACE_S)
             self._session = aiohttp.ClientSession(connector=self._connector(), timeout=timeout)
@@ -76,7 +76,7 @@ class Upstream:
     async def call(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, **query: str
     ) -> dict[str, Any]:
-        """One HTTP request to the server; its JSON answer.
+        """Send one HTTP request; returns the JSON of the response.
 
         Args:
             method: GET or POST.
@@ -107,7 +107,7 @@ class Upstream:
         return await self.call("POST", path, body, timeout_s=self._timeout_s + GRACE_S, **query)
 
     async def check(self, response: aiohttp.ClientResponse, path: str) -> None:
-        """Raise what an answer other than 200 means.
+        """Raise the error that a response other than 200 stands for.
 
         Raises:
             RequestError: it is 4xx.
@@ -125,7 +125,7 @@ class Upstream:
         raise GenerationError(what + (f"; the first errors in its log:{errors}" if errors else ""))
 
     async def _is_unwell(self) -> bool:
-        """Whether it says so, or is not there. One that is too busy to say may be well."""
+        """Whether the server is lost: it says so, or its port is closed. One that is too busy to answer may be well."""
         try:
             async with asyncio.timeout(GRACE_S), self.request("GET", "/health") as response:
                 return response.status != 200
@@ -135,19 +135,19 @@ class Upstream:
             return True
 
     async def lost(self, why: str) -> ServerLostError:
-        """What to raise when it is gone: how the process ended, if it did."""
+        """Error for a lost server, with how its process ended, if it did."""
         if await self.process.has_ended(EXIT_TIMEOUT_S):
             return ServerLostError(self.process.told_end())
         return ServerLostError(f"{self.where} is lost: {why}")
 
 
 def closed(error: aiohttp.ClientError) -> str:
-    """How a connection failed."""
+    """Description of a failed connection."""
     return f"it closed the connection: {error or type(error).__name__}"
 
 
 def decode(text: str) -> dict[str, Any]:
-    """A JSON object; an empty one for anything else."""
+    """Decode a JSON object; an empty one for anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -156,7 +156,7 @@ def decode(text: str) -> dict[str, Any]:
 
 
 def error_text(text: str) -> str:
-    """The sentence in an error's answer, whatever its shape."""
+    """Message of an error response, whatever its format."""
     found: Mapping[str, Any] = decode(text)
     told = found.get("error", found.get("detail", found.get("message")))
     if isinstance(told, dict):
