@@ -1,4 +1,4 @@
-"""The command lines: `rl-train RECIPE [key=value ...]`, `rl-eval RECIPE ...`, `rl-sample RECIPE ...` or `OUTPUT_DIR`.
+"""Command lines `rl-train RECIPE [key=value ...]`, `rl-eval RECIPE ...`, `rl-sample RECIPE ...` or `OUTPUT_DIR`.
 
 Exit codes: 0 done, 1 it failed, 2 bad input (one sentence, before anything is started), 130 Ctrl-C, 143 SIGTERM.
 What takes long to import is imported inside: from the first moment on a signal is answered with a sentence.
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _told(arguments: argparse.Namespace) -> str | None:
-    """What `--explain`, `--list` and `--completion` print; None if none of them was asked for."""
+    """Output of `--explain`, `--list` and `--completion`; None without them."""
     if arguments.explain is not None:
         from rl_trainer.config.explain import explain
 
@@ -295,7 +295,7 @@ def _config_of_a_policy(recipe: str, overrides: Sequence[str]) -> Config:
 
 
 def keep_freed_memory() -> None:
-    """Have this process and those that it starts keep freed memory: touching a page anew costs far more than using it.
+    """Make malloc keep freed memory, here and in child processes: a page fault costs more than its use.
 
     The variables are read when a process starts; this one is told by mallopt(3), where the C library is glibc.
     """

@@ -1,4 +1,4 @@
-"""The components of a job, placed: what every pipeline is composed of."""
+"""Setup of a run: places engines, servers, agents, queue and critic, and returns the components of the loop."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def check_gpus(config: Config) -> None:
 
 
 def reward_models(config: Config) -> dict[str, str]:
-    """By part of the reward, the folders of the models that the run serves."""
+    """Folders of the reward models that the run serves, by reward part."""
     terms = config.reward.parts.items()
     return {name: term.path for name, term in terms if term.kind == "classifier" and term.path is not None}
 
@@ -213,7 +213,7 @@ def place(
 def create_transfer(
     config: Config, actor: EngineWorker, address: str, capabilities: Sequence[Capabilities]
 ) -> WeightTransfer:
-    """How weights reach the replicas: from shard to shard where engine, servers and transport can."""
+    """Create the weight transfer: from shard to shard where engine, servers and transport can."""
     if any(why_gathered(config, can) for can in capabilities):
         return GatheredTransfer(actor, address)
     return ShardedTransfer(actor, session_pattern(address, delta=config.weights.delta))
@@ -263,7 +263,7 @@ def create_reference(
     queue_address: str,
     output_dir: Path | None,
 ) -> tuple[EngineWorker | None, EmaReference | None]:
-    """Place the reference, if there is to be one that is not the actor, and what moves it."""
+    """Place the reference and its EMA, if the run has a reference that is not the actor."""
     if not has_reference(config):
         return None, None
     if is_own_reference(config):
@@ -281,7 +281,7 @@ def create_reference(
 def create_samples(
     config: Config, runtime: Runtime, model_path: Path, queue_address: str, output_dir: Path | None
 ) -> SampleWorker | None:
-    """Place what keeps samples, if they are to be kept."""
+    """Place the sample writer, if samples are kept."""
     if not config.tracking.keep_samples:
         return None
     assert output_dir is not None, "a run that keeps samples has a folder"
@@ -296,13 +296,13 @@ def create_samples(
 
 
 def kl_of(config: Config, state: RunState) -> AdaptiveKl:
-    """The weight of the KL in the rewards; one that follows a target goes on from where it stood."""
+    """KL controller; one that follows a target resumes its coefficient."""
     coef, target = config.algorithm.kl_coef, config.algorithm.kl_target
     return AdaptiveKl(coef=state.kl_coef if target and state.kl_coef else coef, target=target)
 
 
 def entropy_of(config: Config, state: RunState) -> AdaptiveEntropy:
-    """The weight of the entropy bonus; one that follows a target goes on from where it stood."""
+    """Entropy controller; one that follows a target resumes its coefficient."""
     algorithm, stood = config.algorithm, state.entropy_coef
     coef = algorithm.entropy_coef if stood is None or not algorithm.entropy_target else stood
     return AdaptiveEntropy(coef=coef, target=algorithm.entropy_target, step=algorithm.entropy_step)
@@ -330,14 +330,14 @@ def create_rewards(config: Config, runtime: Runtime) -> RewardServers | None:
 
 
 def put_to_sleep(servers: ReplicaSet[RolloutWorker]) -> None:
-    """Have replicas give their memory back, for an engine on the same GPU."""
+    """Put replicas to sleep: their memory is for an engine on the same GPU."""
     for answer in servers.call(RolloutWorker.sleep, dict.fromkeys(servers.wait(), ())).values():
         if isinstance(answer, Exception):
             raise answer
 
 
 def _answers(servers: ReplicaSet[RolloutWorker], method: Callable[[RolloutWorker], R]) -> list[R]:
-    """What the replicas say."""
+    """Answers of replicas, or the first error."""
     answers = servers.call(method, dict.fromkeys(servers.wait(), ()))
     for answer in answers.values():
         if isinstance(answer, Exception):
@@ -376,7 +376,7 @@ def create_engine(
 
 
 def create_teacher(config: Config, runtime: Runtime, queue_address: str) -> EngineWorker | ServedTeacherWorker | None:
-    """Place the teacher on the engine pool, laid out like the policy, or what asks a server, if there is to be one."""
+    """Place the teacher, if the run has one: on the engine pool, laid out like the policy, or behind a server."""
     teacher = config.teacher
     if teacher is None:
         return None
@@ -389,7 +389,7 @@ def create_teacher(config: Config, runtime: Runtime, queue_address: str) -> Engi
 
 
 def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_address: str) -> CriticWorker | None:
-    """Place what learns beside the policy on the engine pool, laid out like the policy, if there is to be something."""
+    """Place the critic on the engine pool, laid out like the policy, if the run has one."""
     section = config.critic
     if section is None:
         return None

@@ -1,4 +1,4 @@
-"""What there is to choose from: recipes, backends, algorithms, plug-ins, a line each; and shell completion."""
+"""Catalog of choices: recipes, backends, algorithms, plug-ins, a line each; and shell completion."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GROUPS = {
 
 
 def listing() -> str:
-    """Everything that a key can name, a section per key; nothing of it is imported."""
+    """Listing of everything that a key can name, a section per key; imports none of it."""
     recipes = {file.stem: file.read_text().splitlines()[0].lstrip("# ") for file in sorted(RECIPES.glob("*.yaml"))}
     sections = {"recipes": recipes}
     estimators = {name: getdoc(estimator.compute) or "" for name, estimator in sorted(ADVANTAGES.items())}
@@ -57,7 +57,7 @@ def shorten(line: str, most: int = 120) -> str:
 
 
 def _doc_of(point: EntryPoint) -> str:
-    """The first sentence about an entry point, read from its source."""
+    """First sentence about an entry point, read from its source."""
     try:
         spec = find_spec(point.module)
         tree = ast.parse(Path(spec.origin).read_text()) if spec is not None and spec.origin else None
@@ -71,7 +71,7 @@ def _doc_of(point: EntryPoint) -> str:
 
 
 def completion(shell: Literal["bash", "zsh"]) -> str:
-    """A script that completes recipes, options and keys: `eval "$(rl-train --completion bash)"`."""
+    """Shell script that completes recipes, options and keys: `eval "$(rl-train --completion bash)"`."""
     options = "--runtime --profile --print-config --explain --list --dry-run --quiet --resume --verify --from-verl"
     recipes = " ".join(sorted(file.stem for file in RECIPES.glob("*.yaml")))
     settable = " ".join(f"{key.name}=" for key in keys().values() if "NAME" not in key.name and not key.is_section)

@@ -1,4 +1,4 @@
-"""`rl-doctor`: what is installed here, what clashes, what the machine lacks, and what to do about each."""
+"""`rl-doctor`: report of installed packages, version clashes and the machine, with remedies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report."""
+    """Finding: one line of the report."""
 
     what: str
     """Of what it speaks."""
@@ -36,7 +36,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Everything that is looked at."""
+    """Findings of all checks."""
     yield _python()
     yield from _packages()
     yield from _clashes()
@@ -87,7 +87,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _clashes() -> Iterator[Finding]:
-    """What the requirements of our packages ask for and the environment has not."""
+    """Version clashes: requirements of our packages that the environment does not meet."""
     for name in _OURS:
         if _version(name) is None:
             continue

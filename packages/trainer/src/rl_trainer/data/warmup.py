@@ -1,4 +1,4 @@
-"""Makes the small model of the quickstart and of the calculator's recipe: a tiny Qwen3, a character-level tokenizer.
+"""Warm-up: the small model of the quickstart and the calculator's recipe, a tiny Qwen3 with a tokenizer of characters.
 
 The result is an ordinary Hugging Face folder, loaded by the same code as any other. The little supervision it gets is
 `rl-sft`, rl-engine's own command, in a process of its own; nothing here knows how a model is trained.

@@ -1,4 +1,4 @@
-"""Agent workers as a replica set: jobs are dealt over those that are there, and dealt again when one dies."""
+"""Agent workers as a replica set: groups are balanced over the members, and assigned again when one dies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Submission:
 
 
 class AgentReplicas:
-    """The agent workers behind the methods of one.
+    """Agent workers as a replica set, with the methods of one.
 
     Jobs are dealt over those that are there. Those of one that died are dealt again, as another attempt: what it may
     have written of them is never taken for theirs. A new member is given the servers in use before any work.
@@ -44,12 +44,12 @@ class AgentReplicas:
         self._member_of: dict[int, int] = {}
 
     def use_servers(self, servers: Sequence[ServerAddress]) -> None:
-        """Have all members generate on these servers, and on no others, from now on."""
+        """Set the servers that all members generate on."""
         self._servers = tuple(servers)
         self._members()
 
     def use_rewards(self, urls: dict[str, str]) -> None:
-        """Have all members ask the reward models that the run serves at these places from now on."""
+        """Set the URLs of the reward models that the run serves, on all members."""
         self._reward_urls = urls
         self._members()
 
@@ -62,7 +62,7 @@ class AgentReplicas:
         return self._map(AgentWorker.evaluate, rows, sampling_params)
 
     def _map(self, method: Callable[..., list[R]], items: list[Any], *rest: Any) -> list[R]:
-        """What the members make of a list that is cut over them, in its order."""
+        """Map a method over a list that is split over the members, in order."""
         members = self._members()
         parts = {member: part for member, part in zip(members, cut(items, len(members)), strict=True) if part}
         answers = self.replica_set.call(method, {member: (part, *rest) for member, part in parts.items()})
@@ -82,13 +82,13 @@ class AgentReplicas:
         self._deal([_Submission(job, sampling_params, partition, group_size) for job in jobs])
 
     def finish(self, group: int) -> None:
-        """A submitted group is complete: it is not dealt again."""
+        """Finish a submitted group: it is not assigned again."""
         member = self._member_of.pop(group, None)
         if member in self._running:
             self._running[member].pop(group, None)
 
     def _deal(self, submissions: list[_Submission]) -> None:
-        """Give each to the member with the fewest groups in hand."""
+        """Assign each job to the member with the fewest running groups."""
         members = self._members()
         dealt: dict[tuple[int, int], list[_Submission]] = {}
         loads = [(len(self._running.setdefault(member, {})), member) for member in members]
@@ -105,7 +105,7 @@ class AgentReplicas:
             self._raise_unless_dead(self.replica_set.call(AgentWorker.submit, {member: arguments}))
 
     def poll(self) -> list[FailureReport]:
-        """Submitted groups that failed since the last call; those of members that died are dealt again."""
+        """Failed groups since the last call; groups of members that died are assigned again."""
         members = self._members()
         lost = [self._running.pop(member) for member in [*self._running] if member not in members]
         if again := [_once_more(each) for groups in lost for each in groups.values()]:
@@ -113,7 +113,7 @@ class AgentReplicas:
         return self._failures_of(members)
 
     def stop_running(self) -> list[FailureReport]:
-        """Stop every submitted group that is not complete, and put those that are; what failed before."""
+        """Abort the groups that are not complete; returns those that failed before."""
         self._raise_unless_dead(self.replica_set.call(AgentWorker.stop_running, dict.fromkeys(self._running, ())))
         reports = self._failures_of([member for member in self._running if member in self.replica_set.members])
         self._running.clear()
@@ -128,7 +128,7 @@ class AgentReplicas:
         return reports
 
     def _members(self) -> tuple[int, ...]:
-        """Those that are there, each with the servers in use."""
+        """Present members, each told the servers in use."""
         members, wanted = self.replica_set.wait(), (self._servers, self._reward_urls)
         behind = [member for member in members if self._connected.get(member) != wanted]
         if behind:
@@ -138,7 +138,7 @@ class AgentReplicas:
         return members
 
     def _raise_unless_dead(self, answers: dict[int, Any]) -> None:
-        """The dead are noticed by the next poll; any other error ends the run."""
+        """Raise errors other than deaths, which the next poll handles."""
         for answer in answers.values():
             if isinstance(answer, Exception) and not isinstance(answer, WorkerDiedError):
                 raise answer

@@ -1,4 +1,4 @@
-"""Agent workers and rollout replicas as replica sets: what was asked of one that died is asked of another."""
+"""Weight sync: sends every version to all replicas, and goes on without a replica that dies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GONE_CHECK_S = 0.1
 
 
 class WeightSync:
-    """Moves the actor's weights to every replica. The controller sees only the report.
+    """Weight sync from the actor to every replica; the controller sees only the report.
 
     A replica that dies is left out, and a version that its death called off is sent again to the others. One that
     joined serves its first request once it has taken part in a sync.
@@ -54,7 +54,7 @@ class WeightSync:
         """By member, the replicas that the agents generate on."""
 
     def yield_memory(self) -> None:
-        """The actor's turn, where it shares a GPU with the replicas; nothing where it does not."""
+        """Put servers to sleep and onload the actor, where they share GPUs; does nothing otherwise."""
         if self._is_colocated:
             self._on_all(RolloutWorker.sleep)
             if self._rewards is not None:
@@ -79,7 +79,7 @@ class WeightSync:
         return report
 
     def death(self) -> WorkerDiedError | None:
-        """What ends generation: none of the replicas that the agents generate on is there any more."""
+        """Error that ends generation: no replica is left; None while there is one."""
         if not self.in_use or set(self.in_use) & set(self.servers.members):
             return None
         return WorkerDiedError(f"no replica is left that has the weights; {' '.join(self.servers.take_news())}")
@@ -106,7 +106,7 @@ class WeightSync:
         raise AssertionError("the last attempt returned or raised")
 
     def _declared_receivers(self) -> dict[int, int]:
-        """The replicas that are there, with the weight receivers that each declares."""
+        """Number of weight receivers that each present replica declares."""
         while True:
             declared = self.servers.call(RolloutWorker.count_receivers, dict.fromkeys(self.servers.wait(), ()))
             if not self._find_lost(declared):
@@ -119,7 +119,7 @@ class WeightSync:
     def _send(
         self, version: int, members: Mapping[int, int]
     ) -> tuple[SyncReport | None, BaseException | None, dict[int, Any]]:
-        """One attempt: what the sender reports or fails with, and what each replica answered.
+        """Send once: the sender's report or error, and each replica's answer.
 
         `members` are the replicas with the receivers that each declares: the sync waits for all of them.
         """
@@ -139,7 +139,7 @@ class WeightSync:
         return None, error, installed
 
     def _find_lost(self, answers: dict[int, Any]) -> list[int]:
-        """The replicas that are gone; one whose server is gone goes with it."""
+        """Lost replicas; one whose server is gone is ended."""
         lost = [m for m, answer in answers.items() if isinstance(answer, (WorkerDiedError, ServerLostError))]
         for member in lost:
             if isinstance(answers[member], ServerLostError):
@@ -155,7 +155,7 @@ class WeightSync:
         return reason
 
     def _serve(self, members: list[int]) -> None:
-        """Have the agents use exactly these replicas."""
+        """Set the replicas that agents generate on."""
         if members == [*self.in_use]:
             return
         unknown = dict.fromkeys([member for member in members if member not in self.in_use], ())

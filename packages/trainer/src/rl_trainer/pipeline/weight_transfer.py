@@ -26,37 +26,37 @@ if TYPE_CHECKING:
 
 
 class WeightTransfer(ABC):
-    """Sends one version after the other from the actor to all replicas."""
+    """Weight transfer: sends versions from the actor to all replicas."""
 
     def __init__(self, actor: EngineWorker) -> None:
         self._actor = actor
 
     @abstractmethod
     def address(self) -> str:
-        """What replicas receive from."""
+        """Address that replicas receive from."""
 
     @abstractmethod
     def send(self, version: int, receivers: Mapping[int, int]) -> SyncReport:
-        """Send and commit a version, once all of `receivers` (by replica, how many) are there; nobody is left out.
+        """Send and commit a version once all `receivers` (number by replica) have joined.
 
         Raises:
             SyncAbortedError: it is committed nowhere.
         """
 
     def call_off(self) -> None:
-        """End a `send` that waits, from another thread."""
+        """Abort a waiting `send`, from another thread."""
         self._actor.call_off()
 
 
 class GatheredTransfer(WeightTransfer):
-    """All ranks gather one tensor after the other, and rank 0 sends it to every receiver."""
+    """Gathered transfer: all ranks gather tensor by tensor, and rank 0 sends to every receiver."""
 
     def __init__(self, actor: EngineWorker, address: str) -> None:
         super().__init__(actor)
         self._address = address
 
     def address(self) -> str:
-        """The session of rank 0."""
+        """Address of rank 0's session."""
         return self._address
 
     def send(self, version: int, receivers: Mapping[int, int]) -> SyncReport:
@@ -67,7 +67,7 @@ class GatheredTransfer(WeightTransfer):
 
 
 class ShardedTransfer(WeightTransfer):
-    """Every rank sends what it holds, every receiver takes its slices, and one decision holds for all of them.
+    """Sharded transfer: every rank sends its shards, receivers take their slices, one commit for all.
 
     The plan and the sessions are made before the first sync, and serve every later one.
 
@@ -82,7 +82,7 @@ class ShardedTransfer(WeightTransfer):
         self._address = ""
 
     def address(self) -> str:
-        """The sessions of all ranks; opened when they are asked for first.
+        """Addresses of the sessions of all ranks, which are opened on first use.
 
         Raises:
             ConfigError: the engine exports whole tensors only.

@@ -1,1 +1,1 @@
-"""Known before anything starts: the batch plan, memory, GPUs, and what in a configuration cannot work."""
+"""Planning before anything starts: batch plan, memory, GPUs, simulator, and refusals of what cannot work."""

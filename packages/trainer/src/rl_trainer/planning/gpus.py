@@ -19,7 +19,7 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def settle(config: Config) -> Config:
-    """The configuration with what it leaves to the machine decided; what is set is as it was.
+    """Settle the keys that a configuration leaves to the machine; keys that are set stay.
 
     - `rollout.colocated`: servers share the engine's GPUs where the roles ask for more GPUs than there are, and where
       they can have them in turn.
@@ -35,7 +35,7 @@ def settle(config: Config) -> Config:
 
 
 def gpu_roles(config: Config) -> dict[str, int]:
-    """GPUs that each role asks for where none is shared."""
+    """Number of GPUs per role where none is shared."""
     per_replica = config.rollout.parallel.num_ranks
     roles = {"engine": config.engine.world_size, "rollout": config.rollout.num_replicas * per_replica}
     has_reward_model = any(term.kind == "classifier" and term.path is not None for term in config.reward.parts.values())
@@ -43,7 +43,7 @@ def gpu_roles(config: Config) -> dict[str, int]:
 
 
 def why_apart(config: Config, num_gpus: int) -> str | None:
-    """What keeps servers from sharing the engine's GPUs, as the end of a sentence; None: nothing does."""
+    """Reason why servers cannot share the engine's GPUs, as the end of a sentence; None if they can."""
     world_size, num_replicas = config.engine.world_size, config.rollout.num_replicas
     per_replica = config.rollout.parallel.num_ranks
     if not create_schedule(config).is_on_policy:
@@ -59,7 +59,7 @@ def why_apart(config: Config, num_gpus: int) -> str | None:
 
 
 def count_gpus(config: Config) -> int:
-    """GPUs that the run may use: of the cluster at `RAY_ADDRESS`, else of this machine; of one process, one.
+    """Number of GPUs for the run: of the cluster at `RAY_ADDRESS`, else of this machine; inline at most one.
 
     Raises:
         PlacementError: there is no cluster at that address.
@@ -71,7 +71,7 @@ def count_gpus(config: Config) -> int:
 
 
 def local_gpus() -> int:
-    """GPUs of this machine that torch sees."""
+    """Number of GPUs of this machine that torch sees."""
     import torch
 
     return torch.cuda.device_count()
@@ -107,7 +107,7 @@ def _can_share_memory(config: Config) -> bool:
 
 
 def gpu_facts(config: Config) -> list[tuple[str, str]]:
-    """(what, how) for the screen: who has which GPUs. Nothing where there are none."""
+    """Lines of the plan: which role has which GPUs; empty without GPUs."""
     there = count_gpus(config)
     if not there:
         return []

@@ -31,7 +31,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """GiB of a GPU, by role and what it is for."""
+    """Memory plan: GiB of a GPU, by role and purpose."""
 
     num_parameters: int
     """Of the policy."""
@@ -43,14 +43,14 @@ class MemoryPlan:
     """Whether both have the same GPU in turn."""
 
     def fullest(self) -> tuple[str, float]:
-        """The phase of a step in which a GPU holds most, and how much, GiB."""
+        """Peak phase of a step, and the GiB that a GPU holds in it."""
         phases = {"training": sum(self.engine.values()), "generation": sum(self.server.values())}
         if self.is_colocated:  # the engine sends from the GPU what the server takes there
             phases["weight sync"] = self.engine["weights"] + self.engine.get("adapter", 0.0) + self.server["weights"]
         return max(phases.items(), key=lambda phase: phase[1])
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """(what, how much) for the screen."""
+        """Lines of the plan: (role, GiB)."""
         yield "parameters", f"{self.num_parameters:,}"
         for role, parts in (("memory, engine rank", self.engine), ("memory, server GPU", self.server)):
             of = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items())
@@ -58,7 +58,7 @@ class MemoryPlan:
 
 
 def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int | None = None) -> MemoryPlan:
-    """What a run of `config` takes of every GPU.
+    """Memory plan of a configuration.
 
     Args:
         config: Of the run.
@@ -150,7 +150,7 @@ def check_memory(plan: MemoryPlan, config: Config, gib: float) -> None:
 
 
 def memory_facts(config: Config, gib: float | None = None, *, there: float | None = None) -> list[tuple[str, str]]:
-    """(what, how much) for the screen, of the model in `model.path`, which may have its config.json alone.
+    """Lines of the plan: memory of the model in `model.path`, which may have its config.json alone.
 
     `there` is what a GPU of this machine has, GiB; too little is said, and no error: a server makes do with less.
 

@@ -30,7 +30,7 @@ _ONE_GENERATION = ("single_turn", "reasoning_gym")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """What one training step consists of."""
+    """Batch plan: counts of one training step."""
 
     prompts: int
     """Prompts per step."""
@@ -49,7 +49,7 @@ class BatchPlan:
 
     @classmethod
     def of(cls, config: Config) -> BatchPlan:
-        """Of a configuration.
+        """Compute the plan of a configuration.
 
         Raises:
             PlanError: numbers that do not divide, or a sequence that is longer than something takes.
@@ -90,7 +90,7 @@ class BatchPlan:
         )
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """(what, how many) for the screen."""
+        """Lines of the plan: (name, count)."""
         yield "prompts per step", f"{self.prompts}"
         yield "completions per step", f"{self.completions}"
         yield "optimizer steps per step", f"{self.optimizer_steps} of {self.completions_per_optimizer_step} completions"
@@ -113,7 +113,7 @@ def longest_sequence(config: Config) -> tuple[int, str]:
 
 
 def has_reference(config: Config) -> bool:
-    """Whether anything is compared with the start policy, or with what it has become."""
+    """Whether the run has a reference, frozen or EMA."""
     return config.algorithm.kl_coef > 0 or has_process_rewards(config)
 
 
@@ -140,13 +140,13 @@ def has_process_rewards(config: Config) -> bool:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """Of the language model, which a model for more than language keeps in a part of its own."""
+    """Configuration of the language model in a model's `config.json`, nested in that of a multimodal one."""
     values: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return values | values.get("text_config", {})
 
 
 def actor_config(config: Config, model_path: Path) -> EngineConfig:
-    """What the policy's engine is built from."""
+    """Engine configuration of the policy."""
     num_idle, algorithm = config.critic.warmup_steps if config.critic is not None else 0, config.algorithm
     return _engine_config(
         config,
@@ -160,24 +160,24 @@ def actor_config(config: Config, model_path: Path) -> EngineConfig:
 
 
 def frozen_config(config: Config, model_path: Path, num_candidates: int = 0) -> EngineConfig:
-    """What the engine of a reference or a teacher is built from."""
+    """Engine configuration of a reference or teacher."""
     return _engine_config(config, model_path, optimizer=None, num_candidates=num_candidates)
 
 
 def critic_config(config: Config, section: CriticSection, model_path: Path) -> EngineConfig:
-    """What the value function's engine, or the process reward model's, is built from."""
+    """Engine configuration of the critic."""
     path = Path(section.path) if section.path is not None else model_path
     head = Head.LM if has_process_rewards(config) else Head.VALUE
     return _engine_config(config, path, optimizer=replace(_optimizer(config), lr=section.lr), head=head)
 
 
 def candidates_of(teacher: TeacherSection) -> int:
-    """Tokens of each place whose log-probs are asked of the teacher."""
+    """Number of candidate tokens per position whose log-probs the teacher gives."""
     return 0 if teacher.divergence == "reverse" else teacher.num_candidates
 
 
 def _engine_config(config: Config, model_path: Path, **values: Any) -> EngineConfig:
-    """The keys of `engine`, what the run says in other sections, and `values` of the one engine."""
+    """Engine configuration: keys of `engine`, of other sections, and `values` of this engine."""
     keys: dict[str, Any] = {f.name: getattr(config.engine, f.name) for f in fields(EngineConfig)}
     keys |= {"model_path": str(model_path), "temperature": config.rollout.temperature}
     keys |= {"seed": config.seed, "timeout_s": config.timeout_s, "lora": None, "router_aux_loss_coef": 0.0}
@@ -186,7 +186,7 @@ def _engine_config(config: Config, model_path: Path, **values: Any) -> EngineCon
 
 
 def _optimizer(config: Config, *, num_idle: int = 0) -> OptimizerConfig:
-    """The keys of `engine.optimizer`; an engine that is idle at first learns in fewer steps."""
+    """Optimizer configuration; an engine that learns later has fewer steps."""
     optimizer = config.engine.optimizer
     if config.engine.lr_schedule == "constant":
         return optimizer
@@ -195,12 +195,12 @@ def _optimizer(config: Config, *, num_idle: int = 0) -> OptimizerConfig:
 
 
 def sends_adapter(config: Config) -> bool:
-    """Whether servers hold the base model from the start, and are sent an adapter alone."""
+    """Whether servers hold the base model, and weight syncs carry the adapter alone."""
     return config.engine.lora is not None and config.engine.lora.export == LoraExport.ADAPTER
 
 
 def server_config(config: Config, model_path: Path, adapter: Path | None = None) -> ServerConfig:
-    """The keys of `rollout`, and what the run says in other sections; it computes in the engine's number format.
+    """Server configuration: keys of `rollout` and of other sections, in the engine's number format.
 
     `adapter` is the folder of the one that every request is served with.
     """
@@ -214,12 +214,12 @@ def server_config(config: Config, model_path: Path, adapter: Path | None = None)
 
 
 def show_plan(console: Console, plan: BatchPlan, facts: Iterable[tuple[str, str]]) -> None:
-    """Print what will run, before it does."""
+    """Print the plan."""
     show_table(console, "batch plan", [*facts, *plan.lines()])
 
 
 def show_table(console: Console, title: str, facts: Iterable[tuple[str, str]]) -> None:
-    """Print (what, how) lines."""
+    """Print lines of (name, text) as a table."""
     table = Table(title=title, show_header=False)
     for name, value in facts:
         table.add_row(name, value)

@@ -1,4 +1,4 @@
-"""What of a run can be known to fail on this machine before a process is started: packages, folders, backends."""
+"""Preflight checks on this machine before a process is started: packages, folders, backends."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """Something that a run may ask of its servers."""
+    """Capability that a run may need of its servers."""
 
     asks: Callable[[Config], bool]
     """Whether a configuration does."""
@@ -316,7 +316,7 @@ _IMAGES = _Need(
 
 
 def check_backends(config: Config) -> list[tuple[str, str]]:
-    """Check the backends' own settings, and what they can do; returns `(what, how)` for the screen.
+    """Check the backends' settings and capabilities; returns lines of the plan.
 
     Raises:
         ConfigError: a setting does nothing, or asks for what its backend cannot do; names the backend.
@@ -356,7 +356,7 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
 
 
 def why_gathered(config: Config, can: Capabilities) -> str | None:
-    """What keeps weights from going from shard to shard, as the end of a sentence; None: nothing does."""
+    """Reason why weights are gathered, as the end of a sentence; None if they go from shard to shard."""
     transport, engine, rollout = config.weights_transport or "", config.engine, config.rollout
     if config.weights.mode == "gathered":
         return "weights.mode=gathered asks for it"
@@ -379,7 +379,7 @@ def why_gathered(config: Config, can: Capabilities) -> str | None:
 
 
 def check_started(config: Config, can: Capabilities, *, has_images: bool) -> None:
-    """Check what a server that is there can do.
+    """Check the capabilities of a started server.
 
     Raises:
         ConfigError: less than is asked for.
@@ -430,7 +430,7 @@ def _folder(config: Config) -> Generator[str]:
 
 
 def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[str, str]:
-    """Hold what the job's engines are to be built from against what their backend takes; starts nothing.
+    """Check the engines' configurations against their backend; starts nothing.
 
     Args:
         config: The run's.

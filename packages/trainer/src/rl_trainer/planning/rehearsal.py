@@ -26,7 +26,7 @@ _MADE_UP = "I do not know."
 
 
 def rehearse(config: Config, rows: Iterable[Row]) -> list[tuple[str, str]]:
-    """Try what a run would do first with its first row; returns (what, how it went) for the plan.
+    """Rehearse the first row: chat template, reward, server; returns lines of the plan.
 
     Raises:
         InputError: something that the run needs does not work; in one sentence.
@@ -44,7 +44,7 @@ def rehearse(config: Config, rows: Iterable[Row]) -> list[tuple[str, str]]:
 
 
 def reward_source(reward: RewardSection, rows: Iterable[Row]) -> str:
-    """Where a completion's reward comes from, for the plan."""
+    """Source of rewards, as a line of the plan."""
     if reward.path is not None:
         return f"{reward.path} (reward.path)"
     if reward.parts:

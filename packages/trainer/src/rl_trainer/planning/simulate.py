@@ -89,7 +89,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a simulated run is like: the mean of its steps, without those in which it gets going or runs dry."""
+    """Forecast of a simulated run: means over its steps, without the first and last ones."""
 
     step_s: float
     """Seconds of a step, without evaluation and checkpoints."""
@@ -110,11 +110,11 @@ class Forecast:
 
     @property
     def bottleneck(self) -> str:
-        """What most of a step's time is spent on."""
+        """Phase that takes most of a step's time."""
         return max(self.seconds, key=lambda name: self.seconds[name])
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """(what, how much) for the screen."""
+        """Lines for the screen: (name, value)."""
         spent = ", ".join(f"{name} {seconds:.3g}" for name, seconds in self.seconds.items())
         yield "simulated step", f"{self.step_s:.3g} s ({spent}), {self.tokens_per_s:,.0f} tokens/s"
         yield "utilisation", f"servers {self.generation_use:.0%}, engine {self.engine_use:.0%}"
@@ -196,14 +196,14 @@ def _components(config: Config, servers: _Servers, engine: _Engine) -> Component
 
 
 class _NoRows:
-    """Of data that is not read."""
+    """Rows that are not read."""
 
     def __getitem__(self, index: int) -> dict[str, int]:
         return {"row": index}
 
 
 class _InOrder(PromptOrder):
-    """Prompts by number."""
+    """Sampler that draws prompts in order."""
 
     def at(self, position: int) -> int:
         return position
@@ -211,7 +211,7 @@ class _InOrder(PromptOrder):
 
 @dataclass(slots=True)
 class _Replica:
-    """Shares its rate among the sequences that it runs."""
+    """Simulated replica: its rate is shared by the sequences that it runs."""
 
     work: float = 0.0
     """Tokens that a sequence has which runs from the beginning."""
@@ -226,7 +226,7 @@ class _Replica:
 
 
 class _Servers:
-    """Rollout replicas, agent workers and queue, on a clock of their own."""
+    """Simulated replicas, agent workers and queue, on a computed clock."""
 
     def __init__(self, config: Config, rates: Rates, seed: int) -> None:
         self._config, self._rates, self._draw = config, rates, random.Random(seed)
@@ -462,7 +462,7 @@ INPUTS = ("cluster", "run", "saturation", *(each.name for each in fields(Rates) 
 
 
 def forecast(config: Config, given: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(what, how much) for the screen, of texts for `INPUTS`.
+    """Forecast for `--simulate`, from texts for `INPUTS`, as lines for the screen.
 
     Raises:
         ConfigError: a value that cannot be used, a rate that is missing, or roles that have no place in `cluster`.
@@ -475,7 +475,7 @@ def forecast(config: Config, given: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _placed(config: Config, cluster: str) -> tuple[Config, list[tuple[str, str]]]:
-    """The configuration with its colocation decided for a cluster of NODESxGPUS or NODESxGPUSxGIB.
+    """Settle colocation for a cluster of NODESxGPUS or NODESxGPUSxGIB.
 
     And who has how many GPUs, and how much of each; with GIB, of a GPU's memory, what does not fit is refused.
     """
@@ -530,7 +530,7 @@ def read_rates(given: Mapping[str, str]) -> Rates:
 
 
 def _measured(run: Path, given: Mapping[str, float], saturation: float) -> dict[str, Any]:
-    """What a run tells of the rates of its parts."""
+    """Rates measured by a finished run."""
     if not (run / "config.yaml").is_file() or not (run / "metrics.jsonl").is_file():
         raise ConfigError(f"run={run} is no output folder of a run: it has no config.yaml or no metrics.jsonl")
     config = load_config(str(run / "config.yaml"))

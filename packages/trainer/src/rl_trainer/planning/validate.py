@@ -1,4 +1,4 @@
-"""Rules between the sections of a configuration: what is fine alone and cannot work together.
+"""Validation across sections of a configuration: settings that are fine alone and cannot work together.
 
 What a section asks of its own keys stands with the section (`config/schema.py`, and the package that reads it); what
 the machine, the model's folder and the backends say is in `preflight.py`.
@@ -120,7 +120,7 @@ def _check_process_reward(config: Config) -> None:
 
 
 def _lacking(config: Config, need: Need) -> str | None:
-    """What a run would have to have for an optional input of estimators; None if it has it."""
+    """Missing setting for an estimator's optional input; None if the run has it."""
     if need in {"greedy_rewards", "logprobs"}:
         return None
     if need in {"values", "process_rewards"} and config.critic is not None:
@@ -139,7 +139,7 @@ def _lacking(config: Config, need: Need) -> str | None:
 
 
 def _check_teacher(config: Config) -> None:
-    """What goes with a teacher, and what learning from it alone leaves without a meaning."""
+    """Check what goes with a teacher, and keys that distillation alone leaves without effect."""
     algorithm, teacher = config.algorithm, config.teacher
     if teacher is None:
         if algorithm.loss == ALONE:
@@ -192,7 +192,7 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_pipeline(config: Config) -> None:
-    """What learning from older weights, or from another distribution than the engine's, takes."""
+    """Check the schedule, and what learning from older weights or another distribution needs."""
     algorithm = config.algorithm
     if config.rollout.top_p < 1.0 and algorithm.old_logprobs == "recompute":
         raise PlanError(
@@ -222,7 +222,7 @@ def _check_pipeline(config: Config) -> None:
 
 
 def _check_stream(config: Config, schedule: Schedule) -> None:
-    """That a step's mini-batches may be learned from one by one as they come, with the gradients of a whole batch."""
+    """Check that streamed mini-batches have the gradients of a whole batch."""
     batch, algorithm = config.batch, config.algorithm
     per_group = ", ".join(name for name, estimator in sorted(ADVANTAGES.items()) if estimator.scope == "group")
     in_the_way = {
@@ -292,7 +292,7 @@ def _require_off_policy(algorithm: AlgorithmConfig, what: str) -> None:
 
 
 def _check_layout(config: Config) -> None:
-    """Processes and who shares them."""
+    """Check the layout: processes, GPUs, and which roles share them."""
     schedule = create_schedule(config)
     if config.rollout.colocated and not schedule.is_on_policy:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: one host process per pool slot, in which any number of colocated workers live."""
+"""Ray runtime: one host process per pool slot, as a Ray actor, with any number of colocated workers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _GATHER_S = 0.005
 
 
 class RayRuntime(Runtime):
-    """Starts a local Ray, or joins the cluster that `RAY_ADDRESS` names.
+    """Ray runtime: starts a local Ray, or joins the cluster that `RAY_ADDRESS` names.
 
     Every host process is watched: whichever call is under way when one of a group dies ends at once, and says so.
     """
@@ -124,11 +124,11 @@ class RayRuntime(Runtime):
 
     @property
     def num_machines(self) -> int:
-        """As Ray has placed them."""
+        """Number of nodes on which Ray has placed the pools."""
         return len({host.where.node_id for hosts in self._hosts.values() for host in hosts if host.where is not None})
 
     def free_address(self, pool: str) -> tuple[str, int]:
-        """Of the machine that rank 0 is on."""
+        """Host and free port on the node of rank 0."""
         host = self._hosts_of(pool)[0]
         return self.get([host.actor.free_address.remote()], [host], "find a port")[0]
 
@@ -202,7 +202,7 @@ class RayRuntime(Runtime):
     # ---- what a replica_set asks for
 
     def restart_host(self, host: PlacedHost) -> PlacedHost:
-        """A new process in the place of one that died."""
+        """Restart a host process that died."""
         return self._located(self._launch(host.pool, host.rank, host.group, host.bundle))
 
     def reserve_host(self, pool: str) -> Callable[[], PlacedHost]:
@@ -248,7 +248,7 @@ class RayRuntime(Runtime):
     def completed(
         self, references: list[Any], what: str, timeout_s: float, late: Callable[[list[Any]], str]
     ) -> Generator[list[Any]]:
-        """These, as they come to be there: all that are at a time, so that the work does not grow as their square.
+        """Yield references as they complete, all that are complete at a time: the work is not quadratic in them.
 
         Raises:
             WorkerTimeoutError: `late` tells of those that are not there in time.
@@ -278,7 +278,7 @@ class RayRuntime(Runtime):
                 self._waiting.notify_all()
 
     def first_of(self, references: list[Any], deadline: float, what: str) -> Any | None:
-        """The first of these that is there; None if the deadline passes.
+        """First completed reference; None after the deadline.
 
         Raises:
             WorkerDiedError: the runtime was stopped meanwhile.
@@ -291,15 +291,15 @@ class RayRuntime(Runtime):
         raise WorkerDiedError(f"the run was ended during {what}")
 
     def watched(self) -> dict[Any, PlacedHost]:
-        """By what is there when they end, the processes of groups: without any one of them the job cannot go on."""
+        """Host processes of worker groups by the reference that completes when they end."""
         return {host.watch: host for hosts in self._hosts.values() for host in hosts}
 
     def death_of(self, host: PlacedHost, what: str) -> WorkerDiedError:
-        """The error of whoever waited for `what` while a group's process died."""
+        """Error of a wait for `what` during which a group's process died."""
         return self.death_named(host, f"a worker of pool {host.pool.name!r}, rank {host.rank},", f"during {what}")
 
     def death_named(self, host: PlacedHost, name: str, when: str) -> WorkerDiedError:
-        """The death of a process, in a sentence with what it wrote last; of one that hung, with how it was found."""
+        """Error of a process's death: a sentence with its last lines, and for one that hung its description."""
         finding, wrote = self._heartbeat.finding(host), last_lines(host.where)
         if finding is not None:
             return WorkerHungError(f"{name} hung {when}: it {finding}; {wrote}")
@@ -349,7 +349,7 @@ class RayRuntime(Runtime):
 
 
 def _forget_token() -> None:
-    """Have Ray read its token again: it keeps the first that this process had, and the environment's may be another.
+    """Make Ray read its token again: it caches the first, and the environment's may be another.
 
     There is no public call for it. A Ray without this one asks for the first token only, which is the usual case.
     """
@@ -394,7 +394,7 @@ def cluster_gpus() -> int:
 
 
 def in_rank_order(hosts: Sequence[PlacedHost], places: Sequence[Whereabouts]) -> list[PlacedHost]:
-    """The processes of a pool as ranks: those of a node side by side, in the order of their GPUs.
+    """Order host processes as ranks: by node, then by GPU.
 
     Ray promises no order, and neighbouring ranks are those that talk most and that share a replica.
     """
@@ -490,7 +490,7 @@ class _RayGroup:
 
 
 class RayReplicas(ReplicaSet[W]):
-    """Members are host processes of one worker each; made by `RayRuntime.create_replicas`."""
+    """Replica set on Ray: members are host processes of one worker each."""
 
     def __init__(
         self, runtime: RayRuntime, pool: str, name: str, worker: Callable[..., W], kwargs: Any, *, owns_pool: bool
@@ -516,7 +516,7 @@ class RayReplicas(ReplicaSet[W]):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Without those whose process has ended."""
+        """Numbers of the members whose process lives."""
         with self._lock:
             if self._runtime.is_over:  # a call would have Ray start itself anew
                 return ()
@@ -644,7 +644,7 @@ class RayReplicas(ReplicaSet[W]):
         return news
 
     def close(self) -> None:
-        """Replace nobody any more."""
+        """Stop replacing members."""
         with self._lock:
             self._is_closed = True
         for thread in [*self._starting]:
@@ -652,5 +652,5 @@ class RayReplicas(ReplicaSet[W]):
 
     @property
     def hosts(self) -> list[PlacedHost]:
-        """The processes of those that are there."""
+        """Host processes of the present members."""
         return list(self._hosts.values())
