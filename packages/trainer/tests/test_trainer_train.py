@@ -100,6 +100,42 @@ def test_a_loop_and_a_filter_of_one_s_own_come_as_objects_too(start):
     assert run.metrics[1]["dropped_groups"] > 0
 
 
+def test_a_loss_an_advantage_and_a_stage_read_columns_and_numeric_tags(start):
+    names = ("group_id", "num_tokens", "reward", "weight_version_min")
+
+    @rl_trainer.reads("loss_mask", "num_tokens")
+    def length(rows):
+        assert rows["num_tokens"].tolist() == [len(mask) for mask in rows["loss_mask"].unbind()]
+        return {"length": rows["num_tokens"].float()}
+
+    @rl_trainer.reads("length", "reward")
+    def centred(data):
+        assert data.columns["reward"].tolist() == data.sum_rewards().tolist()
+        return data.broadcast(data.columns["length"] - data.columns["length"].mean())
+
+    @rl_trainer.reads("length", *names)
+    def weighted(loss):
+        lengths = loss.cu_seqlens.diff()
+        assert loss.columns["length"].tolist() == loss.columns["num_tokens"].tolist() == lengths.tolist()
+        assert all(loss.columns[name].shape == lengths.shape for name in names)
+        return -loss.logprobs * loss.advantages
+
+    plug_ins = {"algorithm.stages": [length], "advantage": centred, "loss": weighted}
+    run = start(reward=lambda text, row: float(sum(map(ord, text)) % 3), steps=1, **plug_ins)
+    assert run.metrics[1]["grad_norm"] > 0
+
+
+def test_rows_come_as_a_dataset_or_as_a_path_too(start, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    whole = start(data=datasets.Dataset.from_list(ROWS), reward=lambda text, row: float(row["n"]), steps=1)
+    path = {"output_dir": tmp_path / "other", "data.format": "rows", "data.options": {}}
+    named = start(data=file, reward=lambda text, row: 1.0, steps=1, **path)
+    assert len(whole.metrics) == len(named.metrics) == 2
+    assert 0 <= whole.metrics[1]["reward"] < 20
+
+
 def test_a_filter_that_fails_is_named(start):
     def broken(samples):
         raise ZeroDivisionError("by hand")

@@ -176,7 +176,7 @@ class Stage:
     compute: Callable[[TensorDict], Mapping[str, Any]]
     """New columns from a rank's rows of the columns in `reads`, as `rl_tq.TransferQueue.put` takes them."""
     reads: tuple[str, ...] = _STAGE_READS
-    """Columns that it reads: of the rollouts, of configured passes, and of earlier stages."""
+    """Columns that it reads, of the rollouts, of configured passes and of earlier stages, or numeric tags."""
 
 
 def stage_named(name: str) -> Stage:
@@ -219,7 +219,7 @@ def filter_named(name: str) -> Filter:
 
 
 def reads(*columns: str) -> Callable[[T], T]:
-    """Decorator that names the queue's columns which a stage, or beside its usual ones a loss or advantage, reads."""
+    """Decorator: columns of the queue, or numbers among the tags, that a stage, a loss or an advantage reads."""
 
     def mark(function: T) -> T:
         function.reads = columns  # pyright: ignore[reportAttributeAccessIssue]

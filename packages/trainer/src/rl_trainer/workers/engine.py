@@ -125,9 +125,18 @@ class _EngineRank:
             outputs = self._engine.forward_backward_batch(data, None, forward_only=True)
         return self._put(batch, {column: outputs.columns[output] for output, column in columns.items()})
 
+    def _read(self, batch: BatchMeta, names: Iterable[str]) -> TensorDict:
+        """Columns of rows by name; the name of a tag that is a number, such as `num_tokens`, is one too: (B,)."""
+        wanted, tags = [*dict.fromkeys(names)], batch.tags[0] if len(batch) else {}
+        tagged = [name for name in wanted if name not in batch.columns and isinstance(tags.get(name), int | float)]
+        data = self._queue.get(batch, [name for name in wanted if name not in tagged])
+        for name in tagged:
+            data[name] = torch.tensor([tag[name] for tag in batch.tags])
+        return data
+
     def _learnable(self, batch: BatchMeta, columns: Iterable[str]) -> TensorDict:
         """Columns of a mini-batch; with `algorithm.mask_truncated` the tokens of cut-off rows are nobody's."""
-        data = self._queue.get(batch, [*dict.fromkeys(columns)])
+        data = self._read(batch, columns)
         if self._masks_truncated:
             mask = data["loss_mask"]
             values = mask.values() * _whole(batch, mask.offsets())
@@ -316,7 +325,7 @@ class EngineWorker(_EngineRank):
             TrainerError: it gave no columns.
         """
         stage = stage_named(name)
-        made = stage.compute(self._queue.get(batch, stage.reads))
+        made = stage.compute(self._read(batch, stage.reads))
         if not isinstance(made, Mapping) or not made:  # pyright: ignore[reportUnnecessaryIsInstance] - a plug-in
             raise TrainerError(f"algorithm.stages: {name} gave {made!r:.80}; columns by name are needed")
         return self._put(batch, made)
@@ -357,7 +366,7 @@ class EngineWorker(_EngineRank):
         columns += ["ref_logprobs"] if has_kl else []
         columns += [name for name in _READ if name in needs]
         columns += ["component_weights"] if "components" in needs else []
-        data = self._queue.get(batch, [*dict.fromkeys((*columns, *estimator.reads))])
+        data = self._read(batch, (*columns, *estimator.reads))
         offsets, mask, rewards = data["rewards"].offsets(), data["loss_mask"].values(), data["rewards"].values()
         old = data[_OLD[config.old_logprobs]].values() if has_policy else None
         reward_kl = None
