@@ -49,12 +49,12 @@ class AgentLoop(ABC):
             **kwargs: The dataset row: `prompt` (chat messages) and whatever else it carries.
 
         Returns:
-            What `validate_output` accepts.
+            Valid trajectories: those that `validate_output` accepts.
 
         Raises:
             RowError: the row lacks a field that this loop needs; raised before anything is generated.
             FailureError: the rollout ends as the failure that it carries, for example where a generation gave no token.
-            Exception: those of the server leave as they are, and so does a cancellation.
+            Exception: errors of the server, unchanged; likewise a cancellation.
         """
 
     async def close(self) -> None:

@@ -75,7 +75,7 @@ class TurnTemplate:
         """Token ids to append after an assistant's turn: the rest of its closing, `messages`, a generation prompt.
 
         Args:
-            messages: What came in since: tool answers or user messages.
+            messages: New messages: tool answers or user messages.
             last_token_id: Last id that the model emitted. It is kept, whichever of its stop tokens it is.
             is_stopped: Whether generation stopped there. Where the turn was cut off, or stopped at an ordinary token,
                 it is closed for the model.

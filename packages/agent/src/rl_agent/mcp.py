@@ -112,7 +112,7 @@ async def connect_mcp(server: StdioServerParameters | str, *, timeout_s: float =
     """List the tools of an MCP server, for `ToolLoop(tools=...)`.
 
     Args:
-        server: How to start one that talks over stdio (`mcp.StdioServerParameters`), or the URL of one.
+        server: Parameters to start a server that talks over stdio (`mcp.StdioServerParameters`), or a server's URL.
         timeout_s: Deadline of connecting, seconds.
 
     Raises:

@@ -22,7 +22,7 @@ def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Token
     Args:
         name: An entry point of the group `rl_agent.loops`, whose value is an `AgentLoop` subclass, or such a class.
             This package ships `single_turn`, `tool`, `gym`, `reasoning_gym`, `swe` and `gui`.
-        server: What generates: a rollout server, a client of one, or a router.
+        server: Generator of tokens: a rollout server, a client of one, or a router.
         tokenizer: The tokenizer of the model that is served.
         **options: Keyword arguments of the loop's own constructor; see its class.
 

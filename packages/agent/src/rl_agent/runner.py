@@ -87,12 +87,12 @@ class AgentRunner:
     One event loop; an instance may run several batches at the same time, each with its own bound.
 
     Args:
-        loop_factory: Makes the loop of a name, for example `lambda name: create_loop(name, server, tokenizer)`. Called
+        loop_factory: Creates a loop by name, for example `lambda name: create_loop(name, server, tokenizer)`. Called
             once per name.
-        default_loop: Runs the rows that have no `agent_name`.
-        max_concurrent: Rollouts running at the same time.
+        default_loop: Loop of the rows that have no `agent_name`.
+        max_concurrent: Most rollouts at the same time.
         timeout_s: Deadline of one rollout with all its attempts, seconds.
-        max_attempts: How often a rollout is started at most.
+        max_attempts: Most attempts of a rollout.
         retry_delay_s: Pause before the second attempt, seconds; doubles for each further one.
 
     Raises:

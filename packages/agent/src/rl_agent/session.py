@@ -24,13 +24,13 @@ class Session:
     """Session: one trajectory in progress. Tokens of the model stay unchanged; everything else is appended.
 
     Args:
-        server: What generates.
-        tokenizer: Of the model that is served.
-        prompt_token_ids: The prompt.
+        server: Generator of tokens, such as a rollout server.
+        tokenizer: Tokenizer of the served model.
+        prompt_token_ids: Token ids of the prompt.
         sampling_params: Fields of `SamplingParams`; `max_new_tokens` bounds each generation.
         max_completion_tokens: Most tokens after the prompt, context included; None leaves it to the server.
-        images: Of the prompt, as data URLs.
-        template: Its chat template by appending; None for a session of one turn.
+        images: Data URLs of the prompt's images.
+        template: Turn template of the tokenizer; None for a session of one turn.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Session:
         params = self._params
         if self._max_tokens is not None:
             params = replace(params, max_new_tokens=min(params.max_new_tokens, self._max_tokens - self.num_tokens))
-        if params.seed is not None and self.num_turns:  # one seed for all turns would repeat the first one's draws
+        if params.seed is not None and self.num_turns:  # with one seed, all turns would repeat the draws of the first
             params = replace(params, seed=(params.seed + 0x9E3779B1 * self.num_turns) % 2**31)
         request = GenerateRequest(
             request_id=f"{self._id}-{self.num_turns}",
@@ -174,7 +174,7 @@ def add_experts(known: list[RoutedToken], num_prompt_tokens: int, output: TokenO
 
     Args:
         known: Per token from the prompt's first on; grows.
-        num_prompt_tokens: Of the request.
+        num_prompt_tokens: Length of the request's prompt.
         output: Its answer.
 
     Raises:

@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     """The request was aborted; the output holds what was generated until then."""
     TIMEOUT = "timeout"
-    """Its `timeout_s`, or the server's, was over; the output holds what was generated until then."""
+    """The deadline of the request or of the server passed; the output holds what was generated until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

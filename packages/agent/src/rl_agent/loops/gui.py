@@ -40,8 +40,8 @@ class GuiLoop(ToolLoop):
     elements, and a screenshot for vision-language models. A page or a browser that breaks is a failure.
 
     Args:
-        server: What generates.
-        tokenizer: Of the model that is served.
+        server: Generator of tokens, such as a rollout server.
+        tokenizer: Tokenizer of the served model.
         parser: See `ToolLoop`.
         max_turns: Generations at most.
         max_completion_tokens: Tokens after the prompt at most; None leaves it to the server.

@@ -34,8 +34,8 @@ class GymLoop(AgentLoop):
     message). An environment that raises, blocks or answers something else ends its rollout as a failure.
 
     Args:
-        server: What generates.
-        tokenizer: Of the model that is served.
+        server: Generator of tokens, such as a rollout server.
+        tokenizer: Tokenizer of the served model.
         environments: Factories by name, besides the entry points `rl_agent.environments`. A row that names none takes
             the only one.
         max_turns: Generations at most.

@@ -41,8 +41,8 @@ class SweLoop(ToolLoop):
     `extra_fields` holds `end` as of `ToolLoop`, and `tests`: exit status (None past the deadline) and output.
 
     Args:
-        server: What generates.
-        tokenizer: Of the model that is served.
+        server: Generator of tokens, such as a rollout server.
+        tokenizer: Tokenizer of the served model.
         parser: See `ToolLoop`.
         max_turns: Generations at most; the tests run after the last.
         max_completion_tokens: Tokens after the prompt at most; None leaves it to the server.

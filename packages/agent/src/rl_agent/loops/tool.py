@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 class ToolLoop(AgentLoop):
     """Tool loop: the model calls tools, several at a time.
 
-    A tool that raises, hangs or floods, and a call that cannot be read, give the model a short error or a cut answer,
+    A tool that raises, hangs or writes too much, and a malformed call, give the model a short error or a cut answer,
     and a count in the metrics (`num_tool_calls`, of them `num_tool_malformed`, `_unknown`, `_error`, `_timeout`, and
-    `num_tool_cut`). What ended the trajectory is `extra_fields["end"]`: `answer` (a turn without calls), `cut` (a turn
+    `num_tool_cut`). The reason of the end is `extra_fields["end"]`: `answer` (a turn without calls), `cut` (a turn
     ran out of tokens), `max_turns` or `max_completion_tokens`.
 
     Args:
-        server: What generates.
-        tokenizer: Of the model that is served.
+        server: Generator of tokens, such as a rollout server.
+        tokenizer: Tokenizer of the served model.
         tools: Tools, Python functions, or names of the entry points `rl_agent.tools`. A row's `tools` chooses among
             these and the installed ones by name.
-        parser: How the model writes calls: an entry point of `rl_agent.parsers` (hermes, qwen, llama, mistral,
+        parser: Tool-call parser: an entry point of `rl_agent.parsers` (hermes, qwen, llama, mistral,
             deepseek, glm, kimi, gpt_oss), or a function from text to `ParsedTurn`.
-        max_turns: Generations at most.
-        max_completion_tokens: Tokens after the prompt at most, tool answers included; None leaves it to the server.
+        max_turns: Most generations.
+        max_completion_tokens: Most tokens after the prompt, tool answers included; None leaves it to the server.
         tool_timeout_s: Deadline of one call, seconds, of tools that have none of their own.
-        max_tool_tokens: Tokens of one answer at most, likewise; a longer one is cut and says so.
+        max_tool_tokens: Most tokens of one answer, of tools without a limit of their own; a longer one is cut, marked.
         template_kwargs: Further variables of the chat template.
 
     Raises:
         TemplateError: the chat template cannot show tools or their answers.
-        PluginError, ToolDefinitionError: the parser or a tool is not there, or is none.
+        PluginError, ToolDefinitionError: the parser or a tool is unknown or invalid.
         ValueError: a limit is not positive.
     """
 
@@ -82,7 +82,7 @@ class ToolLoop(AgentLoop):
             self._tools[tool.name] = tool
         self._default_names = tuple(self._tools)
         if tools:
-            self._template_of(self._default_names)  # a template that cannot do it is told now
+            self._template_of(self._default_names)  # a template without tool answers is refused now
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Run one row.
@@ -175,7 +175,7 @@ class ToolLoop(AgentLoop):
     def _cut(self, text: str, max_tokens: int | None = None) -> tuple[str, bool]:
         """Truncate a tool's text to the limit of tokens; no text of the model is tokenised here."""
         limit = max_tokens or self._max_tool_tokens
-        head = text[: 32 * limit]  # a flood is not even tokenised
+        head = text[: 32 * limit]  # so that very long text is not tokenised whole
         ids = self.tokenizer.encode(head, add_special_tokens=False)
         if len(head) == len(text) and len(ids) <= limit:
             return text, False

@@ -19,7 +19,7 @@ _KNOWN = {
     *SAMPLING,
     *("input", "instructions", "model", "tools", "max_output_tokens", "stream", "previous_response_id"),
     *("user", "metadata", "safety_identifier", "prompt_cache_key", "store"),  # without effect
-    *("include", "reasoning"),  # ask for more of what there is no more of; what else they may ask for is refused
+    *("include", "reasoning"),  # extra fields that are not returned; other values are refused
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),

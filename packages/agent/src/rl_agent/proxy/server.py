@@ -78,9 +78,9 @@ class RecordingProxy:
     server is a `StreamingGenerator`, up to where a call of a tool may start; the call itself comes in one piece.
 
     Args:
-        server: What generates.
-        tokenizer: Of the model that is served.
-        parser: How the model writes tool calls; see `ToolLoop`.
+        server: Generator of tokens, such as a rollout server.
+        tokenizer: Tokenizer of the served model.
+        parser: Tool-call parser; see `ToolLoop`.
         sampling_params: Fields of `SamplingParams`, for what requests leave open.
         host: Interface to bind.
         port: 0 picks a free one.
@@ -239,7 +239,7 @@ class RecordingProxy:
             try:
                 async with aclosing(self._chunks(prepared.request)) as stream:
                     async for chunk in stream:
-                        if not chunks:  # nothing is said before the server has taken the request
+                        if not chunks:  # no event before the server has accepted the request
                             await response.prepare(request)
                             await _send(response, writer.start())
                         chunks.append(chunk)
@@ -338,7 +338,9 @@ class RecordingProxy:
         raw = self._tokenizer.decode(output.token_ids[: -1 if is_stopped else None], skip_special_tokens=False)
         turn = self._parse(raw)
         is_other = not (turn.content.startswith(text.content) and turn.reasoning.startswith(text.reasoning))
-        if is_other or any(call.error for call in turn.calls):  # a framework knows no broken calls: it sees the text
+        if is_other or any(
+            call.error for call in turn.calls
+        ):  # frameworks do not know malformed calls: they get the text
             turn = ParsedTurn(content=text.rest(raw), reasoning=text.reasoning)
         calls = [{"function": {"name": call.name, "arguments": dict(call.arguments)}} for call in turn.calls]
         key = message_key({"role": "assistant", "content": turn.content, "tool_calls": calls})
@@ -439,9 +441,9 @@ class LiveText:
     Where a call may start, nothing more is shown until the turn has ended and can be parsed.
 
     Args:
-        tokenizer: Of the model that is served.
-        marks: What calls start with, and `<think>` where the parser knows reasoning (see `opened_by`); None where that
-            is not known, and nothing is shown.
+        tokenizer: Tokenizer of the served model.
+        marks: Marks that calls start with, and `<think>` where the parser knows reasoning (see `opened_by`); None: they
+            are unknown, and nothing is shown before the end.
         is_thinking: Whether the prompt has opened the reasoning.
     """
 
@@ -484,7 +486,7 @@ class LiveText:
         """Text of the new ids, decoded after earlier ones: some tokenizers decode a first token differently."""
         before = self._tokenizer.decode(self._ids[self._start : self._end], skip_special_tokens=False)
         after = self._tokenizer.decode(self._ids[self._start :], skip_special_tokens=False)
-        if after.endswith("�"):  # a character's bytes are not all here yet
+        if after.endswith("�"):  # an incomplete character
             return ""
         self._start, self._end = self._end, len(self._ids)
         return after[len(before) :]

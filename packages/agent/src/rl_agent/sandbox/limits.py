@@ -43,8 +43,8 @@ class ControlGroup:
     Nobody is moved: a group is made below or beside this process's own, where this user may, and the worker enters it.
 
     Args:
-        limits: Of a run.
-        root: Of the file system, for tests.
+        limits: Limits of a run.
+        root: Root of the file system, for tests.
 
     Raises:
         OSError: no group can be made here.

@@ -39,7 +39,7 @@ class Grader:
 
     Args:
         num_workers: Subprocesses, that is, runs at the same time.
-        limits: Of each run.
+        limits: Limits of each run.
         max_waiting: Runs that may wait for a subprocess; one more fails at once.
         cache_size: Results kept, by code and input; runs that ended by a limit of time or memory are not.
         needs: What code has to be shut off from, of `network`, `processes` and `files`; where that cannot be, nothing

@@ -123,7 +123,7 @@ class Worker:
         """Start a worker, and wait until it answers.
 
         Args:
-            limits: Of each run.
+            limits: Limits of each run.
             may_isolate: Make namespaces, where the kernel lets this user.
             may_group: Make a control group, where this user may; else a watcher does its work.
             workspace: A folder that code works in and may change.
@@ -260,7 +260,7 @@ class Worker:
     async def _why(self, *, has_ended: bool) -> tuple[Kind, str]:
         """End the worker, if it still runs; returns the reason of its end."""
         kills = 0 if self._group is None else self._group.num_kills()
-        if has_ended:  # its exit status tells
+        if has_ended:  # its exit status says why
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_TIMEOUT_S):
                     await asyncio.shield(self._process.wait())
@@ -306,7 +306,9 @@ class Worker:
                     async with asyncio.timeout(_END_TIMEOUT_S):
                         await asyncio.shield(self._process.wait())
             elif self._process.returncode is None:
-                os.kill(self._process.pid, signal.SIGSTOP)  # it starts no more, and orphans still come back to it
+                os.kill(
+                    self._process.pid, signal.SIGSTOP
+                )  # stopped, it forks no more, and orphans are still reparented to it
                 await asyncio.to_thread(kill_descendants, self._process.pid)
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.shield(self._process.wait())

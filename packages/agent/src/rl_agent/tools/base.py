@@ -26,11 +26,11 @@ class Tool(ABC):
     """Tool that a model may call. One instance serves many trajectories at the same time, on one event loop.
 
     Args:
-        name: As the model writes it.
-        description: For the model.
-        parameters: JSON schema of an object, the arguments.
+        name: Name of the tool, as the model writes it.
+        description: Description for the model.
+        parameters: JSON schema of the arguments, an object.
         timeout_s: Deadline of one call, seconds; None: the loop's.
-        max_tokens: Tokens of one answer at most; None: the loop's.
+        max_tokens: Most tokens of one answer; None: the loop's.
 
     Raises:
         ValueError: a limit is not positive.
@@ -52,7 +52,7 @@ class Tool(ABC):
         self.timeout_s = timeout_s
         """Deadline of one call, seconds."""
         self.max_tokens = max_tokens
-        """Most characters of one answer."""
+        """Most tokens of one answer."""
         self.schema: dict[str, Any] = {
             "type": "function",
             "function": {"name": name, "description": description, "parameters": dict(parameters)},
@@ -64,12 +64,12 @@ class Tool(ABC):
         """Run one call. A result that is neither a string nor a `ToolResult` is shown to the model as JSON.
 
         Args:
-            arguments: What the model wrote; not checked against the schema.
-            session_id: Of the trajectory; state that a tool keeps within one is kept under it.
+            arguments: Arguments that the model wrote; not checked against the schema.
+            session_id: Id of the trajectory, under which a tool keeps its state.
 
         Raises:
-            ToolError: what went wrong, in a sentence for the model.
-            FailureError: ends the rollout: the tool's own machinery failed, which says nothing about the model.
+            ToolError: the call failed; its message is for the model.
+            FailureError: the tool's own machinery failed; ends the rollout, as that says nothing about the model.
         """
 
     async def end_session(self, session_id: str) -> None:

@@ -21,8 +21,8 @@ class PythonTool(Tool):
 
     Args:
         max_sessions: Processes at the same time; further trajectories wait for one, within their call's time.
-        limits: Of each call. A call past its deadline loses the session's variables, and says so.
-        needs: What code has to be shut off from; see `Grader`.
+        limits: Limits of each call. A call past its deadline loses the session's variables, and says so.
+        needs: Isolation that is required; see `Grader`.
     """
 
     def __init__(

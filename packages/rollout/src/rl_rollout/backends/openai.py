@@ -56,9 +56,9 @@ class TextOutput:
     finish_reason: str
     """Finish reason as the server reports it: stop, length, content_filter, ..."""
     num_prompt_tokens: int
-    """As the server counts them."""
+    """Number of prompt tokens, by the server's count."""
     num_completion_tokens: int
-    """As the server counts them."""
+    """Number of completion tokens, by the server's count."""
 
 
 def create_server(config: ServerConfig) -> OpenAIServer:

@@ -61,9 +61,9 @@ OPTIONS = {
 SEED_ARGUMENT = "--enable-deterministic-inference"
 SLEEP_ARGUMENT = "--enable-memory-saver"
 VISION_ARGUMENTS = ("--mm-preprocess-cache-size-mb", "256")
-"""Cache with which SGLang keeps the token ids of a prompt with images; without, it decodes and re-tokenises them."""
+"""Arguments of the cache with which SGLang keeps token ids of image prompts; without, it re-tokenises them."""
 FEATURES_VARIABLE = "SGLANG_VLM_CACHE_SIZE_MB"
-"""Cache of image features, which SGLang 0.5.23 does not clear after a weight update."""
+"""Variable with the size of the image-feature cache, which SGLang 0.5.23 does not clear after a weight update."""
 QWEN2_5_PATCH = 1176
 """Elements of a patch that SGLang's Qwen2.5-VL expects; it takes patches of another size for features."""
 LOADER = "rl_ckpt.adapters.sglang.load_weights"

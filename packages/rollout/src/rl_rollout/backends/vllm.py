@@ -75,7 +75,7 @@ LAYOUT_ARGUMENTS = {
 }
 """Arguments that `ServerConfig.parallel` sets."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Kinds of ranks in `ServerParallel` that vLLM has arguments for."""
+"""LoRA ranks that vLLM can be configured for (`--max-lora-rank`)."""
 
 
 def create_server(config: ServerConfig) -> RolloutServer:

@@ -118,7 +118,7 @@ class InFlight:
     """Request in flight that fills the context, so that it runs for seconds.
 
     Args:
-        served: Who generates.
+        served: Server under test.
         request_id: Its id; None: one of its own.
     """
 

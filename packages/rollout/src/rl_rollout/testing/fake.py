@@ -24,7 +24,7 @@ class FakeReceiver:
 
     Args:
         weights: Names and tensors.
-        version: What it says has landed.
+        version: Weight version that it reports.
         fail_after: Raise after so many tensors; None never.
     """
 

@@ -32,7 +32,7 @@ def write_tiny_model(folder: Path, *, family: str = "qwen3", seed: int = 0, **ov
     Args:
         folder: Written to; made if it is not there.
         family: `qwen3`, `llama`, or any model type that transformers knows and that takes the same config fields.
-        seed: Of the weights.
+        seed: Seed of the weights.
         **overrides: Fields of the model's config.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -50,7 +50,7 @@ def write_tiny_vl_model(
     Args:
         folder: Written to; made if it is not there.
         family: `qwen2_5_vl` or `qwen3_vl`.
-        seed: Of the weights.
+        seed: Seed of the weights.
         patch_size: Pixels of a patch's side; an image has a feature for each two by two of them.
         **overrides: Fields of the language model's config.
     """

@@ -149,7 +149,7 @@ def _serve(
             os._exit(0)
         request = json.loads(packet)
         number = request.get("number", number)
-        if request.get("stop") == number:  # the deadline
+        if request.get("stop") == number:  # the deadline is over
             os.kill(child, signal.SIGKILL)
             break
     os.close(end)

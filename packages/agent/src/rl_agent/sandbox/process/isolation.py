@@ -55,7 +55,7 @@ class Watch:
     It runs in the process that waits for the worker's, and looks while code runs only.
 
     Args:
-        memory_bytes: Of all processes: what is theirs alone, their share of the rest, and shared memory whole.
+        memory_bytes: Memory of all processes: what is theirs alone, their share of the rest, and shared memory whole.
         num_processes: At a time.
     """
 
@@ -85,7 +85,7 @@ class Watch:
         end = os.pidfd_open(child)
         is_on, root = False, child
         with contextlib.suppress(OSError):
-            os.nice(-10)  # or, for those who may not, the code goes behind us
+            os.nice(-10)  # where that is not permitted, the code gets a lower priority
         while True:
             ready, _, _ = select.select([end, self.reader], [], [], self._PERIOD_S if is_on else None)
             if end in ready:
@@ -112,7 +112,7 @@ class Watch:
         might_be_too_much = sum(_statm(pid)[1] for pid in found) * page > most
         running = [pid for pid in found if pid != root] if might_be_too_much else []
         for pid in running:
-            _kill(pid, signal.SIGSTOP)  # a close look takes milliseconds, in which they would take more
+            _kill(pid, signal.SIGSTOP)  # measuring takes milliseconds, in which they could allocate more
         shared: dict[bytes, int] = {}
         taken = 0
         for pid in found:

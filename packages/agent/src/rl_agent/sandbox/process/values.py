@@ -49,7 +49,7 @@ class Peer:
     """End of the pipe: sends requests to the other side, and answers its requests while it waits.
 
     Args:
-        descriptor: Of a stream socket.
+        descriptor: Descriptor of a stream socket.
         policy: `policy(operation, target, name)` says whether the other side may do this to an object of ours.
     """
 
@@ -469,7 +469,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge", "neg", "pos", "invert")},
 }
 _BOTH_REMOTE = ("sub", "truediv", "floordiv", "mod", "and_", "or_", "xor", "divmod")
-"""Not with a plain value: `abs(f(x) - 3.14) < 1e-6` would tell the other side what is expected, and believe it."""
+"""Operators that are refused with a plain value: `abs(f(x) - 3.14) < 1e-6` would send the expected value to the other
+side, and believe its answer."""
 _ARITHMETIC = ("add", "mul", "matmul", "pow", "lshift", "rshift")
 for _name in (*_BOTH_REMOTE, *_ARITHMETIC):
     _OPERATIONS[_name] = divmod if _name == "divmod" else getattr(operator, _name)
@@ -480,7 +481,7 @@ _TELLING = frozenset(
     {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "difference", "symmetric_difference", "union",
      "intersection", "equals", "equal", "isclose", "allclose", "is_close", "array_equal", "assert_called_with"}
 )  # fmt: skip
-"""Methods by which a test compares: a plain argument would tell the other side what is expected, and believe it."""
+"""Methods by which a test compares: a plain argument would send the expected value to the other side."""
 
 
 def _id_of(remote: Remote) -> int:

@@ -62,7 +62,7 @@ class EngineThread:
         self._commands: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
         self._wakeup = threading.Condition()
         self._is_wanted = torch.zeros(1, dtype=torch.int64)
-        """Not 0 while a command waits: a native call of several decode steps then ends with its current one."""
+        """Flag, 1 while a command waits: a native call of several decode steps then ends with its current one."""
         self._is_stopping = False
         self._drained: list[Future[None]] = []
         self._thread = threading.Thread(target=self._run, name="rl-rollout-engine", daemon=True)

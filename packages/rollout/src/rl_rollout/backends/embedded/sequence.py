@@ -121,7 +121,7 @@ class SequenceState:
     num_told: int = 0
     """Completion tokens that were streamed."""
     row: int = -1
-    """Its row in the batch; -1 while it waits."""
+    """Row in the batch; -1 while it waits."""
     since: float = 0.0
     """Time at which it began to wait, or entered the batch, by the engine's clock, seconds."""
     extras: Extras = field(init=False)

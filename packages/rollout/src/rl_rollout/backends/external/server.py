@@ -145,7 +145,7 @@ def check_arguments(arguments: Sequence[str], given: Mapping[str, str]) -> None:
     """Check that the option `args` has no argument that `ServerConfig.parallel` sets and could contradict.
 
     Args:
-        arguments: Of the option `args`.
+        arguments: Words of the option `args`.
         given: By argument, the field of `ServerParallel` that writes it.
 
     Raises:

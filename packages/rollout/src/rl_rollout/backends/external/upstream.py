@@ -25,8 +25,8 @@ class Upstream:
     """Calls a server.
 
     Args:
-        process: What serves.
-        name: What errors call it.
+        process: Subprocess of the server.
+        name: Name of the server in errors.
         url: Its base URL.
         connector: Makes what reaches it, in the event loop.
         timeout_s: Deadline of commands, seconds.
@@ -80,7 +80,7 @@ class Upstream:
 
         Args:
             method: GET or POST.
-            path: Of the endpoint.
+            path: Path of the endpoint.
             body: JSON.
             timeout_s: Deadline, seconds; None leaves it to the caller's.
             **query: In the URL.
