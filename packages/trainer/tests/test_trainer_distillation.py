@@ -1,6 +1,7 @@
 """On-policy distillation: the divergence by hand, and a policy that comes nearer to its teacher."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -12,6 +13,7 @@ from tensordict import TensorDict
 from rl_csrc.reference.logprobs import coarse_kl
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import PolicyLossFunction
+from rl_trainer.algorithms.distillation import coarse_jsd
 from rl_trainer.config import AlgorithmConfig, TeacherSection, load_config
 from rl_trainer.errors import InputError, PlanError
 from rl_trainer.planning.preflight import check_teacher
@@ -65,6 +67,29 @@ def test_forward_by_hand():
 def test_mixed_is_both():
     reverse, forward = learned()[0], learned(divergence="forward")[0]
     torch.testing.assert_close(learned(divergence="mixed", forward_weight=0.25)[0], 0.75 * reverse + 0.25 * forward)
+
+
+def test_jsd_by_hand():
+    """beta KL(teacher || M) + (1 - beta) KL(policy || M) over two candidates and the rest, M their mixture."""
+    total, gradient, candidates, metrics = learned(divergence="jsd", jsd_beta=0.25)
+    p, q = [0.5, 0.3, 0.2], [0.25, 0.25, 0.5]  # of the first token; those of the third are equal
+    m = [0.25 * a + 0.75 * b for a, b in zip(p, q, strict=True)]
+    forward, reverse = (sum(a * math.log(a / c) for a, c in zip(x, m, strict=True)) for x in (p, q))
+    assert total.item() == pytest.approx((0.25 * forward + 0.75 * reverse) / 4, rel=1e-5)
+    assert metrics["teacher_jsd"].item() == pytest.approx(total.item())
+    assert gradient.abs().sum() == 0
+    # By q_k: 0.75 log(q_k / m_k), as the other terms cancel; by log q_1: q_1 (that of q_1 less that of the rest).
+    slope = [0.75 * math.log(b / c) for b, c in zip(q, m, strict=True)]
+    assert candidates[0, 0].item() == pytest.approx(0.25 * (slope[0] - slope[2]) / 4, rel=1e-4)
+    torch.testing.assert_close(candidates[2], torch.zeros(2), atol=1e-6, rtol=0)
+
+
+def test_jsd_is_the_forward_and_the_reverse_divergence_at_its_ends():
+    random = torch.Generator().manual_seed(0)
+    policy, teacher = (torch.randn(50, 9, generator=random).double().log_softmax(-1)[:, :4] for _ in range(2))
+    for beta, wanted in ((1e-6, coarse_kl(teacher, policy)), (1 - 1e-6, coarse_kl(policy, teacher))):
+        found = coarse_jsd(teacher, policy, beta) / min(beta, 1 - beta)
+        torch.testing.assert_close(found, wanted.double(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_divergence_of_what_is_equal_is_nothing_and_otherwise_positive():

@@ -239,6 +239,8 @@ def test_the_adaptive_coefficient_of_the_entropy_by_hand():
         control.update(entropy)
     assert weights == pytest.approx([0.0, 0.005, 0.01, 0.0, 0.01, 0.0, 0.0, 0.0])
     assert control.coef == 0.0
+    control.update(0.0)  # nothing was learned from
+    assert control.weight == 0.0
     fixed = AdaptiveEntropy(coef=0.3, target=0.0, step=0.005)
     fixed.update(5.0)
     assert fixed.weight == 0.3
@@ -268,6 +270,18 @@ def test_the_entropy_that_is_followed_is_a_mean_over_tokens():
             "is not read by algorithm.advantage=grpo; its options are: none",
         ),
         (["algorithm.loss=distill", "algorithm.off_policy_mask=0.1", "teacher.path=t"], "looks at no reward"),
+        (["algorithm.loss=luffy"], "set batch.given"),
+        (["batch.given=8"], "leaves none of batch.group_size=8 completions to be sampled"),
+        (["batch.given=1", "algorithm.old_logprobs=rollout"], "completions that no server has sampled"),
+        (
+            ["batch.given=1", "algorithm.loss=topr"],
+            "does not go with algorithm.loss=topr, whose ratio is that to the s",
+        ),
+        (["batch.given=1", "engine.router_replay=true"], "does not go with engine.router_replay"),
+        (["teacher.coef=0.5"], "the policy is its own teacher: that takes teacher.context"),
+        (["teacher.context=x", "engine.router_replay=true"], "its own teacher reads teacher.context too"),
+        (["teacher.path=t", "teacher.by_source={a: u}", "teacher.url=http://x"], "teacher.url is one server"),
+        (["teacher.path=t", "teacher.jsd_beta=0.1"], "does nothing unless teacher.divergence is jsd"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_start(settings, words):

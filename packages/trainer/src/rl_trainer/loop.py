@@ -22,7 +22,7 @@ from rl_trainer.metrics import PhaseTimer, StepRecord
 from rl_trainer.pipeline.rollout_source import Generated, hash_seed
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.plan import has_old_pass
-from rl_trainer.workers.columns import TRUNCATED
+from rl_trainer.workers.columns import GIVEN, TRUNCATED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rl_trainer.pipeline.replay_buffer import Replay
     from rl_trainer.pipeline.replicas import AgentReplicas
     from rl_trainer.pipeline.rollout_source import RolloutSource
+    from rl_trainer.pipeline.teachers import Teachers
     from rl_trainer.pipeline.weight_sync import WeightSync
     from rl_trainer.workers.engine import CriticWorker, EngineWorker, UpdateReport
     from rl_trainer.workers.queue import SampleWorker
@@ -52,8 +53,8 @@ class Components:
     """The reference: an engine with the start policy, or the actor itself if it trains an adapter; None without KL."""
     ema_reference: EmaReference | None = None
     """Moves the reference's weights after the policy's; None: they stay those of the start policy."""
-    teacher: EngineWorker | ServedTeacherWorker | None = None
-    """The teacher of distillation; None without one."""
+    teacher: EngineWorker | ServedTeacherWorker | Teachers | None = None
+    """The teacher of distillation, or several; the actor, where the policy is its own; None without one."""
     critic: CriticWorker | None = None
     """The critic: a value function, or PRIME's process reward model; None without one."""
     kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))
@@ -311,7 +312,7 @@ def record_of(
 ) -> StepRecord:
     """The step's record: metrics averaged over its optimizer steps, staleness, lengths, rewards and times."""
     reused = {group.group_id for group in generated.reused}
-    tags = [tags for tags in generated.batch.tags if tags["group_id"] not in reused]
+    tags = [tags for tags in generated.batch.tags if tags["group_id"] not in reused and not tags.get(GIVEN)]
     names = {name: None for update in updates for name in update}  # in order
     metrics: dict[str, float] = {name: fmean(u[name] for u in updates if name in u) for name in names}
     metrics |= {name: value for name, value in updates[-1].items() if name == "lr"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import rl_tq
@@ -14,7 +13,7 @@ from rl_trainer.algorithms.kl_controller import AdaptiveEntropy, AdaptiveKl
 from rl_trainer.checkpoints import queue_snapshot
 from rl_trainer.data import shows_images
 from rl_trainer.data.sampler import make_prompts
-from rl_trainer.errors import PlanError
+from rl_trainer.errors import DataError, PlanError
 from rl_trainer.loop import Components
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipeline import ema_reference
@@ -23,6 +22,7 @@ from rl_trainer.pipeline.replay_buffer import Replay
 from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
+from rl_trainer.pipeline.teachers import Teachers
 from rl_trainer.pipeline.weight_sync import WeightSync
 from rl_trainer.pipeline.weight_transfer import (
     GatheredTransfer,
@@ -40,8 +40,10 @@ from rl_trainer.planning.plan import (
     has_old_pass,
     has_process_rewards,
     has_reference,
+    is_self,
     sends_adapter,
     server_config,
+    teacher_folders,
 )
 from rl_trainer.planning.preflight import check_started, why_gathered
 from rl_trainer.runtime.base import ResourcePool
@@ -56,12 +58,13 @@ from rl_trainer.workers.rollout import RolloutWorker
 from rl_trainer.workers.teacher import ServedTeacherWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
     from rl_rollout.types import Capabilities, ServerAddress
     from rl_trainer.checkpoints import RunState
     from rl_trainer.config import Config
-    from rl_trainer.data import Datasets
+    from rl_trainer.data import Datasets, Row
     from rl_trainer.runtime.base import ReplicaSet, Runtime
 
 R = TypeVar("R")
@@ -145,7 +148,7 @@ def place(
         rewards = create_rewards(config, runtime)
         actor = create_engine(config, runtime, model_path, queue_address, weights_address, is_trained=True)
         reference, moving = create_reference(config, runtime, actor, model_path, queue_address, output_dir)
-        teacher = create_teacher(config, runtime, queue_address)
+        teacher = create_teacher(config, runtime, actor, queue_address)
         critic = create_critic(config, runtime, model_path, queue_address)
         rollout = servers.result()
     finally:
@@ -154,6 +157,7 @@ def place(
         for engine in (reference, teacher, critic):
             if engine is not None and engine is not actor:
                 engine.offload()
+    check_given(datasets.train, config.batch.given)
     addresses = _answers(rollout, RolloutWorker.address)
     has_images = any(shows_images(row) for row in (*datasets.train, *datasets.eval))
     capabilities = _answers(rollout, RolloutWorker.capabilities)
@@ -210,6 +214,21 @@ def place(
     )
 
 
+def check_given(rows: Iterable[Row], count: int) -> None:
+    """Check that every row gives as many completions as its group takes from it.
+
+    Raises:
+        DataError: one does not.
+    """
+    for row in rows if count else ():
+        given = row.get("given")
+        if not isinstance(given, list | tuple) or len(given) < count or not all(isinstance(x, str) for x in given):
+            raise DataError(
+                f"batch.given={count} takes completions from every row, and one of {row['data_source']!r} has "
+                f"given={given!r:.80}; give each a list of {count} texts or more, or lower batch.given"
+            )
+
+
 def create_transfer(
     config: Config, actor: EngineWorker, address: str, capabilities: Sequence[Capabilities]
 ) -> WeightTransfer:
@@ -248,6 +267,8 @@ def create_agents(
         max_new_tokens=config.rollout.max_new_tokens,
         asks_experts=config.engine.router_replay,
         has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).needs,
+        num_given=config.batch.given,
+        teacher=config.teacher,
         model_path=str(model_path),
         servers=servers,
         queue_address=queue_address,
@@ -366,6 +387,7 @@ def create_engine(
         config=actor_config(config, model_path) if is_trained else frozen_config(config, model_path, num_candidates),
         algorithm=config.algorithm,
         has_old_pass=has_old_pass(config),
+        has_given=config.batch.given > 0,
         inputs=inputs,
         teacher=config.teacher,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -375,17 +397,29 @@ def create_engine(
     )
 
 
-def create_teacher(config: Config, runtime: Runtime, queue_address: str) -> EngineWorker | ServedTeacherWorker | None:
-    """Place the teacher, if the run has one: on the engine pool, laid out like the policy, or behind a server."""
+def create_teacher(
+    config: Config, runtime: Runtime, actor: EngineWorker, queue_address: str
+) -> EngineWorker | ServedTeacherWorker | Teachers | None:
+    """Place the teachers, if the run has any: on the engine pool, laid out like the policy, or behind a server.
+
+    The policy's own engine, where it is its own teacher.
+    """
     teacher = config.teacher
     if teacher is None:
         return None
+    if is_self(teacher):
+        return actor
     if teacher.url is not None:
         return runtime.create_group(
             ServedTeacherWorker, "queue", teacher=teacher, queue_address=queue_address, timeout_s=config.timeout_s
         )
-    path, num_candidates = Path(teacher.path), candidates_of(teacher)
-    return create_engine(config, runtime, path, queue_address, None, is_trained=False, num_candidates=num_candidates)
+    engines = {
+        source: create_engine(
+            config, runtime, path, queue_address, None, is_trained=False, num_candidates=candidates_of(teacher)
+        )
+        for source, path in teacher_folders(teacher).items()
+    }
+    return Teachers(engines, config.engine.world_size) if len(engines) > 1 else engines[""]
 
 
 def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_address: str) -> CriticWorker | None:

@@ -75,7 +75,7 @@ class AdaptiveEntropy:
         return self.coef if self.is_below or self.target == 0 else 0.0
 
     def update(self, entropy: float) -> None:
-        """Take the mean entropy of an optimizer step into account."""
-        if self.target > 0:
+        """Take the mean entropy of an optimizer step into account; 0 is that of one without a token to learn from."""
+        if self.target > 0 and entropy > 0:
             self.is_below = entropy <= self.target
             self.coef = min(max(self.coef + (self.step if self.is_below else -self.step), 0.0), 1.0)

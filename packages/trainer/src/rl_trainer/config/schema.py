@@ -274,6 +274,9 @@ class BatchConfig:
     """Prompts per training step."""
     group_size: Positive = 8
     """Completions per prompt."""
+    given: NonNegative = 0
+    """Completions of each group that are not sampled, but taken from the row: the first texts of its field `given`,
+    such as solutions of a stronger model (arXiv 2504.14945). They are rewarded and compared as the others are."""
     mini_batch_size: Positive = 64
     """Prompts per optimizer step."""
     dynamic_sampling: bool = False
@@ -430,29 +433,47 @@ class CriticSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSection:
-    """Teacher of on-policy distillation: a larger model that scores the policy's own completions."""
+    """Teacher of on-policy distillation: a model that scores the policy's own completions."""
 
-    path: str
-    """A Hugging Face folder, with the same tokenizer; with `url` its tokenizer is all that is read."""
+    path: str | None = None
+    """A Hugging Face folder, with the same tokenizer; with `url` its tokenizer is all that is read. None: the policy
+    itself, as it is before each step's updates, which knows more by `context` (self-distillation)."""
+    by_source: Mapping[str, str] = field(default_factory=dict)
+    """By `data_source` of a row, the folder of its teacher; rows of others have the one at `path`."""
+    context: str | None = None
+    """What the teacher reads below the last message of the prompt, and the policy does not, with {ground_truth},
+    {data_source} and keys of the row's extra_info in it: "A solution: {solution}". For loops that ask the row's prompt
+    as it is."""
     url: str | None = None
     """URL of a server that has the teacher: one of rl-rollout's, or with `model` any OpenAI-compatible one that has
     prompt_logprobs (/v1 included). With divergence=reverse."""
     model: str | None = None
     """Name of the teacher at the server."""
-    divergence: Literal["reverse", "forward", "mixed"] = "reverse"
+    divergence: Literal["reverse", "forward", "mixed", "jsd"] = "reverse"
     """`reverse`: KL(policy, teacher) from the tokens that were sampled; `forward`: KL(teacher, policy) over the
-    teacher's likeliest tokens and the rest of the vocabulary as one; `mixed`: both."""
+    teacher's likeliest tokens and the rest of the vocabulary as one; `mixed`: both; `jsd`: of both to their mixture,
+    over the same tokens (generalized Jensen-Shannon divergence, arXiv 2306.13649)."""
     coef: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the divergence beside the policy loss."""
     forward_weight: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Weight of the forward part; mixed only."""
+    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the teacher in that mixture; jsd only."""
     num_candidates: Positive = 16
-    """Number of the teacher's likeliest tokens that the forward part compares."""
+    """Number of the teacher's likeliest tokens that forward, mixed and jsd compare."""
 
     def __post_init__(self) -> None:
-        for name, kinds in (("forward_weight", ("mixed",)), ("num_candidates", ("forward", "mixed"))):
+        kinds_of = {"forward_weight": ("mixed",), "jsd_beta": ("jsd",), "num_candidates": ("forward", "mixed", "jsd")}
+        for name, kinds in kinds_of.items():
             if self.divergence not in kinds:
                 refuse_unused(self, "teacher", f"teacher.divergence is {' or '.join(kinds)}", name)
+        if self.path is None and (self.context is None or self.url is not None or self.by_source):
+            raise PlanError(
+                "teacher.path is not set, so that the policy is its own teacher: that takes teacher.context, as it has "
+                "nothing to learn from what it says anyway, and neither url nor by_source; set path or context"
+            )
+        if self.by_source and self.url is not None:
+            raise PlanError("teacher.by_source names folders, and teacher.url is one server; leave one of them out")
         if self.url is None and self.model is not None:
             raise PlanError(f"teacher.model={self.model} names a model of a server, and teacher.url is not set; set it")
         if self.url is not None and self.divergence != "reverse":

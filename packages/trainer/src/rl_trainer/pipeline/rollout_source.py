@@ -23,6 +23,7 @@ from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipeline.staleness import Span
 from rl_trainer.plugins import filter_named
 from rl_trainer.workers.agent import Job
+from rl_trainer.workers.columns import GIVEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -234,7 +235,7 @@ class RolloutSource:
             batch=batch,
             claimed=claimed,
             groups=learned,
-            reward=fmean([*outcome.rewards, *(tags["reward"] for tags in batch.tags)]),
+            reward=fmean([*outcome.rewards, *_sampled_rewards(batch)]),
             failures=dict(outcome.failures),
             dropped_groups=outcome.num_dropped,
             stopped_groups=outcome.num_stopped,
@@ -403,11 +404,11 @@ class RolloutSource:
             self._queue.clear(meta)
             return
         rewards = [tags["reward"] for tags in meta.tags]
-        self.order.observe(self._jobs[group].row_index, rewards)
+        self.order.observe(self._jobs[group].row_index, _sampled_rewards(meta))
         has_signal = not self._config.batch.dynamic_sampling or len(set(rewards)) > 1
         if not has_signal or not self._passes_filter(meta):
             self._outcome.num_dropped += 1
-            self._outcome.rewards += rewards
+            self._outcome.rewards += _sampled_rewards(meta)
             self._queue.clear(meta)
             self._give_up(group, replaces=replaces)
         else:
@@ -465,6 +466,11 @@ class RolloutSource:
         job, attempt = self._jobs[group], self._ready[group].tags[0]["attempt"]
         released = self._outstanding[group].released
         return HeldGroup(group_id=group, row_index=job.row_index, place=job.place, released=released, attempt=attempt)
+
+
+def _sampled_rewards(meta: BatchMeta) -> list[float]:
+    """Rewards of the policy's own samples."""
+    return [tags["reward"] for tags in meta.tags if not tags.get(GIVEN)]
 
 
 def hash_seed(text: str) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.errors import PlanError
-from rl_trainer.planning.plan import has_reference, longest_sequence, model_config
+from rl_trainer.planning.plan import has_reference, longest_sequence, model_config, teacher_folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -169,10 +169,10 @@ def memory_facts(config: Config, gib: float | None = None, *, there: float | Non
     phase, most = plan.fullest()
     verdict = "" if there is None else f" of {there:.1f}: it fits" if most <= there else f" of {there:.1f}: too much"
     lines = [*plan.lines(), ("a GPU at its fullest", f"{most:.1f} GiB ({phase}){verdict}")]
-    if config.teacher is not None and config.teacher.url is None:
-        size = stored_parameters(Path(config.teacher.path))
+    for source, path in teacher_folders(config.teacher).items():
+        size = stored_parameters(path)
         each = "unknown" if size is None else f"{4 * size / config.engine.world_size / _GIB:.1f} GiB"
-        lines.append(("the teacher's engine rank", each))
+        lines.append((f"the teacher's engine rank{source and f' ({source})'}", each))
     return lines
 
 

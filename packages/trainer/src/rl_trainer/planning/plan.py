@@ -156,6 +156,7 @@ def actor_config(config: Config, model_path: Path) -> EngineConfig:
         entropy=algorithm.entropy_coef > 0 or algorithm.entropy_target > 0 or algorithm.top_entropy < 1,
         sum_pi_squared="sum_pi_squared" in estimator_named(config.algorithm.advantage).needs,
         router_aux_loss_coef=config.engine.router_aux_loss_coef,
+        num_candidates=candidates_of(config.teacher) if config.teacher is not None and is_self(config.teacher) else 0,
     )
 
 
@@ -169,6 +170,18 @@ def critic_config(config: Config, section: CriticSection, model_path: Path) -> E
     path = Path(section.path) if section.path is not None else model_path
     head = Head.LM if has_process_rewards(config) else Head.VALUE
     return _engine_config(config, path, optimizer=replace(_optimizer(config), lr=section.lr), head=head)
+
+
+def is_self(teacher: TeacherSection) -> bool:
+    """Whether the policy is its own teacher."""
+    return teacher.path is None
+
+
+def teacher_folders(teacher: TeacherSection | None) -> dict[str, Path]:
+    """By `data_source`, "" for all others, the folders of the teachers that the run loads."""
+    if teacher is None or teacher.url is not None or teacher.path is None:
+        return {}
+    return {"": Path(teacher.path)} | {source: Path(path) for source, path in teacher.by_source.items()}
 
 
 def candidates_of(teacher: TeacherSection) -> int:

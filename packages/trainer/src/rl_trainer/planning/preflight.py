@@ -39,6 +39,7 @@ from rl_trainer.planning.plan import (
     model_config,
     sends_adapter,
     server_config,
+    teacher_folders,
 )
 from rl_trainer.planning.rehearsal import check_signature
 from rl_trainer.rewards import check_packages, resolve_reward
@@ -237,6 +238,8 @@ def check_teacher(teacher: TeacherSection, model_path: str | None) -> None:
     """
     from rl_trainer.workers.columns import takes_images
 
+    if model_path is None and teacher.path is None:  # the small model that is made
+        return
     if model_path is None:
         raise ConfigError(
             "teacher.path needs model.path: a policy that learns a teacher's words has the same tokenizer"
@@ -245,14 +248,22 @@ def check_teacher(teacher: TeacherSection, model_path: str | None) -> None:
         raise InputError(
             f"the policy in {model_path} takes images, which a teacher at teacher.url is not shown; leave url out"
         )
-    if teacher.url is None and not (Path(teacher.path) / "config.json").is_file():
-        raise InputError(f"teacher.path={teacher.path} has no config.json, so it is not a Hugging Face model folder")
-    policy, other = (_vocabulary(Path(path)) for path in (model_path, teacher.path))
-    if policy != other:
+    if teacher.context is not None and takes_images(Path(model_path)):
         raise InputError(
-            f"the tokenizers in {model_path} and teacher.path={teacher.path} differ ({len(policy)} and {len(other)} "
-            "tokens); a policy learns from a teacher with the same one"
+            f"the policy in {model_path} takes images, which teacher.context has no place for; leave it out"
         )
+    if teacher.path is None:
+        return
+    paths = {"path": teacher.path, **{f"by_source.{source}": path for source, path in teacher.by_source.items()}}
+    for key, path in paths.items():
+        if teacher.url is None and not (Path(path) / "config.json").is_file():
+            raise InputError(f"teacher.{key}={path} has no config.json, so it is not a Hugging Face model folder")
+        policy, other = _vocabulary(Path(model_path)), _vocabulary(Path(path))
+        if policy != other:
+            raise InputError(
+                f"the tokenizers in {model_path} and teacher.{key}={path} differ ({len(policy)} and {len(other)} "
+                "tokens); a policy learns from a teacher with the same one"
+            )
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:
@@ -445,8 +456,10 @@ def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[st
     """
     teacher, critic = config.teacher, config.critic
     engines = {"the policy": actor_config(config, model_path)}
-    if teacher is not None and teacher.url is None:
-        engines["the teacher"] = frozen_config(config, Path(teacher.path), candidates_of(teacher))
+    for source, path in teacher_folders(teacher).items():
+        assert teacher is not None, "it has folders"
+        name = "the teacher" + (source and f" of {source}")
+        engines[name] = frozen_config(config, path, candidates_of(teacher))
     if critic is not None:
         engines["the critic"] = critic_config(config, critic, model_path)
     found: dict[str, dict[str, str]] = {}

@@ -55,6 +55,7 @@ def make_plan(config: Config) -> BatchPlan:
     check_loss(config.algorithm)
     for name in config.algorithm.stages:
         plugins.stage_named(name)
+    _check_given(config)
     _check_teacher(config)
     _check_kl(config)
     _check_correction(config.algorithm)
@@ -138,6 +139,39 @@ def _lacking(config: Config, need: Need) -> str | None:
     }[need]
 
 
+def _check_given(config: Config) -> None:
+    """What goes with completions that the rows give, whose policy is not the run's."""
+    algorithm, given = config.algorithm, config.batch.given
+    loss, estimator = loss_named(algorithm.loss), estimator_named(algorithm.advantage)
+    if not given:
+        if "is_given" in loss.reads:
+            raise PlanError(
+                f"algorithm.loss={algorithm.loss} mixes completions that rows give with sampled ones: set batch.given"
+            )
+        return
+    if given >= config.batch.group_size:
+        raise PlanError(
+            f"batch.given={given} leaves none of batch.group_size={config.batch.group_size} completions to be sampled; "
+            "lower it"
+        )
+    if algorithm.old_logprobs == "rollout" and "is_given" not in loss.reads:
+        raise PlanError(
+            f"batch.given={given} has completions that no server has sampled, which algorithm.old_logprobs=rollout "
+            "takes for sure ones; set old_logprobs=recompute, or loss=luffy"
+        )
+    in_the_way = {
+        f"algorithm.loss={algorithm.loss}, whose ratio is that to the sampler": loss.is_to_sampler,
+        f"algorithm.advantage={algorithm.advantage}, which looks at the ratio to the sampler": (
+            "ratio" in estimator.needs or (estimator.uses_weights and algorithm.correction != "none")
+        ),
+        "algorithm.rejection_counts=after, which compares with the sampler": algorithm.rejection_counts == "after",
+        "engine.router_replay, which takes the experts that a server chose": config.engine.router_replay,
+    }
+    for what, is_so in in_the_way.items():
+        if is_so:
+            raise PlanError(f"batch.given={given} does not go with {what}")
+
+
 def _check_teacher(config: Config) -> None:
     """Check what goes with a teacher, and keys that distillation alone leaves without effect."""
     algorithm, teacher = config.algorithm, config.teacher
@@ -145,6 +179,11 @@ def _check_teacher(config: Config) -> None:
         if algorithm.loss == ALONE:
             raise PlanError(f"algorithm.loss={ALONE} learns from a teacher alone: set teacher.path")
         return
+    if teacher.path is None and config.engine.router_replay:
+        raise PlanError(
+            "engine.router_replay has the experts of the tokens that the server read, and a policy that is its own "
+            "teacher reads teacher.context too; leave one of them out"
+        )
     if teacher.url is not None and config.rollout.temperature != 1:
         raise PlanError(
             f"the server at teacher.url tells log-probs at temperature 1, and rollout.temperature="

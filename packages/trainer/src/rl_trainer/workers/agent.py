@@ -19,14 +19,14 @@ import rl_agent
 import rl_rollout
 import rl_tq
 from rl_agent.errors import RowError
-from rl_agent.types import Failure, FailureKind
+from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RolloutResult
 from rl_rollout.errors import ServerLostError
-from rl_trainer.errors import DataError
+from rl_trainer.errors import DataError, TrainerError
 from rl_trainer.plugins import loop_named
 from rl_trainer.rewards import Scorer
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.tracing import trace_requests
-from rl_trainer.workers.columns import ROLLOUT, ImageReader, takes_images, to_columns
+from rl_trainer.workers.columns import GIVEN, ROLLOUT, TEACHER_PROMPT, ImageReader, takes_images, to_columns
 from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from rl_agent.base import Generator
-    from rl_agent.types import AgentLoopOutput, Message, RolloutResult, Tokenizer
+    from rl_agent.types import Message, Tokenizer
     from rl_rollout.base import RolloutServer
     from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
-    from rl_trainer.config import AgentSection, RewardSection
+    from rl_trainer.config import AgentSection, RewardSection, TeacherSection
     from rl_trainer.data import Row
     from rl_trainer.runtime.base import WorkerContext
     from rl_trainer.workers.columns import Group, Sample
@@ -144,6 +144,8 @@ class AgentWorker:
         max_new_tokens: int,
         asks_experts: bool,
         has_baseline: bool,
+        num_given: int = 0,
+        teacher: TeacherSection | None = None,
         model_path: str,
         servers: Sequence[ServerAddress],
         queue_address: str,
@@ -151,13 +153,14 @@ class AgentWorker:
     ) -> None:
         self._timeout_s = timeout_s
         self._reward, self._max_new_tokens, self._has_baseline = reward, max_new_tokens, has_baseline
-        self._asks_experts = asks_experts
+        self._asks_experts, self._num_given, self._teacher = asks_experts, num_given, teacher
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._loop = LoopThread("agent")
         self._streams: list[Future[None]] = []
         self._running: set[asyncio.Task[Any]] = set()
         self._failures = _Failures()
         self._attempts: dict[int, int] = {}
+        self._sources: dict[int, str] = {}
         self._scorer = Scorer(reward, num_sharing=context.world_size)
         self._tokenizer = cast("Tokenizer", PromptMemory(rl_agent.load_tokenizer(model_path)))
         self._reader = ImageReader(Path(model_path)) if takes_images(Path(model_path)) else None
@@ -188,11 +191,39 @@ class AgentWorker:
             ids, images = rl_agent.tokenize_prompt(self._tokenizer, row)
         except RowError as error:
             raise DataError(f"a prompt of {row['data_source']!r} cannot be asked: {error}") from error
+        for text in row.get("given", ())[: self._num_given]:
+            if (length := len(given_tokens(self._tokenizer, text))) > self._max_new_tokens:
+                raise DataError(
+                    f"a completion that a row of {row['data_source']!r} gives has {length} tokens, more than "
+                    f"rollout.max_new_tokens={self._max_new_tokens}; take it out, or raise that"
+                )
+        if self._teacher is not None and self._teacher.context is not None:
+            return len(self._teacher_prompt(row, self._teacher.context))  # the longer one
         if not images:
             return len(ids)
         if self._reader is None:
             raise DataError(f"a prompt of {row['data_source']!r} has images, and the model takes none; take it out")
         return len(ids) + self._reader.num_added(images)
+
+    def _teacher_prompt(self, row: Row, context: str) -> tuple[int, ...]:
+        return rl_agent.tokenize_prompt(self._tokenizer, with_context(row, context))[0]
+
+    def _with_teacher_prompt(self, sample: Sample, row: Row) -> Sample:
+        """With what the teacher reads in the place of the prompt, where it is told more.
+
+        Raises:
+            TrainerError: the loop has asked something else than the row's prompt.
+        """
+        output, score = sample
+        if self._teacher is None or self._teacher.context is None:
+            return sample
+        if output.prompt_token_ids != rl_agent.tokenize_prompt(self._tokenizer, row)[0]:
+            raise TrainerError(
+                "teacher.context is written below the prompt of a row, and the agent loop has asked something else; "
+                "use a loop that asks the prompt as it is, or leave context out"
+            )
+        fields = {**output.extra_fields, TEACHER_PROMPT: self._teacher_prompt(row, self._teacher.context)}
+        return replace(output, extra_fields=fields), score
 
     def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> list[None]:
         """Roll every job out `group_size` times, in the background, beside what is running already.
@@ -238,28 +269,63 @@ class AgentWorker:
         self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
     ) -> None:
         self._attempts.update({job.group_id: job.attempt for job in jobs})
+        self._sources.update({job.group_id: job.row["data_source"] for job in jobs})
         rows, positions = [job.row for job in jobs], [job.place for job in jobs]
         baselines = asyncio.create_task(self._baselines(jobs, sampling_params)) if self._has_baseline else None
         writer = _GroupWriter(lambda groups: self._put(groups, partition))
+        grade, num_sampled = self._grading(rows), group_size - self._num_given
         finished = self._runner.run_groups(
-            rows, sampling_params, group_size=group_size, positions=positions, grade=self._grading(rows)
+            rows, sampling_params, group_size=num_sampled, positions=positions, grade=grade
         )
         try:
             async with aclosing(finished) as groups:
                 async for group in groups:
                     group_id = jobs[group.row_index].group_id
+                    row = rows[group.row_index]
+                    given = (
+                        [await grade(r) for r in self._given(group.row_index, group.rollouts, row)]
+                        if not group.failures
+                        else []
+                    )
+                    failures = [*group.failures, *(r.outputs for r in given if isinstance(r.outputs, Failure))]
                     greedy = None if baselines is None else (await baselines)[group_id]
                     if isinstance(greedy, Failure):
-                        self._failures.add(group_id, [*group.failures, greedy])
-                    elif group.failures:
-                        self._failures.add(group_id, group.failures)
+                        self._failures.add(group_id, [*failures, greedy])
+                    elif failures:
+                        self._failures.add(group_id, failures)
                     else:
-                        samples = [sample for rollout in group.rollouts for sample in scored(rollout)]
+                        rollouts = [*group.rollouts, *(r.outputs for r in given if not isinstance(r.outputs, Failure))]
+                        made = [sample for rollout in rollouts for sample in scored(rollout)]
+                        samples = [self._with_teacher_prompt(sample, row) for sample in made]
                         writer.add((group_id, samples, greedy))
         finally:  # also when it is stopped: what is complete is written
             if baselines is not None:
                 baselines.cancel()
             await writer.finish()
+
+    def _given(self, row_index: int, rollouts: Sequence[Sequence[AgentLoopOutput]], row: Row) -> list[RolloutResult]:
+        """The completions of a group that are taken from its row; they are as new as the sampled ones."""
+        found: list[RolloutResult] = []
+        prompt, images = rl_agent.tokenize_prompt(self._tokenizer, row) if self._num_given else ((), ())
+        for index in range(self._num_given):
+            ids = given_tokens(self._tokenizer, row["given"][index])
+            newest = max(max(output.weight_versions) for rollout in rollouts for output in rollout)
+            output = AgentLoopOutput(
+                prompt_token_ids=prompt,
+                completion_token_ids=ids,
+                loss_mask=(1,) * len(ids),
+                rollout_logprobs=(0.0,) * len(ids),
+                weight_versions=(newest,) * len(ids),
+                finish_reason="stop",
+                text=row["given"][index],
+                images=images,
+                extra_fields={GIVEN: True},
+            )
+            at = len(rollouts) + index
+            found.append(
+                RolloutResult(row_index=row_index, rollout_index=at, outputs=(output,), num_attempts=0, wall_s=0.0)
+            )
+        return found
 
     def _grading(self, rows: Sequence[Row]) -> Callable[[RolloutResult], Awaitable[RolloutResult]]:
         buffer, longest = self._reward.overlong_buffer, self._max_new_tokens
@@ -278,6 +344,8 @@ class AgentWorker:
         columns, tags = to_columns(groups, has_experts=self._asks_experts, reader=self._reader)
         for tag in tags:
             tag |= {"attempt": self._attempts[tag["group_id"]], "is_copy": False}
+            if self._teacher is not None and self._teacher.by_source:
+                tag["data_source"] = self._sources[tag["group_id"]]
         for _, rows in groupby(tags, itemgetter("group_id")):
             next(rows)["columns"] = [*columns]
         self._queue.put(columns, partition=partition, tags=tags)
@@ -324,6 +392,34 @@ def create_runner(config: AgentSection, server: Generator, tokenizer: Tokenizer)
         timeout_s=config.timeout_s,
         max_attempts=_MAX_ATTEMPTS,
     )
+
+
+def given_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Token ids of a completion that a row gives, with the token that ends a turn."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    end: int | None = getattr(tokenizer, "eos_token_id", None)
+    return (*ids, *([] if end is None else [end]))
+
+
+def with_context(row: Row, context: str) -> Row:
+    """The row with `teacher.context` below the last message of its prompt.
+
+    Raises:
+        DataError: the context names what the row has not got, or the message is not of text.
+    """
+    *before, last = row["prompt"]
+    values = {**(row.get("extra_info") or {}), "data_source": row["data_source"]}
+    values |= {"ground_truth": row["reward_model"].get("ground_truth")}
+    try:
+        told = context.format_map(values)
+    except (KeyError, ValueError, IndexError) as error:
+        raise DataError(
+            f"teacher.context={context!r} cannot be filled for a row of {row['data_source']!r}, which has "
+            f"{', '.join(sorted(values))}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(last["content"], str):
+        raise DataError(f"teacher.context goes below a message of text, and one of {row['data_source']!r} has parts")
+    return {**row, "prompt": [*before, {**last, "content": f"{last['content']}\n\n{told}"}]}
 
 
 def overlong_penalty(num_tokens: int, longest: int, buffer: int) -> float:

@@ -30,6 +30,10 @@ Group = tuple[int, list[Sample], float | None]
 """A group's id, its samples in the order of its rollouts, and the reward of its greedy completion, if wanted."""
 ROLLOUT = "rollout_index"
 """Index of the rollout in its group: an extra field of the trajectory, and a column."""
+TEACHER_PROMPT = "teacher_prompt_token_ids"
+"""Ragged int64: the prompt with `teacher.context`, as the teacher reads it; an extra field, and a column."""
+GIVEN = "is_given"
+"""Whether a trajectory was taken from its row (`batch.given`): an extra field, a column, and a tag."""
 TRUNCATED = ("length", "timeout")
 """Finish reasons of a completion that was cut off."""
 EXPERTS = ("routed_experts",)
@@ -65,6 +69,7 @@ def to_columns(
             ", of a model like Qwen2.5-VL or Qwen3-VL); they would be left out in silence"
         )
     versions = [[v for v in o.weight_versions if v >= 0] for o in outputs]
+    given = [bool(o.extra_fields.get(GIVEN)) for o in outputs]
     completion = _jagged([o.completion_token_ids for o in outputs], torch.int64)
     columns = {
         "prompt_token_ids": _jagged([o.prompt_token_ids for o in outputs], torch.int64),
@@ -80,7 +85,13 @@ def to_columns(
         ROLLOUT: torch.tensor([o.extra_fields[ROLLOUT] for o in outputs]),
         "num_turns": torch.tensor([o.num_turns for o in outputs]),
         **({"greedy_rewards": torch.tensor(greedy)} if greedy else {}),
+        **({GIVEN: torch.tensor(given)} if any(given) else {}),
         **(_experts(outputs) if has_experts else {}),
+        **(
+            {TEACHER_PROMPT: _jagged([o.extra_fields[TEACHER_PROMPT] for o in outputs], torch.int64)}
+            if TEACHER_PROMPT in outputs[0].extra_fields
+            else {}
+        ),
         **_components(scores),
         **images,
     }
@@ -93,6 +104,7 @@ def to_columns(
             "weight_version_min": min(v),
             "weight_version_max": max(v),
             "finish_reason": str(o.finish_reason),
+            **({GIVEN: True} if o.extra_fields.get(GIVEN) else {}),
         }
         for group_id, o, score, v in zip(group_ids, outputs, scores, versions, strict=True)
     ]

@@ -38,7 +38,7 @@ from rl_trainer.errors import InputError, TrainerError
 from rl_trainer.plugins import stage_named
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.runtime.tracing import span
-from rl_trainer.workers.columns import TRUNCATED
+from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TRUNCATED
 from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
     from rl_trainer.config import AlgorithmConfig, TeacherSection
 
-_TOKENS = ("prompt_token_ids", "completion_token_ids", "loss_mask")
+_PROMPT = "prompt_token_ids"
+_TOKENS = (_PROMPT, "completion_token_ids", "loss_mask")
 _READ: tuple[Need, ...] = ("values", "greedy_rewards", "sum_pi_squared", "process_rewards", "components")
 """Needs of estimators that are columns of the queue."""
 _OLD_ENTROPY = "old_entropy"
@@ -118,9 +119,11 @@ class _EngineRank:
         self._engine = rl_engine.create_engine(backend, config)
         self._engine.initialize()
 
-    def _forward(self, batch: BatchMeta, columns: Mapping[str, str]) -> BatchMeta:
-        """Run a forward pass and write its outputs; `columns` has the column by output."""
-        data = self._queue.get(batch, self._inputs)
+    def _forward(self, batch: BatchMeta, columns: Mapping[str, str], *, prompt: str = _PROMPT) -> BatchMeta:
+        """Run a forward pass and write its outputs; `columns` has the column by output, `prompt` is that of the prompt."""
+        data = self._queue.get(batch, [prompt if name == _PROMPT else name for name in self._inputs])
+        if prompt != _PROMPT:
+            data.rename_key_(prompt, _PROMPT)
         with self._engine.eval_mode(), span("forward"):
             outputs = self._engine.forward_backward_batch(data, None, forward_only=True)
         return self._put(batch, {column: outputs.columns[output] for output, column in columns.items()})
@@ -261,6 +264,7 @@ class EngineWorker(_EngineRank):
         config: EngineConfig,
         algorithm: AlgorithmConfig,
         has_old_pass: bool = True,
+        has_given: bool = False,
         teacher: TeacherSection | None = None,
         max_new_tokens: int = 1,
         queue_address: str,
@@ -277,7 +281,7 @@ class EngineWorker(_EngineRank):
             queue_address=queue_address,
             timeout_s=timeout_s,
         )
-        self._algorithm = algorithm
+        self._algorithm, self._has_given = algorithm, has_given
         has_old = has_old_pass or algorithm.old_logprobs == "rollout"
         self._has_adapter = config.lora is not None
         self._teacher = teacher
@@ -315,7 +319,8 @@ class EngineWorker(_EngineRank):
     def compute_teacher_log_prob(self, batch: BatchMeta) -> BatchMeta:
         """Write the teacher's columns that the distillation loss reads; this engine holds the teacher."""
         assert self._teacher is not None, "it is asked of the teacher alone"
-        return self._forward(batch, teacher_columns(self._teacher))
+        prompt = _PROMPT if self._teacher.context is None else TEACHER_PROMPT
+        return self._forward(batch, teacher_columns(self._teacher), prompt=prompt)
 
     @register(Dispatch.SPLIT)
     def compute_stage(self, batch: BatchMeta, name: str) -> BatchMeta:
@@ -436,6 +441,7 @@ class EngineWorker(_EngineRank):
         columns += loss.reads
         columns += teacher_columns(self._teacher).values() if self._teacher is not None else []
         columns += ["is_high_entropy"] if config.top_entropy < 1 else []
+        columns += [GIVEN] if self._has_given else []
         data = self._learnable(batch, columns)
         if config.old_logprobs == "rollout":
             data.rename_key_("rollout_logprobs", "old_logprobs")
@@ -557,7 +563,7 @@ class EngineWorker(_EngineRank):
 
 def _column(name: str, values: Tensor) -> Tensor:
     """As an estimator is given it: (T,) where it is aligned with the completions."""
-    return values.values() if values.is_nested and name != "prompt_token_ids" else values
+    return values.values() if values.is_nested and name != _PROMPT else values
 
 
 def _whole(batch: BatchMeta, offsets: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import rl_tq
 from rl_rollout.types import GenerateRequest, SamplingParams, ServerConfig
 from rl_trainer.errors import ConfigError, TrainerError
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
+from rl_trainer.workers.columns import TEACHER_PROMPT
 from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class ServedTeacherWorker:
         del context
         assert teacher.url is not None, "the caller has checked it"
         self._url, self._timeout_s = teacher.url, timeout_s
+        self._prompt = "prompt_token_ids" if teacher.context is None else TEACHER_PROMPT
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._loop = LoopThread("teacher")
         self._server = self._loop.run(self._connect(teacher), timeout_s)
@@ -67,7 +69,7 @@ class ServedTeacherWorker:
     @register(Dispatch.RANK_ZERO)
     def compute_teacher_log_prob(self, batch: BatchMeta) -> BatchMeta:
         """Write `teacher_logprobs`, float32 of every completion token."""
-        names = ("prompt_token_ids", "completion_token_ids", "loss_mask")
+        names = (self._prompt, "completion_token_ids", "loss_mask")
         data = self._queue.get(batch, names)
         rows = [
             tuple(part.tolist() for part in row) for row in zip(*(data[name].unbind() for name in names), strict=True)
