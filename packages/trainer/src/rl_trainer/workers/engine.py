@@ -120,7 +120,7 @@ class _EngineRank:
         self._engine.initialize()
 
     def _forward(self, batch: BatchMeta, columns: Mapping[str, str], *, prompt: str = _PROMPT) -> BatchMeta:
-        """Run a forward pass and write its outputs; `columns` has the column by output, `prompt` is that of the prompt."""
+        """Run a forward pass and write its outputs; `columns` has the column by output, `prompt` that of prompts."""
         data = self._queue.get(batch, [prompt if name == _PROMPT else name for name in self._inputs])
         if prompt != _PROMPT:
             data.rename_key_(prompt, _PROMPT)
