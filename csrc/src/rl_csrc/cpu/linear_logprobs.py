@@ -31,6 +31,10 @@ INVARIANT_ROWS = 64
 """Rows of every matrix product where the bits may not depend on the batch."""
 
 
+INVARIANT_BATCH = 1024
+"""Tokens for which runs of the vocabulary are cut in a backward pass whose bits may not depend on their number."""
+
+
 def _has_tiles(hidden: Tensor) -> bool:
     width = hidden.shape[1]
     return hidden.dtype == torch.bfloat16 and width > 0 and width % 32 == 0 and bool(native.has_tiles())
@@ -55,18 +59,24 @@ def _rows_of(x: float | Tensor, rows: slice) -> float | Tensor:
     return x[rows] if isinstance(x, Tensor) else x
 
 
+def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, pad: bool) -> None:
+    """`rows @ matrix + bias` into `out`; with `pad` in products of INVARIANT_ROWS rows each, the last one padded."""
+    if not pad:
+        torch.mm(rows, matrix, out=out) if bias is None else torch.addmm(bias, rows, matrix, out=out)
+        return
+    for block in _row_chunks(rows.shape[0], None, True):
+        part = rows[block]
+        part = torch.nn.functional.pad(part, (0, 0, 0, INVARIANT_ROWS - part.shape[0]))
+        made = part @ matrix if bias is None else torch.addmm(bias, part, matrix)
+        out[block] = made[: block.stop - block.start]
+
+
 def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, pad: bool) -> Tensor:
-    """Float32 logits of one run of vocabulary rows; with `pad` always from a product of INVARIANT_ROWS rows."""
-    num = hidden.shape[0]
-    if pad and num < INVARIANT_ROWS:
-        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, INVARIANT_ROWS - num))
+    """Float32 logits of one run of vocabulary rows; with `pad` always from products of INVARIANT_ROWS rows."""
     part = weight[columns].float().T
     logits = in_huge_pages(new_floats(hidden.shape[0], part.shape[1]))
-    if bias is None:
-        torch.mm(hidden, part, out=logits)
-    else:
-        torch.addmm(bias[columns], hidden, part, out=logits)
-    return logits[:num]
+    _product(hidden, part, None if bias is None else bias[columns], logits, pad)
+    return logits
 
 
 def linear_logprobs_forward(
@@ -102,7 +112,7 @@ def linear_logprobs_forward(
             logprob_stats(
                 _chunk_logits(part, weight, bias, columns, batch_invariant), labels[rows], *options, columns.start
             )
-            for columns in _vocab_chunks(weight.shape[0], part.shape[0], 4)
+            for columns in _vocab_chunks(weight.shape[0], INVARIANT_ROWS if batch_invariant else part.shape[0], 4)
         ]
         found = stats_merge(torch.stack(stats))
         scored[rows], lse[rows] = found[0], found[3]
@@ -133,6 +143,8 @@ def linear_logprobs_backward(
     """Gradients of hidden, weight and bias, the logits computed again a run of the vocabulary at a time.
 
     A run's gradient meets all tokens in one product, so that of the weight is summed in float32 without an accumulator.
+    With `batch_invariant` the gradient of hidden comes from products of as many rows each, whatever the batch; that of
+    the weight is a sum over the batch.
     """
     hidden, weight, wide_bias = with_adjacent_columns(hidden), with_adjacent_columns(weight), _float_bias(bias)
     tiles = _has_tiles(hidden)
@@ -143,7 +155,8 @@ def linear_logprobs_backward(
     d_hidden = torch.zeros(hidden.shape, dtype=torch.float32) if need[0] else None
     d_weight = in_huge_pages(torch.empty(weight.shape, dtype=weight.dtype)) if need[1] else None
     d_bias = torch.empty(num_vocab, dtype=weight.dtype) if need[2] else None
-    for columns in _vocab_chunks(num_vocab, num, 2 if tiles else 4):
+    num_chunked = INVARIANT_BATCH if batch_invariant else num
+    for columns in _vocab_chunks(num_vocab, num_chunked, 2 if tiles else 4):
         options = (logprobs, lse, entropy, grad_logprobs, grad_entropy)
         if tiles:
             grad = torch.empty(columns.stop - columns.start, (num + 31) // 32 * 32, dtype=torch.bfloat16)
@@ -153,14 +166,19 @@ def linear_logprobs_backward(
             native.linear_gradient(hidden, weight, wide_bias, *scoring, *options, columns.start, grad, threads)
             grad = grad[:, :num]
         else:
-            logits = _chunk_logits(operand, weight, wide_bias, columns, False)
+            logits = _chunk_logits(operand, weight, wide_bias, columns, batch_invariant)
             scoring = (temperature, softcap, ignore_index, None, columns.start)
             given = (logprobs, lse, grad_logprobs, entropy, grad_entropy)
             logprobs_backward(logits, labels, *given, *scoring, logits)
             grad = logits.T
         if d_hidden is not None:
             part = weight[columns] if tiles else weight[columns].float()
-            d_hidden.add_(grad.T @ part) if tiles else d_hidden.addmm_(grad.T, part)
+            if batch_invariant:
+                made = torch.empty(hidden.shape, dtype=part.dtype)
+                _product(grad.T, part, None, made, True)
+                d_hidden.add_(made)
+            else:
+                d_hidden.add_(grad.T @ part) if tiles else d_hidden.addmm_(grad.T, part)
         if d_weight is not None:
             if d_weight.dtype == operand.dtype:
                 torch.mm(grad, operand, out=d_weight[columns])
