@@ -32,7 +32,7 @@ class MappedMemory:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.device = device
         if _is_cuda(device):
-            torch.cuda.synchronize(device)  # the driver wants a context
+            torch.cuda.synchronize(device)  # as in `take`
         self._index = torch.empty(0, device=device).device.index if _is_cuda(device) else 0
         page = native.map_granularity(self._index)
         self.num_bytes = -(-max(num_bytes, 1) // page) * page
@@ -65,6 +65,8 @@ class MappedMemory:
         """
         if self._handle is not None:
             return
+        if _is_cuda(self.device):
+            torch.cuda.synchronize(self.device)  # this thread may have no context yet, and the driver wants one
         self._handle = native.map_take(self._index, self._address, self.num_bytes)
         if self._handle is None:
             free = f"{torch.cuda.mem_get_info(self.device)[0] / 2**30:.2f} GiB" if _is_cuda(self.device) else "less"

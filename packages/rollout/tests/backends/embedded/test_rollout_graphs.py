@@ -71,7 +71,7 @@ def replaying(folder, **config):
 
 
 def test_sizes_are_powers_of_two_and_without_a_kernel_those_of_columns_lie_closer():
-    assert [round_up(n) for n in (1, 2, 3, 4, 5, 64, 65, 256)] == [1, 2, 4, 4, 8, 64, 128, 256]
+    assert [round_up(n) for n in (1, 2, 3, 4, 5, 64, 65, 256, 512)] == [1, 2, 4, 4, 8, 64, 128, 256, 512]
     assert [round_up_columns(n, has_kernel=True) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
     columns = [round_up_columns(n, has_kernel=False) for n in range(1, 70)]
     assert sorted(set(columns)) == [1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80]
