@@ -54,7 +54,7 @@ class TurnTemplate:
         self._special_ids = frozenset(specials.values())
         tail = self._encode(self._tail([_USER]))
         self.turn_end_id: int | None = next((i for i in tail if i in self._special_ids), None)
-        """Special token that closes an assistant's turn; None where the template writes none."""
+        """Id of the special token that closes an assistant's turn; None where the template writes none."""
         self._check()
         if tools:
             name = str(tools[0]["function"]["name"])

@@ -40,7 +40,7 @@ class FakeTokenizer:
     all_special_ids = (0, 1, 2)
     """Ids of the special tokens."""
     image = "\ue000"
-    """Id of the image placeholder."""
+    """Image placeholder."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`: of its characters, and of the special tokens that it spells out."""

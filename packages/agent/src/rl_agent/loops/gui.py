@@ -131,7 +131,7 @@ def _text_of(row: Mapping[str, Any], name: str) -> str | None:
 
 
 def _with_page(messages: list[Message], shown: ToolResult, escape: Callable[[str], str]) -> list[Message]:
-    """The prompt with what the page shows at its end."""
+    """Messages of the prompt, with what the page shows appended."""
     page: list[Any] = [{"type": "image", "image": data_url(image)} for image in shown.images]
     text = escape(shown.text)
     last = messages[-1]

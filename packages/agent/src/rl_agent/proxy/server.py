@@ -267,7 +267,7 @@ class RecordingProxy:
     # ---- the model
 
     def _prepare(self, session: str, call: Call) -> _Prepared:
-        """Prompt token ids: those of the exchange that the call continues, with the new messages appended."""
+        """Prepare a call: its prompt is that of the exchange that it continues, with the new messages appended."""
         tools = json.dumps(call.tools, sort_keys=True)
         if tools not in self._templates:
             self._templates[tools] = TurnTemplate(self._tokenizer, json.loads(tools), self._template_kwargs)

@@ -154,7 +154,7 @@ class ToolAnswer:
     """Answer to a call."""
 
     text: str
-    """For the model."""
+    """Text for the model."""
     outcome: Outcome
     """Outcome of the call."""
     images: tuple[str, ...] = ()

@@ -1,9 +1,9 @@
 """OpenAI backend: any OpenAI-compatible URL, for evaluation, judges and distillation teachers. Not for training.
 
-`ServerConfig.model_path` is the name of the model at the URL. Token ids go in and out where the server gives
-`return_token_ids` (vLLM does, and every server of this package); what it can do is found out by `start`. Log-probs are
-those that the server tells, and NaN where temperature, top-k or top-p make it unknown of which distribution they
-are; weight versions are -1: nobody knows them. Text goes through `chat` and `complete`.
+`ServerConfig.model_path` is the name of the model at the URL. Token ids go in and out where the server supports
+`return_token_ids` (vLLM does, and every server of this package); `start` finds out its capabilities. Log-probs are the
+server's, and NaN where temperature, top-k or top-p leave their distribution unknown; weight versions are -1, as they
+are unknown too. Text goes through `chat` and `complete`.
 """
 
 from __future__ import annotations

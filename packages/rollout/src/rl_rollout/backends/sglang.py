@@ -1,9 +1,9 @@
 """SGLang backend: a subprocess in an environment of its own, over HTTP. Written for SGLang 0.5.23.
 
-Token ids go in and come out of `/generate`. Log-probs are those of the distribution that was sampled from: SGLang's are
-of logits / temperature, and where top-k cuts something off, its "behaviour log-probs" are asked for instead.
-Which weights a token was sampled from is told by SGLang's spans. Weights come through rl-ckpt's loader, which must be
-installed beside SGLang. Images go to it as they are, with one placeholder for each.
+Token ids go in and come out of `/generate`. Log-probs are of the distribution that was sampled from: SGLang's are of
+logits / temperature, and where top-k excludes tokens, its "behaviour log-probs" are requested instead. Weight versions
+come from SGLang's spans. Weights arrive through rl-ckpt's loader, which must be installed beside SGLang. Images are
+sent unchanged, with one placeholder each.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def create_server(config: ServerConfig) -> RolloutServer:
 class SglangServer(ExternalServer):
     """Rollout server over `sglang.launch_server`.
 
-    While it is paused, what was in flight is taken out of the batch (`retract`), and its keys and values are computed
-    anew afterwards: so an update leaves none of the old ones.
+    A pause takes requests in flight out of the batch (`retract`), and their KV cache is recomputed afterwards, so that
+    no keys and values of old weights survive an update.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -180,8 +180,8 @@ class SglangServer(ExternalServer):
             )
         if params.temperature > 0 and params.top_p < 1:
             raise UnsupportedError(
-                f"request {request.request_id!r}: top_p={params.top_p}: SGLang tells no behaviour log-probs of a "
-                "nucleus alone, and beside top_k takes that of what there is before top-k; leave top_p at 1"
+                f"request {request.request_id!r}: top_p={params.top_p}: SGLang has no behaviour log-probs for "
+                "top_p alone, and beside top_k applies it before top_k; leave top_p at 1"
             )
         needed = len(request.prompt_token_ids) + self.max_new_tokens(request)
         if needed > self._cache_room:  # SGLang would generate fewer tokens, and call it their length

@@ -1,9 +1,9 @@
 """TensorRT-LLM backend: `trtllm-serve` as a subprocess. Never run: written from its sources.
 
-Token ids go in and come out of `/v1/completions` (`detokenize: false`), streamed, so that an aborted request has what
-came until then. Its log-probs are of the raw logits: a request whose temperature, top-k or top-p would make them
-those of another distribution is refused. It tells no weight versions and cannot pause; weights are taken as CUDA
-handles, for which rl-ckpt has no adapter: it serves the version on disk. `sleep(1)` and `wake` are
+Token ids go in and come out of `/v1/completions` (`detokenize: false`), streamed, so that an aborted request has its
+tokens so far. Log-probs are of the raw logits: a request whose temperature, top-k or top-p samples from another
+distribution is refused. The server has no weight versions and cannot pause; it takes weights as CUDA handles only,
+for which rl-ckpt has no adapter, so it serves the version on disk. `sleep(1)` and `wake` are
 `/release_memory` and `/resume_memory`, which only its asynchronous engine answers.
 """
 

@@ -1,10 +1,10 @@
 """vLLM backend: a subprocess in an environment of its own, over HTTP. Run against vLLM 0.32.
 
 Token ids go in and come out of `/inference/v1/generate`; `/pause`, `/resume`, `/abort_requests` and the weight-transfer
-endpoints are those of vLLM's development mode, on a UNIX socket in a folder of this user alone. Log-probs are those
-of the distribution that was sampled from (`--logprobs-mode processed_logprobs`); which weights a token was sampled
-from is told by vLLM's own spans. Weights come through rl-ckpt's plug-in, which must be installed beside vLLM. Images
-are prepared here, and given to vLLM with their places in the prompt.
+endpoints are those of vLLM's development mode, on a UNIX socket in a folder of this user alone. Log-probs are of the
+distribution that was sampled from (`--logprobs-mode processed_logprobs`); weight versions come from vLLM's own spans.
+Weights arrive through rl-ckpt's plug-in, which must be installed beside vLLM. Images are prepared here, and sent with
+the positions of their placeholders.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def create_server(config: ServerConfig) -> RolloutServer:
 class VllmServer(ExternalServer):
     """Rollout server over `vllm serve`.
 
-    KV caches are computed anew after an update (`/reset_prefix_cache`), those of requests in flight included. A
-    request's seed fixes its tokens while it stays on one server; it starts over where a request is resumed elsewhere.
+    After a weight update the KV cache is recomputed (`/reset_prefix_cache`), that of requests in flight included. A
+    seed determines a request's tokens on one server; its random stream starts over where a request is resumed.
     """
 
     def __init__(self, config: ServerConfig) -> None:

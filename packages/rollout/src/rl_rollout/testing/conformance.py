@@ -36,7 +36,7 @@ _ids = itertools.count()
 
 
 async def update_in_process(served: Served, weights: Mapping[str, Tensor], version: int) -> None:
-    """Update of a server that takes a receiver object."""
+    """Update a server in this process, by a receiver object."""
     from rl_rollout.testing.fake import FakeReceiver
 
     await served.server.update_weights(FakeReceiver(weights, version), version)

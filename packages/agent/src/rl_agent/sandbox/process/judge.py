@@ -34,7 +34,7 @@ _HELPERS = {
     "datetime": "datetime",
     "timedelta": "datetime",
 }
-"""Modules with which tests build or compare values, often without importing them; never the solution's own."""
+"""Helpers with which tests build or compare values, often without importing them, and their modules."""
 _READS = ("str", "repr", "len", "iter", "next", "bool", "hash", "item")
 
 

@@ -619,5 +619,5 @@ for _name in _ARITHMETIC:
 
 
 def add_operations(operations: Mapping[str, Callable[..., Any]]) -> None:
-    """Add these methods."""
+    """Add operations that this side answers."""
     _OPERATIONS.update(operations)

@@ -1,7 +1,7 @@
 """Base class of backends that run a third-party server (vLLM, SGLang) as a subprocess and talk to it over HTTP.
 
-The process listens on a UNIX socket or on loopback, known to this process alone; in front of it is the same endpoint
-as that of every other server here. So a client need not know whose engine it talks to.
+The subprocess listens on a UNIX socket or on loopback, known to this process alone. In front of it is the same HTTP
+endpoint as that of every other server here, so that clients need not know which engine serves them.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class Flight:
 class ExternalServer(RolloutServer):
     """Base class of backends that launch a third-party server. A subclass knows its command line and its endpoints.
 
-    Pausing closes a gate on this side as well: what is asked meanwhile is not sent before `resume`, so that it does
-    not depend on what overtakes what on the way.
+    A pause also closes a gate on this side: new requests are not sent before `resume`, so that none can overtake the
+    pause on its way.
     """
 
     upstream: Upstream
@@ -231,7 +231,7 @@ class ExternalServer(RolloutServer):
 
     @property
     def process(self) -> ChildProcess:
-        """Name of the served model."""
+        """Subprocess of the server."""
         return self.upstream.process
 
     # ---- what a subclass knows

@@ -22,7 +22,7 @@ EXIT_TIMEOUT_S = 2.0
 
 
 class Upstream:
-    """Calls a server.
+    """HTTP client of a third-party server.
 
     Args:
         process: Subprocess of the server.
