@@ -326,8 +326,8 @@ def record_of(
         held=source.held,
         reward=generated.reward,
         accuracy=accuracy,
-        num_tokens=sum(t["num_tokens"] for t in tags),
-        num_truncated=sum(t["finish_reason"] in TRUNCATED for t in tags),
+        num_tokens=sum([tag["num_tokens"] for tag in tags]),
+        num_truncated=num_truncated(tags),
         failures=generated.failures,
         metrics=metrics,
         phase_s=phase_s,
@@ -335,26 +335,30 @@ def record_of(
     )
 
 
+def num_truncated(tags: Sequence[Mapping[str, Any]]) -> int:
+    """Number of completions that were cut off by their length or the deadline of the rollout."""
+    return len([None for tag in tags if tag["finish_reason"] in TRUNCATED])
+
+
 def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Metrics of completions: lengths in tokens, truncated share, spread of rewards, groups with equal rewards."""
     if not tags:
         return {}
     rewards, lengths = [tag["reward"] for tag in tags], [tag["num_tokens"] for tag in tags]
-    distinct = Counter(group for group, _ in {(tag["group_id"], tag["reward"]) for tag in tags})
+    groups = [tag["group_id"] for tag in tags]
+    first = dict(zip(groups, rewards, strict=True))  # one reward per group
+    has_signal = {group for group, reward in zip(groups, rewards, strict=True) if reward != first[group]}
     mean = fmean(rewards)
     return {
         "completion_tokens_mean": fmean(lengths),
         "completion_tokens_max": float(max(lengths)),
-        "truncated_share": sum(tag["finish_reason"] in TRUNCATED for tag in tags) / len(tags),
+        "truncated_share": num_truncated(tags) / len(tags),
         "reward_std": fmean([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
-        "groups_without_signal": sum(count == 1 for count in distinct.values()) / len(distinct),
+        "groups_without_signal": 1 - len(has_signal) / len(first),
     }
 
 
 def part_means(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Means of reward components, unweighted, as `reward/NAME`; empty where rewards have none."""
-    sums: dict[str, float] = {}
-    for tag in tags:
-        for name, value in tag.get("parts", {}).items():
-            sums[name] = sums.get(name, 0.0) + value
-    return {f"reward/{name}": total / len(tags) for name, total in sums.items()}
+    names = tags[0].get("parts", {}) if tags else {}  # every sample has the same ones
+    return {f"reward/{name}": fmean(tag["parts"][name] for tag in tags) for name in names}
