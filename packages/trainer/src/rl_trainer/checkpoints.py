@@ -34,7 +34,7 @@ STATE_FILE = "trainer_state.json"
 _OF_THE_PROCESS = ("output_dir", "resume_from")
 """Keys in which a resumed run always differs."""
 _ENGINE_MANIFEST = "manifest.json"
-"""In each engine's folder, see `rl_engine.base.Engine.save_checkpoint`."""
+"""Manifest in each engine's folder, see `rl_engine.base.Engine.save_checkpoint`."""
 _FOLDERS = ("queue", "model", "reference")
 """Folders of a checkpoint beside those of engines."""
 LOGS = ("metrics.jsonl", "prompts.jsonl")

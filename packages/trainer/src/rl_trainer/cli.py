@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of malloc.h."""
+"""Constant of malloc.h."""
 
 
 class _Main(Protocol):

@@ -196,7 +196,7 @@ ADVANTAGES: Mapping[str, str] = {
         )
     },
 }
-"""By verl's `adv_estimator`."""
+"""Estimators by verl's `adv_estimator`."""
 
 LOSSES: Mapping[str, str] = {
     "vanilla": "ppo",
@@ -204,7 +204,7 @@ LOSSES: Mapping[str, str] = {
     "gpg": "reinforce",
     **{name: name for name in ("gspo", "sapo", "clip_cov", "kl_cov", "cispo", "dppo_tv", "dppo_kl", "dro")},
 }
-"""By verl's `loss_mode`."""
+"""Losses by verl's `loss_mode`."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "algorithm.advantage": {name: ours for name, ours in ADVANTAGES.items() if name != ours},
@@ -214,11 +214,11 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "engine.backend": {"fsdp2": "fsdp"},
     "agent.loop": {"single_turn_agent": "single_turn", "tool_agent": "tool"},
 }
-"""By key, what a value of verl or TRL is called here."""
+"""Values by key: what one of verl or TRL is called here."""
 
 
 def keys_named(name: str) -> dict[str, str]:
-    """By our key, the libraries that call it by this name: its last part, or the whole."""
+    """Libraries by our key that use this name, its last part or the whole."""
     found: dict[str, str] = {}
     last = name.rpartition(".")[2]
     for row in EQUIVALENTS:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 FOLDER = "samples"
-"""In `output_dir`."""
+"""Folder of the samples in `output_dir`."""
 _NAME = re.compile(r"step-(\d+)\.parquet")
 
 

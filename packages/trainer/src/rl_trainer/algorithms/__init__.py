@@ -1,4 +1,4 @@
-"""What is optimised: advantage estimators and policy losses, pure functions on ragged data, registered by name."""
+"""Algorithms: advantage estimators and policy losses, pure functions on ragged data, registered by name."""
 
 from rl_trainer.algorithms.advantages import (
     ADVANTAGES,

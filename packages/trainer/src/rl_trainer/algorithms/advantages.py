@@ -88,7 +88,7 @@ class AdvantageInput:
     process_rewards: Tensor | None = None
     """(T,) float32, beta times the log-ratio of the process reward model to its reference."""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
-    """What `Estimator.reads` names: (T,) of ragged columns, (B, ...) of others; `prompt_token_ids` jagged."""
+    """Columns that `Estimator.reads` names: (T,) of ragged columns, (B, ...) of others; `prompt_token_ids` jagged."""
     ranks: BatchRanks = field(default_factory=BatchRanks)
     """Who holds the other groups of the batch."""
 
@@ -176,15 +176,15 @@ class Estimator:
     keys: tuple[str, ...] = ()
     """Keys of `algorithm` that it reads, of `gamma` and `lam`."""
     options: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What `algorithm.advantage_options` may hold, and the values it has otherwise."""
+    """Keys of `algorithm.advantage_options` with their defaults."""
     uses_weights: bool = False
     """Whether it looks at the weights of `algorithm.correction`, where there are any."""
     reads: tuple[str, ...] = ()
     """Further columns that it reads, such as those of stages."""
     scope: Literal["group", "batch", "whole"] = "whole"
-    """What decides a completion's advantages. `group`: its own group alone, so that groups may come one by one.
-    `batch`: also sums over the batch, taken by `AdvantageInput.ranks`. Both run on every rank, on the groups that it
-    holds. `whole`: the whole batch, which one rank is given."""
+    """Scope of what decides a completion's advantages. `group`: its own group alone, so that groups may come one by
+    one. `batch`: also sums over the batch, taken by `AdvantageInput.ranks`. Both run on every rank, on the groups that
+    it holds. `whole`: the whole batch, which one rank is given."""
 
 
 ADVANTAGES: dict[str, Estimator] = {}
@@ -501,7 +501,7 @@ def group_in_group(data: AdvantageInput) -> Tensor:
 
 
 def _states(data: AdvantageInput) -> list[list[tuple[slice, tuple[int, ...]]]]:
-    """By row, its turns: where among the packed tokens, and the tokens of the state that each began in."""
+    """Turns by row: their places among the packed tokens, and the tokens of the state that each began in."""
     found: list[list[tuple[slice, tuple[int, ...]]]] = []
     prompts, at = data.columns["prompt_token_ids"].unbind(), data.cu_seqlens.tolist()
     tokens, mask = data.columns["completion_token_ids"].tolist(), data.loss_mask.tolist()

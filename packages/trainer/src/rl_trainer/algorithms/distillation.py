@@ -1,4 +1,4 @@
-"""What a policy learns from a teacher on its own completions. Legend: `T` tokens (packed), `K` candidates."""
+"""Distillation losses on the policy's own completions. Legend: `T` tokens (packed), `K` candidates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALONE = "distill"
 
 
 def teacher_columns(teacher: TeacherSection) -> dict[str, str]:
-    """By output of the teacher's engine, the column that the loss reads it from."""
+    """Columns by output of the teacher's engine, as the loss reads them."""
     if teacher.divergence == "reverse":
         return {"logprobs": "teacher_logprobs"}
     candidates = {"candidate_token_ids": "candidate_token_ids", "candidate_logprobs": "teacher_candidate_logprobs"}

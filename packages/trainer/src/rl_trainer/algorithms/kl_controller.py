@@ -65,13 +65,13 @@ class AdaptiveEntropy:
     target: float
     """Entropy per token to keep, nats; 0 leaves the coefficient as it is."""
     step: float
-    """By which it moves."""
+    """Step by which the coefficient moves."""
     is_below: bool = True
     """Whether the entropy was at most the target when it was last seen."""
 
     @property
     def weight(self) -> float:
-        """Of the bonus in the next optimizer step."""
+        """Coefficient of the bonus in the next optimizer step."""
         return self.coef if self.is_below or self.target == 0 else 0.0
 
     def update(self, entropy: float) -> None:

@@ -32,7 +32,7 @@ CLIP_DUAL, NO_CLIP_DUAL = {"clip_dual": 3.0}, {"clip_dual": 0.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossInput:
-    """What a policy loss of one's own is given."""
+    """Input of a policy loss: log-probs, advantages, masks and columns of a micro-batch."""
 
     logprobs: Tensor
     """(T,) of the policy that is being updated, with gradient."""
@@ -62,7 +62,7 @@ class PolicyLoss:
     source: str
     """arXiv number or other reference."""
     options: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What `algorithm.loss_options` may hold, and the values it has otherwise."""
+    """Keys of `algorithm.loss_options` with their defaults."""
     selects_tokens: bool = False
     """Whether it treats some tokens apart that are chosen over the whole batch: see `selection.select_tokens`."""
     has_ratio: bool = True

@@ -47,7 +47,7 @@ _SELECTION = ("share", "low", "high")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """What rollout correction leaves of a micro-batch."""
+    """Weights and masks of a micro-batch after rollout correction."""
 
     weights: Tensor | None
     """(T,) weights of the policy loss; None: 1 each."""
@@ -76,7 +76,7 @@ class PolicyLossFunction:
     config: AlgorithmConfig
     """Loss, clipping, aggregation and coefficients."""
     teacher: TeacherSection | None = None
-    """What is learned from a teacher."""
+    """Distillation settings; None without a teacher."""
     has_old_logprobs: bool = True
     """False: there is no column `old_logprobs`, because a batch's only update tells what the policy before it says."""
     max_new_tokens: int = 1

@@ -1,1 +1,1 @@
-"""What commands show: the choices there are, the machine, and a run as one HTML file."""
+"""Commands beside `rl-train`: lists and completion, `rl-doctor`, `rl-view`."""

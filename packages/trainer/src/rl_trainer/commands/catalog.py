@@ -31,7 +31,7 @@ _GROUPS = {
     "data.format (installed)": "rl_trainer.datasets",
     "reward.path": "rl_trainer.rewards",
 }
-"""By key, the entry points that it takes names of."""
+"""Entry point groups by key."""
 
 
 def listing() -> str:

@@ -28,11 +28,11 @@ class Finding:
     """Finding: one line of the report."""
 
     what: str
-    """Of what it speaks."""
+    """Subject of the finding."""
     value: str
-    """What was found."""
+    """Result of the check."""
     fix: str = ""
-    """What to do; empty if all is well."""
+    """Remedy; empty if all is well."""
 
 
 def findings() -> Iterator[Finding]:

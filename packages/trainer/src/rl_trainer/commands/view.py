@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _PER_TOKEN = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "weight_versions")
 _PER_SAMPLE = ("group_id", "reward", "finish_reason", "weight_version_min", "weight_version_max", "num_turns")
 _MOST_TOKENS = 4096
-"""Of one sample that are shown."""
+"""Tokens of one sample that are shown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,7 +101,7 @@ def _finite(value: Any) -> Any:
 
 
 def overview(run: Path) -> dict[str, Any]:
-    """What a run's small files say."""
+    """Overview of a run from its small files."""
     found = records(run)
     config, summary = _yaml(run / "config.yaml"), _json(run / "summary.json")
     told: list[str] = []
@@ -151,7 +151,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def curves(found: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
-    """By name, (step, value) of every number that the lines have."""
+    """Curves by name: (step, value) of every number in the lines."""
     lines: dict[str, list[list[float]]] = {}
     for record in found:
         of_training = ("reward", "num_tokens", "num_truncated", "tokens_per_s", "wall_s")
@@ -246,7 +246,7 @@ def _sample(row: Mapping[str, Any], piece: Callable[[int], str]) -> dict[str, An
 
 
 def _pieces(run: Path) -> Callable[[int], str]:
-    """What a token id reads; the id itself where the run's tokenizer is not to be found."""
+    """Text of token ids; the id itself where the run's tokenizer is not found."""
     config = _yaml(run / "config.yaml")
     own = (config.get("model") or {}).get("path")
     folders = [run / "model", *sorted(run.glob("checkpoint-*/model")), *([Path(own)] if own else [])]

@@ -197,11 +197,11 @@ class StalenessSection:
     """How far generation may run ahead of learning, with `pipeline=fully_async`."""
 
     policy: str = "admission"
-    """What staleness means: `admission`, `oldest_token`, `group_age`, `batch_ratio`, `queue_length`,
+    """Staleness policy: `admission`, `oldest_token`, `group_age`, `batch_ratio`, `queue_length`,
     `threshold_fraction`, or one that is installed."""
     max_staleness: Annotated[float, Field(ge=0)] = 1
-    """In weight versions; with batch_ratio and queue_length in batches; with threshold_fraction a share of a batch.
-    At 0 every pipeline has the losses of `sync`."""
+    """Highest staleness: in weight versions; with batch_ratio and queue_length in batches; with threshold_fraction as a
+    share of a batch. At 0 every pipeline has the losses of `sync`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

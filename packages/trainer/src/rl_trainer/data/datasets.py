@@ -203,7 +203,7 @@ class Source(NamedTuple):
     """Source of records, which can be iterated again and again."""
 
     name: str
-    """For messages."""
+    """Location for messages."""
     records: Callable[[], Iterator[Record]]
     """Begins anew."""
 

@@ -257,7 +257,7 @@ class Prompts:
     """Prompts of a run: rows and their sampler."""
 
     rows: Sequence[Row] | StreamOrder
-    """By index."""
+    """Rows by index."""
     order: Order
     """Gives indices."""
     eval_rows: list[Row]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl_trainer.workers.engine import EngineWorker, ReferenceWorker
 
 FOLDER = "reference"
-"""In a checkpoint, and in `output_dir`."""
+"""Folder of the weights in a checkpoint, and in `output_dir`."""
 
 
 class EmaReference:

@@ -60,7 +60,7 @@ class StalenessPolicy(ABC):
     """Whether `max_staleness` may be other than a whole number."""
 
     max_staleness: float
-    """In the policy's own unit."""
+    """Highest staleness, in the policy's own unit."""
     batch_size: int
     """Groups per step."""
 

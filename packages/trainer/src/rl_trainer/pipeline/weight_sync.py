@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _SYNC_ATTEMPTS = 4
-"""Of one version, each without the replicas that died during the last."""
+"""Attempts per version, each without the replicas that died during the last."""
 _GONE_CHECK_S = 0.1
 
 
@@ -51,7 +51,7 @@ class WeightSync:
         self._transfer = transfer
         self._is_colocated = is_colocated
         self.in_use: dict[int, ServerAddress] = {}
-        """By member, the replicas that the agents generate on."""
+        """Addresses by member of the replicas that the agents generate on."""
 
     def yield_memory(self) -> None:
         """Put servers to sleep and onload the actor, where they share GPUs; does nothing otherwise."""

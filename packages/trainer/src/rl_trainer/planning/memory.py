@@ -34,11 +34,11 @@ class MemoryPlan:
     """Memory plan: GiB of a GPU, by role and purpose."""
 
     num_parameters: int
-    """Of the policy."""
+    """Parameters of the policy."""
     engine: Mapping[str, float]
-    """Of one rank: `weights`, `gradients`, `optimizer`, `gathered blocks`, `activations`, and other models."""
+    """GiB of an engine rank: `weights`, `gradients`, `optimizer`, `gathered blocks`, `activations`, other models."""
     server: Mapping[str, float]
-    """Of one GPU of a replica: `weights`, `keys and values`."""
+    """GiB of a GPU of a replica: `weights`, `keys and values`."""
     is_colocated: bool = False
     """Whether both have the same GPU in turn."""
 

@@ -286,7 +286,7 @@ class _Need:
     is_met: Callable[[Capabilities], bool]
     """Whether a server can."""
     sentence: str
-    """What is wrong otherwise, and what to do; after the backend's name."""
+    """Error text after the backend's name: what is wrong without it, and what to do."""
     is_known_early: bool = True
     """Whether a server can tell before it has loaded its model."""
 

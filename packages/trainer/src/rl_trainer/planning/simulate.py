@@ -44,7 +44,7 @@ _EDGE, _STEPS = 8, 32
 """Steps before and behind those that count, in which a run that generates ahead gets going and runs dry; and those."""
 _REWARDS = -1
 _FORWARD = 1 / 3
-"""Of an update's time that a forward pass over the same tokens takes."""
+"""Share of an update's time that a forward pass over the same tokens takes."""
 _FORWARDS = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "values")
 _UPDATES = ("update", "update_critic")
 """Phases of a step."""
@@ -55,15 +55,15 @@ class Rates:
     """Rates of the parts of a run, measured or guessed. Tokens are those of completions."""
 
     replica_tokens_per_s: float
-    """Of one rollout replica with as many sequences as it takes."""
+    """Tokens per second of a replica with as many sequences as it takes."""
     sequence_tokens_per_s: float
-    """Of one sequence that a replica has for itself."""
+    """Tokens per second of a sequence that has a replica for itself."""
     update_tokens_per_s: float
-    """That the engine, all of its ranks, learns from."""
+    """Tokens per second that the engine learns from, all ranks together."""
     mean_tokens: float
-    """Of a completion, before the cut at `rollout.max_new_tokens`."""
+    """Mean tokens of a completion, before the cut at `rollout.max_new_tokens`."""
     sigma: float = 1.0
-    """Of the logarithm of a completion's length; 0: all have `mean_tokens`."""
+    """Standard deviation of the logarithm of a completion's length; 0: all have `mean_tokens`."""
     lengths: tuple[int, ...] = ()
     """Completion lengths of a run to draw from, instead of the distribution."""
     sync_s: float = 0.0
@@ -100,13 +100,13 @@ class Forecast:
     engine_use: float
     """Share of the time in which the engine scores or learns."""
     staleness_mean: float
-    """Of a sample's oldest token, in weight versions."""
+    """Age of a sample's oldest token, in weight versions."""
     staleness_max: float
     late_groups: float
     """Groups a step that were thrown away as too old."""
     seconds: Mapping[str, float]
-    """Of a step, by what it is spent on: `learning`, `generation` (the engine waits, as much as the servers are in
-    use), `stragglers` (it waits, as much as they are not), `weight sync`."""
+    """Seconds of a step by what they are spent on: `learning`, `generation` (the engine waits, as much as the servers
+    are in use), `stragglers` (it waits, as much as they are not), `weight sync`."""
 
     @property
     def bottleneck(self) -> str:
@@ -429,7 +429,7 @@ class _Engine:
     update_critic = update_actor
 
     def yield_memory(self) -> None:
-        """What it takes is part of `sync_s`."""
+        """Do nothing: its time is part of `sync_s`."""
 
     def sync(self, version: int) -> SyncReport:
         self._waited()
@@ -458,7 +458,7 @@ class _Engine:
 
 
 INPUTS = ("cluster", "run", "saturation", *(each.name for each in fields(Rates) if each.name != "lengths"))
-"""What a command line gives beside a configuration's keys."""
+"""Inputs of `--simulate` beside configuration keys."""
 
 
 def forecast(config: Config, given: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -132,7 +132,7 @@ RULES: Mapping[str, Rule] = {
     "math": math_equal,
     "gsm8k": gsm8k_answer,
 }
-"""By name. (`code` is one too, and runs what the policy wrote: `rl_trainer.rewards.code`.)"""
+"""Rules by name. (`code` is one too, and runs what the policy wrote: `rl_trainer.rewards.code`.)"""
 ISOLATED = ("regex", "math", "gsm8k")
 """Rules that run a parser or a pattern on what the policy wrote, and so belong into a process that can be killed."""
 
@@ -153,7 +153,7 @@ DATA_SOURCES: Mapping[str, str] = {
     "HuggingFaceH4/MATH-500": "math",
     "aime*": "math",
 }
-"""By `data_source` of a row (`*`: anything), the rule that its completions are judged by where `reward` names none."""
+"""Rules by `data_source` of a row (`*`: anything), for rewards that name none."""
 
 
 def resolve_reward(data_source: str) -> str:

@@ -30,7 +30,7 @@ MAX_ANSWER_BYTES = 1 << 24
 GROUP = "rl_trainer.rewards"
 """Entry points that are reward functions."""
 OBJECT = "-"
-"""In the place of a function's name: the function itself is the first message."""
+"""Argument in place of a function's name: the function itself is the first message."""
 _BYTES = "\0bytes"
 """The key of an object that stands for bytes."""
 Request = tuple[int, str, Mapping[str, Any], float]

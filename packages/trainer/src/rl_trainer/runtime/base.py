@@ -107,7 +107,7 @@ class WorkerContext:
     host: str = "127.0.0.1"
     """Address at which the job's other processes reach this one's machine."""
     devices: tuple[str, ...] = ()
-    """Of a replica: the GPUs of its whole group, as CUDA_VISIBLE_DEVICES names them; empty where there are none."""
+    """GPUs of a replica, of its whole group, as CUDA_VISIBLE_DEVICES names them; empty without GPUs."""
 
 
 class ReplicaSet(ABC, Generic[W]):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DUMP_SIGNAL = signal.SIGUSR2
-"""On it a worker process writes the stacks of its threads, by a handler in C that needs no interpreter lock."""
+"""Signal on which a worker process writes the stacks of its threads, by a C handler without the interpreter lock."""
 DUMP_WAIT_S = 3.0
 _NUM_STACK_LINES = 60
 _IDLE = re.compile(r"(concurrent/futures/thread\.py|/ray/.*\.py)\"")

@@ -37,19 +37,19 @@ W = TypeVar("W")
 _PLACEMENT_TIMEOUT_S = 20.0
 _INIT_ATTEMPTS = 3
 _START_TIMEOUT_S = 120.0
-"""Of a host process, which has nothing to load yet."""
+"""Seconds until a host process answers, which has nothing to load yet."""
 _CLOSE_TIMEOUT_S = 20.0
 _LOOK_S = 1.0
 """How often a wait looks whether the run has been ended."""
 _SPARE_CPUS = 16
-"""That a local Ray is told of beyond what the pools ask for: room for replica_sets to grow."""
+"""CPUs of a local Ray beyond what the pools ask for: room for replica sets to grow."""
 _OBJECT_STORE_BYTES = 256 * 2**20
 """Ray carries references and numbers here, never tensors."""
 _MAX_REPLACEMENTS = 16
-"""Of a replica set, in all: what dies again and again has a reason that a new process does not mend."""
+"""Replacements of a replica set, in all: what dies again and again has a reason that a new process does not mend."""
 _JOIN_POLL_S = 0.05
 _GATHER_S = 0.005
-"""That answers are gathered for at a time, once the first is there: a failure among them is heard of so much later."""
+"""Seconds that answers are gathered for once the first is there: a failure is noticed so much later at most."""
 
 
 class RayRuntime(Runtime):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rl_trainer.workers.columns import Group, Sample
 
 _MAX_ATTEMPTS = 3
-"""At a rollout whose failure may be transient."""
+"""Attempts at a rollout whose failure may be transient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

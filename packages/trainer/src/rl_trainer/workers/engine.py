@@ -62,7 +62,7 @@ _READ: tuple[Need, ...] = ("values", "greedy_rewards", "sum_pi_squared", "proces
 """Needs of estimators that are columns of the queue."""
 _OLD_ENTROPY = "old_entropy"
 _OLD = {"recompute": "old_logprobs", "rollout": "rollout_logprobs"}
-"""By `algorithm.old_logprobs`, the column of the policy before the update."""
+"""Column of the policy before the update, by `algorithm.old_logprobs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -562,7 +562,7 @@ class EngineWorker(_EngineRank):
 
 
 def _column(name: str, values: Tensor) -> Tensor:
-    """As an estimator is given it: (T,) where it is aligned with the completions."""
+    """Values of a column as estimators get them: (T,) where it is aligned with the completions."""
     return values.values() if values.is_nested and name != _PROMPT else values
 
 
