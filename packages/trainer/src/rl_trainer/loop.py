@@ -121,6 +121,7 @@ def steps_of(
     source.resume(components.held)
     lag = schedule.lag if components.held else 0  # the first batch was not generated ahead: it is of these weights
     for step in range(first, config.steps + 1):
+        # Generate and learn: the whole batch, or with `batch.stream` mini-batch by mini-batch.
         parts: list[Generated] = []
         updates, ages = list[dict[str, float]](), dict[str, float]()
         for size in sizes_of(config):
@@ -141,11 +142,15 @@ def steps_of(
         if components.ema_reference is not None:
             with timer.phase("update_reference"):
                 components.ema_reference.follow(step)
+
+        # Sync weights.
         if schedule.settles_before_sync and not schedule.is_on_policy:
             with timer.phase("wait_generate"):
                 source.settle()
         with timer.phase("weight_sync"):
             components.weights.sync(step + 1)
+
+        # Free the rows, release what may run ahead, evaluate.
         if replay is not None:
             replay.keep(generated.batch, generated.groups, step + 1)
         for part in parts:
