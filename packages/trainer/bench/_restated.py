@@ -13,6 +13,12 @@ Legend: `rows` is a list of (n,) tensors, a completion each; `groups` a list of 
 | `vtrace` | equations 1 and remark 2 of arXiv 1802.01561 |
 | `opo` | the length-weighted baseline of arXiv 2505.23585 |
 | `passk` | arXiv 2503.19595: a group counts by its best, whose leave-one-out baseline is the second best |
+| `maxrl` | the authors' `tajwarfahim/maxrl` at 7db6bb9, `verl/trainer/ppo/core_algos.py` |
+| `gigpo` | arXiv 2505.10978, equations 3 and 5 to 8, without the deviation |
+| `ce_gppo` | the authors' README, `Kwai-Klear/CE-GPPO` at 10558fe |
+| `topr` | arXiv 2503.14286, the canonical form: positives as they are, negatives by their ratio within 0 and 1 |
+| `m2po` | arXiv 2510.01161, algorithm 1 and equation 5 (the code of its authors clips instead of masking) |
+| `luffy` | arXiv 2504.14945 with p / (p + 0.1), and the authors' `off_policy_reshape=p_div_p_0.1` |
 | `token_baseline` | arXiv 2602.07078: the baseline of least variance, one position of one group at a time |
 """
 
@@ -154,3 +160,67 @@ def dro(logprobs, sampled, advantages, mask, beta):
     """The sum of -(log pi A - beta / 2 (log pi - log mu)^2) over model tokens, of which autograd takes the gradient."""
     terms = logprobs * advantages - beta / 2 * (logprobs - sampled) ** 2
     return -(terms * mask).sum()
+
+
+def maxrl(rewards, groups):
+    """Less the mean of the prompt's rewards, in units of it."""
+    centered = less_mean(rewards, groups)
+    found = [0.0] * len(rewards)
+    for mine in members(groups):
+        mean = fmean(rewards[i] for i in mine)
+        for i in mine:
+            found[i] = centered[i] / (mean + 1e-6)
+    return found
+
+
+def gigpo(turns, groups, gamma):
+    """By completion, its turns' advantages; a turn is (state, reward), and a completion's reward their sum."""
+    episodes = less_mean([sum(reward for _, reward in line) for line in turns], groups)
+    to_go = [[sum(gamma**n * r for n, (_, r) in enumerate(line[t:])) for t in range(len(line))] for line in turns]
+    found = []
+    for i, line in enumerate(turns):
+        own = []
+        for t, (state, _) in enumerate(line):
+            peers = [
+                to_go[j][s]
+                for j, other in enumerate(turns)
+                for s, (theirs, _) in enumerate(other)
+                if groups[j] == groups[i] and theirs == state
+            ]
+            own.append(episodes[i] + to_go[i][t] - fmean(peers))
+        found.append(own)
+    return found
+
+
+def ce_gppo(ratio, advantage, low, high, beta_low, beta_high):
+    """(loss, its derivative by the log-prob) of a token."""
+    if ratio < 1 - low and advantage < 0:
+        value = -beta_low * (1 - low) * advantage
+    elif ratio > 1 + high and advantage > 0:
+        value = -beta_high * (1 + high) * advantage
+    else:
+        value = -ratio * advantage
+    return value, value
+
+
+def topr(logs, advantage):
+    """Derivative of the loss by each log-prob of a completion whose log ratios these are."""
+    weight = 1.0 if advantage >= 0 else min(max(math.exp(sum(logs)), 0.0), 1.0)
+    return [-weight * advantage] * len(logs)
+
+
+def m2po(logs, advantages, most):
+    """Numbers of the tokens that are left out, of the log ratios and advantages of a batch."""
+    region = [i for i, (x, a) in enumerate(zip(logs, advantages, strict=True)) if (a > 0 < x) or (a < 0 > x)]
+    out = set()
+    while region and fmean(logs[i] ** 2 for i in region) > most:
+        worst = max(region, key=lambda i: logs[i] ** 2)
+        out.add(worst)
+        region.remove(worst)
+    return out
+
+
+def luffy(logprob, advantage, gamma):
+    """(loss, its derivative by the log-prob) of a token that was given."""
+    p = math.exp(logprob)
+    return -advantage * p / (p + gamma), -advantage * gamma * p / (p + gamma) ** 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ from rl_csrc.reference.logprobs import coarse_kl
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import AdvantageInput, Aggregation, PolicyLossFunction, ValueLossFunction, compute_advantages
 from rl_trainer.algorithms.advantages import reward_to_go, value_scan
+from rl_trainer.algorithms.distillation import coarse_jsd
 from rl_trainer.algorithms.kl_controller import estimate_kl
 from rl_trainer.algorithms.rollout_correction import correction_weights, rejection_mask
-from rl_trainer.algorithms.selection import select_tokens
+from rl_trainer.algorithms.selection import beyond_moment, high_entropy, select_tokens
 from rl_trainer.config import AlgorithmConfig, TeacherSection
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -335,6 +337,55 @@ def _gpg_authors(seed):
     yield compute_advantages("gpg", case.inputs()), rowwise(case, restated.gpg(rewards, groups))
 
 
+@row("maxrl", "its authors")
+def _maxrl_authors(seed):
+    """Rewards of 0 or more: in groups whose mean is near 0 both divide by next to nothing."""
+    case = draw(seed, singles=False)
+    case.rewards.abs_()
+    rewards, groups, _ = outcomes(case)
+    yield compute_advantages("maxrl", case.inputs()), rowwise(case, restated.maxrl(rewards, groups))
+
+
+@row("grpo_batch_std", "TRL")
+def _batch_std_trl(seed):
+    """Its lines on `scale_rewards=batch`, with our epsilon: the rest of that method generates."""
+    nanstd, case = peer("trl.trainer.utils").nanstd, draw(seed, singles=False)
+    rewards, groups, _ = outcomes(case)
+    found = torch.tensor(restated.less_mean(rewards, groups)) / (nanstd(torch.tensor(rewards)) + 1e-6)
+    yield compute_advantages("grpo_batch_std", case.inputs()), rowwise(case, found.tolist())
+
+
+@row("gigpo", "paper")
+def _gigpo_paper(seed):
+    """Turns of some tokens, observations of one token between them; few states, so that many turns share one."""
+    case, g = draw(seed, singles=False), torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 2, case.mask.shape, generator=g)
+    prompts = torch.randint(5, 7, (len(case.lengths),), generator=g)
+    case.rewards[:] = torch.randn(case.rewards.shape, generator=g, dtype=torch.float64) * case.mask
+    turns, places = [], []
+    for own, prompt, mask, rewards in zip(
+        listed(case, ids), prompts.tolist(), listed(case, case.mask), listed(case, case.rewards), strict=True
+    ):
+        line, place, state = [], [], (prompt,)
+        for is_model, run in itertools.groupby(range(len(mask)), key=lambda t, mask=mask: mask[t]):
+            at = list(run)
+            if is_model:
+                line.append((state, sum(rewards[t] for t in at)))
+                place.append(at)
+            else:
+                state = tuple(own[t] for t in at)
+        turns.append(line)
+        places.append(place)
+    found = [[0.0] * n for n in case.lengths]
+    for i, values in enumerate(restated.gigpo(turns, case.groups.tolist(), GAMMA)):
+        for value, at in zip(values, places[i], strict=True):
+            for t in at:
+                found[i][t] = value
+    jagged = torch.nested.nested_tensor_from_jagged(prompts, torch.arange(len(prompts) + 1))
+    columns = {"prompt_token_ids": jagged, "completion_token_ids": ids}
+    yield compute_advantages("gigpo", case.inputs(gamma=GAMMA, columns=columns)), tokens(found)
+
+
 @row("remax", "its authors")
 def _remax_authors(seed):
     case = draw(seed)
@@ -456,8 +507,8 @@ row("tir_optimal_token_baseline", "verl")(
 # Losses, with their gradients.
 
 
-def learn(case, config, *, selected=None, advantages=None):
-    """Our loss, and its gradient, (T,)."""
+def learn(case, config, *, selected=None, advantages=None, per_row=None, **more):
+    """Our loss, and its gradient, (T,); of further columns, by token and by completion."""
     leaf = case.logprobs.clone().requires_grad_()
     columns = {
         "old_logprobs": case.old,
@@ -466,8 +517,9 @@ def learn(case, config, *, selected=None, advantages=None):
         "advantages": case.advantages if advantages is None else advantages,
         "loss_mask": case.mask,
     }
-    columns |= {} if selected is None else {"selected": selected}
+    columns |= more if selected is None else {"selected": selected}
     rows = {name: torch.nested.nested_tensor_from_jagged(x, case.cu_seqlens) for name, x in columns.items()}
+    rows |= per_row or {}
     counts = BatchCounts(tokens=float(case.mask.sum()), sequences=float(len(case.lengths)))
     output = ModelOutput(
         token_logprobs=leaf,
@@ -661,8 +713,9 @@ ALONE = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **
 
 
 def by_trl(
-    what, ours, loss_type, aggregation, *, options, level="token", beta=0.0, entropy=0.0, weighted=False, **args
-):
+    what, ours, loss_type, aggregation, *, options, level="token", beta=0.0, entropy=0.0, weighted=False,
+    keys=None, off=None, share=1.0, **args,
+):  # fmt: skip
     """A row for a loss of TRL's GRPOTrainer, called with what it asks of a trainer."""
 
     @row(what, "TRL")
@@ -671,9 +724,16 @@ def by_trl(
         case.ref[:] = case.logprobs + 0.5 * (case.ref - case.old).clamp(-3, 3)
         leaf = case.logprobs.clone().requires_grad_()
         weights = (case.old - case.rollout).exp().clamp(max=1.5) * case.mask
+        ratio = case.pad(weights)
+        if loss_type == "vespo":  # its ratio to the sampler; it adds up the logs of all entries
+            ratio = case.pad((case.old - case.rollout) * case.mask).exp()
+        high = high_entropy(case.entropy.float(), case.mask, share=share)
+        grpo = trainer
         stub = SimpleNamespace(
+            get_off_policy_mask=grpo.get_off_policy_mask, get_gamma_weights=grpo.get_gamma_weights,
+            get_high_entropy_mask=lambda *_: case.pad(high.double()),
             _get_per_token_logps_and_entropies=lambda *_, **__: (case.pad(leaf), case.pad(case.entropy), None),
-            aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+            aux_loss_enabled=False, top_entropy_quantile=share, off_policy_mask_threshold=off,
             importance_sampling_level=level, beta=beta, loss_type=loss_type, epsilon_low=BOUNDS["clip_low"],
             epsilon_high=1 + BOUNDS["clip_high"] if loss_type == "cispo" else BOUNDS["clip_high"],
             use_vllm=weighted, vllm_importance_sampling_correction=weighted, model=SimpleNamespace(training=True),
@@ -687,16 +747,17 @@ def by_trl(
         inputs = {
             "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": mask,
             "advantages": case.pad(case.advantages), "old_per_token_logps": case.pad(case.old),
-            "ref_per_token_logps": case.pad(case.ref), "importance_sampling_ratio": case.pad(weights),
-            "num_items_in_batch": mask.sum(),
+            "ref_per_token_logps": case.pad(case.ref), "importance_sampling_ratio": ratio,
+            "sampling_per_token_logps": case.pad(case.rollout), "num_items_in_batch": mask.sum(),
         }  # fmt: skip
         loss = trainer._compute_loss(stub, None, inputs)
         loss.backward()
         correction = {"correction": "tis", "correction_bounds": (0.0, 1.5)} if weighted else {}
         config = AlgorithmConfig(
-            loss=ours, loss_options=options, aggregation=aggregation, kl_coef=beta, entropy_coef=entropy, **correction
-        )
-        yield from zip(learn(case, config), (loss.detach(), leaf.grad), strict=True)
+            loss=ours, loss_options=options, aggregation=aggregation, kl_coef=beta, entropy_coef=entropy,
+            off_policy_mask=off or 0.0, top_entropy=share, **correction, **(keys or {}),
+        )  # fmt: skip
+        yield from zip(learn(case, config, is_high_entropy=high), (loss.detach(), leaf.grad), strict=True)
 
     return compare
 
@@ -714,6 +775,55 @@ by_trl("cispo, no lower bound", "cispo", "cispo", "token-mean", options={"clip_l
 
 
 by_trl("gspo", "gspo", "grpo", "seq-mean-token-mean", options=BOUNDS, level="sequence")
+by_trl("gspo, seq-mean-token-sum (luspo)", "gspo", "luspo", "seq-mean-token-sum", options=BOUNDS, level="sequence")
+by_trl("ppo with KL k3*", "ppo", "bnpo", "token-mean", options=NO_DUAL, beta=0.04, keys={"kl_estimator": "k3*"},
+       use_bias_correction_kl=True)  # fmt: skip
+by_trl("ppo, off-policy mask", "ppo", "bnpo", "token-mean", options=NO_DUAL, off=0.05)
+by_trl("ppo, top entropy: what is left out", "ppo", "dapo", "token-mean", options=NO_DUAL, share=0.2)
+VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+by_trl("vespo", "vespo", "vespo", "token-mean", options={}, **{f"vespo_{name}": x for name, x in VESPO.items()})
+
+
+@row("ce_gppo", "its authors")
+def _ce_gppo_authors(seed):
+    case, options = draw(seed, scale=0.5), {**BOUNDS, "beta_low": 0.5, "beta_high": 0.9}
+    ratios = (case.logprobs - case.old).exp().tolist()
+    found = [
+        restated.ce_gppo(*token, *options.values()) for token in zip(ratios, case.advantages.tolist(), strict=True)
+    ]
+    values, slopes = (torch.tensor(x, dtype=torch.float64) * case.mask for x in zip(*found, strict=True))
+    config = AlgorithmConfig(loss="ce_gppo", loss_options=options, aggregation="token-sum")
+    yield from zip(learn(case, config), (values.sum(), slopes), strict=True)
+
+
+@row("topr: gradient", "paper")
+def _topr_paper(seed):
+    case = draw(seed, tools=False)
+    logs, advantages = listed(case, case.logprobs - case.rollout), listed(case, case.advantages)
+    found = tokens([restated.topr(line, own[0]) for line, own in zip(logs, advantages, strict=True)])
+    yield learn(case, AlgorithmConfig(loss="topr", aggregation="token-sum"))[1], found
+
+
+@row("m2po: tokens that are left out, gradient", "paper")
+def _m2po_paper(seed):
+    case = draw(seed)
+    out = restated.m2po(((case.old - case.rollout) * case.mask).tolist(), case.advantages.tolist(), 0.04)
+    wanted = torch.tensor([float(i in out) for i in range(len(case.mask))])
+    selected = beyond_moment(case.old - case.rollout, case.advantages, case.mask, m2_max=0.04)
+    yield selected, wanted
+    slopes = -case.advantages * (case.logprobs - case.rollout).exp() * case.mask * (1 - wanted)
+    yield learn(case, AlgorithmConfig(loss="m2po", aggregation="token-sum"), selected=selected)[1], slopes
+
+
+@row("luffy, given completions", "its authors")
+def _luffy_authors(seed):
+    case = draw(seed)
+    pairs = zip(case.logprobs.tolist(), case.advantages.tolist(), strict=True)
+    found = [restated.luffy(*pair, 0.1) for pair in pairs]
+    values, slopes = (torch.tensor(x, dtype=torch.float64) * case.mask for x in zip(*found, strict=True))
+    config = AlgorithmConfig(loss="luffy", aggregation="token-sum")
+    given = {"is_given": torch.ones(len(case.lengths), dtype=torch.bool)}
+    yield from zip(learn(case, config, per_row=given), (values.sum(), slopes), strict=True)
 
 
 @row("gspo", "OpenRLHF")
@@ -855,6 +965,20 @@ def _distill_forward(seed):
     ours, leaf = policy.clone().requires_grad_(), policy.clone().requires_grad_()
     found = coarse_kl(teacher.log_softmax(-1)[:, 1:], ours.log_softmax(-1)[:, 1:]).mean()
     wanted = theirs(leaf[None], teacher[None], labels=torch.ones(1, 12, dtype=torch.long), beta=0.0)
+    found.backward()
+    wanted.backward()
+    yield found.detach(), wanted.detach()
+    yield ours.grad, leaf.grad
+
+
+@row("distill, jsd: loss and gradient", "TRL")
+def _distill_jsd(seed):
+    theirs = peer("trl.experimental.gkd.gkd_trainer").GKDTrainer.generalized_jsd_loss
+    draws = torch.Generator().manual_seed(seed)
+    policy, teacher = torch.randn(2, 12, 7, generator=draws, dtype=torch.float64)
+    ours, leaf = policy.clone().requires_grad_(), policy.clone().requires_grad_()
+    found = coarse_jsd(teacher.log_softmax(-1)[:, 1:], ours.log_softmax(-1)[:, 1:], 0.3).mean()
+    wanted = theirs(leaf[None], teacher[None], labels=torch.ones(1, 12, dtype=torch.long), beta=0.3)
     found.backward()
     wanted.backward()
     yield found.detach(), wanted.detach()

@@ -1,5 +1,8 @@
 """Which column of the queue becomes what of an estimator's input: through the actor's own method, by hand."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,8 +10,10 @@ import rl_tq
 from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, compute_advantages
 from rl_trainer.algorithms.advantages import value_scan
 from rl_trainer.algorithms.selection import select_tokens
-from rl_trainer.config import AlgorithmConfig
+from rl_trainer.config import AlgorithmConfig, TeacherSection
+from rl_trainer.pipeline.teachers import Teachers
 from rl_trainer.runtime.base import WorkerContext
+from rl_trainer.runtime.dispatch import cut
 from rl_trainer.workers.engine import EngineWorker
 
 OFFSETS = torch.tensor([0, 4, 6, 9, 11, 13])
@@ -63,6 +68,76 @@ def wanted(name, old="old_logprobs", rewards=COLUMNS["rewards"]):
         columns={column: COLUMNS[column] for column in ("prompt_token_ids", "completion_token_ids")},
         **fields,
     )
+
+
+def worker_of(**keys):
+    worker = object.__new__(EngineWorker)
+    worker._algorithm = AlgorithmConfig(**keys)
+    worker._context, worker._masks_truncated = WorkerContext(rank=0, world_size=1), worker._algorithm.mask_truncated
+    return worker
+
+
+def test_what_was_cut_off_is_nobody_s():
+    """It is in its group's baseline, and in nothing that is learned from or chosen."""
+    worker = worker_of(advantage="dr_grpo", mask_truncated=True, top_entropy=0.5)
+    rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 3.0])
+    columns = {"rewards": rewards, "loss_mask": torch.ones(6, dtype=torch.int64)}
+    columns |= {"old_entropy": torch.tensor([0.1, 0.2, 9.0, 8.0, 0.4, 0.3])}
+    offsets = torch.tensor([0, 2, 4, 6])
+    jagged = {name: torch.nested.nested_tensor_from_jagged(value, offsets) for name, value in columns.items()}
+    jagged |= {"group_id": torch.zeros(3, dtype=torch.int64), "rollout_index": torch.arange(3)}
+    tags = [{"group_id": 0, "finish_reason": reason} for reason in ("stop", "length", "stop")]
+    with rl_tq.serve("inproc://") as worker._queue:
+        batch = worker._queue.put(jagged, partition="train", tags=tags)
+        report = worker.compute_advantage(batch, 0.0, seed=5)
+        batch = batch.union(report.batch)
+        found = worker._queue.get(batch, ["advantages", "is_high_entropy"])
+        mask = worker._learnable(batch, ["loss_mask"])["loss_mask"].values()
+        worker._masks_truncated = False
+        whole = worker._learnable(batch, ["loss_mask"])["loss_mask"].values()
+    thirds = torch.tensor([-1 / 3, -4 / 3, 5 / 3]).repeat_interleave(2)  # the mean of 1, 0 and 3 is 4 / 3
+    torch.testing.assert_close(found["advantages"].values(), thirds)
+    assert found["is_high_entropy"].values().tolist() == [0, 0, 0, 0, 1, 1]  # half of the four that were not cut off
+    assert mask.tolist() == [1, 1, 0, 0, 1, 1]
+    assert whole.tolist() == [1] * 6
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_teacher_with_fewer_rows_than_ranks_has_one_for_each(num_ranks):
+    """Every rank calls, on a row of another if it has none, and each row is written once."""
+    offsets = torch.tensor([0, 1, 2, 3])
+    tags = [{"group_id": i, "data_source": source} for i, source in enumerate("aba")]
+    with rl_tq.serve("inproc://") as queue:
+        column = torch.nested.nested_tensor_from_jagged(torch.arange(3), offsets)
+        batch = queue.put({"completion_token_ids": column}, partition="train", tags=tags)
+
+        class Teacher(EngineWorker):
+            """An engine that gives `sign` times each token's id; its ranks are called one after the other."""
+
+            def __init__(self, sign):
+                def forward(data, loss, forward_only):
+                    assert len(data) > 0
+                    return SimpleNamespace(columns={"logprobs": sign * data["completion_token_ids"].float()})
+
+                self._engine = SimpleNamespace(eval_mode=nullcontext, forward_backward_batch=forward)
+                self._queue, self._inputs, self._teacher = queue, ("completion_token_ids",), TeacherSection(path="t")
+
+        class Ranks:
+            def __init__(self, sign):
+                self.rank = Teacher(sign)
+
+            def compute_teacher_log_prob(self, rows, writes):
+                parts = zip(cut(rows, num_ranks), cut(writes, num_ranks), strict=True)
+                written = [self.rank.compute_teacher_log_prob(*part) for part in parts]
+                return type(rows).concat([part for part in written if len(part)])
+
+        teachers = Teachers({"": Ranks(10), "b": Ranks(-10)}, num_ranks)
+        written = teachers.compute_teacher_log_prob(batch)
+        assert queue.get(batch.union(written), ["teacher_logprobs"])["teacher_logprobs"].values().tolist() == [
+            0,
+            -10,
+            20,
+        ]
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -30,8 +30,9 @@ class Teachers:
             rows.setdefault(source if source in self._by_source else "", []).append(row)
         columns: tuple[str, ...] = ()
         for source, own in rows.items():
-            asked = [*own, *own[:1] * (self._num_ranks - len(own))]  # a row that two ranks write is the same twice
-            columns = self._by_source[source].compute_teacher_log_prob(batch.reorder(asked)).columns
+            num_idle = self._num_ranks - len(own)  # they call alike, on a row that another one writes
+            asked, writes = [*own, *own[:1] * num_idle], [True] * len(own) + [False] * num_idle
+            columns = self._by_source[source].compute_teacher_log_prob(batch.reorder(asked), writes).columns
         return type(batch)(partition=batch.partition, sample_ids=batch.sample_ids, columns=columns)
 
     def offload(self) -> None:

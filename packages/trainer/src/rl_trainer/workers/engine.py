@@ -119,13 +119,22 @@ class _EngineRank:
         self._engine = rl_engine.create_engine(backend, config)
         self._engine.initialize()
 
-    def _forward(self, batch: BatchMeta, columns: Mapping[str, str], *, prompt: str = _PROMPT) -> BatchMeta:
+    def _forward(
+        self,
+        batch: BatchMeta,
+        columns: Mapping[str, str],
+        *,
+        prompt: str = _PROMPT,
+        writes: bool = True,
+    ) -> BatchMeta:
         """Run a forward pass and write its outputs; `columns` has the column by output, `prompt` that of prompts."""
         data = self._queue.get(batch, [prompt if name == _PROMPT else name for name in self._inputs])
         if prompt != _PROMPT:
             data.rename_key_(prompt, _PROMPT)
         with self._engine.eval_mode(), span("forward"):
             outputs = self._engine.forward_backward_batch(data, None, forward_only=True)
+        if not writes:
+            return batch.reorder([])
         return self._put(batch, {column: outputs.columns[output] for output, column in columns.items()})
 
     def _read(self, batch: BatchMeta, names: Iterable[str]) -> TensorDict:
@@ -316,11 +325,16 @@ class EngineWorker(_EngineRank):
         return column == "ref_logprobs" and self._has_adapter
 
     @register(Dispatch.SPLIT)
-    def compute_teacher_log_prob(self, batch: BatchMeta) -> BatchMeta:
-        """Write the teacher's columns that the distillation loss reads; this engine holds the teacher."""
+    def compute_teacher_log_prob(self, batch: BatchMeta, writes: list[bool] | None = None) -> BatchMeta:
+        """Write the teacher's columns that the distillation loss reads; this engine holds the teacher.
+
+        Args:
+            batch: A row or more for each rank.
+            writes: By row, whether its columns are written: all of a rank's, or none. None: they all are.
+        """
         assert self._teacher is not None, "it is asked of the teacher alone"
         prompt = _PROMPT if self._teacher.context is None else TEACHER_PROMPT
-        return self._forward(batch, teacher_columns(self._teacher), prompt=prompt)
+        return self._forward(batch, teacher_columns(self._teacher), prompt=prompt, writes=writes is None or all(writes))
 
     @register(Dispatch.SPLIT)
     def compute_stage(self, batch: BatchMeta, name: str) -> BatchMeta:
