@@ -81,7 +81,7 @@ def tuning_loss(
         value, _, grad, _ = ours.policy_loss(scored, *tokens, entropies, None, None)
         return value, grad, None
 
-    how = (1.0, None, -100, False, False, None, (True, True), 0, None)
+    how = (1.0, None, -100, False, None, (True, True), 0, None)
     samples = measure(lambda: ours.linear_loss(hidden, weight, labels, loss, *how), repeats=7)
     table.add(f"tuning: loss H={width}", shape, samples, goal_of_limit=1 / 1.08)
 
@@ -168,7 +168,7 @@ def linear_at(table: Table, width: int) -> None:
 
     def at_once(chunk: int | None = None) -> None:
         ours.linear_loss(
-            hidden, weight, labels, loss, 1.0, None, -100, False, False, chunk, (True, True), 0, None
+            hidden, weight, labels, loss, 1.0, None, -100, False, chunk, (True, True), 0, None
         )  # fmt: skip
 
     with_memory(table, metric, "rl_csrc.linear_loss", at_once, accumulator, 1 / 1.08)

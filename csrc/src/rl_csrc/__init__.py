@@ -14,7 +14,6 @@ from rl_csrc.errors import (
     RlCsrcError,
 )
 from rl_csrc.inference import decoder, paged, sampling
-from rl_csrc.native import BuildInfo, build_info
 from rl_csrc.ops import (
     group_norm,
     linear_logprobs,
@@ -33,7 +32,6 @@ from rl_csrc.types import METRIC_NAMES, LinearLoss, LogProbs, Moments, PolicyLos
 __all__ = [
     "METRIC_NAMES",
     "ArgumentError",
-    "BuildInfo",
     "DeadlineError",
     "DeltaError",
     "FrameError",
@@ -47,7 +45,6 @@ __all__ = [
     "Scan",
     "bucket",
     "bucket_copy",
-    "build_info",
     "decoder",
     "delta",
     "digest",

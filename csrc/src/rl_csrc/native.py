@@ -1,11 +1,10 @@
-"""The compiled CPU module, the memory that its kernels write to, and how this installation was built."""
+"""The compiled CPU module, whether the CUDA module was built, and the memory that CPU kernels write to."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
-from importlib.metadata import version
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,23 +16,6 @@ cpu: Any = importlib.import_module("rl_csrc._cpu")
 
 LARGE_BYTES = 8 << 20
 """Below this the C library's allocator mostly gives memory that was in use before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildInfo:
-    """Build description of the installed wheel."""
-
-    version: str
-    """Version of the distribution."""
-    compiler: str
-    """The C++ compiler that built the CPU module."""
-    has_cuda: bool
-    """Whether the CUDA module was built in. It says nothing about this machine having a GPU."""
-
-
-def build_info() -> BuildInfo:
-    """Return the version, compiler and modules of this build. Loads no CUDA library and touches no device."""
-    return BuildInfo(version=version("rl-csrc"), compiler=cpu.compiler, has_cuda=has_cuda())
 
 
 def has_cuda() -> bool:
@@ -61,3 +43,21 @@ def new_floats(*shape: int) -> Tensor:
 def with_adjacent_columns(logits: Tensor) -> Tensor:
     """Logits with unit column stride, copied where they have another: the kernels need it."""
     return logits if logits.stride(1) == 1 or logits.shape[1] < 2 else logits.contiguous()
+
+
+@lru_cache(maxsize=64)
+def native_spec(module: Any, spec: Any) -> Any:
+    """The struct `rl_loss_spec` of a native module for a `reference.LossSpec`, made once for each set of options."""
+    return module.LossSpec(**spec.fields())
+
+
+def rows_of(x: Any, rows: slice) -> Any:
+    """Rows of a per-token argument: a tensor is sliced, a number or None holds for every row."""
+    return x[rows] if isinstance(x, Tensor) else x
+
+
+def plain_memory(x: Tensor) -> Tensor:
+    """Detached contiguous tensor of class `torch.Tensor` with the values of x as they are; a copy only where needed."""
+    if type(x) is torch.Tensor and x.is_contiguous() and not (x.requires_grad or x.is_conj() or x.is_neg()):
+        return x
+    return x.detach().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)

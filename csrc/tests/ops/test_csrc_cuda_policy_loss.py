@@ -174,7 +174,7 @@ def under_the_head(
         measured[:] = [found[1]]
         return found[0], found[2], found[3]
 
-    options = (0.9, None, -100, True, True, chunk_rows, need, 0, None)
+    options = (0.9, None, -100, True, chunk_rows, need, 0, None)
     value, *rest = kernels.call("linear_loss", hidden, weight, labels, loss, *options)
     return [value, *measured, *rest]
 
@@ -254,7 +254,7 @@ def test_any_loss_under_the_head_matches_float64(kernels: Implementation, dtype:
 
     gather = (lambda stats: stats[None]) if is_sharded else None
     value, logprobs, entropy, dhidden, dweight = kernels.call(
-        "linear_loss", hidden, weight, labels, loss, 0.9, None, None, True, True, 32, (True, True), 0, gather
+        "linear_loss", hidden, weight, labels, loss, 0.9, None, None, True, 32, (True, True), 0, gather
     )
     is_narrow = kernels.name == "cpu" and is_sharded and dtype == torch.bfloat16  # whose logits are in bfloat16
     assert relative_error(value, wanted) < (2e-3 if is_narrow else 5e-5)

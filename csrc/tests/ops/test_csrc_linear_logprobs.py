@@ -8,7 +8,7 @@ import torch
 
 import rl_csrc
 from rl_csrc import _cpu, reference
-from rl_csrc.cpu import linear_logprobs as head_of_cpu
+from rl_csrc.cpu import kernels as head_of_cpu
 
 LEVELS = list(range(_cpu.set_kernel_level(-1) + 1))
 

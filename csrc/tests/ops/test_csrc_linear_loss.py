@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rl_csrc
-from rl_csrc.cpu import linear_logprobs as head
+from rl_csrc.cpu import kernels as head
 
 NUM, VOCAB, WIDTH = 53, 4140, 64
 

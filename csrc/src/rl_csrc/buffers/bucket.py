@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from rl_csrc.errors import ArgumentError
-from rl_csrc.native import cpu, has_cuda
+from rl_csrc.native import cpu, has_cuda, plain_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -139,7 +139,7 @@ def pack(
     ``out`` is CPU memory of at least ``bucket.nbytes`` bytes. A tensor that is not contiguous is made so first, for
     this call. The digest is taken while copying: on most machines it costs nothing.
     """
-    pieces = [(_contiguous(tensors[p.tensor]), p.tensor_offset, p.bucket_offset, p.nbytes) for p in bucket.pieces]
+    pieces = [(plain_memory(tensors[p.tensor]), p.tensor_offset, p.bucket_offset, p.nbytes) for p in bucket.pieces]
     return cpu.move_bucket(out, pieces, bucket.nbytes, True, digest, num_threads)
 
 
@@ -188,10 +188,6 @@ def unpack_leaves(
     found = cpu.move_leaves(data, pieces, data.numel(), leaf_nbytes, False)
     torch.autograd.graph.increment_version([piece[0] for piece in pieces])
     return found
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)
 
 
 def bucket_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:

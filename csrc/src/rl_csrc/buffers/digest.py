@@ -8,12 +8,12 @@ malice: there is no secret in it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from rl_csrc.errors import ArgumentError
-from rl_csrc.native import cpu
+from rl_csrc.native import cpu, has_cuda, plain_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ def digest(data: Data) -> int:
 
     Only the bytes count: not dtype, shape or name. Raises ``TypeError`` for what is neither tensor nor buffer.
     """
-    plain = _plain(data)
+    plain = plain_memory(data) if isinstance(data, torch.Tensor) else data
     if isinstance(plain, torch.Tensor) and plain.device.type != "cpu":
         return digest_finish(_device_sum(plain, 0), plain.numel() * plain.element_size())
     return cpu.digest(plain)
@@ -43,16 +43,14 @@ def digest(data: Data) -> int:
 
 def digest_many(pieces: Sequence[torch.Tensor]) -> list[int]:
     """Return the digest of each of many contiguous uint8 `[N]` pieces; on a GPU by few launches and one wait."""
-    if not pieces or pieces[0].device.type != "cuda":
+    if not pieces or not pieces[0].is_cuda or not has_cuda():
         return [digest(piece) for piece in pieces]
     if any(piece.dtype != torch.uint8 or piece.device != pieces[0].device for piece in pieces) or not all(
         piece.is_contiguous() for piece in pieces
     ):
         raise ArgumentError("the pieces of digest_many must be contiguous, uint8, and on one device")
-    try:
-        from rl_csrc import cuda  # loads the CUDA module: only when a tensor lives there
-    except ImportError:
-        return [digest(piece) for piece in pieces]
+    from rl_csrc import cuda  # loads the CUDA module: only when a tensor lives there
+
     sums = cuda.digest_many(pieces)
     return [digest_finish(total, piece.numel()) for total, piece in zip(sums, pieces, strict=True)]
 
@@ -67,7 +65,7 @@ def digest_sum(data: Data, *, offset: int = 0) -> int:
         raise ArgumentError(
             f"offset is {offset}; a piece must start at a non-negative multiple of 8 bytes of its stream"
         )
-    plain = _plain(data)
+    plain = plain_memory(data) if isinstance(data, torch.Tensor) else data
     if isinstance(plain, torch.Tensor) and plain.device.type != "cpu":
         return _device_sum(plain, offset)
     return cpu.digest_sum(plain, offset)
@@ -78,23 +76,13 @@ def digest_finish(total: int, nbytes: int) -> int:
     return _mix((total + (nbytes + 1) * KEY_STEP) & MASK)
 
 
-def _plain(data: Data) -> Data:
-    """Return a buffer as it is and a tensor as one that is contiguous, copying only if it was not."""
-    if not isinstance(data, torch.Tensor):
-        return data
-    if type(data) is torch.Tensor and data.is_contiguous() and not (data.is_conj() or data.is_neg()):
-        return data
-    return data.detach().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)
-
-
 def _device_sum(tensor: torch.Tensor, offset: int) -> int:
     raw = tensor.reshape(-1).view(torch.uint8)
-    try:
-        from rl_csrc import cuda  # loads the CUDA module: only when a tensor lives there
-    except ImportError:
+    if not raw.is_cuda or not has_cuda():
         return reference_sum(raw, offset)
-    native = cast("Any", getattr(cuda, "digest_sum", None))
-    return reference_sum(raw, offset) if native is None else int(native(raw, offset)) & MASK
+    from rl_csrc import cuda  # loads the CUDA module: only when a tensor lives there
+
+    return cuda.digest_sum(raw, offset)
 
 
 def reference_sum(raw: torch.Tensor, offset: int = 0) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 import torch
 
 from rl_csrc.errors import DeadlineError, FrameError, PeerDiedError
-from rl_csrc.native import cpu
+from rl_csrc.native import cpu, plain_memory
 
 if TYPE_CHECKING:
     import socket
@@ -217,17 +217,6 @@ def decode(buffer: Buffer, *, verify: bool = False) -> FrameView:
     return FrameView(cpu.DecodedFrame(buffer, verify))
 
 
-def frame_nbytes(prefix: Buffer) -> int:
-    """Return the length that the first 64 bytes of a frame announce, for whoever has to receive the rest."""
-    head = bytes(cpu.memory_view(prefix)[:PREFIX_BYTES])
-    if len(head) < PREFIX_BYTES or head[:8] != b"\x89RLF\r\n\x1a\n":
-        raise FrameError(f"the stream gave {head[:8]!r} where a frame should start: the two sides are out of step")
-    nbytes = int.from_bytes(head[16:24], "little")
-    if nbytes < PREFIX_BYTES:
-        raise FrameError(f"the frame says it has {nbytes} bytes; it cannot have fewer than {PREFIX_BYTES}")
-    return nbytes
-
-
 def receive(connection: socket.socket, *, timeout_s: float, max_nbytes: int, out: Buffer | None = None) -> FrameView:
     """Read one frame from a stream socket into ``out`` (or a new buffer) and decode it.
 
@@ -237,7 +226,11 @@ def receive(connection: socket.socket, *, timeout_s: float, max_nbytes: int, out
     deadline = time.monotonic() + timeout_s
     prefix = bytearray(PREFIX_BYTES)
     _read_exactly(connection, memoryview(prefix), deadline, timeout_s)
-    nbytes = frame_nbytes(prefix)
+    if (magic := bytes(prefix[:8])) != b"\x89RLF\r\n\x1a\n":
+        raise FrameError(f"the stream gave {magic!r} where a frame should start: the two sides are out of step")
+    nbytes = int.from_bytes(prefix[16:24], "little")
+    if nbytes < PREFIX_BYTES:
+        raise FrameError(f"the frame says it has {nbytes} bytes; it cannot have fewer than {PREFIX_BYTES}")
     store = torch.empty(min(nbytes, max_nbytes), dtype=torch.uint8) if out is None else out
     target = cpu.memory_view(store)
     if nbytes > min(max_nbytes, target.nbytes):
@@ -301,7 +294,7 @@ def _plain(name: str, value: object) -> torch.Tensor:
             f"{name!r} is {value.ndim}-dimensional {value.dtype} on {value.device}; a frame holds CPU tensors of up to "
             "32 dimensions and of the dtypes in rl_csrc.frames.DTYPES: move or convert it first"
         )
-    return value.detach().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)
+    return plain_memory(value)
 
 
 def _checked_offsets(name: str, inner: object, offsets: torch.Tensor) -> torch.Tensor:

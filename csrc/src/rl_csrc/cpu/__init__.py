@@ -1,10 +1,13 @@
-"""The CPU kernels behind the signature that all implementations share: tensors in, tensors out, torch allocates.
+"""CPU kernels of the ops: tensors in, new tensors out, with the signatures of `rl_csrc.cuda` and `rl_csrc.reference`.
 
-Arguments arrive checked: float32 and contiguous but for logits, hidden and weight; cu_seqlens int64; masks bool.
+Arguments arrive checked: float32 and contiguous except logits, hidden and weight; cu_seqlens int64; masks bool.
 """
 
 from rl_csrc.cpu.kernels import (
     group_norm,
+    linear_logprobs_backward,
+    linear_logprobs_forward,
+    linear_loss,
     logprob_stats,
     logprobs_backward,
     logprobs_forward,
@@ -13,11 +16,6 @@ from rl_csrc.cpu.kernels import (
     scan_reverse,
     stats_merge,
     whiten,
-)
-from rl_csrc.cpu.linear_logprobs import (
-    linear_logprobs_backward,
-    linear_logprobs_forward,
-    linear_loss,
 )
 
 __all__ = [

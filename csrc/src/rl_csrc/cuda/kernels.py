@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_csrc.cuda.launch import DTYPES, counter_on, native, new_floats, on_its_device, row_stride_of, stream_of
+from rl_csrc.native import native_spec
 from rl_csrc.types import GROUP_MODES, MASK_MODES, METRIC_NAMES, NUM_STATS, SCAN_KINDS
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def logits_arguments(
     per_row = isinstance(temperature, torch.Tensor)
     return native.Logits(
         data=logits,
-        row_stride=logits.stride(0) if logits.shape[0] > 1 else logits.shape[1],
+        row_stride=row_stride_of(logits),
         vocab=logits.shape[1],
         rows=labels.shape[0],
         dtype=DTYPES[logits.dtype],
@@ -85,8 +85,10 @@ def logprobs_backward(
 ) -> None:
     """Write the gradient of the logits to `out`: the logits themselves, or, of float32 logits, a tensor of any type."""
     arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index, vocab_start)
-    if row_index is not None:
-        zero_unscored(out, row_index)
+    if row_index is not None:  # rows that no label scores have no gradient
+        is_scored = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
+        is_scored[row_index] = True
+        native.zero_rows(out, DTYPES[out.dtype], row_stride_of(out), *out.shape, is_scored, stream_of(out))
     native.logprobs_backward(
         arguments,
         logprobs,
@@ -99,13 +101,6 @@ def logprobs_backward(
         DTYPES[out.dtype],
         stream_of(logits),
     )
-
-
-def zero_unscored(out: Tensor, row_index: Tensor) -> None:
-    """Zero the rows that no label scores."""
-    is_scored = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
-    is_scored[row_index] = True
-    native.zero_rows(out, DTYPES[out.dtype], row_stride_of(out), *out.shape, is_scored, stream_of(out))
 
 
 @on_its_device
@@ -142,38 +137,6 @@ def stats_merge(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return scored, entropies, squares, lse
 
 
-@lru_cache(maxsize=64)
-def _native_spec(spec: LossSpec) -> Any:
-    """The struct `rl_loss_spec`: made once for each set of options."""
-    return native.LossSpec(**spec.fields())
-
-
-def _token_arguments(
-    old: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    ref: Tensor | None,
-    weights: Tensor | None,
-    denominator: float | Tensor,
-) -> tuple[Any, Tensor | None]:
-    """The per-token inputs, and the denominators on the device they point to, which must outlive the launch call."""
-    counts = None
-    if isinstance(denominator, torch.Tensor):
-        counts = denominator.to(old.device, torch.float32).contiguous()
-    has_many = counts is not None and counts.dim() == 1
-    tokens = native.LossTokens(
-        old_logprobs=old,
-        advantages=advantages,
-        loss_mask=mask,
-        ref_logprobs=ref,
-        weights=weights,
-        denominator=None if has_many else counts,
-        scalar_denominator=1.0 if counts is not None else float(denominator),
-        denominators=counts if has_many else None,
-    )
-    return tokens, counts
-
-
 @on_its_device
 def policy_loss(
     logprobs: Tensor,
@@ -190,8 +153,21 @@ def policy_loss(
     """Loss `[]`, metrics `[M]`, and the gradients of the log-probs and the entropies, `[T]`; one launch."""
     num, num_sequences = logprobs.shape[0], cu_seqlens.shape[0] - 1
     ref = ref if spec.kl != "none" else None
-    options = _native_spec(spec)
-    tokens, _scalar = _token_arguments(old, advantages, mask, ref, weights, denominator)
+    options = native_spec(native, spec)
+    counts = None  # the denominators on the device: their memory must outlive the launch
+    if isinstance(denominator, torch.Tensor):
+        counts = denominator.to(old.device, torch.float32).contiguous()
+    has_many = counts is not None and counts.dim() == 1
+    tokens = native.LossTokens(
+        old_logprobs=old,
+        advantages=advantages,
+        loss_mask=mask,
+        ref_logprobs=ref,
+        weights=weights,
+        denominator=None if has_many else counts,
+        scalar_denominator=1.0 if counts is not None else float(denominator),
+        denominators=counts if has_many else None,
+    )
     loss, metrics, grad = new_floats(logprobs), new_floats(logprobs, len(METRIC_NAMES)), new_floats(logprobs, num)
     grad_entropy = None if entropy is None else new_floats(logprobs, num)
     partials = new_floats(logprobs, native.policy_loss_partials(options, num, num_sequences))

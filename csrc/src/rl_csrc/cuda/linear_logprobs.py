@@ -14,6 +14,7 @@ from rl_csrc.cuda.kernels import (
     stats_merge,
 )
 from rl_csrc.cuda.launch import native, new_floats, on_its_device, stream_of
+from rl_csrc.native import rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,10 +69,6 @@ def _blocks(num: int, each: int) -> list[slice]:
     return [slice(first, min(first + each, num)) for first in range(0, num, each)]
 
 
-def _part(x: Tensor | None, rows: slice) -> Tensor | None:
-    return None if x is None else x[rows]
-
-
 def _padded(hidden: Tensor, height: int) -> Tensor:
     """With rows of zeros below: the same product, so the same kernel and order of sums, for any number of rows."""
     return torch.cat([hidden, hidden.new_zeros(height - hidden.shape[0], hidden.shape[1])])
@@ -111,10 +108,6 @@ class _Head:
         return logits[:num]
 
 
-def _rows_of(x: float | Tensor, rows: slice) -> float | Tensor:
-    return x[rows] if isinstance(x, torch.Tensor) else x
-
-
 @on_its_device
 def linear_logprobs_forward(
     hidden: Tensor,
@@ -138,21 +131,16 @@ def linear_logprobs_forward(
     head = _Head(hidden, weight, bias, chunk, batch_invariant)
     for rows in head.chunks():
         logits = head.logits(rows)
-        arguments = logits_arguments(logits, labels[rows], _rows_of(temperature, rows), softcap, ignore_index, None)
+        arguments = logits_arguments(logits, labels[rows], rows_of(temperature, rows), softcap, ignore_index, None)
         native.logprobs(
             arguments,
             scored[rows],
-            _part(entropies, rows),
-            _part(squares, rows),
+            rows_of(entropies, rows),
+            rows_of(squares, rows),
             lse[rows],
             stream_of(hidden),
         )
     return scored, entropies, squares, lse
-
-
-def _without_ignored(hidden: Tensor, valid: Tensor) -> Tensor:
-    """`hidden` with the rows of ignored labels zeroed: a NaN there must not reach the gradient of the weight."""
-    return hidden.masked_fill(~valid[:, None], 0)
 
 
 def _block_shape(hidden: Tensor, vocab: int, chunk_rows: int | None, batch_invariant: bool) -> tuple[int, int]:
@@ -193,8 +181,8 @@ def linear_logprobs_backward(
     those are not too many. The gradient of the weight is then one product, and only that of hidden a sum over blocks.
     """
     num, vocab = labels.shape[0], weight.shape[0]
-    if ignore_index is not None:
-        hidden = _without_ignored(hidden, labels != ignore_index)
+    if ignore_index is not None:  # a NaN beside an ignored label must not reach the gradient of the weight
+        hidden = hidden.masked_fill((labels == ignore_index)[:, None], 0)
     height, width = _block_shape(hidden, vocab, chunk_rows, batch_invariant)
     row_blocks, column_blocks = _blocks(num, height), _blocks(vocab, width)
     buffer = new_floats(hidden, height * width)
@@ -215,8 +203,8 @@ def linear_logprobs_backward(
                 logits.add_(bias[columns])
             gradient = logits if narrow is None else _matrix(narrow, part.shape[0], columns)
             logprobs_backward(
-                logits[scored], labels[rows], logprobs[rows], lse[rows], _part(grad_logprobs, rows),
-                _part(entropy, rows), _part(grad_entropy, rows), _rows_of(temperature, rows), softcap, ignore_index,
+                logits[scored], labels[rows], logprobs[rows], lse[rows], rows_of(grad_logprobs, rows),
+                rows_of(entropy, rows), rows_of(grad_entropy, rows), rows_of(temperature, rows), softcap, ignore_index,
                 None, columns.start, gradient[scored],
             )  # fmt: skip
             gradient[scored.stop :].zero_()
@@ -287,7 +275,6 @@ def linear_loss(
     softcap: float | None,
     ignore_index: int | None,
     entropy: bool,
-    has_entropy_gradient: bool,
     chunk_rows: int | None,
     need: tuple[bool, bool],
     vocab_start: int,
@@ -296,14 +283,14 @@ def linear_loss(
     """Loss, log-probs, entropies and the gradients of hidden and weight: three products per chunk."""
     num = labels.shape[0]
     scored = _zeros((num,), hidden)
-    entropies = torch.zeros_like(scored) if entropy or has_entropy_gradient else None
+    entropies = torch.zeros_like(scored) if entropy else None
     chunk = _chunk_rows(weight.shape[0], num, chunk_rows or GRADIENT_ROWS, batch_invariant=False)
     gradients = _HeadGradients(hidden, weight, need, chunk)
     head = _Head(hidden, weight, None, chunk, pad=False)
     value = loss(scored, entropies)[0] if not num else None
     for rows in head.chunks():
         logits = head.logits(rows)
-        options = (_rows_of(temperature, rows), softcap, ignore_index, None)
+        options = (rows_of(temperature, rows), softcap, ignore_index, None)
         if gather is None:
             found = logprobs_forward(logits, labels[rows], *options, entropies is not None, False)
         else:
@@ -313,7 +300,7 @@ def linear_loss(
             entropies[rows] = found[1]
         value, grad, grad_entropy = loss(scored, entropies)  # only this chunk's gradients are used
         if any(need):
-            given = (scored[rows], found[3], grad[rows], _part(entropies, rows), _part(grad_entropy, rows))
+            given = (scored[rows], found[3], grad[rows], rows_of(entropies, rows), rows_of(grad_entropy, rows))
             out = gradients.room(rows, logits)
             logprobs_backward(logits, labels[rows], *given, *options, vocab_start, out)
             gradients.add(rows)

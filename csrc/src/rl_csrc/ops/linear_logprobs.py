@@ -116,7 +116,7 @@ def linear_loss(
     labels = integers(labels)
 
     def run(need: tuple[bool, bool]) -> Any:
-        options = (float(temperature), softcap, None, entropy, entropy, chunk_rows, need, vocab_start, gather)
+        options = (float(temperature), softcap, None, entropy, chunk_rows, need, vocab_start, gather)
         return kernel("linear_loss", hidden)(hidden.detach(), weight.detach(), labels, differentiated, *options)
 
     def differentiated(scored: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_csrc.types import Aggregation, Kl, Loss
-
-_TOKENS = (
-    "Tensor old_logprobs, Tensor advantages, Tensor loss_mask, Tensor cu_seqlens, float[] spec, "
-    "Tensor? denominator, float scalar_denominator, Tensor? ref_logprobs, Tensor? weights"
-)
 
 
 def policy_loss(
@@ -117,10 +111,29 @@ def policy_loss(
         entropy_coef=entropy_coef,
         aggregation=aggregation,
     )
-    counts = _Counts(num_tokens, num_sequences, norm_constant, sequence_counts)
-    tokens = (old_logprobs, advantages, loss_mask, cu_seqlens)
-    arguments = _checked_tokens(logprobs, *tokens, spec, counts, ref_logprobs, weights)
-    check_same_length("entropy", entropy, old_logprobs.shape[0])
+    num, like = old_logprobs.shape[0], logprobs
+    named = {"advantages": advantages, "loss_mask": loss_mask, "ref_logprobs": ref_logprobs, "weights": weights}
+    for name, x in {"old_logprobs": old_logprobs, **named, "entropy": entropy}.items():
+        check_same_length(name, x, num)
+    if kl != "none" and ref_logprobs is None:
+        raise ArgumentError(f"kl is {kl!r} and there are no ref_logprobs; give them, or kl='none'.")
+    mask, offsets = booleans(loss_mask), integers(cu_seqlens)
+    denominator = _denominator(aggregation, mask, offsets, num_tokens, num_sequences, norm_constant)
+    if sequence_counts is not None and aggregation == "seq-mean-token-mean":
+        check_same_length("sequence_counts", sequence_counts, offsets.shape[0] - 1)
+        denominator = floats(sequence_counts, like).clamp(min=1) * denominator
+    if isinstance(denominator, Tensor):
+        denominator = floats(denominator, like)
+    arguments = (
+        floats(old_logprobs, like),
+        floats(advantages, like),
+        mask,
+        offsets,
+        spec.numbers() if torch.compiler.is_compiling() else spec,
+        *split(denominator),
+        optional_floats(ref_logprobs, like),
+        optional_floats(weights, like),
+    )
     if torch.compiler.is_compiling():
         dtype = float_type(logprobs)
         entropy = None if entropy is None else entropy.to(dtype).contiguous()
@@ -147,70 +160,30 @@ def _checked_spec(clip_dual: float | None = None, **options: Any) -> LossSpec:
     return spec
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """Denominators of the aggregations as the caller gave them; None: counted from this call."""
-
-    num_tokens: float | Tensor | None
-    num_sequences: float | Tensor | None
-    norm_constant: float | None
-    sequence_counts: Tensor | None = None
-
-
-def _checked_tokens(
-    like: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
+def _denominator(
+    aggregation: Aggregation,
     loss_mask: Tensor,
     cu_seqlens: Tensor,
-    spec: LossSpec,
-    counts: _Counts,
-    ref_logprobs: Tensor | None,
-    weights: Tensor | None,
-) -> tuple[Any, ...]:
-    """Per-token arguments, options and denominator of a policy loss, checked and in the order of the schemas."""
-    named = {"advantages": advantages, "loss_mask": loss_mask, "ref_logprobs": ref_logprobs, "weights": weights}
-    for name, x in {"old_logprobs": old_logprobs, **named}.items():
-        check_same_length(name, x, old_logprobs.shape[0])
-    if spec.kl != "none" and ref_logprobs is None:
-        raise ArgumentError(f"kl is {spec.kl!r} and there are no ref_logprobs; give them, or kl='none'.")
-    mask = booleans(loss_mask)
-    offsets = integers(cu_seqlens)
-    denominator = _denominator(spec.aggregation, mask, offsets, counts)
-    if counts.sequence_counts is not None and spec.aggregation == "seq-mean-token-mean":
-        check_same_length("sequence_counts", counts.sequence_counts, offsets.shape[0] - 1)
-        denominator = floats(counts.sequence_counts, like).clamp(min=1) * denominator
-    if isinstance(denominator, Tensor):
-        denominator = floats(denominator, like)
-    return (
-        floats(old_logprobs, like),
-        floats(advantages, like),
-        mask,
-        offsets,
-        spec.numbers() if torch.compiler.is_compiling() else spec,
-        *split(denominator),
-        optional_floats(ref_logprobs, like),
-        optional_floats(weights, like),
-    )
-
-
-def _denominator(aggregation: Aggregation, loss_mask: Tensor, cu_seqlens: Tensor, counts: _Counts) -> float | Tensor:
+    num_tokens: float | Tensor | None,
+    num_sequences: float | Tensor | None,
+    norm_constant: float | None,
+) -> float | Tensor:
+    """What the aggregation divides by; counted from this call where the caller gave no count."""
     if aggregation == "token-sum":
         return 1.0
     if aggregation == "token-mean":
-        return loss_mask.sum().clamp(min=1) if counts.num_tokens is None else counts.num_tokens
-    num_sequences = counts.num_sequences
+        return loss_mask.sum().clamp(min=1) if num_tokens is None else num_tokens
     if num_sequences is None:
         running = loss_mask.new_zeros(loss_mask.shape[0] + 1, dtype=cu_seqlens.dtype)
         running[1:] = loss_mask.cumsum(0)
         num_sequences = (running[cu_seqlens.long()].diff() > 0).sum().clamp(min=1)
     if aggregation != "seq-mean-token-sum-norm":
         return num_sequences
-    if counts.norm_constant is None:
+    if norm_constant is None:
         raise ArgumentError(
             "seq-mean-token-sum-norm divides by a constant; give norm_constant (the longest completion)."
         )
-    return num_sequences * counts.norm_constant
+    return num_sequences * norm_constant
 
 
 def _policy(
@@ -255,7 +228,9 @@ def _policy_backward(
 
 _POLICY = Operator(
     "policy_loss",
-    f"(Tensor logprobs, {_TOKENS}, Tensor? entropy) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor loss_mask, Tensor cu_seqlens, float[] spec, "
+    "Tensor? denominator, float scalar_denominator, Tensor? ref_logprobs, Tensor? weights, Tensor? entropy)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _policy,
     _policy_fake,
     save=_policy_save,

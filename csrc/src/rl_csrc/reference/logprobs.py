@@ -303,7 +303,6 @@ def linear_loss(
     softcap: float | None,
     ignore_index: int | None,
     entropy: bool,
-    has_entropy_gradient: bool,
     chunk_rows: int | None,
     need: tuple[bool, bool],
     vocab_start: int,
@@ -314,10 +313,10 @@ def linear_loss(
     logits = _logits(hidden, weight, None)
     options = (temperature, softcap, ignore_index, None)
     if gather is None:
-        found = logprobs_forward(logits, labels, *options, entropy or has_entropy_gradient, False)
+        found = logprobs_forward(logits, labels, *options, entropy, False)
     else:
         found = stats_merge(gather(logprob_stats(logits, labels, *options, vocab_start)))
-    entropies = found[1] if entropy or has_entropy_gradient else None
+    entropies = found[1] if entropy else None
     value, grad, grad_entropy = loss(found[0], entropies)
     d_hidden = d_weight = None
     if any(need):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rl_csrc
-from rl_csrc.cpu import linear_logprobs as cpu_head
+from rl_csrc.cpu import kernels as cpu_head
 from rl_engine import EngineConfig, LoraConfig, OptimizerConfig, ParallelConfig, check, create_engine
 from rl_engine.losses import DistillLoss, DpoLoss, sft_loss, token_local, token_mean, token_values
 from rl_engine.model import logprobs
