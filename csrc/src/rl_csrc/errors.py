@@ -17,7 +17,7 @@ class RlCsrcError(Exception):
 
 
 class ArgumentError(RlCsrcError, ValueError):
-    """An argument an op cannot take. The message names the argument, the value seen and the values allowed."""
+    """An argument that an op does not accept. The message names the argument, the value seen and the values allowed."""
 
 
 class LabelError(RlCsrcError, IndexError):

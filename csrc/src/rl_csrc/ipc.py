@@ -50,7 +50,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Credentials(NamedTuple):
-    """Who is at the other end of a UNIX socket, by the kernel's word: as of `connect`, or of `listen` (unix(7))."""
+    """Peer credentials of a UNIX socket as the kernel recorded them at `connect` or `listen` (unix(7))."""
 
     pid: int
     uid: int
@@ -59,7 +59,7 @@ class Credentials(NamedTuple):
 
     @property
     def is_same_user(self) -> bool:
-        """Whether it is a process of this process's user."""
+        """Whether the peer runs as this process's user."""
         return self.uid == os.geteuid()
 
 
@@ -70,9 +70,9 @@ def peer_credentials(connection: socket.socket) -> Credentials:
 
 
 def bind(name: str) -> socket.socket:
-    """Take an abstract name; return a non-blocking stream socket, closed in children, that does not listen yet.
+    """Bind an abstract name; return a non-blocking stream socket, closed in children, that does not listen yet.
 
-    Until its `listen` is called, who connects is refused: whoever gets through finds all of it ready.
+    Connections are refused until `listen` is called, so a server can finish its setup first.
 
     Raises:
         OSError: another process holds the name (`EADDRINUSE`).
@@ -89,12 +89,12 @@ def bind(name: str) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> tuple[socket.socket, Credentials] | None:
-    """The next connection, non-blocking and closed in children, and who made it; None while there is none.
+    """Accept the next connection, non-blocking and closed in children, with its credentials; None if there is none.
 
-    Anybody in the network namespace can connect: look at `is_same_user` before anything is read.
+    Any process in the network namespace can connect: check `is_same_user` before reading.
 
     Raises:
-        OSError: this process has no descriptor left (`EMFILE`), or the system (`ENFILE`).
+        OSError: the process (`EMFILE`) or the system (`ENFILE`) is out of file descriptors.
     """
     try:
         connection, _ = listener.accept()
@@ -105,15 +105,15 @@ def accept(listener: socket.socket) -> tuple[socket.socket, Credentials] | None:
 
 
 def connect(name: str, *, timeout_s: float | None = None) -> tuple[socket.socket, Credentials]:
-    """Connect to an abstract name; return the socket, closed in children, and who listens.
+    """Connect to an abstract name; return the socket, closed in children, and the listener's credentials.
 
-    Without `timeout_s` nothing is waited for, and the socket is non-blocking. With it the socket blocks, and neither
+    Without `timeout_s` the socket is non-blocking and the call does not wait. With it the socket blocks, and neither
     connecting nor any later send waits longer.
 
     Raises:
-        ConnectionRefusedError: nobody listens.
-        BlockingIOError: too many wait to be accepted.
-        PermissionError: who listens is another user's process.
+        ConnectionRefusedError: nothing listens at that name.
+        BlockingIOError: the backlog of the listener is full.
+        PermissionError: the listener is a process of another user.
         ArgumentError: the name has more than 107 bytes.
     """
     connection = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -136,17 +136,17 @@ def connect(name: str, *, timeout_s: float | None = None) -> tuple[socket.socket
 
 
 def limit_sends(connection: socket.socket, timeout_s: float) -> None:
-    """Have no blocking send, nor a UNIX `connect`, wait longer than this (SO_SNDTIMEO): a millisecond at least."""
-    timeout_s = max(timeout_s, 1e-3)  # to the kernel 0 is for ever
+    """Set the deadline of blocking sends and of a UNIX `connect` (SO_SNDTIMEO), at least a millisecond."""
+    timeout_s = max(timeout_s, 1e-3)  # 0 means no deadline to the kernel
     packed = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
 
 
 def receive_into(connection: socket.socket, buffer: memoryview, *, max_fds: int = 1) -> tuple[int, list[int], bool]:
-    """Read once: bytes read (0: the other end closed), descriptors that came (SCM_RIGHTS), whether some were lost.
+    """Receive once: bytes read (0: the peer closed), file descriptors received (SCM_RIGHTS), whether some were dropped.
 
-    The descriptors are the caller's, and closed on exec. The kernel drops those beyond `max_fds`, and those for which
-    this process has no room. `socket.send_fds` is the other end.
+    The caller owns the descriptors; they are closed on exec. The kernel drops those beyond `max_fds` and those for
+    which the process has no free slot. The counterpart is `socket.send_fds`.
 
     Raises:
         BlockingIOError, OSError: as `recvmsg` does.
@@ -166,9 +166,9 @@ _HOOKS: list[bool] = []
 
 
 def close_in_children(connection: socket.socket) -> socket.socket:
-    """Close this socket in every child forked from now on; in this process nothing changes. Returns it.
+    """Have this socket closed in every child that is forked from now on; returns the socket.
 
-    A copy that lives on in a child would hide this process's death from its peers.
+    A copy in a child would hide this process's death from its peers.
     """
     if not _HOOKS:
         _HOOKS.append(True)
@@ -192,7 +192,7 @@ def _abstract(name: str) -> str:
 
 
 class Waker:
-    """Ends another thread's `poll`: readable from `wake` to `clear`. Closed in children. Any thread may wake."""
+    """Self-pipe to wake a thread from `poll`: readable from `wake` to `clear`. Thread-safe; closed in children."""
 
     def __init__(self) -> None:
         self._reader, self._writer = map(close_in_children, socket.socketpair())
@@ -204,12 +204,12 @@ class Waker:
         return self._reader.fileno()
 
     def wake(self) -> None:
-        """Make it readable. Publish the data for the other thread before."""
-        with contextlib.suppress(BlockingIOError):  # so full that it is readable
+        """Make it readable. Publish data for the other thread first."""
+        with contextlib.suppress(BlockingIOError):  # the socket is full, so it is readable already
             self._writer.send(b"!")
 
     def clear(self) -> None:
-        """Consume every `wake` so far. Look for its data after this, not before."""
+        """Consume every `wake` so far. Look for data after this call, not before."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
@@ -220,17 +220,17 @@ class Waker:
         self._writer.close()
 
 
-# Memory that processes share by its descriptor
+# Shared memory, passed between processes by file descriptor
 
 _BEFORE_UNMAP: dict[int, Callable[[], object] | None] = {}
-"""Address of each mapping, and what is to be done before it ends."""
+"""Address of each mapping, and the callback to run before it is unmapped."""
 
 
 class SharedMemory:
     """Shared memory of a fixed size: a sealed memfd, or a file. Mappings outlive this object and its descriptor.
 
     Args:
-        fd: Owned from now on, and closed when the last user lets go of this object. It is not looked at: `attach` does.
+        fd: File descriptor, owned by this object and closed with it. It is not checked; `attach` checks it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -240,7 +240,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, nbytes: int, *, name: str = "rl-csrc") -> SharedMemory:
-        """Make a memfd of `nbytes` zeros, none touched yet, sealed against any other size. `name` is for /proc.
+        """Create a memfd of `nbytes` zeros, sealed against resizing; no page is touched yet. `name` is shown in /proc.
 
         Raises:
             OSError: the system refuses.
@@ -252,15 +252,15 @@ class SharedMemory:
 
     @classmethod
     def create_file(cls, path: Path, nbytes: int) -> SharedMemory:
-        """Make a file, which must not be there, of `nbytes` zeros, for this user alone. A file has no seals."""
+        """Create a new file of `nbytes` zeros, for this user only. Files have no seals; it must not exist yet."""
         return cls._sized(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), nbytes)
 
     @classmethod
     def attach(cls, fd: int, *, nbytes: int) -> SharedMemory:
-        """Take a descriptor that another process sent, after a look at it: memory that shrinks kills who reads it.
+        """Take a descriptor received from another process, after checking it: reads of memory that shrinks are SIGBUS.
 
         Raises:
-            ArgumentError: it is no memory of `nbytes` sealed against shrinking; it was closed.
+            ArgumentError: it is not memory of `nbytes` bytes sealed against shrinking; it was closed.
         """
         memory = cls(fd)
         try:
@@ -275,14 +275,14 @@ class SharedMemory:
 
     @property
     def resident_nbytes(self) -> int:
-        """Resident size in bytes of memory (or disk): the pages that were written."""
+        """Allocated size in bytes, in memory or on disk: the pages that were written."""
         return 512 * os.fstat(self.fd).st_blocks
 
     def map(self, *, is_shared: bool = True, when_gone: Callable[[], None] | None = None) -> torch.Tensor:
-        """All of it as uint8 [nbytes], until the last tensor over it is gone.
+        """Map the memory as a tensor, uint8 [nbytes]; it is unmapped when the last tensor that shares it is destroyed.
 
-        Shared: writes reach every process. Else they are this mapping's own (copy on write), and nobody sees them.
-        `when_gone` is called, in whatever thread, once the mapping has ended.
+        With `is_shared`, writes are visible to every process; otherwise they are private to this mapping (copy on
+        write). `when_gone` is called, in any thread, after the unmapping.
 
         Raises:
             OSError: the system refuses.
@@ -291,9 +291,9 @@ class SharedMemory:
         return torch.frombuffer(self._map(mmap.PROT_READ | mmap.PROT_WRITE, kind, when_gone), dtype=torch.uint8)
 
     def words(self, *, is_writable: bool = False) -> memoryview:
-        """All of it as unsigned 64-bit integers, shared: for counts and generation numbers, of which each is one store.
+        """Map the memory as shared unsigned 64-bit integers, for counters and generations that change atomically.
 
-        Without `is_writable` a store is an error of Python (and would be one of the processor).
+        Without `is_writable` the mapping is read-only.
 
         Raises:
             ArgumentError: the size is no multiple of 8.
@@ -331,7 +331,7 @@ class SharedMemory:
 
 
 def before_unmap(address: int, work: Callable[[], object] | None) -> bool:
-    """Have something done before the mapping that starts at an address ends; whether there is such a mapping."""
+    """Set the callback to run before the mapping at an address is unmapped; False if there is no such mapping."""
     if address not in _BEFORE_UNMAP:
         return False
     _BEFORE_UNMAP[address] = work
@@ -348,12 +348,12 @@ def _unmap(address: int, nbytes: int, when_gone: Callable[[], None] | None) -> N
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Have the kernel back mapped memory with pages now, many at a time (MADV_POPULATE_WRITE, Linux 5.14).
+    """Allocate the pages of mapped memory now (MADV_POPULATE_WRITE, Linux 5.14; a no-op on older kernels).
 
-    A page that a full file system cannot give is a SIGBUS when it is first written. Before Linux 5.14 nothing happens.
+    Otherwise the first write to a page that a full file system cannot provide is a SIGBUS.
 
     Raises:
-        OSError: there is no room for all of it (`ENOSPC`).
+        OSError: there is not enough memory for all of it (`ENOSPC`).
     """
     first = address - address % mmap.PAGESIZE
     if nbytes <= 0 or _LIBC.madvise(first, address + nbytes - first, _MADV_POPULATE_WRITE) == 0:

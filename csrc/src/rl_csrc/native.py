@@ -12,23 +12,22 @@ from torch import Tensor
 
 # By name: static analysis takes `from rl_csrc import _cpu` for an import of the whole package.
 cpu: Any = importlib.import_module("rl_csrc._cpu")
-"""The CPU kernels. They are called by address: their arguments are checked where they are wrapped."""
+"""The CPU kernels. They take raw addresses; the wrappers check arguments."""
 
 LARGE_BYTES = 8 << 20
-"""Below this the C library's allocator mostly gives memory that was in use before."""
+"""Smaller blocks usually reuse memory of the C library's allocator that was touched before."""
 
 
 def has_cuda() -> bool:
-    """Whether the CUDA module was built. It says nothing about this machine having a GPU."""
+    """Whether the CUDA module was built; the machine may still have no GPU."""
     return importlib.util.find_spec("rl_csrc._cuda") is not None
 
 
 def in_huge_pages(x: Tensor) -> Tensor:
-    """Ask for huge pages under a tensor that nothing was written to yet, and return it.
+    """Request huge pages (`madvise`) for a large CPU tensor that was not written to yet; returns the tensor.
 
-    torch gives large CPU tensors back to the system, so each result starts on pages that were never touched, and the
-    first write to a page costs more than the rest of them; a huge page is one such write in place of 512. Linux takes
-    it as advice (`madvise`); elsewhere, and where huge pages are switched off, nothing happens.
+    torch returns large CPU tensors to the system, so every result starts on untouched pages, and the page faults cost
+    more than the writes; with huge pages there is one fault in place of 512. A no-op where huge pages are off.
     """
     if x.is_cpu and x.nbytes >= LARGE_BYTES:
         cpu.advise_huge_pages(x)
@@ -36,12 +35,12 @@ def in_huge_pages(x: Tensor) -> Tensor:
 
 
 def new_floats(*shape: int) -> Tensor:
-    """Float32 of any content, on the CPU."""
+    """Uninitialized float32 tensor on the CPU."""
     return torch.empty(shape, dtype=torch.float32)
 
 
 def with_adjacent_columns(logits: Tensor) -> Tensor:
-    """Logits with unit column stride, copied where they have another: the kernels need it."""
+    """Matrix with unit column stride, as the kernels need it; copied only if its stride is another."""
     return logits if logits.stride(1) == 1 or logits.shape[1] < 2 else logits.contiguous()
 
 

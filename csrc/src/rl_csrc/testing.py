@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class MissingImplementationError(ImportError):
-    """An implementation that this build or this machine does not have; the message says which part is missing."""
+    """Kernels that this build or machine does not have; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
-    """One device and the functions that run on it."""
+    """Kernels of one device, behind the signatures that all devices share."""
 
     name: str
     """cpu or cuda."""
@@ -38,7 +38,7 @@ class Implementation:
     """`rl_csrc.cpu` or `rl_csrc.cuda`."""
 
     def call(self, function: str, *args: Any, **kwargs: Any) -> Any:
-        """Call one of its functions; raises `MissingImplementationError` where it has none of that name."""
+        """Call one of its kernels; raises `MissingImplementationError` if it has none of that name."""
         found = getattr(self.module, function, None)
         if found is None:
             raise MissingImplementationError(f"{self.module.__name__} has no {function}: plain torch is used there.")
@@ -46,7 +46,7 @@ class Implementation:
 
 
 def implementation(name: str) -> Implementation:
-    """The kernels of a device, "cpu" or "cuda"; raises `MissingImplementationError` where they cannot run."""
+    """Kernels of a device, "cpu" or "cuda"; raises `MissingImplementationError` if they cannot run here."""
     if name == "cuda" and not has_cuda():
         raise MissingImplementationError("rl-csrc was built without RL_CSRC_CUDA=ON.")
     if name == "cuda" and not torch.cuda.is_available():
@@ -56,7 +56,7 @@ def implementation(name: str) -> Implementation:
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Largest distance over the larger of 1 and the largest value wanted; infinite for a wrong NaN or infinity."""
+    """Largest difference divided by max(1, largest expected value); infinite for a wrong NaN or infinity."""
     if found.shape != wanted.shape:
         raise ValueError(
             f"found has shape {list(found.shape)}, wanted {list(wanted.shape)}; compare results of one op."
@@ -70,7 +70,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def cu_seqlens(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """`[B + 1]` int64, where packed sequences of these lengths start."""
+    """Cumulative sequence lengths `[B + 1]` int64 of packed sequences."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device)
 
 
@@ -88,7 +88,7 @@ def random_decoder(
     has_bias: bool = False,
     has_head_norms: bool = True,
 ) -> Decoder:
-    """A small decoder of random weights, one layer for each of `windows`; the same numbers in every dtype."""
+    """Small decoder with random weights, one layer per entry of `windows`; the same values in every dtype."""
     from rl_csrc.inference.decoder import Decoder, DecoderLayer, pack_linear
 
     generator = torch.Generator().manual_seed(hidden * head_size)
@@ -132,7 +132,7 @@ def random_decoder(
 
 
 def listening_addresses() -> Iterator[str]:
-    """IP addresses at which this process listens for TCP, one per socket, as Linux says in /proc."""
+    """IP addresses at which this process listens for TCP, one per socket, from Linux' /proc."""
     links: list[str] = []
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile

@@ -1,4 +1,4 @@
-"""Values that flow into and out of the ops.
+"""Types of the ops: option names, metric names and results.
 
 Legend: `T` tokens, `R` logit rows, `V` vocabulary, `H` hidden, `B` sequences.
 """
@@ -62,10 +62,10 @@ class LogProbs(NamedTuple):
 
 
 class LinearLoss(NamedTuple):
-    """Loss of tokens scored by an LM head, and what they scored."""
+    """Loss under an LM head, with the log-probs and entropies of its tokens."""
 
     loss: Tensor
-    """`[]`, as the loss function gave it; its gradient reaches the head and the hidden states."""
+    """`[]`, the value of the loss function; differentiable in the head and the hidden states."""
     logprobs: Tensor
     """`[T]` float32, detached."""
     entropy: Tensor | None

@@ -1,8 +1,8 @@
-"""Many tensors in few transfers: a plan that lays them into buckets, and copies into and out of one.
+"""Transfer buckets: a plan that packs many tensors into few buckets, and copies into and out of a bucket.
 
 The plan is a pure function of sizes, so both sides of a transfer can compute it. Every piece starts at a multiple of
-256 bytes; a tensor larger than a bucket is split over several; the gaps are zeros, so a bucket's digest is that of
-its bytes.
+256 bytes; a tensor larger than a bucket is split over several buckets; gaps are zeros, so that the digest of a bucket
+is defined by its tensors.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Piece(NamedTuple):
     bucket_offset: int
     """Bytes into the bucket, a multiple of the alignment."""
     nbytes: int
-    """0 for a tensor without elements, which is listed all the same."""
+    """Length in bytes; 0 for a tensor without elements, which is listed too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One transfer: the pieces that it carries."""
+    """Bucket of a plan: the pieces of tensors that one transfer carries."""
 
     pieces: tuple[Piece, ...]
     """In the order of their offsets."""
@@ -46,24 +46,24 @@ class Bucket:
 
 
 class Placement(NamedTuple):
-    """Where a plan puts a run of bytes of the content that it was asked for."""
+    """Position in a bucket of one run of bytes of the content that was planned."""
 
     bucket: int
     """Number of the bucket, from 0."""
     offset: int
-    """Where the run starts in the content, bytes."""
+    """Start of the run in the content, bytes."""
     bucket_offset: int
-    """Where it starts in the bucket, bytes; a multiple of the alignment."""
+    """Start of the run in the bucket, bytes; a multiple of the alignment."""
     num_bytes: int
-    """Its length; 0 for content without bytes."""
+    """Length of the run, bytes; 0 for content without bytes."""
 
 
 @dataclass(slots=True)
 class BucketPlan:
     """Streaming bucket plan: packs contents into buckets of one size in order, without knowing their sizes ahead.
 
-    What fits a bucket is never split: where the rest of the current bucket is too short, it opens the next. What is
-    larger starts a bucket and runs over as many as it needs; its followers go on to fill the last of them.
+    Content that fits a bucket is never split: if the rest of the current bucket is too short, it goes to the next one.
+    Larger content starts a new bucket and fills as many as it needs; what follows continues in the last of them.
     """
 
     bucket_bytes: int
@@ -76,7 +76,7 @@ class BucketPlan:
     """First free byte in it, aligned."""
 
     def place(self, num_bytes: int) -> list[Placement]:
-        """Where the next content of that size goes, in order."""
+        """Placements of the next content of `num_bytes` bytes, in order."""
         if num_bytes > self.bucket_bytes - self.offset:
             self.close()
         placed: list[Placement] = []
@@ -91,7 +91,7 @@ class BucketPlan:
         return placed
 
     def close(self) -> None:
-        """Put nothing more into a bucket that holds something already."""
+        """Close the current bucket if it holds anything: the next content starts a new one."""
         if self.offset > 0:
             self.bucket += 1
             self.offset = 0
@@ -206,7 +206,7 @@ def bucket_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Te
 
 
 def _copied_natively(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> Sequence[int]:
-    """Copy the pairs that the device's kernel takes; return the positions of the others, for torch to copy."""
+    """Copy the pairs that the native kernel supports; return the positions of the others, for torch to copy."""
     device = sources[0].device.type
     if device == "cpu":
         return cpu.bucket_copy(list(sources), list(destinations), torch.get_num_threads())

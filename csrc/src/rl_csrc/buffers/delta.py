@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CHUNK_ELEMENTS = 65536
-"""Elements that share one line of ``table``."""
+"""Elements of one chunk, which has one line of ``table``."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """Three plain tensors, which a frame carries as they are (``as_mapping``, ``from_mapping``)."""
+    """Difference of two tensors, as three plain tensors that a frame can carry (``as_mapping``, ``from_mapping``)."""
 
     table: torch.Tensor
     """int32 [chunks, 2]: changed elements and gap bytes of every chunk of 65536 elements."""
@@ -65,7 +65,7 @@ def encode(fresh: torch.Tensor, base: torch.Tensor, *, max_fraction: float = 0.5
     if fresh.dtype != base.dtype or fresh.shape != base.shape or fresh.device != base.device:
         raise ArgumentError(
             f"fresh is {fresh.dtype} {list(fresh.shape)} on {fresh.device}, base {base.dtype} {list(base.shape)} on "
-            f"{base.device}: they must be alike"
+            f"{base.device}: both need the same dtype, shape and device"
         )
     item = _item_nbytes(fresh, "fresh")
     _item_nbytes(base, "base")
@@ -88,16 +88,16 @@ def encode(fresh: torch.Tensor, base: torch.Tensor, *, max_fraction: float = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Result of `advance` for one leaf."""
+    """Delta of one leaf, as `advance` returns it."""
 
     offset: int
-    """Where its difference starts in ``out``, bytes."""
+    """Start of its delta in ``out``, bytes."""
     nbytes: int
-    """Size of the delta in bytes; 0: the leaf has to be sent whole."""
+    """Size of its delta, bytes; 0: the leaf must be sent whole."""
     content_digest: int
-    """Of the difference's bytes; 0 where there is none."""
+    """Digest of the delta's bytes; 0 if the leaf must be sent whole."""
     digest: int
-    """Of the leaf's new bytes."""
+    """Digest of the leaf's new bytes."""
 
 
 def advance(
@@ -112,41 +112,41 @@ def advance(
     enough: int | None = None,
     max_fraction: float = 0.5,
 ) -> list[Leaf]:
-    """Tell how ``fresh`` differs from ``base`` leaf by leaf, and make base equal to it, in one pass over both.
+    """Delta of ``fresh`` against ``base`` leaf by leaf; base is overwritten with fresh in the same pass over both.
 
-    What would be ``encode``, ``apply`` to the base, and ``digest`` of the leaf: the digest of a leaf is a sum over its
-    words, so what changed changes it, and nothing is read twice. A difference is one run of bytes: gap bytes u64,
-    changed elements u64, then ``table``, ``gaps`` (filled with zeros to a multiple of 8) and ``values``.
+    Does the work of ``encode``, of ``apply`` to the base, and of ``digest`` of the leaf without reading anything twice:
+    the digest of a leaf is a sum over its words, so it is updated from the words that changed. The delta of a leaf is
+    one run of bytes: gap bytes u64, changed elements u64, then ``table``, ``gaps`` (zero-padded to a multiple of 8) and
+    ``values``.
 
     Args:
         fresh: The new content, contiguous, on the CPU, elements of 1, 2, 4 or 8 bytes.
         base: The old content, likewise; from leaf ``first`` on it is overwritten as far as leaves are returned.
         digests: ``rl_csrc.digest`` of every leaf of base. Not changed: take the new ones from what is returned.
-        out: uint8, contiguous, on the CPU: where differences are laid out, each at a multiple of ``alignment``.
-        first: The leaf to begin with.
-        leaf_nbytes: Size of a leaf, a multiple of 512 KiB; the last one is what is left.
+        out: uint8, contiguous, on the CPU: memory for the deltas, each at a multiple of ``alignment``.
+        first: Index of the first leaf to encode.
+        leaf_nbytes: Size of a leaf, a multiple of 512 KiB; the last leaf may be shorter.
         alignment: A multiple of 8.
-        enough: Stop when so many bytes of ``out`` are used; None goes on as long as another difference surely fits.
-        max_fraction: A leaf whose gaps and values would be more than this part of it is told whole.
+        enough: Stop once so many bytes of ``out`` are used; None: go on while another delta is sure to fit.
+        max_fraction: A leaf whose gaps and values would be larger than this fraction of it is to be sent whole.
 
     Returns:
-        One or more leaves, in order. The last of them alone may have to be told whole: nothing is in ``out`` of it. No
-        leaf at all means that ``out`` is too small for the next difference that might come (about ``max_fraction`` of
-        a leaf).
+        Leaves, in order. Only the last may have to be sent whole; ``out`` then holds nothing of it. An empty list means
+        that ``out`` is too small for the largest possible delta of the next leaf (about ``max_fraction`` of a leaf).
 
     Raises:
-        ArgumentError: the two are not alike, or an argument is not as said.
+        ArgumentError: fresh and base differ in dtype or shape, or an argument is not as described.
     """
     if fresh.dtype != base.dtype or fresh.shape != base.shape or base.device.type != "cpu":
         raise ArgumentError(
-            f"fresh is {fresh.dtype} {list(fresh.shape)}, base {base.dtype} {list(base.shape)} on {base.device}: they "
-            "must be alike, and on the CPU"
+            f"fresh is {fresh.dtype} {list(fresh.shape)}, base {base.dtype} {list(base.shape)} on {base.device}: both "
+            "need the same dtype and shape, and to be on the CPU"
         )
     item = _item_nbytes(fresh, "fresh")
     _item_nbytes(base, "base")
     if out.dtype != torch.uint8 or not out.is_contiguous() or out.device.type != "cpu" or first < 0:
         raise ArgumentError(
-            f"out is {out.dtype} on {out.device} and first {first}; they are uint8 on the CPU, and >= 0"
+            f"out is {out.dtype} on {out.device} and first is {first}: wanted contiguous uint8 on the CPU, and >= 0"
         )
     leaves = cpu.advance_delta(
         fresh.detach(),
@@ -177,13 +177,13 @@ def apply(target: torch.Tensor, delta: Delta) -> int:
         from rl_csrc import cuda
 
         if not cuda.delta_apply(target.detach(), delta.table, delta.gaps, delta.values):
-            raise DeltaError("the parts of the delta do not belong together or to this tensor; it was not touched")
+            raise DeltaError("the arrays of the delta do not fit each other or this tensor; it was not touched")
     torch.autograd.graph.increment_version(target)
     return delta.num_changed
 
 
 def apply_digest(target: torch.Tensor, delta: Delta) -> int:
-    """``apply``, and ``rl_csrc.digest`` of the whole target as it is then, read back from where it was written.
+    """Apply a delta as ``apply`` does; return ``rl_csrc.digest`` of the whole target afterwards, read back from memory.
 
     On the CPU both are one pass over the target.
     """
@@ -197,7 +197,7 @@ def apply_digest(target: torch.Tensor, delta: Delta) -> int:
 
 
 def _checked_item(target: torch.Tensor, delta: Delta) -> int:
-    """Element size of the target; ``DeltaError`` if the arrays are no delta of such elements."""
+    """Element size of the target in bytes; ``DeltaError`` if the delta is not for elements of that size."""
     item = _item_nbytes(target, "target")
     arrays: tuple[tuple[str, torch.Tensor, torch.dtype], ...] = (
         ("table", delta.table, torch.int32),

@@ -1,9 +1,9 @@
-"""A 64-bit digest of bytes that any machine, thread count, split or device computes to the same value.
+"""64-bit digest of bytes, the same on every machine and device, for any thread count and any split into pieces.
 
 The definition is in ``FRAMES.md``: every 64-bit word is mixed with a key made from its position, the mixed words are
 summed modulo 2**64, and the sum is finished with the length. A sum has no order of evaluation, so the digest of a
-stream that travels in pieces is the sum of the pieces' sums, each taken at its own offset. It detects damage, not
-malice: there is no secret in it.
+stream that is sent in pieces is the sum of the pieces' sums, each taken at its own offset. It detects corruption, not
+tampering: there is no secret in it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHUNK_WORDS = 1 << 17
 def digest(data: Data) -> int:
     """Return the 64-bit digest of the bytes of a tensor (row-major order, any device) or of a buffer.
 
-    Only the bytes count: not dtype, shape or name. Raises ``TypeError`` for what is neither tensor nor buffer.
+    Only the bytes count, not dtype, shape or name. Raises ``TypeError`` if `data` is neither tensor nor buffer.
     """
     plain = plain_memory(data) if isinstance(data, torch.Tensor) else data
     if isinstance(plain, torch.Tensor) and plain.device.type != "cpu":
@@ -42,13 +42,15 @@ def digest(data: Data) -> int:
 
 
 def digest_many(pieces: Sequence[torch.Tensor]) -> list[int]:
-    """Return the digest of each of many contiguous uint8 `[N]` pieces; on a GPU by few launches and one wait."""
+    """Digests of contiguous uint8 `[N]` tensors; on a GPU with few launches and a single synchronization."""
     if not pieces or not pieces[0].is_cuda or not has_cuda():
         return [digest(piece) for piece in pieces]
     if any(piece.dtype != torch.uint8 or piece.device != pieces[0].device for piece in pieces) or not all(
         piece.is_contiguous() for piece in pieces
     ):
-        raise ArgumentError("the pieces of digest_many must be contiguous, uint8, and on one device")
+        raise ArgumentError(
+            "the pieces of digest_many must be contiguous uint8 tensors on one device: convert them first"
+        )
     from rl_csrc import cuda  # loads the CUDA module: only when a tensor lives there
 
     sums = cuda.digest_many(pieces)
@@ -86,7 +88,7 @@ def _device_sum(tensor: torch.Tensor, offset: int) -> int:
 
 
 def reference_sum(raw: torch.Tensor, offset: int = 0) -> int:
-    """Return the sum by its definition, in plain torch on any device: the oracle of the native paths."""
+    """Digest sum by its definition, in plain torch on any device: the reference that native code is tested against."""
     num_words = (raw.numel() + WORD_BYTES - 1) // WORD_BYTES
     total = 0
     for start in range(0, num_words, _CHUNK_WORDS):

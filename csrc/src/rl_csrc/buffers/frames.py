@@ -1,8 +1,7 @@
 """Tensor frames: named tensors, ragged tensors and bytes in one self-describing block of memory (``FRAMES.md``).
 
-``encode`` copies nothing: it returns a header and the tensors' own memory, ready for ``writev``, a file or a shared
-slot. ``decode`` copies nothing either: it checks every length and offset, then gives views into the block it was
-handed.
+``encode`` copies nothing: it returns a header and references to the tensors' memory, ready for ``writev``, a file or
+shared memory. ``decode`` copies nothing either: it checks every length and offset, then returns views into the block.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import socket
 
 ALIGNMENT = 64
-"""Header, regions and the frame itself are multiples of this many bytes."""
+"""Alignment in bytes of header, regions and frame length."""
 PREFIX_BYTES = 64
 """Bytes to read before the length of a frame is known."""
 
@@ -50,14 +49,14 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e8m0fnu,
     torch.float4_e2m1fn_x2,
 )
-"""The dtype with code ``i`` is ``DTYPES[i - 1]``; code 0 is no dtype. Codes are never reused."""
+"""Dtypes by code: code ``i`` is ``DTYPES[i - 1]``, code 0 means none. Codes are never reused."""
 
 Buffer: TypeAlias = "torch.Tensor | bytes | bytearray | memoryview | mmap.mmap | Any"
 """A contiguous CPU tensor, or anything with the buffer protocol."""
 
 
 class Ragged(NamedTuple):
-    """Rows of different lengths: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``. Rows of rows nest it once more."""
+    """Ragged tensor: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``. A doubly ragged one nests two of these."""
 
     values: torch.Tensor | Ragged
     """The rows one after the other, or the inner ``Ragged`` whose rows this one groups."""
@@ -70,7 +69,7 @@ Decoded: TypeAlias = "torch.Tensor | Ragged | memoryview"
 
 
 class Frame:
-    """An encoded frame: a header and, in order, the memory that follows it. Keeps the tensors it refers to alive."""
+    """Encoded frame: a header, and in order the memory regions that follow it. Keeps the tensors it refers to alive."""
 
     __slots__ = ("_native",)
 
@@ -79,7 +78,7 @@ class Frame:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole frame, header and gaps included: the room that ``write_into`` needs."""
+        """Size of the whole frame in bytes, header and padding included: what ``write_into`` needs."""
         return self._native.nbytes
 
     @property
@@ -89,11 +88,11 @@ class Frame:
 
     @property
     def buffers(self) -> list[memoryview]:
-        """The payload regions, read-only and without the zeros between them, in the order of the frame."""
+        """Payload regions in the order of the frame, read-only, without the padding between them."""
         return self._native.buffers()
 
     def segments(self) -> list[bytes | memoryview]:
-        """Return header, buffers and the zeros between them, whose concatenation is the frame (for a gather write)."""
+        """Header, buffers and padding, for a gathered write: their concatenation is the frame."""
         parts: list[bytes | memoryview] = [self.header]
         for buffer in self.buffers:
             parts.append(buffer)
@@ -104,14 +103,14 @@ class Frame:
     def write_into(self, out: Buffer, *, checksum: bool = False, num_threads: int = 1) -> int:
         """Copy the frame to the start of a writable buffer and return the bytes written.
 
-        The header is written last, so a reader of shared memory sees no frame until it is whole. ``checksum`` takes
-        the payload's digest while copying. Raises ``FrameError`` if the buffer is too small.
+        The header is written last, so a reader of shared memory sees no frame until it is complete. ``checksum``
+        computes the payload's digest while copying. Raises ``FrameError`` if the buffer is too small.
         """
         self._native.write_into(out, checksum, num_threads)
         return self.nbytes
 
     def to_bytes(self) -> bytearray:
-        """Return the frame as one new block."""
+        """Frame as one new `bytearray`."""
         out = bytearray(self.nbytes)
         self.write_into(out)
         return out
@@ -133,10 +132,10 @@ class Frame:
 
 
 class FrameView(Mapping[str, Any]):
-    """A decoded frame: a read-only mapping of name to view, in the order they were encoded.
+    """Decoded frame: a read-only mapping from name to view, in the order of encoding.
 
-    A value is a tensor, a ``Ragged`` or (for bytes) a memoryview. It is made anew at each access, costs well under a
-    microsecond, shares the buffer's memory and keeps it alive. ``dict(view)`` makes all of them.
+    A value is a tensor, a ``Ragged`` or (for bytes) a memoryview. It is created at each access, in well under a
+    microsecond, shares the buffer's memory and keeps it alive. ``to_dict`` creates all of them.
     """
 
     __slots__ = ("_native",)
@@ -146,12 +145,12 @@ class FrameView(Mapping[str, Any]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the frame; the buffer may be longer."""
+        """Size of the frame in bytes; the buffer may be longer."""
         return self._native.nbytes
 
     @property
     def tag(self) -> int:
-        """The number that the encoder stored for its own use."""
+        """Unsigned 64-bit number that the caller of `encode` stored."""
         return self._native.tag
 
     @property
@@ -188,10 +187,9 @@ def encode(mapping: Mapping[str, Value], *, checksum: bool = False, tag: int = 0
 
     Args:
         mapping: name to dense tensor, ``(values, offsets)``, ``Ragged``, jagged nested tensor, or bytes.
-            Non-contiguous
-            and lazily conjugated tensors are copied once.
-        checksum: store the payload's digest now (one read of every byte); ``write_into(checksum=True)`` takes it in
-            passing.
+            Non-contiguous and lazily conjugated tensors are copied once.
+        checksum: store the payload's digest now (one read of every byte); ``write_into(checksum=True)`` computes it
+            while copying.
         tag: an unsigned 64-bit number of the caller's own (a version, a generation), kept in the prefix.
 
     Raises ``FrameError`` (a ``ValueError``) for a dtype, device, name or offsets that a frame cannot hold.
@@ -206,11 +204,11 @@ def encode(mapping: Mapping[str, Value], *, checksum: bool = False, tag: int = 0
 
 
 def decode(buffer: Buffer, *, verify: bool = False) -> FrameView:
-    """Check a frame and return a mapping of views into it.
+    """Decode a frame: check it, and return a mapping of views into it.
 
-    Whatever the bytes are, the result is views that lie inside the buffer, or a ``FrameError``. The header is copied
-    before it is checked; offsets of ragged values are checked where they lie, so copy a frame out of memory that an
-    untrusted process can still write. A buffer longer than the frame is fine. It must start at a multiple of 8 bytes.
+    For any bytes, the result is views inside the buffer or a ``FrameError``. The header is copied before it is checked;
+    offsets of ragged values are checked in place, so first copy a frame out of memory that an untrusted process can
+    still write. The buffer may be longer than the frame, and must start at a multiple of 8 bytes.
 
     With ``verify=True`` the payload is compared with its stored digest as well; ``FrameError`` if none was stored.
     """
@@ -269,7 +267,7 @@ def _nest(value: Any) -> Decoded:
 
 
 def _normalise(name: str, value: object) -> object:
-    """Convert a value for the native encoder, or raise FrameError with the reason."""
+    """Value as the native encoder takes it; `FrameError` with the reason if a frame cannot hold it."""
     if isinstance(value, memoryview):
         return memoryview(value.tobytes())
     if isinstance(value, torch.Tensor):

@@ -16,69 +16,69 @@ if TYPE_CHECKING:
 
 
 def row_offsets(rows: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return where rows begin and end once they are laid one after the other, int64 [rows + 1].
+    """Offsets of rows once concatenated, int64 [rows + 1].
 
-    None if they are not alike: plain contiguous CPU tensors (no subclasses) of one real dtype and of shapes that differ
-    in their first dimension at most.
+    None unless all rows are plain contiguous CPU tensors (no subclasses) of one real dtype, with shapes that differ in
+    the first dimension only.
     """
     return cpu.row_offsets(rows)
 
 
 def ends(offsets: torch.Tensor) -> tuple[int, int]:
-    """Return the first and the last of a ragged column's offsets, int64 [rows + 1], contiguous and on the CPU.
+    """First and last offset of a ragged column, whose `offsets` are int64 [rows + 1], contiguous and on the CPU.
 
     Raises:
-        ArgumentError: they are no such tensor.
+        ArgumentError: `offsets` is not such a tensor.
     """
     return cpu.ends(offsets)
 
 
 def cut(offsets: torch.Tensor, first: int, count: int, known: list[torch.Tensor]) -> tuple[int, int, int, torch.Tensor]:
-    """Slice a ragged column: `count` rows from `first` on, as a column of their own.
+    """Slice of a ragged column: `count` rows from `first` on, as a column of its own.
 
     Args:
         offsets: int64 [rows + 1], contiguous and on the CPU.
         first: Index of the first row.
         count: Rows.
-        known: Offsets that were made before: one of them that is the same is returned instead of a copy.
+        known: Offsets made earlier: one with equal values is returned instead of a new tensor.
 
     Returns:
-        Index of their first value, one past that of the last, values in the longest row, and where each row begins and
-        ends once the others are gone: int64 [count + 1], from 0, in memory of its own.
+        Index of the first value, index after the last value, length of the longest row, and the offsets of the slice:
+        int64 [count + 1], from 0, in memory of their own.
 
     Raises:
-        ArgumentError: the column has no such rows, or the offsets of these do not rise.
+        ArgumentError: the column has no such rows, or their offsets decrease.
     """
     return cpu.cut(offsets, first, count, known)
 
 
 def join(pieces: list[torch.Tensor], out: Buffer) -> bool:
-    """Copy the bytes of tensors, one after the other, to the start of `out`; without the GIL where that pays.
+    """Concatenate the bytes of tensors at the start of `out`; releases the GIL for large copies.
 
-    Returns False, and copies nothing, if one of them is not plain, contiguous, on the CPU and real. They must not
+    Returns False, and copies nothing, if a piece is not a plain contiguous CPU tensor of a real dtype. Pieces must not
     overlap `out`.
 
     Raises:
-        ArgumentError: they have more bytes than `out`.
+        ArgumentError: the pieces have more bytes than `out`.
     """
     return cpu.join(pieces, out)
 
 
 class Joining(Protocol):
-    """Copies that were begun: they are done once `finish` returns, or when nothing refers to this any more."""
+    """Copies in progress (of `begin_joins`): complete once `finish` returns, or when this object is destroyed."""
 
     def finish(self) -> None:
-        """Copy the remaining pieces, together with the thread that began."""
+        """Help the background thread copy the remaining pieces, and wait until all are copied."""
         ...
 
 
 def begin_joins(joins: Sequence[tuple[Sequence[torch.Tensor], Buffer]]) -> Joining | None:
-    """Begin several `join(pieces, out)` in a thread of this library, which needs no GIL, while the caller goes on.
+    """Start several `join(pieces, out)` in a background thread that needs no GIL, while the caller continues.
 
-    There is one such thread, made on first use, and anew in a forked child. Where it gets no core or copies for
-    somebody else, `finish` copies. Until then, neither write to the pieces nor look at what is copied.
+    There is one such thread per process, started on first use. If it has no core, or is busy with other copies,
+    `finish` does the copying. Until `finish` returns, neither write to the pieces nor read `out`.
 
-    Returns None, and copies nothing, if one of the pieces is not plain, contiguous, on the CPU and real.
+    Returns None, and copies nothing, if a piece is not a plain contiguous CPU tensor of a real dtype.
 
     Raises:
         ArgumentError: pieces have more bytes than their `out`.
@@ -87,23 +87,24 @@ def begin_joins(joins: Sequence[tuple[Sequence[torch.Tensor], Buffer]]) -> Joini
 
 
 def join_slices(sources: list[Buffer], slices: list[tuple[int, int, int]], out: Buffer, *, width: int) -> int:
-    """Copy slices (source, start, stop), in units of `width` bytes, one after the other to the start of `out`.
+    """Concatenate slices (source, start, stop), in units of `width` bytes, at the start of `out`.
 
-    Rows of ragged columns in any order, out of several memories. Returns the bytes copied. No source may overlap `out`.
+    Gathers rows of ragged columns in any order from several buffers; returns the bytes copied. No source may overlap
+    `out`.
 
     Raises:
-        ArgumentError: a slice does not lie in its source, or all of them not in `out`.
+        ArgumentError: a slice is outside its source, or `out` is too small for all of them.
     """
     return cpu.join_slices(sources, slices, width, out)
 
 
 def balanced_order(lengths: list[int], num_parts: int) -> list[int]:
-    """Positions in an order whose `num_parts` contiguous parts have equal counts and nearly equal sums of `lengths`.
+    """Balanced partition: positions reordered so that `num_parts` contiguous runs have equal counts and similar sums.
 
-    LPT (Graham 1969) with as many rows in each part: longest first, each to the part with the smallest sum that has
-    room, the first of equal ones. Inside a part, rows stand in their first order.
+    LPT (Graham 1969) with equal counts: rows are taken longest first, each goes to the part with the smallest sum of
+    `lengths` that is not full (the first one of equals). Inside a part, rows keep their original order.
 
     Raises:
-        ArgumentError: the count does not divide, or the sum may exceed 64 bits.
+        ArgumentError: `len(lengths)` is not a multiple of `num_parts`, or the sum may exceed 64 bits.
     """
     return cpu.balanced_order(lengths, num_parts)

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from rl_csrc.reference import LossSpec
 
 CHUNK_BYTES = 64 << 20
-"""Room for the logits, or their gradient, of one run of vocabulary rows."""
+"""Memory for the logits, or their gradient, of one vocabulary chunk."""
 KEPT_BYTES = 128 << 20
 """Memory for the logits of a chunk of tokens until their loss is known."""
 SHARD_ROWS = 512
-"""Tokens of a chunk whose log-probs are merged over shards of the vocabulary."""
+"""Tokens per chunk where log-probs are merged over vocabulary shards."""
 INVARIANT_ROWS = 64
-"""Rows of every matrix product where the bits may not depend on the batch."""
+"""Rows of every matrix product in batch-invariant mode."""
 INVARIANT_BATCH = 1024
-"""Tokens for which runs of the vocabulary are cut in a backward pass whose bits may not depend on their number."""
+"""Tokens for which vocabulary chunks are sized in a batch-invariant backward pass, whatever their number."""
 
 
 def logprobs_forward(
@@ -42,7 +42,7 @@ def logprobs_forward(
     entropy: bool,
     sum_pi_squared: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Log-probs, entropy, sum of squares, and the log-sum-exp that backward wants; each `[T]`."""
+    """Log-probs, entropy, sum of squared probabilities, and the log-sum-exp that backward needs; each `[T]`."""
     num = labels.shape[0]
     scored, lse = new_floats(num), new_floats(num)
     entropies = new_floats(num) if entropy else None
@@ -106,7 +106,7 @@ def logprob_stats(
     row_index: Tensor | None,
     vocab_start: int,
 ) -> Tensor:
-    """Statistics of a vocabulary shard, `[T, 5]`."""
+    """Softmax statistics of a vocabulary shard, `[T, 5]`."""
     stats = new_floats(labels.shape[0], NUM_STATS)
     threads = torch.get_num_threads()
     options = (temperature, softcap or 0.0, ignore_index, row_index, vocab_start)
@@ -115,7 +115,7 @@ def logprob_stats(
 
 
 def stats_merge(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merged log-probs, entropy, sum of squares and log-sum-exp; each `[T]`."""
+    """Log-probs, entropy, sum of squared probabilities and log-sum-exp merged over shards; each `[T]`."""
     outs = tuple(new_floats(stats.shape[1]) for _ in range(4))
     native.stats_merge(stats.contiguous(), *outs, torch.get_num_threads())
     return outs  # pyright: ignore[reportReturnType]  # four by construction
@@ -171,7 +171,7 @@ def scan_reverse(
     rho_clip: float,
     c_clip: float,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, `[T]`."""
+    """Advantages and returns of a backward recurrence, `[T]`."""
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     native.scan_reverse(
         rewards,
@@ -194,7 +194,7 @@ def scan_reverse(
 
 
 def group_norm(rewards: Tensor, group_ids: Tensor | None, cu_groups: Tensor | None, mode: str, eps: float) -> Tensor:
-    """Advantages, `[B]`."""
+    """Group advantages, `[B]`."""
     out = torch.empty_like(rewards)
     native.group_norm(rewards, group_ids, cu_groups, GROUP_MODES.index(mode), eps, out)  # pyright: ignore[reportArgumentType]
     return out
@@ -215,7 +215,7 @@ def whiten(
     eps: float,
     moments: tuple[Tensor, Tensor, Tensor] | None,
 ) -> Tensor:
-    """Whitened x, its shape."""
+    """Whitened values, of the shape of x."""
     num, mean, m2 = (float(m) for m in (masked_moments(x, mask) if moments is None else moments))
     out = torch.empty_like(x)
     scale = (m2 / max(num - 1, 1) + eps) ** -0.5
@@ -233,7 +233,7 @@ def _float_bias(bias: Tensor | None) -> Tensor | None:
 
 
 def _vocab_chunks(num_vocab: int, num_rows: int, element_bytes: int) -> Iterator[slice]:
-    """Runs of vocabulary rows whose logits for `num_rows` tokens fit in CHUNK_BYTES."""
+    """Vocabulary chunks whose logits for `num_rows` tokens fit in CHUNK_BYTES."""
     step = max(CHUNK_BYTES // element_bytes // max(num_rows, 1) // 64 * 64, 64)
     return (slice(begin, min(begin + step, num_vocab)) for begin in range(0, num_vocab, step))
 
@@ -256,7 +256,7 @@ def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, pad
 
 
 def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, pad: bool) -> Tensor:
-    """Float32 logits of one run of vocabulary rows; with `pad` always from products of INVARIANT_ROWS rows."""
+    """Float32 logits of one vocabulary chunk; with `pad` always from products of INVARIANT_ROWS rows."""
     part = weight[columns].float().T
     logits = in_huge_pages(new_floats(hidden.shape[0], part.shape[1]))
     _product(hidden, part, None if bias is None else bias[columns], logits, pad)
@@ -276,7 +276,10 @@ def linear_logprobs_forward(
     chunk_rows: int | None,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Log-probs, entropy, sum of squares and log-sum-exp: on tiles, or merged from runs of the vocabulary."""
+    """Log-probs, entropy, sum of squared probabilities and log-sum-exp of the LM head, `[T]` each.
+
+    bfloat16 runs on tiles (AMX or AVX-512) where the CPU has them, other inputs in vocabulary chunks that are merged.
+    """
     hidden, weight, bias = (
         with_adjacent_columns(hidden.detach()),
         with_adjacent_columns(weight.detach()),
@@ -324,11 +327,11 @@ def linear_logprobs_backward(
     batch_invariant: bool,
     need: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, the logits computed again a run of the vocabulary at a time.
+    """Gradients of hidden, weight and bias; logits are recomputed one vocabulary chunk at a time.
 
-    A run's gradient meets all tokens in one product, so that of the weight is summed in float32 without an accumulator.
-    With `batch_invariant` the gradient of hidden comes from products of as many rows each, whatever the batch; that of
-    the weight is a sum over the batch.
+    Each chunk covers all tokens, so that its gradient of the weight is one product and needs no float32 accumulator.
+    With `batch_invariant` the gradient of hidden comes from products of a fixed number of rows; that of the weight is
+    a sum over the batch.
     """
     hidden, weight, wide_bias = with_adjacent_columns(hidden), with_adjacent_columns(weight), _float_bias(bias)
     tiles = _has_tiles(hidden)
@@ -389,8 +392,8 @@ def linear_loss(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Loss, log-probs, entropy, and the gradients of hidden and weight.
 
-    Three matrix products where the logits of a chunk of tokens can wait for their loss: float32, a shard of the
-    vocabulary, or bfloat16 on tiles. Four elsewhere: the logits are made again once the loss is known.
+    Three matrix products where the logits of a chunk of tokens are kept until their loss is known: float32, a
+    vocabulary shard, or bfloat16 on tiles. Four elsewhere: the logits are recomputed after the loss.
     """
     hidden, weight = with_adjacent_columns(hidden), with_adjacent_columns(weight)
     tiled = _has_tiles(hidden) and softcap is None and not entropy and gather is None
@@ -407,7 +410,7 @@ def linear_loss(
     scored, entropies = torch.zeros(num), torch.zeros(num) if entropy else None
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if need[0] else None
     rows_that_fit = max(KEPT_BYTES // (num_vocab * (2 if tiled else 4)) // 32 * 32, 32)
-    if gather is not None:  # as many on every rank, whose shards may differ
+    if gather is not None:  # the same on every rank, although shards may differ in size
         rows_that_fit = chunk_rows or SHARD_ROWS
     chunks = _row_chunks(num, min(chunk_rows or rows_that_fit, rows_that_fit), False)
     d_weight = None
@@ -421,7 +424,7 @@ def linear_loss(
         else:
             results = (scored[rows], rows_of(entropies, rows))
             finish = _plain_chunk(hidden[rows], weight, scoring, *results, vocab_start, gather)
-        # of the tokens scored so far; only this chunk's gradients are used
+        # over all tokens scored so far; only this chunk's gradients are used
         value, grad, grad_entropy = loss(scored, entropies)
         if not any(need):
             continue
@@ -451,7 +454,7 @@ def _plain_chunk(
     vocab_start: int,
     gather: reference.Gather | None,
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """Score a chunk; the function returned turns its logits into their transposed gradient."""
+    """Score a chunk of tokens; the returned function turns its logits into their gradient, transposed."""
     labels, temperature, softcap, ignore_index = scoring
     logits = in_huge_pages(torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype))
     torch.mm(hidden, weight.T, out=logits)
@@ -475,7 +478,7 @@ def _plain_chunk(
 def _tiled_chunk(
     hidden: Tensor, weight: Tensor, scoring: _Scoring, scored: Tensor
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """As `_plain_chunk`, keeping exponentials in bfloat16; the log-probs still come from the float32 products."""
+    """As `_plain_chunk` on tiles: keeps exponentials in bfloat16; log-probs come from the float32 products."""
     labels, temperature, _, ignore_index = scoring
     num, padded, num_vocab = hidden.shape[0], (hidden.shape[0] + 31) // 32 * 32, weight.shape[0]
     kept, lse = in_huge_pages(torch.empty(num_vocab, padded, dtype=torch.bfloat16)), new_floats(num)

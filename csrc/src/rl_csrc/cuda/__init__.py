@@ -1,7 +1,7 @@
-"""The ops on CUDA: checked tensors in, new tensors out, launched on torch's current stream.
+"""CUDA kernels of the ops: checked tensors in, new tensors out, launched on torch's current stream.
 
-Every function has the signature of its namesake in `rl_csrc.cpu`. torch allocates all memory, nothing waits for the
-device, and every call may be captured in a CUDA graph, but for those that say otherwise. Legend: `T` tokens, `R` logit
+Functions have the signatures of `rl_csrc.cpu`. torch allocates all memory. Unless a docstring says otherwise, no call
+synchronizes with the device, and every call may be captured in a CUDA graph. Legend: `T` tokens, `R` logit
 rows, `V` vocabulary, `H` hidden, `B` sequences.
 """
 

@@ -1,4 +1,4 @@
-"""Digests, deltas and bucket copies of tensors on the device."""
+"""Digest, delta and bucket-copy kernels for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @on_its_device
 def digest_sum(raw: Tensor, offset: int = 0) -> int:
-    """Unfinished digest of the uint8 `[N]` piece at `offset` bytes of its stream. Waits for the device."""
+    """Unfinished digest of the uint8 `[N]` piece at `offset` bytes of its stream. Synchronizes with the device."""
     return int(digest_sum_async(raw, offset)) & ((1 << 64) - 1)
 
 
 @on_its_device
 def digest_sum_async(raw: Tensor, offset: int = 0) -> Tensor:
-    """The same as a device int64 scalar (the sum's bits), without waiting."""
+    """Unfinished digest as an int64 scalar on the device (the bits of the sum), without synchronization."""
     total = torch.empty(1, dtype=torch.int64, device=raw.device)
     partials = torch.empty(native.digest_blocks(raw.numel()), dtype=torch.int64, device=raw.device)
     native.digest(
@@ -40,7 +40,7 @@ def digest_sum_async(raw: Tensor, offset: int = 0) -> Tensor:
 
 @on_its_device
 def digest_many(pieces: Sequence[Tensor]) -> list[int]:
-    """Unfinished digests of uint8 `[N]` pieces, each from byte 0 of a stream. Waits for the device once."""
+    """Unfinished digests of uint8 `[N]` pieces, each from byte 0 of a stream. Synchronizes with the device once."""
     totals = torch.zeros(len(pieces), dtype=torch.int64, device=pieces[0].device)
     addresses, sizes = [piece.data_ptr() for piece in pieces], [piece.numel() for piece in pieces]
     native.digest_many(addresses, sizes, totals, stream_of(totals))
@@ -51,7 +51,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _delta_starts(table: Tensor) -> Tensor:
-    """`[chunks + 1, 2]` where each chunk's values and gap bytes begin; the last line holds the totals."""
+    """Start of each chunk's values and gap bytes, `[chunks + 1, 2]`; the last line holds the totals."""
     starts = torch.zeros(table.shape[0] + 1, 2, dtype=torch.int64, device=table.device)
     torch.cumsum(table, 0, dtype=torch.int64, out=starts[1:])
     return starts
@@ -59,7 +59,7 @@ def _delta_starts(table: Tensor) -> Tensor:
 
 @on_its_device
 def delta_encode(fresh: Tensor, base: Tensor, max_fraction: float) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Table, gaps and values of `rl_csrc.delta`, or None where they would be too large. Waits for the device once."""
+    """Table, gaps and values of `rl_csrc.delta`, or None if they would be too large. Synchronizes once."""
     item, num = fresh.element_size(), fresh.numel()
     table = torch.empty(-(-num // 65536), 2, dtype=torch.int32, device=fresh.device)
     masks = torch.empty(table.shape[0], 2048, dtype=torch.int32, device=fresh.device)
@@ -77,7 +77,7 @@ def delta_encode(fresh: Tensor, base: Tensor, max_fraction: float) -> tuple[Tens
 
 @on_its_device
 def delta_apply(target: Tensor, table: Tensor, gaps: Tensor, values: Tensor) -> bool:
-    """Overwrite the changed elements; False, and nothing written, where the delta does not fit. Waits for the check."""
+    """Overwrite the changed elements; False, with nothing written, if the delta does not fit. Synchronizes."""
     item, num = target.element_size(), target.numel()
     if table.shape != (-(-num // 65536), 2):
         return False
@@ -95,16 +95,16 @@ def delta_apply(target: Tensor, table: Tensor, gaps: Tensor, values: Tensor) -> 
 
 @on_its_device
 def bucket_copy(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-    """Copy each source into its destination; a launch per thousand tensors."""
+    """Copy each source into its destination, with one launch per thousand tensors."""
     plain: list[tuple[int, int, int]] = []
     device = sources[0].device if sources else None
     for source, destination in zip(sources, destinations, strict=True):
-        is_lazy = source.is_complex() or source.is_neg() or destination.is_neg()  # complex: maybe conjugated
+        is_lazy = source.is_complex() or source.is_neg() or destination.is_neg()  # a complex tensor may be conjugated
         dense = not is_lazy and source.is_contiguous() and destination.is_contiguous()
         if dense and source.dtype == destination.dtype and source.device == destination.device == device:
             span = source.data_ptr(), destination.data_ptr(), source.nbytes
             if 0 < abs(span[0] - span[1]) < span[2]:
-                raise ArgumentError("a destination overlaps its source; give it memory of its own.")
+                raise ArgumentError("a destination overlaps its source; give the destination memory of its own.")
             plain.append(span)
         else:
             destination.copy_(source)

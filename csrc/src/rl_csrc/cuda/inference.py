@@ -1,4 +1,4 @@
-"""Inference on GPUs: paged attention, the steps between a layer's products, the draw of tokens."""
+"""Inference kernels for GPUs: paged attention, norm, rotary embedding and gating of a layer, token sampling."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def paged_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor | None:
-    """Attention `[T, H, D]`; None, and nothing done, where the sizes are not the kernel's. Three launches at most.
+    """Paged attention `[T, H, D]`; None, with nothing done, for sizes that the kernel does not support.
 
-    What is launched depends on shapes alone, so that a graph holds for any positions within its block table.
+    At most three launches. They depend on shapes alone, so a CUDA graph is valid for any positions in its block table.
     """
     size, page_size, columns = query.shape[2], key_cache.shape[1], block_tables.shape[1]
     if size != value_cache.shape[3] or query.dtype not in DTYPES or size * query.element_size() % 16:
@@ -42,7 +42,7 @@ def paged_attention(
     sizes = (*query.shape[:2], key_cache.shape[2], size, page_size, block_tables.stride(0), splits, window or 0)
     new = (None, None) if key is None or value is None else (key.contiguous(), value.contiguous())
     is_done = native.paged_attention(
-        *(query.contiguous(), *new, key_cache, value_cache, _where_it_lies(block_tables), rows, positions),
+        *(query.contiguous(), *new, key_cache, value_cache, _in_place(block_tables), rows, positions),
         *(None if sinks is None else sinks.float().contiguous(), partial, stats, out),
         sizes,
         scaling,
@@ -54,14 +54,14 @@ def paged_attention(
     return out if is_done else None
 
 
-def _where_it_lies(block_tables: Tensor) -> Tensor:
-    """The table as the kernels take it: a view of some columns is read in place, its rows `stride` apart."""
+def _in_place(block_tables: Tensor) -> Tensor:
+    """Block table as the kernels take it: a view of some columns is read in place, with its row stride."""
     return block_tables if block_tables.is_contiguous() else block_tables.as_strided((block_tables.shape[0],), (1,))
 
 
 @on_its_device
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """The norm of `residual`, to which `x` is added in place. One launch."""
+    """RMS norm of `residual + x`; the sum is written to `residual`. One launch."""
     out = torch.empty_like(residual)
     native.add_norm(x, residual, weight, out, *residual.shape, eps, DTYPES[residual.dtype], stream_of(residual))
     return out
@@ -81,11 +81,11 @@ def rotate_to_pages(
     positions: Tensor,
     eps: float,
 ) -> Tensor:
-    """Queries `[T, H, D]`; keys and values lie in their pages. One launch."""
+    """Rotated queries `[T, H, D]`; keys and values are written to their pages. One launch."""
     num, num_kv, size, page_size = qkv.shape[0], key_cache.shape[2], qkv.shape[2], key_cache.shape[1]
     query = qkv.new_empty(num, qkv.shape[1] - 2 * num_kv, size)
     native.rotate(
-        *(qkv, query_norm, key_norm, cos, sin, query, key_cache, value_cache, _where_it_lies(block_tables), rows),
+        *(qkv, query_norm, key_norm, cos, sin, query, key_cache, value_cache, _in_place(block_tables), rows),
         *(positions, (num, query.shape[1], num_kv, size, page_size, block_tables.stride(0)), eps),
         *(DTYPES[qkv.dtype], stream_of(qkv)),
     )
@@ -94,7 +94,7 @@ def rotate_to_pages(
 
 @on_its_device
 def gated(gate_up: Tensor) -> Tensor | None:
-    """silu(gate) * up `[T, size]`; None, and nothing done, where rows are no whole 16 bytes. One launch."""
+    """silu(gate) * up `[T, size]`; None, with nothing done, unless rows are multiples of 16 bytes. One launch."""
     num, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num, size)
     is_done = native.gate(gate_up, out, num, size, DTYPES[gate_up.dtype], stream_of(gate_up))
@@ -105,7 +105,7 @@ def gated(gate_up: Tensor) -> Tensor | None:
 def draw(
     logits: Tensor, temperature: Tensor, streams: Tensor, positions: Tensor, is_greedy: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Token ids `[B]` and log-probs `[B]`; None, and nothing done, for a vocabulary that is too large. One launch."""
+    """Sampled token ids `[B]` and log-probs `[B]`; None, with nothing done, if the vocabulary is too large."""
     if logits.dtype not in DTYPES or (logits.shape[1] > 1 and logits.stride(1) != 1):
         return None
     ids, logprobs = streams.new_empty(logits.shape[0]), new_floats(logits, logits.shape[0])

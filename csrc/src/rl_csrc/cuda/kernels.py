@@ -1,4 +1,4 @@
-"""Kernels that are one native call each: log-probs of logits or vocabulary shards, policy losses, advantages."""
+"""CUDA kernels of one native call each: log-probs of logits or vocabulary shards, policy losses, advantages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rl_csrc.reference import LossSpec
 
 MAX_SCATTERED = 1 << 15
-"""Rewards beyond which arbitrary group ids are sorted first: finding the members costs rewards times groups."""
+"""Number of rewards above which group ids are sorted first: without order, finding members costs rewards x groups."""
 
 
 def logits_arguments(
@@ -28,7 +28,7 @@ def logits_arguments(
     row_index: Tensor | None,
     vocab_start: int = 0,
 ) -> Any:
-    """The native struct `rl_logits`."""
+    """Native struct `rl_logits`: the logits, their labels and the options of scoring."""
     per_row = isinstance(temperature, torch.Tensor)
     return native.Logits(
         data=logits,
@@ -83,7 +83,7 @@ def logprobs_backward(
     vocab_start: int,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the logits to `out`: the logits themselves, or, of float32 logits, a tensor of any type."""
+    """Write the gradient of the logits to `out`: the logits themselves or, if they are float32, any tensor."""
     arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index, vocab_start)
     if row_index is not None:  # rows that no label scores have no gradient
         is_scored = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
@@ -113,7 +113,7 @@ def logprob_stats(
     row_index: Tensor | None,
     vocab_start: int,
 ) -> Tensor:
-    """Statistics of a vocabulary shard, `[T, 5]`."""
+    """Softmax statistics of a vocabulary shard, `[T, 5]`."""
     stats = new_floats(logits, labels.shape[0], NUM_STATS)
     arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index, vocab_start)
     native.logprob_stats(arguments, stats, stream_of(logits))
@@ -232,10 +232,10 @@ def scan_reverse(
 
 @on_its_device
 def group_norm(rewards: Tensor, group_ids: Tensor | None, cu_groups: Tensor | None, mode: str, eps: float) -> Tensor:
-    """Group advantages `[B]`; a warp per group."""
+    """Group advantages `[B]`; one warp per group."""
     num = rewards.shape[0]
     order = None
-    if group_ids is not None and num > MAX_SCATTERED:  # waits for the device: the number of groups is a shape
+    if group_ids is not None and num > MAX_SCATTERED:  # synchronizes: the number of groups is a shape
         order = torch.argsort(group_ids, stable=True)
         counts = torch.unique_consecutive(group_ids[order], return_counts=True)[1]
         cu_groups = torch.cat([counts.new_zeros(1), counts.cumsum(0)])

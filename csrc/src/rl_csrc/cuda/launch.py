@@ -1,4 +1,4 @@
-"""Launch helpers of all CUDA kernels: element types, devices, streams, and counters that start at zero."""
+"""Launch helpers of CUDA kernels: dtype codes, the current device and stream, and zeroed counters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 native: Any = importlib.import_module("rl_csrc._cuda")
-"""The CUDA kernels, built with RL_CSRC_CUDA=ON only. They are called by address, as those of `rl_csrc.native` are."""
+"""The CUDA kernels, built with RL_CSRC_CUDA=ON only. They take raw addresses; the wrappers check arguments."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types the kernels take, and their codes in the C interface."""
@@ -29,20 +29,20 @@ _COUNTERS = 1 << 14
 
 
 _counters: dict[int, Tensor] = {}
-"""Per device, zeros that kernels count in and leave zero; entry 0 stays unused."""
+"""Counters by device, all zero between launches: kernels count in them and reset them. Entry 0 is unused."""
 
 
 _taken: dict[tuple[int, int], int] = {}
-"""Entry of each (device, stream), and how many entries each (device, -1) has given away."""
+"""Index of the counter of each (device, stream), and under (device, -1) how many counters are assigned."""
 
 
 _lock = threading.Lock()
 
 
 def on_its_device(run: Callable[P, R]) -> Callable[P, R]:
-    """Make the device of the first tensor (or of the first tensor of a list) current while an op runs.
+    """Decorator: make the device of the first tensor (or of the first tensor of a list) current during the call.
 
-    A stream's handle says nothing of its device: 0 is the default stream of whichever is current.
+    A stream handle does not identify its device: 0 is the default stream of whichever device is current.
     """
 
     @functools.wraps(run)
@@ -63,9 +63,9 @@ def stream_of(x: Tensor) -> int:
 
 
 def counter_on(device: torch.device) -> Tensor:
-    """`[1]` a zero that a kernel counts in and leaves zero; launches that may run at once never share one.
+    """Counter `[1]`, zero, that a kernel counts in and resets; launches that may run concurrently never share one.
 
-    Each stream has its own, and so has each launch captured in a graph.
+    Every stream has its own, and so does every launch captured in a CUDA graph.
     """
     stream = torch.cuda.current_stream(device)
     capturing = torch.cuda.is_current_stream_capturing()
@@ -81,7 +81,7 @@ def counter_on(device: torch.device) -> Tensor:
 
 
 def _entry(stream: torch.cuda.Stream, capturing: bool) -> int | None:
-    """The entry that a launch on the stream counts in, or None where all are given away."""
+    """Index of the counter for a launch on the stream; None if all are assigned."""
     key = (stream.device_index, stream.cuda_stream)
     if not capturing and key in _taken:
         return _taken[key]
@@ -95,7 +95,7 @@ def _entry(stream: torch.cuda.Stream, capturing: bool) -> int | None:
 
 
 def new_floats(like: Tensor, *shape: int) -> Tensor:
-    """Float32 of any content, where `like` is."""
+    """Uninitialized float32 tensor on the device of `like`."""
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 

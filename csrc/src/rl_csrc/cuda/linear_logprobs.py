@@ -1,4 +1,4 @@
-"""The LM head in blocks of logits: log-probs and losses of hidden states."""
+"""CUDA kernels of the LM head, in blocks of logits: log-probs and losses of hidden states."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from rl_csrc.reference import Gather, TokenLoss
 
 CHUNK_BYTES = 670 << 20
-"""Room for the logits and gradients that the LM-head ops hold at once."""
+"""Memory for the logits and gradients that the LM-head ops hold at once."""
 
 
 GRADIENT_ROWS = 512
-"""Rows of float32 logits at a time where a loss stands between them and their gradient: every such product reads the
-whole weight. The rest of the room collects gradients in the operands' type: every product for the weight's gradient
-reads and writes its whole float32 total. On an H200, 256 rows took as long at a width of 2048 and 6% more at 4096."""
+"""Rows of float32 logits per chunk of `linear_loss`: each product for logits reads the whole weight. The rest of the
+memory collects gradients in the operands' dtype: each product for the weight's gradient reads and writes the whole
+float32 accumulator. On an H200, 256 rows took as long at a width of 2048 and 6% longer at 4096."""
 
 
 INVARIANT_ROWS = 256
-"""Rows of every matrix product where the bits may not depend on the batch."""
+"""Rows of every matrix product in batch-invariant mode."""
 
 
 LEAST_COLUMNS = 1024
-"""Columns of the vocabulary, at least, in a block of logits that are computed again."""
+"""Least vocabulary columns in a block of recomputed logits."""
 
 
 def _chunk_rows(vocab: int, rows: int, chunk_rows: int | None, batch_invariant: bool) -> int:
@@ -70,7 +70,7 @@ def _blocks(num: int, each: int) -> list[slice]:
 
 
 def _padded(hidden: Tensor, height: int) -> Tensor:
-    """With rows of zeros below: the same product, so the same kernel and order of sums, for any number of rows."""
+    """Hidden states zero-padded to `height` rows: the same kernel and order of sums for any number of rows."""
     return torch.cat([hidden, hidden.new_zeros(height - hidden.shape[0], hidden.shape[1])])
 
 
@@ -84,7 +84,7 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 class _Head:
-    """The LM head in chunks of rows: one buffer of float32 logits, used again for every chunk."""
+    """LM head over chunks of rows, with one buffer of float32 logits that is reused for every chunk."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, pad: bool) -> None:
         self._hidden, self._weight_t, self._bias = hidden, weight.t(), bias
@@ -144,7 +144,7 @@ def linear_logprobs_forward(
 
 
 def _block_shape(hidden: Tensor, vocab: int, chunk_rows: int | None, batch_invariant: bool) -> tuple[int, int]:
-    """Block shape of logits whose gradient is made at a time: all rows, where those are not too many."""
+    """Shape (rows, columns) of the blocks of logits in backward: all rows if they are not too many."""
     num, width = hidden.shape
     room = CHUNK_BYTES * 3 // 4  # the rest is for the block's float32 gradient of hidden
     each = 4 if hidden.dtype == torch.float32 else 4 + hidden.element_size()
@@ -175,10 +175,10 @@ def linear_logprobs_backward(
     batch_invariant: bool,
     need: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias; the logits are computed again, block by block.
+    """Gradients of hidden, weight and bias; logits are recomputed block by block.
 
-    The log-sum-exp of a row is known, so that a block need not hold whole rows: it holds columns of all rows, where
-    those are not too many. The gradient of the weight is then one product, and only that of hidden a sum over blocks.
+    The log-sum-exp of every row is known, so a block need not hold whole rows: it holds some columns of all rows, if
+    those are not too many. The gradient of the weight is then one product, and only that of hidden sums over blocks.
     """
     num, vocab = labels.shape[0], weight.shape[0]
     if ignore_index is not None:  # a NaN beside an ignored label must not reach the gradient of the weight
@@ -218,7 +218,7 @@ def linear_logprobs_backward(
                 grad_bias[columns] += gradient.sum(0, dtype=torch.float32)
         if grad_hidden is not None and total is not None:
             grad_hidden[rows] = total[scored]
-    buffer = narrow = logits = gradient = total = None  # room for the converted gradients
+    buffer = narrow = logits = gradient = total = None  # frees memory for the converted gradients
     grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
     return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(weight.dtype)
 
@@ -235,10 +235,10 @@ class _HeadGradients:
         held = max(chunk, min(fitting // chunk * chunk, -(-hidden.shape[0] // chunk) * chunk))
         self._held = None if hidden.dtype == torch.float32 else hidden.new_empty(held, vocab)
         self._held_now: Tensor | None = None
-        self._first = 0  # the row whose gradient stands first in `_held`
+        self._first = 0  # row of the first gradient in `_held`
 
     def room(self, rows: slice, logits: Tensor) -> Tensor:
-        """Output `[rows, V]` of the chunk's gradient: over float32 logits, or beside others collected."""
+        """Memory `[rows, V]` for the chunk's gradient: the float32 logits, or the next rows of the collection."""
         if self._held is None:
             self._held_now = logits
             return logits
@@ -246,7 +246,7 @@ class _HeadGradients:
         return self._held[rows.start - self._first : rows.stop - self._first]
 
     def add(self, rows: slice) -> None:
-        """Accept the chunk's gradient; run the collected products when there is no room for another chunk."""
+        """Add the chunk's gradient; run the products of the collected rows once another chunk would not fit."""
         if self._held is not None and rows.stop < self._operand.shape[0]:
             chunk = rows.stop - rows.start
             if rows.stop - self._first + chunk <= self._held.shape[0]:
@@ -260,7 +260,7 @@ class _HeadGradients:
             _addmm_f32(self._total, gradient.t(), self._operand[done])
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients in the operands' types."""
+        """Gradients of hidden and weight in the operands' dtypes."""
         self._held = self._held_now = None
         return self._hidden, None if self._total is None else self._total.to(self._weight.dtype)
 
@@ -280,7 +280,7 @@ def linear_loss(
     vocab_start: int,
     gather: Gather | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss, log-probs, entropies and the gradients of hidden and weight: three products per chunk."""
+    """Loss, log-probs, entropies and the gradients of hidden and weight, with three matrix products per chunk."""
     num = labels.shape[0]
     scored = _zeros((num,), hidden)
     entropies = torch.zeros_like(scored) if entropy else None
@@ -304,6 +304,6 @@ def linear_loss(
             out = gradients.room(rows, logits)
             logprobs_backward(logits, labels[rows], *given, *options, vocab_start, out)
             gradients.add(rows)
-    head = logits = out = None  # room for the converted gradients
+    head = logits = out = None  # frees memory for the converted gradients
     assert value is not None
     return (value, scored, entropies, *gradients.finish())

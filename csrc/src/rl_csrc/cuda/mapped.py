@@ -1,7 +1,7 @@
-"""Device memory whose address stays while the memory comes and goes, by the driver's virtual memory management.
+"""Device memory with a fixed virtual address, whose physical memory can be released and taken again (CUDA VMM).
 
-A CUDA graph holds addresses. What it reads and writes can leave the GPU for a while and come back, without a new
-capture, if it lies in memory of this kind; the content does not come back.
+A CUDA graph holds addresses. Buffers in such memory can leave the GPU for a while and come back without a new capture
+of the graph; their contents are lost.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class MappedMemory:
-    """Memory of one device, there from the start. Tensors in it must not be used while it is given back.
+    """Device memory at a fixed address, taken at construction. Do not use its tensors while it is given back.
 
     Args:
-        num_bytes: Rounded up to whole pages of the device, of 2 MiB as a rule.
-        device: Of CUDA.
+        num_bytes: Size, rounded up to whole device pages (usually 2 MiB).
+        device: CUDA device.
 
     Raises:
-        RuntimeError: the driver knows no virtual memory, or the device is full (`torch.OutOfMemoryError`).
+        RuntimeError: the driver has no virtual memory management, or the device is full (`torch.OutOfMemoryError`).
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -47,21 +47,21 @@ class MappedMemory:
 
     @property
     def is_there(self) -> bool:
-        """Whether the device's memory is held."""
+        """Whether physical memory is mapped now."""
         return self._handle is not None
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor `offset` bytes from the start; the same memory at every call."""
+        """Contiguous tensor `offset` bytes from the start; the same memory at every call."""
         size = math.prod(shape) * dtype.itemsize
         if offset % dtype.itemsize or offset + size > self.num_bytes:
             raise ValueError(f"{size} bytes at {offset} do not lie in {self.num_bytes} bytes, or at no whole element")
         return self._all[offset : offset + size].view(dtype).view(shape)
 
     def take(self) -> None:
-        """Hold memory again, at the same address and with any content. Nothing where it is held.
+        """Map physical memory again, at the same address and with any content. Idempotent.
 
         Raises:
-            torch.OutOfMemoryError: the device has not that much.
+            torch.OutOfMemoryError: the device does not have that much free memory.
         """
         if self._handle is not None:
             return
@@ -76,7 +76,7 @@ class MappedMemory:
             )
 
     def give_back(self) -> None:
-        """Wait for the device, and give the memory back to the driver. Nothing where it is not held."""
+        """Synchronize with the device, and release the physical memory to the driver. Idempotent."""
         if self._handle is not None:
             if _is_cuda(self.device):
                 torch.cuda.synchronize(self.device)
@@ -84,7 +84,7 @@ class MappedMemory:
             self._handle = None
 
     def close(self) -> None:
-        """Give back the memory and its address; tensors in it are gone for good."""
+        """Release the memory and its address; tensors in it are invalid from now on."""
         self.give_back()
         if self._address:
             native.map_free(self._address, self.num_bytes)
@@ -92,7 +92,7 @@ class MappedMemory:
 
 
 class _Bytes:
-    """Bytes of a device as the CUDA array interface (version 3) tells of them: torch takes them without a copy."""
+    """Device bytes with the CUDA array interface (version 3), which torch wraps without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Inference over a paged cache of keys and values: attention, a CPU decoder, a layer's small steps, draws of tokens."""
+"""Inference over a paged KV cache: attention, a CPU decoder, norm, rotary embedding and gating, token sampling."""
 
 from rl_csrc.inference import decoder, layers, paged, sampling
 

@@ -1,9 +1,9 @@
-"""The pass of a decoder of Llama's descendants over a paged cache, for inference on CPUs.
+"""Decoder forward pass (Llama family) over a paged KV cache, for inference on CPUs.
 
 Each layer is RMSNorm (1910.07467), attention with rotated queries and keys (2104.09864), RMSNorm, and an MLP gated by
-SiLU (2002.05202); both halves are added to what came in. That is Llama, Mistral, Qwen2 and Qwen3, with biases, norms of
-queries and keys, grouped heads and sliding windows where they have them. In float32 the whole pass is one native call,
-and so is generation: the pass and the draw of a token, over and over.
+SiLU (2002.05202), both with residual connections. That covers Llama, Mistral, Qwen2 and Qwen3, with their biases, norms
+of queries and keys, grouped heads and sliding windows. In float32 the whole pass is one native call, and so is
+generation: many steps of forward pass and sampling.
 
 Legend: `T` new tokens of any sequences, `B` of them with logits, `V` vocabulary, `H` hidden size, `I` size of the MLP,
 `Q` query heads, `K` key/value heads (Q is a multiple), `D` size of a head, `P` positions.
@@ -32,14 +32,14 @@ _PANEL = 32
 
 
 def longrope_limit(rope: Mapping[str, Any] | None, original: int | None = None) -> int | None:
-    """Positions up to which longrope turns a token alike whatever is beside it; None: the model has no longrope.
+    """Longest context for which longrope does not depend on the batch; None: the model does not use longrope.
 
-    Transformers chooses the frequencies of longrope by the largest position of a pass, for every row in it. Beyond the
-    original context length a token's log-probs therefore depend on its neighbours.
+    transformers chooses the longrope frequencies by the largest position in a forward pass, for all rows of it. Beyond
+    the original context length a token's log-probs therefore depend on the other rows.
 
     Args:
-        rope: `rope_parameters` (or `rope_scaling`) of a model's text config: of all layers, or by kind of layer.
-        original: The config's own `original_max_position_embeddings`, for settings without it.
+        rope: `rope_parameters` (or `rope_scaling`) of a model's text config, for all layers or by kind of layer.
+        original: The config's `original_max_position_embeddings`, used where `rope` has none.
     """
     limits = [
         kind.get("original_max_position_embeddings", original)
@@ -51,7 +51,7 @@ def longrope_limit(rope: Mapping[str, Any] | None, original: int | None = None) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
-    """x -> x W^T + b, with W laid out for the pass."""
+    """Linear layer x W^T + b, with W packed for the native kernel."""
 
     panels: Tensor
     """[ceil(out / 32), in, 32]: the rows of W in groups of 32, each group transposed, 0 beyond the last row."""
@@ -61,19 +61,19 @@ class PackedLinear:
 
     @property
     def weight(self) -> Tensor:
-        """W again, [out, in]; a copy."""
+        """Copy of W as [out, in]."""
         return self.panels.transpose(1, 2).flatten(0, 1)[: self.num_outputs].contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out] in plain torch."""
+        """Linear layer in plain torch: [..., in] to [..., out]."""
         return linear(x, self.weight, self.bias)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-    """Lay out a weight [out, in], as large again.
+    """Pack a weight [out, in] for the native kernel; the result is a copy of the same size.
 
     Raises:
-        ArgumentError: `weight` is no matrix, or the bias is not [out].
+        ArgumentError: `weight` is not a matrix, or the bias is not [out].
     """
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ArgumentError(
@@ -93,28 +93,28 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
 
 
 def has_kernel(weight: Tensor) -> bool:
-    """Whether a decoder of such weights runs natively, and not in plain torch."""
+    """Whether a decoder with such weights has a native kernel; else it runs in plain torch."""
     return weight.is_cpu and weight.dtype == torch.float32 and _native is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
-    """Weights of one layer."""
+    """Weights of one decoder layer."""
 
     input_norm: Tensor
     """[H] scales before attention."""
     qkv: PackedLinear
-    """H to (Q + 2 K) D: queries, keys and values, one below the other."""
+    """H to (Q + 2 K) D: rows of queries, keys and values, concatenated."""
     query_norm: Tensor | None = None
-    """[D] scales of the RMSNorm of each query before it is rotated; None: there is none."""
+    """[D] scales of the RMSNorm of each query head before the rotation; None: no norm."""
     key_norm: Tensor | None = None
-    """The same of keys."""
+    """[D] scales of the RMSNorm of each key head; None: no norm."""
     out: PackedLinear
     """Q D to H."""
     post_norm: Tensor
     """[H] scales before the MLP."""
     gate_up: PackedLinear
-    """H to 2 I: the gate's rows above the others."""
+    """H to 2 I: rows of the gate, then of the up projection."""
     down: PackedLinear
     """I to H."""
     window: int | None = None
@@ -123,18 +123,18 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """How each of `B` sequences draws its tokens, and where it ends."""
+    """Sampling parameters and end conditions of `B` sequences."""
 
     temperature: Tensor
     """[B] float32, above 0."""
     streams: Tensor
-    """[B] int64, of `sampling.streams_of` seeds."""
+    """[B] int64 random streams, from `sampling.streams_of`."""
     is_greedy: Tensor | None = None
-    """[B] bool, sequences that take the most likely token; None: none."""
+    """[B] bool, sequences with greedy sampling; None: none."""
     limits: Tensor
-    """[B] int64, the length at which a sequence ends, in tokens from position 0."""
+    """[B] int64, maximum length of each sequence, in tokens from position 0."""
     stop_ids: Tensor
-    """[B, S] int64, tokens with which a sequence ends; -1 where there are fewer."""
+    """[B, S] int64, stop token ids of each sequence, padded with -1."""
 
     def of(self, which: Tensor) -> dict[str, Any]:
         """Sampling parameters of a batch, as `sampling.draw` takes them."""
@@ -142,27 +142,27 @@ class Drawing:
         return {"temperature": self.temperature[which], "streams": self.streams[which], "is_greedy": is_greedy}
 
     def columns(self) -> tuple[Tensor | None, ...]:
-        """As the native decoder takes them."""
+        """Tensors in the order of the native decoder's arguments."""
         return self.temperature, self.streams, self.is_greedy, self.limits, self.stop_ids
 
 
 class Decoder:
-    """The pass. Weights are read where they lie at every call: make another one when they have changed.
+    """Decoder forward pass. It refers to the weights given and does not copy them: build another after an update.
 
     Args:
         embedding: [V, H].
-        layers: In order.
+        layers: Decoder layers, in order.
         norm: [H] scales before the head.
         head: H to V.
-        cos: [P, D / 2]; number i of a head is rotated with number i + D / 2.
-        sin: The same.
+        cos: [P, D / 2]; element i of a head is rotated with element i + D / 2.
+        sin: [P, D / 2].
         num_heads: Q.
         num_kv_heads: K.
-        eps: Of every RMSNorm.
+        eps: Epsilon of every RMSNorm.
         scaling: Multiplies query-key products; None: 1 / sqrt(D).
 
     Raises:
-        ArgumentError: tensors that do not fit together, or are not contiguous.
+        ArgumentError: shapes do not match, or a tensor is not contiguous.
     """
 
     def __init__(
@@ -207,23 +207,23 @@ class Decoder:
         *,
         num_threads: int | None = None,
     ) -> Tensor:
-        """Write the tokens' keys and values into their pages; logits [B, V] of what follows each, or each of `which`.
+        """Run the decoder: next-token logits [B, V] of all tokens or of `which`; keys and values go to their pages.
 
         Pages are those of `paged.attention`. No gradient. In the native pass the bits of a token's logits depend
         neither on the other tokens nor on the number of threads.
 
         Args:
             ids: [T] int64.
-            positions: [T] int64, of each token in its sequence.
+            positions: [T] int64, position of each token in its sequence.
             rows: [T] int64, row of `block_tables` of each token's sequence.
             block_tables: [rows, pages] int64, the pages of each sequence in the order of positions.
-            key_caches: Of each layer, [pages, page size, K, D].
-            value_caches: The same.
-            which: [B] int64, the tokens whose logits are wanted; None: all.
-            num_threads: Of the native pass, which are not OpenMP's; None: as many as torch has.
+            key_caches: One per layer, [pages, page size, K, D].
+            value_caches: One per layer, [pages, page size, K, D].
+            which: [B] int64, indexes of the tokens whose logits are wanted; None: all.
+            num_threads: Threads of the native pass (not OpenMP's); None: as many as torch uses.
 
         Raises:
-            ArgumentError: a shape or dtype is wrong, or an id, a position or a page out of range; nothing was written.
+            ArgumentError: a shape or dtype is wrong, or an id, position or page is out of range; nothing was written.
         """
         if self._kernel is None:
             return self.reference(ids, positions, rows, block_tables, key_caches, value_caches, which)
@@ -236,7 +236,7 @@ class Decoder:
         return logits[:, : self.head.num_outputs]
 
     def _room(self, num_tokens: int, num_logits: int) -> tuple[Tensor, Tensor]:
-        """Work space of a native call: logits in whole panels, and intermediate results."""
+        """Buffers of a native call: logits in whole panels, and the workspace of intermediate results."""
         logits = self.norm.new_empty(num_logits, -(-self.head.num_outputs // _PANEL) * _PANEL)
         workspace = self.norm.new_empty(self._kernel.workspace(num_tokens, num_logits))
         return in_huge_pages(logits), in_huge_pages(workspace)
@@ -256,31 +256,31 @@ class Decoder:
         interrupt: Tensor | None = None,
         num_threads: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Feed the newest token of each sequence and draw the next one, up to `steps` times, until the sequence ends.
+        """Generate up to `steps` tokens for each sequence, starting from its newest token, until the sequence ends.
 
-        Tokens are drawn as by `sampling.draw`. A sequence ends with a stop id, at its limit, or where its logits are
-        not finite, which its last log-prob tells. In the native pass its bits depend neither on the others, nor on the
-        number of threads, nor on how many steps a call takes; and threads may be some steps apart.
+        Tokens are sampled as by `sampling.draw`. A sequence ends with a stop id, at its limit, or when its logits are
+        not finite (its last log-prob is not finite either). In the native pass its bits depend neither on the other
+        sequences, nor on the number of threads, nor on the steps per call; threads may be some steps apart.
 
         Args:
             ids: [B] int64, the newest tokens, of different sequences.
-            positions: [B] int64, theirs.
-            rows: As in a call of the decoder, of `B` tokens.
-            block_tables: The same, with pages for the positions to come.
-            key_caches: The same.
-            value_caches: The same.
-            drawing: How the tokens are drawn, and where the sequences end.
-            steps: At least 1.
-            interrupt: [1] int64; once it is not 0, every sequence takes the step that it is in and no other. Another
-                thread may write to it meanwhile.
-            num_threads: As in a call of the decoder.
+            positions: [B] int64, positions of these tokens.
+            rows: [B] int64, as in `__call__`.
+            block_tables: As in `__call__`, with pages for the positions to be generated.
+            key_caches: As in `__call__`.
+            value_caches: As in `__call__`.
+            drawing: Sampling parameters and end conditions.
+            steps: Most new tokens per sequence, at least 1.
+            interrupt: [1] int64; once it is not 0, every sequence finishes its current step and stops. Another thread
+                may write to it during the call.
+            num_threads: As in `__call__`.
 
         Returns:
-            Token ids [B, steps] int64, their log-probs [B, steps] float32, and how many each sequence got [B] int64, at
-            least 1. What follows them is undefined.
+            Token ids [B, steps] int64, log-probs [B, steps] float32, and tokens per sequence [B] int64, at least 1.
+            Entries beyond that number are undefined.
 
         Raises:
-            ArgumentError: as a call of the decoder does; a limit is beyond P, or the head gives other than V logits.
+            ArgumentError: as `__call__`; or a limit is beyond P, or the head does not have V outputs.
         """
         if steps < 1:
             raise ArgumentError(f"steps is {steps}; wanted at least 1.")
@@ -308,7 +308,7 @@ class Decoder:
         steps: int,
         interrupt: Tensor | None,
     ) -> None:
-        """The same in plain torch."""
+        """`generate` in plain torch, for weights without a native kernel."""
         live = torch.arange(len(ids), device=ids.device)
         for step in range(steps):
             logits = self.reference(ids, positions[live] + step, rows[live], *places)
@@ -333,7 +333,7 @@ class Decoder:
         value_caches: Sequence[Tensor],
         which: Tensor | None = None,
     ) -> Tensor:
-        """The same in plain torch, in the weights' dtype and on their device."""
+        """Forward pass in plain torch, in the weights' dtype and on their device. Arguments as in `__call__`."""
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         num_rotated = self.num_heads + self.num_kv_heads
         x = look_up(ids, self.embedding)
@@ -362,7 +362,7 @@ def _of_linear(packed: PackedLinear) -> tuple[Tensor, Tensor | None, int]:
 
 
 def _of_layer(layer: DecoderLayer) -> tuple[Any, ...]:
-    """As the native decoder takes it."""
+    """Layer as the native decoder takes it."""
     return (
         layer.input_norm.detach(),
         _of_linear(layer.qkv),

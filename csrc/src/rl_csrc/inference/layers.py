@@ -1,6 +1,7 @@
-"""What lies between the matrix products of a decoder's layer: a launch each on a GPU, plain torch elsewhere.
+"""Fused layer ops between a decoder's matrix products: norm, rotary embedding with cache write, and gating.
 
-Numbers are rounded where the modules of transformers round them, so that a served model and its trainer agree.
+One launch each on a GPU, plain torch elsewhere. Values are rounded where the modules of transformers round them, so
+that a served model and its trainer agree.
 Legend: `T` tokens, `H` query heads, `K` key/value heads, `D` size of a head, `N` pages of `S` positions, `R` rows of
 the block table, `M` pages of a row, `P` positions.
 """
@@ -14,7 +15,7 @@ from torch.nn.functional import silu
 from rl_csrc.native import has_cuda
 
 MOST_HEAD_SIZE = 256
-"""Of `rotate_to_pages` by a kernel."""
+"""Largest head size that the CUDA kernel of `rotate_to_pages` supports."""
 
 
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention over a paged cache of keys and values, for decoding and chunks of prompts (PagedAttention, 2309.06180).
+"""Paged attention (PagedAttention, 2309.06180) over a cache of keys and values: decoding and chunked prefill.
 
 Legend: `T` new tokens of any sequences, `H` query heads, `K` key/value heads (H is a multiple), `D` and `E` sizes of a
 key and of a value, `N` pages of `S` positions, `R` rows of the block table, `M` pages of a row.
@@ -19,7 +19,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Whether `attention` of such queries runs a kernel, and not plain torch. On a GPU it is made for decoding."""
+    """Whether `attention` has a kernel for such queries (on GPUs one for decoding); else it runs in plain torch."""
     if query.dtype not in _KERNEL_DTYPES:
         return False
     return has_cuda() if query.is_cuda else query.is_cpu and _kernel is not None
@@ -47,7 +47,7 @@ def attention(
 
     Args:
         query: `[T, H, D]`, float32, bfloat16 or float16; computed in float32.
-        key: `[T, K, D]`; None, as then `value`: keys and values of these tokens lie in their pages already.
+        key: `[T, K, D]`; None, like `value`, if keys and values of these tokens are in their pages already.
         value: `[T, K, E]`.
         key_cache: `[N, S, K, D]`, contiguous; written to.
         value_cache: `[N, S, K, E]`, contiguous; written to.
@@ -100,7 +100,7 @@ def reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The same in plain torch, on any device, without a wait for it: every token's pages are gathered and masked."""
+    """Paged attention in plain torch on any device, without synchronization: gathers and masks each token's pages."""
     size = key_cache.shape[1]
     tables = block_tables[rows]
     if key is not None and value is not None:

@@ -1,7 +1,7 @@
-"""Draws of tokens from logits: no row depends on its neighbours, and nothing is remembered between draws.
+"""Token sampling from logits with stateless random numbers: a row's tokens do not depend on its batch.
 
-The draw inverts the cumulative distribution at one uniform number per row, which is a hash of the row's stream and the
-position that is filled: a request gives the same tokens whoever is beside it and wherever it goes on.
+Sampling inverts the cumulative distribution at one uniform number per row: a hash of the row's random stream and of the
+position to be filled. A request gives the same tokens in any batch, and when it is continued elsewhere.
 Legend: `B` rows, `V` vocabulary.
 """
 
@@ -29,12 +29,12 @@ def mix(x: Tensor) -> Tensor:
 
 
 def streams_of(seeds: Tensor) -> Tensor:
-    """[B] int64 random streams for `draw`."""
+    """Random streams [B] int64 for `draw`, from seeds [B]."""
     return mix(seeds + _GOLDEN)
 
 
 def uniform(streams: Tensor, positions: Tensor) -> Tensor:
-    """[B] float64 in [0, 1), a function of (seed, position) alone. 52 random bits, so that u * total < total always."""
+    """Uniform numbers [B] float64 in [0, 1), a function of (seed, position); 52 bits, so that u * total < total."""
     bits = mix(streams + positions * _GOLDEN)
     return _shift_right(bits, 12).double() * 2.0**-52
 
@@ -42,14 +42,14 @@ def uniform(streams: Tensor, positions: Tensor) -> Tensor:
 def draw(
     logits: Tensor, *, temperature: Tensor, streams: Tensor, positions: Tensor, is_greedy: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Token ids [B] int64 and their log-probs [B] float32 at that temperature.
+    """Sample token ids [B] int64; return them with their log-probs [B] float32 at that temperature.
 
     Args:
-        logits: [B, V]; minus infinity is never drawn. Float32 on a CPU is drawn natively, without a copy.
+        logits: [B, V]; a logit of minus infinity is never sampled. Float32 on a CPU runs natively, without a copy.
         temperature: [B] float32, above 0.
-        streams: [B] int64, of `streams_of` the rows' seeds.
-        positions: [B] int64, the position in the sequence that each token will take.
-        is_greedy: [B] bool, rows that take the most likely token; None: none.
+        streams: [B] int64, `streams_of` the rows' seeds.
+        positions: [B] int64, the position that each token will have in its sequence.
+        is_greedy: [B] bool, rows with greedy sampling; None: none.
 
     A row whose logits are not finite gets some id and a log-prob that is not finite either.
 
@@ -72,7 +72,7 @@ def draw(
 def reference(
     logits: Tensor, *, temperature: Tensor, streams: Tensor, positions: Tensor, is_greedy: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, on any device."""
+    """`draw` in plain torch, on any device."""
     logprobs = (logits.float() / temperature[:, None]).log_softmax(dim=-1)
     mass = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     threshold = (uniform(streams, positions) * mass[:, -1])[:, None]

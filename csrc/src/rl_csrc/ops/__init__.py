@@ -1,4 +1,4 @@
-"""The public ops: log-probs, policy losses, advantages. Each file has checks, schema, gradient and documentation."""
+"""Public ops: log-probs, policy losses, advantages. Each module has the checks, schema, gradient and documentation."""
 
 from rl_csrc.ops.advantages import group_norm, masked_moments, scan_reverse, whiten
 from rl_csrc.ops.linear_logprobs import linear_logprobs, linear_loss

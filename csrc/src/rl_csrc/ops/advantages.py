@@ -1,4 +1,4 @@
-"""Public advantage recurrences and batch statistics; none carries a gradient.
+"""Advantage ops: recurrences over sequences, group normalization and batch statistics; no gradients.
 
 Legend: `T` tokens, `B` sequences or rewards.
 """
@@ -53,13 +53,13 @@ def scan_reverse(
     - vtrace (1802.01561): v = V + min(rho_clip, rho) (r + gamma V' - V) + gamma lambda min(c_clip, rho) (v' - V');
       returns = v; advantages = min(rho_clip, rho) (r + gamma v' - V).
 
-    A prime is the next counted token's, or `bootstrap_values` behind the last one (0 unless given).
+    A prime marks the next token that counts; behind the last one it is `bootstrap_values` (0 unless given).
 
     Args:
         rewards: `[T]`.
         values: `[T]`, or None for 0.
         cu_seqlens: `[B + 1]` int64 or int32, where each sequence starts; the last entry is T.
-        loss_mask: `[T]` bool or 0/1; what stands at masked-out positions is never looked at.
+        loss_mask: `[T]` bool or 0/1; values at masked-out positions are never read.
         kind: which recurrence.
         gamma: discount.
         lam: lambda, one number or `[B]`, one per sequence.
@@ -105,7 +105,7 @@ def group_norm(
     """
     check_one_of("mode", mode, GROUP_MODES)
     if (group_ids is None) == (cu_groups is None):
-        raise ArgumentError("group_norm wants the groups once: either group_ids or cu_groups.")
+        raise ArgumentError("group_norm takes either group_ids or cu_groups, and exactly one of them.")
     num = rewards.size(0)
     check_same_length("rewards", rewards, num)
     check_same_length("group_ids", group_ids, num)
@@ -113,7 +113,7 @@ def group_norm(
 
 
 def masked_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
-    """Count, mean and centred second moment of the masked entries of x: what ranks merge to whiten one batch."""
+    """Count, mean and centred second moment of the masked entries of x; ranks merge them to whiten a global batch."""
     _check_mask(x, mask)
     x = floats(x)
     return Moments(*kernel("masked_moments", x)(x, optional_booleans(mask)))
@@ -162,7 +162,7 @@ def _scan_fake(rewards: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
 
 
 def _group_norm(rewards: Tensor, group_ids: Tensor | None, cu_groups: Tensor | None, mode: str, eps: float) -> Tensor:
-    if rewards.numel() == 0:  # an empty tensor has no address, which is how native code is told of none
+    if rewards.numel() == 0:  # an empty tensor has a null address, which means None to native code
         return torch.empty_like(rewards)
     return kernel("group_norm", rewards)(rewards, group_ids, cu_groups, mode, eps)
 

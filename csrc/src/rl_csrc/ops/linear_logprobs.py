@@ -1,4 +1,4 @@
-"""Log-probabilities and losses of labels under an LM head, the logits never held whole.
+"""LM-head ops: log-probabilities of labels and losses from hidden states, without materializing all logits.
 
 Legend: `T` labels, `V` vocabulary, `H` hidden, `W` shards.
 """
@@ -45,9 +45,9 @@ def linear_logprobs(
     chunk_rows: int | None = None,
     batch_invariant: bool = False,
 ) -> LogProbs:
-    """Log-probs of labels under the LM head `hidden @ weight.T`, the logits never held whole.
+    """Log-probs of labels under the LM head `hidden @ weight.T`, without materializing all logits.
 
-    Differentiable in `hidden`, `weight` and `bias`; backward computes the logits again.
+    Differentiable in `hidden`, `weight` and `bias`; backward recomputes the logits.
 
     Args:
         hidden: `[T, H]` float32, bfloat16, float16 or float64.
@@ -59,8 +59,8 @@ def linear_logprobs(
         sum_pi_squared: also return the sum of squared probabilities (carries no gradient), from the same products.
         softcap: as in `logprobs`.
         ignore_index: as in `logprobs`.
-        chunk_rows: tokens whose logits are held at once, where the path is chunked; None: chosen by the op.
-        batch_invariant: the same bits for a token whatever stands beside it (fixed tile shapes; may be slower).
+        chunk_rows: tokens whose logits are in memory at once, where the kernel works in chunks; None: automatic.
+        batch_invariant: the bits of a token do not depend on its batch (fixed tile shapes; may be slower).
 
     Raises:
         ArgumentError: a shape or dtype that the op does not take.
@@ -87,23 +87,23 @@ def linear_loss(
     vocab_start: int = 0,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> LinearLoss:
-    """A token-local loss of log-probs under the LM head `hidden @ weight.T`: three matrix products, not four.
+    """Token-local loss of log-probs under the LM head `hidden @ weight.T`, with three matrix products instead of four.
 
-    As `loss(*linear_logprobs(...)[:2])`, for which backward would make the logits again. Forward computes a chunk's
-    logits, asks `loss` for the gradient at its tokens and turns the logits into theirs; backward only scales. The
-    logits of one chunk are held, never more. Differentiable in `hidden` and `weight`. Not for torch.compile.
+    Equals `loss(*linear_logprobs(...)[:2])`, whose backward would recompute the logits. Forward computes the logits of
+    a chunk, asks `loss` for the gradient at its tokens and turns the logits into their gradient; backward only scales.
+    At most one chunk of logits is in memory. Differentiable in `hidden` and `weight`. Not for torch.compile.
 
     Args:
         hidden: `[T, H]` float32, bfloat16, float16 or float64.
         weight: `[V, H]`, the same dtype; with `gather` this rank's `[V / W, H]`.
         labels: `[T]` int64.
-        loss: from `[T]` log-probs and entropies (None unless asked for) to a scalar, by torch's autograd. The gradient
-            at a token may depend on that token's log-prob and entropy alone: the function is called once for each
-            chunk, where later tokens still have 0. The last call sees all of them.
+        loss: maps `[T]` log-probs and entropies (None unless `entropy`) to a scalar, differentiable by torch's
+            autograd. The gradient at a token may depend only on that token's log-prob and entropy: the function is
+            called once per chunk, with 0 for later tokens. The last call sees all of them.
         temperature: the log-probs are of softmax(logits / temperature).
         softcap: as in `logprobs`.
         entropy: also give `loss` the entropies, with gradient.
-        chunk_rows: tokens whose logits are held at once; None: chosen by the op.
+        chunk_rows: tokens whose logits are in memory at once; None: automatic.
         vocab_start: global index of this rank's first row of `weight`.
         gather: as in `parallel_logprobs`; the gradient of `hidden` is then this rank's share of a sum. The head may be
             cut unevenly; `chunk_rows` must be the same on all ranks.
@@ -141,7 +141,7 @@ def linear_loss(
 
 
 def _check_linear(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
-    """Refuse operands of an LM head that do not fit."""
+    """Raise ArgumentError if the operands of an LM head do not fit each other."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ArgumentError(
             f"hidden has shape {list(hidden.shape)} and weight {list(weight.shape)}; "
@@ -241,7 +241,7 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_loss = grad_outputs[0]
-        grads, ctx.grads = ctx.grads, None  # let go of: autograd then takes them as they are
+        grads, ctx.grads = ctx.grads, None  # drop the reference, so that autograd takes the tensors without a copy
         if grad_loss is None:
             return None, None, None
         if grads is None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of labels under logits, whole or cut into vocabulary shards.
+"""Log-probability ops: labels under logits, or under vocabulary shards of logits.
 
 Legend: `T` labels, `R` logit rows, `V` vocabulary, `W` shards.
 """
@@ -55,10 +55,10 @@ def logprobs(
         entropy: also return the entropy in nats.
         sum_pi_squared: also return the sum of squared probabilities (carries no gradient).
         softcap: `c * tanh(logits / c)` before the temperature; None: off.
-        ignore_index: rows with this label give 0 and no gradient, and their logits are not looked at. None: off.
+        ignore_index: rows with this label give 0 and no gradient, and their logits are not read. None: off.
         row_index: `[T]` int64, label i scores row `row_index[i]`. No row may be named twice where a gradient is wanted.
-        inplace: backward overwrites `logits` with their gradient (no other memory is allocated). The logits must be
-            needed by nobody else; a second backward raises. Under torch.compile it has no effect.
+        inplace: backward overwrites `logits` with their gradient, without allocating memory. Nothing else may use the
+            logits afterwards; a second backward raises. Ignored under torch.compile.
 
     Raises:
         ArgumentError: a shape, dtype, stride or device that the op does not take.
@@ -80,7 +80,7 @@ def logprob_stats(
     ignore_index: int | None = -100,
     row_index: Tensor | None = None,
 ) -> Tensor:
-    """Statistics of one vocabulary shard, to be gathered once and merged: `[T, 5]` float32, no gradient.
+    """Softmax statistics of one vocabulary shard, `[T, 5]` float32, to be gathered and merged. No gradient.
 
     Per token, with z the scaled logit and e = exp(z - max): max z, sum e, sum e (z - max), sum e^2, and the label's z
     (-inf: the label lies in another shard; +inf: ignored). `vocab_start` is the global index of column 0.
@@ -137,7 +137,7 @@ def _checked(
     ignore_index: int | None,
     row_index: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Labels and options as the schemas have them."""
+    """Labels and scoring options, checked and in the order of the operators' schemas."""
     check_rows(logits, labels, row_index)
     labels = integers(labels)
     per_row = per_token(temperature, labels.size(0), "temperature")
@@ -201,7 +201,7 @@ def _gradient_of_logits(
     inplace: bool,
 ) -> Tensor:
     if inplace and logits.stride(1) != 1:
-        raise ArgumentError("inplace wants logits whose columns are adjacent; call contiguous() where they are made.")
+        raise ArgumentError("inplace needs logits with unit column stride; call contiguous() where they are computed.")
     new = None if inplace else in_huge_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
     out = logits.detach() if new is None else new
     first = None if grad_logprobs is None else grad_logprobs.contiguous()

@@ -1,7 +1,7 @@
-"""Operators: one op with its kernels, its `torch.library` schema, its fake implementation and its gradient; checks.
+"""Operator registration: kernels, `torch.library` schema, fake implementation and gradient of an op; argument checks.
 
-An eager call goes straight to the device's kernel: torch's dispatcher takes longer than a small op. Under
-torch.compile, export and tensor subclasses it is `torch.ops.rl_csrc.<name>`. Both have the same gradient.
+An eager call goes straight to the device's kernel, because torch's dispatcher takes longer than a small op. Under
+torch.compile, export and tensor subclasses the op is `torch.ops.rl_csrc.<name>`. Both have the same gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
 def kernel(name: str, x: Tensor) -> Callable[..., Any]:
-    """Implementation of op `name` for a tensor like `x`: its device's kernel, else the plain-torch reference."""
+    """Implementation of op `name` for x's device and dtype: a kernel, or else the plain-torch reference."""
     return _find(name, "cpu" if x.is_cpu else x.device.type, x.dtype in _KERNEL_DTYPES)
 
 
@@ -39,29 +39,27 @@ def _find(name: str, device_type: str, has_dtype: bool) -> Callable[..., Any]:
 
 @cache
 def _kernels(device_type: str) -> Any:
-    """The kernel module of a device type, or None where it was not built."""
+    """Kernel module of a device type; None if it was not built."""
     name = _KERNEL_MODULES.get(device_type)
     built = device_type == "cpu" or has_cuda()
     return importlib.import_module(name) if name and built else None
 
 
 class Operator:
-    """Registered op: a call runs its kernel, records it for autograd, or goes through the dispatcher. Made at import.
+    """Registered op. A call runs the kernel, records it for autograd, or goes through torch's dispatcher.
 
     Args:
         name: Under which `torch.ops.rl_csrc` has it.
         schema: Arguments and results as torch.library writes them. A result cannot be None.
-        run: Implementation, with the arguments of the schema. A result that is None is empty for the
-            dispatcher (as `filled` makes it, like the first one), and stays None in an eager call.
+        run: Implementation, with the arguments of the schema. A result of None stays None in an eager call, and is an
+            empty tensor for the dispatcher (see `filled`).
         fake: Fake implementation: the same arguments to empty results of the same shapes.
-        save: Saves on ctx what backward needs, for an op with a gradient: (ctx, arguments, results). A result may be
-            None or empty.
-        backward: (ctx, which of the differentiable arguments want a gradient, gradients of the results) to the
-            gradients of the differentiable arguments.
+        save: (ctx, arguments, results): saves on ctx what backward needs. A result may be None or empty.
+        backward: (ctx, which differentiable arguments need a gradient, gradients of the results) to the gradients of
+            the differentiable arguments.
         differentiable: Positions of the arguments that may want a gradient.
-        differentiable_results: Positions of the results that have a gradient. Where nothing was made of one, its
-            gradient is None.
-        num_outputs: How many of the results a caller looks at. The rest, which backward needs, is no output of an eager
+        differentiable_results: Positions of the results that have a gradient. The gradient of an unused one is None.
+        num_outputs: Number of results that a caller uses. The others, which backward needs, are no outputs of an eager
             call with a gradient: autograd takes a microsecond for each.
     """
 
@@ -121,7 +119,7 @@ class Operator:
             registered.register_autograd(library_gradients, setup_context=library_save)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run it on arguments that are checked."""
+        """Run the op on checked arguments."""
         if is_compiling() or type(arguments[0]) not in _PLAIN:
             return self._library_op(*arguments)
         if self._function is not None and _is_grad_enabled():
@@ -143,19 +141,19 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mark(ctx: Any, results: tuple[Tensor | None, ...], constant: list[int]) -> None:
-    ctx.set_materialize_grads(False)  # what nothing was made of costs no pass
+    ctx.set_materialize_grads(False)  # an unused result costs no backward pass
     marked = [results[i] for i in constant if results[i] is not None]
     if marked:
         ctx.mark_non_differentiable(*marked)
 
 
 def like_first(x: Tensor, *_rest: Any) -> Tensor:
-    """Fake implementation of an op whose result has the shape and type of its first argument."""
+    """Fake implementation of an op whose result has the shape and dtype of its first argument."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def filled(x: Tensor | None, like: Tensor) -> Tensor:
-    """Optional result for a schema, which has no None: an empty tensor."""
+    """Optional result as a schema needs it: an empty tensor for None."""
     return like.new_empty(0) if x is None else x
 
 
@@ -165,7 +163,7 @@ def emptied(x: Tensor | None) -> Tensor | None:
 
 
 def split(value: float | Tensor) -> tuple[Tensor | None, float]:
-    """A number or tensor as the two arguments a schema has for it."""
+    """Number or tensor as the two arguments that a schema has for it: (tensor or None, number)."""
     return (value, 1.0) if isinstance(value, Tensor) else (None, float(value))
 
 
@@ -175,19 +173,19 @@ def float_type(x: Tensor) -> torch.dtype:
 
 
 def check_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Refuse an option that is not in the list, naming the list."""
+    """Raise ArgumentError for an option that is not one of `allowed`."""
     if value not in allowed:
         raise ArgumentError(f"{name} is {value!r}; allowed are {', '.join(allowed)}.")
 
 
 def check_same_length(name: str, x: Tensor | None, num: int) -> None:
-    """Refuse a per-token tensor that is not `[num]`."""
+    """Raise ArgumentError for a per-token tensor that is not `[num]`."""
     if x is not None and (x.dim() != 1 or x.size(0) != num):
         raise ArgumentError(f"{name} has shape {list(x.shape)}; wanted [{num}], one entry per token.")
 
 
 def check_rows(logits: Tensor, labels: Tensor, row_index: Tensor | None) -> None:
-    """Refuse logits that are not `[R, V]` and labels that are not `[T]`, T = R unless a row index says otherwise."""
+    """Raise ArgumentError unless logits are `[R, V]` and labels `[T]`, with T = R unless there is a row index."""
     if logits.dim() != 2 or labels.dim() != 1:
         raise ArgumentError(
             f"logits has shape {list(logits.shape)} and labels {list(labels.shape)}; "
@@ -205,27 +203,27 @@ def check_rows(logits: Tensor, labels: Tensor, row_index: Tensor | None) -> None
 
 
 def integers(x: Tensor) -> Tensor:
-    """Return x as contiguous int64, without a copy where it is so already."""
+    """Contiguous int64 tensor with the values of x; x itself if it is one."""
     return x if x.dtype is _INT64 and x.is_contiguous() else x.to(_INT64).contiguous()
 
 
 def optional_integers(x: Tensor | None) -> Tensor | None:
-    """As `integers`, None passing through."""
+    """`integers` of x; None for None."""
     return None if x is None else integers(x)
 
 
 def booleans(mask: Tensor) -> Tensor:
-    """Return a 0/1 mask as contiguous bool, without a copy where it is so already."""
+    """Contiguous bool tensor of a 0/1 mask; the mask itself if it is one."""
     return mask if mask.dtype is _BOOL and mask.is_contiguous() else mask.to(_BOOL).contiguous()
 
 
 def optional_booleans(mask: Tensor | None) -> Tensor | None:
-    """As `booleans`, None passing through."""
+    """`booleans` of a mask; None for None."""
     return None if mask is None else booleans(mask)
 
 
 def floats(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return x detached and contiguous in float32, or float64 where `like` (default: x) is."""
+    """Detached contiguous tensor with the values of x in float32, or in float64 if `like` (default: x) is float64."""
     wanted = _FLOAT64 if (x if like is None else like).dtype is _FLOAT64 else _FLOAT32
     if x.dtype is wanted and not x.requires_grad and x.is_contiguous():
         return x
@@ -233,12 +231,12 @@ def floats(x: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def optional_floats(x: Tensor | None, like: Tensor) -> Tensor | None:
-    """As `floats`, None passing through."""
+    """`floats` of x; None for None."""
     return None if x is None else floats(x, like)
 
 
 def per_token(value: float | Tensor, num: int, name: str) -> tuple[Tensor | None, float]:
-    """Return a number, or a float32 tensor `[num]`, as the two arguments that a schema has for it."""
+    """Per-token option as the two arguments of a schema: (float32 tensor `[num]` or None, number)."""
     if type(value) is float:
         return None, value
     if not isinstance(value, Tensor):

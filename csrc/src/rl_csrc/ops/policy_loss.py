@@ -1,4 +1,4 @@
-"""Policy losses of packed tokens, from their log-probs. Legend: `T` tokens (packed), `B` sequences, `M` metrics."""
+"""Policy-loss op on packed tokens, from their log-probs. Legend: `T` tokens (packed), `B` sequences, `M` metrics."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def policy_loss(
         logprobs: `[T]`, the current policy's.
         old_logprobs: `[T]`, the policy's before the update.
         advantages: `[T]`.
-        loss_mask: `[T]` bool or 0/1; what stands at masked-out positions is never looked at, NaN included.
+        loss_mask: `[T]` bool or 0/1; values at masked-out positions are never read, NaN included.
         cu_seqlens: `[B + 1]` int64 or int32, where each sequence starts; the last entry is T.
         loss: ppo (1707.06347; clip-higher 2503.14476; dual 1912.09729), gspo (2507.18071), cispo (2506.13585),
             sapo (2511.20347), gmpo (2507.20673), dppo_tv and dppo_kl (2602.04879), dro, reinforce.
@@ -90,8 +90,8 @@ def policy_loss(
         num_tokens: masked tokens of the *global* batch (number or 0-d tensor); None: those of this call.
         num_sequences: sequences of the *global* batch that have a masked token; None: those of this call.
         norm_constant: what seq-mean-token-sum-norm divides by.
-        sequence_counts: `[B]`, the tokens that seq-mean-token-mean divides each sequence by; None: those in
-            `loss_mask`. For a mask that some tokens were taken out of, while the mean goes over all.
+        sequence_counts: `[B]`, number of tokens that seq-mean-token-mean divides each sequence by; None: those in
+            `loss_mask`. For a mask from which rejected tokens were removed while the mean is over all tokens.
 
     Raises:
         ArgumentError: a shape or option that the op does not take.
@@ -142,7 +142,7 @@ def policy_loss(
 
 
 def _checked_spec(clip_dual: float | None = None, **options: Any) -> LossSpec:
-    """The options of a loss, or ArgumentError."""
+    """Options of a policy loss, checked; raises ArgumentError."""
     spec = LossSpec(**options) if clip_dual is None else LossSpec(clip_dual=clip_dual, **options)
     check_one_of("loss", spec.loss, LOSSES)
     check_one_of("kl", spec.kl, KLS)
@@ -168,7 +168,7 @@ def _denominator(
     num_sequences: float | Tensor | None,
     norm_constant: float | None,
 ) -> float | Tensor:
-    """What the aggregation divides by; counted from this call where the caller gave no count."""
+    """Denominator of the aggregation; counted from this call where the caller gave no count."""
     if aggregation == "token-sum":
         return 1.0
     if aggregation == "token-mean":

@@ -1,7 +1,7 @@
-"""Plain-torch path of every op: the fallback where there is no kernel, and the oracle of the tests.
+"""Plain-torch reference of every op: the fallback where there is no kernel, and what tests compare kernels with.
 
 Runs on any device, in float32 or (where the input is float64) float64. Functions have the signatures of `rl_csrc.cpu`
-and `rl_csrc.cuda`, and take arguments as checked; `logprobs`, `linear_logprobs` and `differentiable_policy_loss` are
+and `rl_csrc.cuda`, and take checked arguments; `logprobs`, `linear_logprobs` and `differentiable_policy_loss` are
 differentiable by torch's own autograd.
 """
 

@@ -12,7 +12,7 @@ from rl_csrc.types import GroupMode, MaskMode, Moments, Scan, ScanKind
 
 
 def _padding_index(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B, L]` index of each padded cell into the packed tokens (0 where there is none), and which cells are real."""
+    """Index `[B, L]` of each padded cell into the packed tokens (0 for padding), and which cells are real."""
     lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if lengths.numel() else 0
     steps = torch.arange(longest, device=cu_seqlens.device)

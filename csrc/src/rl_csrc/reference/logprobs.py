@@ -11,14 +11,14 @@ from rl_csrc.errors import LabelError
 from rl_csrc.types import LogProbs
 
 TokenLoss = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
-"""`[T]` log-probs and entropies to the loss and its gradients with respect to both."""
+"""Maps `[T]` log-probs and entropies to the loss and its gradients with respect to both."""
 Gather = Callable[[Tensor], Tensor]
-"""This rank's `[T, 5]` statistics to `[W, T, 5]`, in rank order."""
+"""Maps this rank's statistics `[T, 5]` to those of all ranks, `[W, T, 5]` in rank order."""
 _NEG_INF = float("-inf")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """float64 stays; everything else is computed in float32."""
+    """Compute dtype: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -33,7 +33,7 @@ def _scaled_logits(
     softcap: float | None,
     row_index: Tensor | None,
 ) -> Tensor:
-    """`[T, V]` softcap(logits) / temperature; the rows of ignored labels are 0, whatever the logits hold."""
+    """Scaled logits `[T, V]`, softcap(logits) / temperature; rows of ignored labels are 0, even if they hold NaN."""
     rows = logits if row_index is None else logits.index_select(0, row_index)
     z = torch.where(valid[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
     z = z.to(compute_dtype(logits))
@@ -49,7 +49,7 @@ def _valid_labels(labels: Tensor, ignore_index: int | None) -> Tensor:
 def check_labels(labels: Tensor, ignore_index: int | None, vocab_size: int) -> None:
     """Raise LabelError for a label outside the vocabulary (CPU only)."""
     if labels.device.type != "cpu":
-        return  # a look at the values would stall the device
+        return  # reading the values would synchronize with the device
     bad = _valid_labels(labels, ignore_index) & ((labels < 0) | (labels >= vocab_size))
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
@@ -70,7 +70,7 @@ def logprobs(
     ignore_index: int | None = -100,
     row_index: Tensor | None = None,
 ) -> LogProbs:
-    """Score labels `[T]` under logits `[R, V]`. See `rl_csrc.logprobs`."""
+    """Log-probs of labels `[T]` under logits `[R, V]`. See `rl_csrc.logprobs`."""
     valid = _valid_labels(labels, ignore_index)
     check_labels(labels, ignore_index, logits.shape[1])
     z = _scaled_logits(logits, valid, temperature, softcap, row_index)
@@ -101,7 +101,7 @@ def logprob_stats(
     row_index: Tensor | None,
     vocab_start: int,
 ) -> Tensor:
-    """Statistics of a vocabulary shard, `[T, 5]`: see `rl_csrc.logprob_stats`."""
+    """Softmax statistics of a vocabulary shard, `[T, 5]`. See `rl_csrc.logprob_stats`."""
     valid = _valid_labels(labels, ignore_index)
     z = _scaled_logits(logits, valid, temperature, softcap, row_index)
     top = z.max(dim=1).values
@@ -119,7 +119,7 @@ def logprob_stats(
 
 
 def stats_merge(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merge `[W, T, 5]` in rank order: log-probs, entropy, sum of squares and log-sum-exp (-inf: dead), `[T]` each."""
+    """Log-probs, entropy, sum of squared probabilities and log-sum-exp (-inf: no finite logit), merged by rank."""
     top = stats[..., 0].max(dim=0).values
     dead = top == _NEG_INF
     centre = torch.where(dead, torch.zeros_like(top), top)
@@ -158,7 +158,7 @@ def coarse_kl(teacher: Tensor, policy: Tensor) -> Tensor:
 
 
 def _log_remainder(x: Tensor) -> Tensor:
-    """`[T, 1]` log of the probability that `[T, K]` log-probs leave; at least 1e-6, below which is only rounding."""
+    """Log `[T, 1]` of the probability mass that `[T, K]` log-probs leave, at least 1e-6 (less is rounding)."""
     return (1.0 - x.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()
 
 
@@ -174,7 +174,7 @@ def linear_logprobs(
     softcap: float | None = None,
     ignore_index: int | None = -100,
 ) -> LogProbs:
-    """Score labels under `hidden [T, H] @ weight [V, H].T (+ bias)`, the logits held in the compute type."""
+    """Log-probs of labels under `hidden [T, H] @ weight [V, H].T (+ bias)`, with all logits in the compute dtype."""
     valid = _valid_labels(labels, ignore_index)
     safe = torch.where(valid[:, None], hidden, torch.zeros((), dtype=hidden.dtype, device=hidden.device))
     return logprobs(
@@ -198,7 +198,7 @@ def logprobs_forward(
     entropy: bool,
     sum_pi_squared: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Log-probs, entropy, sum of squares and log-sum-exp, through one shard's statistics."""
+    """Log-probs, entropy, sum of squared probabilities and log-sum-exp, from the statistics of one shard."""
     check_labels(labels, ignore_index, logits.shape[1])
     stats = logprob_stats(logits, labels, temperature, softcap, ignore_index, row_index, 0)
     scored, entropies, squares, lse = stats_merge(stats[None])
@@ -220,7 +220,7 @@ def logprobs_backward(
     vocab_start: int,
     out: Tensor,
 ) -> None:
-    """Write the gradient of logits (or of one vocabulary shard), from the saved statistics, to `out`."""
+    """Write the gradient of logits, or of one vocabulary shard, to `out`, from the saved log-probs and log-sum-exp."""
     valid = _valid_labels(labels, ignore_index)
     live = valid & (lse != _NEG_INF)
     z = _scaled_logits(logits, valid, temperature, softcap, row_index)
@@ -257,7 +257,7 @@ def linear_logprobs_forward(
     chunk_rows: int | None,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Log-probs, entropy, sum of squares and log-sum-exp; the logits are held whole."""
+    """Log-probs, entropy, sum of squared probabilities and log-sum-exp of the LM head; all logits are in memory."""
     del chunk_rows, batch_invariant
     options = (temperature, softcap, ignore_index, None, entropy, sum_pi_squared)
     return logprobs_forward(_logits(hidden, weight, bias), labels, *options)
@@ -280,7 +280,7 @@ def linear_logprobs_backward(
     batch_invariant: bool,
     need: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias where they are needed."""
+    """Gradients of hidden, weight and bias; None for those not in `need`."""
     del chunk_rows, batch_invariant
     logits = _logits(hidden, weight, bias)
     grad = torch.empty_like(logits)
@@ -308,7 +308,7 @@ def linear_loss(
     vocab_start: int,
     gather: Gather | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss, log-probs, entropy and the gradients of hidden and weight; the logits are held whole."""
+    """Loss, log-probs, entropy and the gradients of hidden and weight; all logits are in memory."""
     del chunk_rows
     logits = _logits(hidden, weight, None)
     options = (temperature, softcap, ignore_index, None)

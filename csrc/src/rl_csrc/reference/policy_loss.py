@@ -1,4 +1,4 @@
-"""Policy losses in plain torch, on packed tokens. Legend: `T` tokens, `B` sequences."""
+"""Policy-loss reference in plain torch, on packed tokens. Legend: `T` tokens, `B` sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """The options of a policy loss. The native kernels take them by these names (`include/rl_csrc/loss_spec.h`)."""
+    """Options of a policy loss. Native kernels take them by these names (`include/rl_csrc/loss_spec.h`)."""
 
     loss: Loss = "ppo"
     """Name of the per-token loss."""
@@ -57,17 +57,17 @@ class LossSpec:
     """How per-token losses become one number."""
 
     def fields(self) -> dict[str, float | int]:
-        """Every option by name, as native kernels have it: names are positions in `LOSSES`, `KLS`, `AGGREGATIONS`."""
+        """Options by name as native kernels take them: strings become positions in `LOSSES`, `KLS`, `AGGREGATIONS`."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return {name: _NAMES[name].index(value) if name in _NAMES else float(value) for name, value in values.items()}
 
     def numbers(self) -> list[float]:
-        """The same as a schema of torch.library can carry them, in the order of the fields."""
+        """Options as a list of floats in field order, which a torch.library schema can carry."""
         return [float(x) for x in self.fields().values()]
 
     @classmethod
     def of(cls, numbers: LossSpec | Sequence[float]) -> LossSpec:
-        """Back from `numbers`; an instance as it is."""
+        """Inverse of `numbers`; a `LossSpec` is returned as it is."""
         if isinstance(numbers, LossSpec):
             return numbers
         named = zip(cls.__slots__, numbers, strict=True)
@@ -80,7 +80,7 @@ _NAMES: dict[str, tuple[str, ...]] = {"loss": LOSSES, "kl": KLS, "aggregation": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sequences:
-    """Which tokens count and where they belong."""
+    """Sequence structure of packed tokens: which count, and the sequence of each."""
 
     mask: Tensor
     """`[T]` bool."""
@@ -99,7 +99,7 @@ class _Sequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Term:
-    """Per-token loss, its ratio, and masks of the tokens that each bound clipped."""
+    """Per-token loss term with its ratio and the masks of tokens that each bound clipped."""
 
     loss: Tensor
     ratio: Tensor
@@ -144,7 +144,7 @@ def differentiable_policy_loss(
 ) -> PolicyLoss:
     """Loss and metrics, differentiable by torch's autograd; `loss_mask` is bool.
 
-    `denominator` is the count that the aggregation divides by, or `[B]`: all that a sequence's tokens are divided by.
+    `denominator` is what the aggregation divides by: one number, or `[B]`, one divisor for each sequence's tokens.
     """
     mask = loss_mask.bool()
     dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
@@ -204,7 +204,7 @@ def _loss_term(spec: LossSpec, lp: Tensor, old: Tensor, adv: Tensor, sequences: 
         case "ppo":
             return _clipped(spec, _ratio(d), adv)
         case "gspo":
-            # the sequence's ratio in value, each token's own gradient
+            # the value is the ratio of the sequence, the gradient that of each token
             mean = sequences.mean(d).detach()
             return _clipped(spec, _ratio(mean) * torch.exp(lp - lp.detach()), adv)
         case "gmpo":
@@ -266,7 +266,7 @@ def _log1mexp(lp: Tensor) -> Tensor:
 
 
 def _kl(spec: LossSpec, d: Tensor) -> Tensor:
-    """Estimators of KL(policy || reference) from d = logprob - ref_logprob; `+`: that value, the gradient of k2."""
+    """Estimator of KL(policy || reference) from d = logprob - ref_logprob; with `+`, the gradient is that of k2."""
     k2 = d * d / 2
     k3 = _k3(d).clamp(max=spec.k3_max)
     match spec.kl:
