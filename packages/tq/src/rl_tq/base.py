@@ -1,4 +1,4 @@
-"""The interface of the TransferQueue: rows addressed by sample id, columns that arrive whenever they are made."""
+"""Public interface: `TransferQueue`, a columnar sample store, and the `Storage` protocol behind its addresses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from rl_tq.types import BatchMeta, Buffer, Credit, Policy, RestoreReport, RowMeta
 
 Sampler = Callable[[Sequence["RowMeta"], int], Sequence[int] | None]
-"""Chooses rows for a claim: gets the ready rows (oldest first) and `batch_size`, and returns that many positions in
-the list, or None to wait until something changes. Runs in the claiming process; may be called several times per
-claim."""
+"""Function that chooses rows for a claim: takes the ready rows (oldest first) and `batch_size`; returns as many
+positions, or None to wait for a change. Runs in the claiming process, possibly several times per claim."""
 
 
 class TransferQueue(ABC):
@@ -27,8 +26,8 @@ class TransferQueue(ABC):
     travel from the process that put them. Rows live in named partitions. A row's columns may come from different
     processes at different times; a row is *ready* for a consumer when every column it asks for is there.
 
-    A claim is a lease: its rows are consumed once `ack` says so, and come back when the claiming client dies or closes,
-    when the lease expires, or by `nack`.
+    A claim is a lease: `ack` consumes its rows; they return to the queue by `nack`, when the lease expires, and when
+    the claiming client dies or closes.
 
     Client objects may be used from any thread, are not picklable (pass `address` instead), do not survive a fork, and
     never wait without a deadline. Any call raises `ServerLostError` once the process that served the queue closed it
@@ -65,7 +64,7 @@ class TransferQueue(ABC):
                 existing rows exactly: not others that were put under the same ids since, and, where it was claimed,
                 only while its leases hold.
             tags: B small JSON-able mappings merged into the rows' tags; visible to the controller and to samplers.
-            credit: Room that `admit` promised.
+            credit: Credit from `admit`, whose reserved room the put uses.
             timeout_s: How long to wait for room, where the partition's `on_full` is `block`; None: the session's
                 deadline. Columns for rows that exist never wait.
 
@@ -77,8 +76,8 @@ class TransferQueue(ABC):
                 filled in one of the rows.
             StaleReferenceError, LeaseLostError: a row of the `BatchMeta` was cleared, or is no longer leased to it.
             StaleVersionError: the tag `weight_version_min` of a new row is too far behind.
-            QueueFullError: there is no room, and waiting is not allowed or would be in vain.
-            WaitTimeoutError: there was no room in time; says who holds it.
+            QueueFullError: there is no room, and waiting is not allowed or can never succeed.
+            WaitTimeoutError: there was no room before the deadline; the message says who holds it.
         """
 
     @abstractmethod
@@ -94,21 +93,21 @@ class TransferQueue(ABC):
 
         Ragged columns come as jagged nested tensors (those of equal row lengths share their offsets), turns as a
         `TensorDict` of jagged `values` and of the jagged `lengths` of the turns, bytes and JSON as `NonTensorStack`:
-        `batch["column"].tolist()`. What is returned is the caller's: writing to it changes nobody
-        else's.
+        `batch["column"].tolist()`. The caller owns the result: writing to it changes no other
+        copy.
 
         Args:
-            meta: Which rows.
-            columns: Which columns.
-            out: uint8 [n], contiguous, on any device: the tensors' values are laid into it, at multiples of 64 bytes,
-                and what is returned are views of it. Use it again and again, pinned or on the GPU; as a
-                `rl_tq.types.Buffer`, tensors of the get before are used again, too.
-            device: Where the tensors shall be; one transfer per column. Not with `out`.
+            meta: Reference to the rows.
+            columns: Names of the columns to fetch.
+            out: Output buffer, uint8 [n], contiguous, on any device: values are written to it at multiples of 64 bytes,
+                and the returned tensors are views of it. Reuse it, pinned or on the GPU; with a `rl_tq.types.Buffer`,
+                tensor objects of the previous get are reused too.
+            device: Device of the returned tensors; one transfer per column. Not together with `out`.
 
         Raises:
             MissingDataError: a row has no such column yet.
             StaleReferenceError: a row was cleared.
-            ValueError: `out` is no such tensor or is too small: says how many bytes it takes.
+            ValueError: `out` is not such a tensor, or is too small; the message says how many bytes are needed.
         """
 
     @abstractmethod
@@ -128,18 +127,19 @@ class TransferQueue(ABC):
         Each row is leased to one claim of a task at a time, and never again once it is acked.
 
         Args:
-            partition: Where; it may not exist yet.
-            columns: What a row must have to be ready; the reference has these.
-            batch_size: Rows.
-            task: Who consumes: consumers of one name share the rows.
+            partition: Name of the partition; it may not exist yet.
+            columns: Columns that a row must have to be ready; the reference names these.
+            batch_size: Number of rows.
+            task: Name of the consumer; consumers with the same name share the rows.
             sampler: A policy of `rl_tq.policies`, or a function that chooses; None: oldest first.
             timeout_s: How long to wait; None: the session's deadline.
-            lease_s: Seconds until rows that were not acked go back; `extend` gives more. None: until this client
-                closes or its process dies.
+            lease_s: Duration of the lease, seconds: rows not acked by then return to the queue; `extend` prolongs it.
+                None: the lease lasts until this client closes or its process dies.
 
         Raises:
-            WaitTimeoutError: says how many rows are ready, which columns the others lack, and who has them.
-            PolicyError: a row stands in the policy's way; the partition declared its tasks, and this is none.
+            WaitTimeoutError: too few rows became ready; the message says how many are, which columns are missing, and
+                who holds the others.
+            PolicyError: the policy can never give one of the rows; or the partition declares its tasks, without this.
         """
 
     @abstractmethod
@@ -149,13 +149,13 @@ class TransferQueue(ABC):
         Once acked under a lease, acking again under the same lease does nothing.
 
         Raises:
-            LeaseLostError: a row's lease expired, was revoked or is another's: what was computed must be dropped.
+            LeaseLostError: the lease of a row expired, was revoked or is another's: discard what was computed from it.
             ValueError: the reference was not claimed.
         """
 
     @abstractmethod
     def nack(self, meta: BatchMeta, *, reason: str = "it was not acknowledged") -> None:
-        """Give claimed rows back, to be claimed by somebody else; the attempt is counted.
+        """Return claimed rows to the queue for another claim; counts as a failed attempt.
 
         After `PartitionOptions.max_attempts` a row becomes a dead letter instead.
 
@@ -165,7 +165,7 @@ class TransferQueue(ABC):
 
     @abstractmethod
     def extend(self, meta: BatchMeta, lease_s: float) -> None:
-        """Have the leases of claimed rows expire `lease_s` seconds from now. A lease is one claim's: all its rows'.
+        """Prolong leases: they expire `lease_s` seconds from now. All rows of one claim share one lease.
 
         Raises:
             LeaseLostError, ValueError: as `ack`.
@@ -173,93 +173,92 @@ class TransferQueue(ABC):
 
     @abstractmethod
     def restore(self, partition: str, step: int, *, task: str | None = None) -> RestoreReport:
-        """Take back the acks after training step `step`, and all leases: for a trainer that resumes from a checkpoint.
+        """Undo the acks after training step `step` and revoke all leases, for a trainer that resumes.
 
-        Those rows are given again, oldest first; who still holds one of the leases is fenced off. `task` None: of all
-        tasks.
+        Those rows can be claimed again, oldest first; acks under a revoked lease are refused. `task` None: all tasks.
         """
 
     @abstractmethod
     def dead_letters(self, partition: str, task: str) -> BatchMeta:
-        """Rows that came back to `task` too often, with the columns that all of them have; tag `dead_letter` says why.
+        """Dead letters of a task: rows returned too often, with the columns they share; tag `dead_letter` says why.
 
-        They are kept until they are cleared, and are never given to the task again.
+        They are kept until they are cleared, and never claimed by that task again.
         """
 
     @abstractmethod
     def configure(self, partition: str, **options: Any) -> None:
-        """Set a partition's `PartitionOptions`, by name; those not named get their defaults. It need not exist yet.
+        """Set a partition's `PartitionOptions` by name; others get their defaults. The partition need not exist yet.
 
         Raises:
-            ValueError: there is no such option, or its value makes no sense.
+            ValueError: unknown option, or a value that is not allowed.
         """
 
     @abstractmethod
     def advance(self, partition: str, weight_version: int) -> int:
-        """Tell a partition that the policy has new weights; returns how many rows were too old and were cleared.
+        """Set the weight version of a partition; returns the number of rows that became too old and were cleared.
 
         Raises:
-            ValueError: versions only grow.
+            ValueError: `weight_version` is below the present one; versions only grow.
         """
 
     @abstractmethod
     def admit(self, *, partition: str, num_rows: int, num_bytes: int = 0, timeout_s: float | None = None) -> Credit:
-        """Be promised room for rows, before they are generated; blocks until there is some.
+        """Admission control: reserve room for rows before they are generated; blocks until there is room.
 
-        `put(..., credit=...)` draws on it; what is not drawn goes back by `release`, or when this client goes.
+        `put(..., credit=...)` uses the reservation; the rest is returned by `release`, or when this client leaves.
 
         Raises:
-            SchemaError: less than one row.
-            QueueFullError: there will never be as much room, or the partition's `on_full` is `raise`.
-            WaitTimeoutError: there was no room in time; says who holds it.
+            SchemaError: `num_rows` is less than 1.
+            QueueFullError: the partition's limits are smaller, or its `on_full` is `raise`.
+            WaitTimeoutError: there was no room before the deadline; the message says who holds it.
         """
 
     @abstractmethod
     def release(self, credit: Credit) -> None:
-        """Give back what is left of a credit. Idempotent."""
+        """Return the unused rest of a credit. Idempotent."""
 
     @abstractmethod
     def explain(
         self, *, partition: str, columns: Sequence[str], batch_size: int, task: str, sampler: Policy | None = None
     ) -> str:
-        """Why such a `get_meta` would wait: rows ready, leased and to whom, columns missing and who put the rest."""
+        """Reason why such a `get_meta` would wait: rows ready, leases and holders, missing columns and producers."""
 
     @abstractmethod
     def clear(self, meta_or_partition: BatchMeta | str) -> None:
-        """Free rows, or a whole partition. References to them raise `StaleReferenceError` from now on."""
+        """Delete rows, or a whole partition. References to them raise `StaleReferenceError` from now on."""
 
     @abstractmethod
     def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
-        """Write the queue as it is at one moment to a directory, from which `serve(address, snapshot=path)` begins.
+        """Snapshot: write a consistent state of the queue to a directory, for `serve(address, snapshot=path)`.
 
-        Nobody waits while it writes, but for the copying of the bookkeeping. Rows, who consumed what, dead letters,
-        options and weight versions are in it, and references to its rows stay good. Leases with a deadline get it anew;
-        others, and credits, are given back. What was in the directory before is replaced once the new one is whole.
+        Other calls go on while it writes, except while the bookkeeping is copied. It has rows, consumption, dead
+        letters, options and weight versions; references to its rows stay valid. Leases with a deadline restart, others
+        and credits are returned. An earlier snapshot in the directory is replaced once the new one is complete.
 
         Args:
-            path: Of this host; where the values lie in the serving process (`tcp`, `nixl`, `zmq`), of its host.
+            path: Directory on this host; on the server's host where it holds the values (`tcp`, `nixl`, `zmq`).
             timeout_s: How long to wait for that process; None: the session's deadline.
 
         Raises:
-            AddressError: somebody writes or serves there.
+            AddressError: another process writes or serves in that directory.
             QueueFullError: the file system has no room.
         """
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Counts, as plain values. A storage may add others.
+        """Statistics, as plain values. A storage may add others.
 
-        Of all: `rows`, `bytes`, `extents` (puts of which a row is left), `leases`,
+        In total: `rows`, `bytes`, `extents` (puts of which a row is left), `leases`,
         `leases_expired`, `partitions`, and `waiters_elsewhere`, by the name of a partition that does not exist yet.
 
-        Of each partition: `generation`, `rows`, `bytes`, `columns` (to their kinds), `weight_version`,
+        Per partition: `generation`, `rows`, `bytes`, `columns` (to their kinds), `weight_version`,
         `dropped` (rows, by reason), `tasks` (to `leased`, `acked`, `dead` and `returns`), `options`, `waiters`,
         `promised_rows` and `promised_bytes`.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the session; the client that `serve` returned also ends the queue and frees every row. Idempotent."""
+        """Disconnect; closing the client that `serve` returned also ends the queue and frees every row. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -269,18 +268,18 @@ class TransferQueue(ABC):
 
 
 class Storage(Protocol):
-    """What an entry point of the group `rl_tq.storage` names: a module or object with these two functions.
+    """Storage plug-in: the module or object that an entry point of the group `rl_tq.storage` names.
 
-    The entry point's name is the scheme of the addresses that it serves. The two take `token` as well if the storage
-    asks for one. What may stand behind `?` in an address that is served are further parameters (str) of `serve`, which
-    `OPTIONS` lists, if there are any: name to one line about it. With `attach(host, name, *, timeout_s)` a storage can
-    serve the queue of another (`serve(also=...)`): see `rl_tq.storage.tcp`.
+    The entry point's name is the scheme of its addresses. Both functions also take `token` if the storage needs one.
+    Options after `?` in a served address are further parameters (str) of `serve`; `OPTIONS` maps each to one line of
+    help. With `attach(host, name, *, timeout_s)` a storage can serve the queue of another (`serve(also=...)`): see
+    `rl_tq.storage.tcp`.
     """
 
     def serve(self, name: str, *, timeout_s: float, snapshot: Path | None = None) -> TransferQueue:
         """Serve a queue from this process under `name` (a fresh one when empty) and return a client of it.
 
-        `snapshot`: a directory that `TransferQueue.snapshot` wrote, to begin with; None: an empty queue.
+        `snapshot`: a directory that `TransferQueue.snapshot` wrote, as initial state; None: an empty queue.
 
         Raises:
             AddressError: the name is taken.

@@ -1,4 +1,4 @@
-"""Look into a queue: `rl-tq top ADDRESS`, `rl-tq metrics ADDRESS` (for Prometheus), `rl-tq trace DIRECTORY`."""
+"""Command line `rl-tq`: `top ADDRESS`, `metrics ADDRESS` (for Prometheus), `trace DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(stats: dict[str, Any]) -> str:
-    """One look, as lines of text."""
+    """Table of partitions and tasks, as text."""
     rows = [["partition", "rows", "MB", "waiting", "version", "lag", "dropped", "task", "leased", "acked", "dead"]]
     for name, home in stats["partitions"].items():
         shared = [

@@ -1,12 +1,11 @@
 """Durability: the journal of a queue's bookkeeping, and snapshots, on disk.
 
-A journal is a file of records, one JSON array per line, that gives the same state when replayed. It is appended to
-before whoever asked for a change is answered, all changes of one turn of the server in one write. What was written
-survives the death of every process; nothing is synced, so a machine that loses power may lose the last of it.
+A journal is a file of records, one JSON array per line; replaying it gives the same state. Records are appended before
+the reply to a change is sent, all changes of one server turn in one write. It survives the death of every process, but
+is not synced: a power failure may lose its end.
 
-A snapshot is a directory of the form that `file` serves, a journal and segment files, synced. The journal is replaced
-last, and atomically: whoever is killed while it writes leaves the snapshot that was there before, and files that the
-next one removes.
+A snapshot is a synced directory in the format that `file` serves: a journal and segment files. The journal is replaced
+last, atomically: a process killed while writing leaves the previous snapshot, and files that the next one removes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 class Journal:
-    """The journal of one directory. One process at a time has it."""
+    """Journal of one directory, locked by one process at a time."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -56,7 +55,7 @@ class Journal:
         self._nbytes = self._compacted_nbytes = self._reserved = 0
 
     def load(self) -> list[Record]:
-        """Every record that was written whole; what a process that died left half written at the end is cut off.
+        """Complete records of the journal; a partial last line, left by a process that died, is dropped.
 
         Raises:
             TransferQueueError: the journal is damaged before its end, or of another version.
@@ -81,9 +80,9 @@ class Journal:
         return records[1:]
 
     def rewrite(self, records: Iterable[Record], *, is_synced: bool = False) -> None:
-        """Replace the journal by the records of a state, at once or not at all; if synced, also when power is lost."""
+        """Replace the journal with the records of a state, atomically; with `is_synced`, also against power failure."""
         path, partial = self.directory / NAME, self.directory / f"{NAME}.partial"
-        if self._fd < 0 and path.exists():  # its writer died, and the room that it kept may be all there is
+        if self._fd < 0 and path.exists():  # release space that a writer which died had reserved
             os.truncate(path, path.stat().st_size)
         try:
             with partial.open("wb") as file:
@@ -109,7 +108,7 @@ class Journal:
         self._reserve()
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write records after the others, in one call."""
+        """Append records, in one write."""
         data = memoryview(_lines(records))
         self._nbytes += len(data)
         self._reserve()
@@ -117,14 +116,14 @@ class Journal:
             data = data[os.write(self._fd, data) :]
 
     def _reserve(self) -> None:
-        """Keep room for records that follow, so that a file system full of values still takes what clears them."""
+        """Reserve disk space for later records, so that a full file system can still record the clears that free it."""
         if self._reserved - self._nbytes < _RESERVE_BYTES // 2:
             wanted = max(self._nbytes, self._reserved) + _RESERVE_BYTES
             if _LIBC.fallocate(self._fd, _KEEP_SIZE, self._reserved, wanted - self._reserved) == 0:
                 self._reserved = wanted
 
     def shorten(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Once most of it is history, replace it by the records of the state; where they have no room, much later."""
+        """Compact the journal once most of it is obsolete; if there is no space for that, retry much later."""
         if self._nbytes > _COMPACT_BYTES + 4 * self._compacted_nbytes:
             try:
                 self.rewrite(records())
@@ -132,7 +131,7 @@ class Journal:
                 self._compacted_nbytes = self._nbytes
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Close the files and release the lock on the directory."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -149,10 +148,10 @@ _ALIGNMENT = 64
 
 
 def write_snapshot(directory: Path, records: Sequence[Record], extents: Mapping[int, torch.Tensor]) -> None:
-    """Write the records that make a state, and its extents, uint8 [n] each, to stable storage.
+    """Write a snapshot: the records of a state and its extents, uint8 [n] each, synced to disk.
 
     Raises:
-        AddressError: somebody writes or serves there.
+        AddressError: another process writes or serves in that directory.
         QueueFullError: the file system has no room; what was there before stays.
     """
     journal = Journal(directory)
@@ -176,7 +175,7 @@ def write_snapshot(directory: Path, records: Sequence[Record], extents: Mapping[
 
 
 class _File:
-    """A segment file that is being written."""
+    """Segment file of a snapshot being written."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / f"{uuid.uuid4().hex}.segment"
@@ -184,7 +183,7 @@ class _File:
         self._file = self.path.open("xb", buffering=0)
 
     def append(self, memory: torch.Tensor) -> int:
-        """Write an extent; returns where it begins."""
+        """Append an extent; returns its offset in the file."""
         start = self.nbytes + -self.nbytes % _ALIGNMENT
         for data in (memoryview(bytes(start - self.nbytes)), _buffer(memory)):
             left = data
@@ -208,7 +207,7 @@ def _write_extents(directory: Path, files: list[_File], extents: Mapping[int, to
     known: dict[tuple[int, int], Record] = {}
     for number, memory in extents.items():
         same = known.get((memory.data_ptr(), len(memory)))
-        if same is not None:  # one memory may be several extents
+        if same is not None:  # several extents may alias one memory
             places.append([same[0], number, *same[2:]])
             continue
         is_packed = len(memory) <= PACKED_BYTES
@@ -232,13 +231,13 @@ def _write_extents(directory: Path, files: list[_File], extents: Mapping[int, to
 
 
 class Snapshot:
-    """One that is read. Nobody else writes it meanwhile."""
+    """Snapshot opened for reading; locked against writers."""
 
     def __init__(self, directory: Path) -> None:
-        """Open it.
+        """Open the snapshot in a directory.
 
         Raises:
-            AddressError: there is none, or somebody writes or serves it.
+            AddressError: there is none, or another process writes or serves it.
             TransferQueueError: it is damaged.
         """
         if not (directory / NAME).exists():
@@ -251,13 +250,13 @@ class Snapshot:
             self._journal.close()
             raise
         self.records = [record for record in records if record[0] != "note_place"]
-        """What makes its state."""
+        """Records of its state."""
         placed = [record for record in records if record[0] == "note_place"]
         if any(len(record) != 6 or type(record[1]) is not int for record in placed):
             self._journal.close()
             raise TransferQueueError(f"{directory} has a place that is none: the snapshot was damaged; take another")
         self.places: dict[int, list[Any]] = {record[1]: record[2:] for record in placed}
-        """Extent to its file, offset, bytes, and whether it shares the file."""
+        """Extent number to [file, offset, size in bytes, whether the file is shared]."""
 
     def __enter__(self) -> Self:
         return self
@@ -270,7 +269,7 @@ class Snapshot:
         return (self._directory / file).stat().st_size
 
     def read(self, file: str, start: int, out: torch.Tensor) -> None:
-        """Fill uint8 [n] with what a file has from `start` on."""
+        """Fill `out`, uint8 [n], with the bytes of a file from `start` on."""
         with (self._directory / file).open("rb") as opened:
             opened.seek(start)
             read = opened.readinto(_buffer(out))
@@ -278,7 +277,7 @@ class Snapshot:
             raise AddressError(f"{self._directory / file} ends after {start + read} bytes: the snapshot was damaged")
 
     def where(self, number: int) -> tuple[str, int]:
-        """File and offset of an extent; several numbers may stand for one."""
+        """File and offset of an extent; aliased extents have the same."""
         file, start, *_ = self.places[number]
         return file, start
 

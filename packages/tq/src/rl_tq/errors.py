@@ -1,4 +1,4 @@
-"""The errors of rl-tq.
+"""Errors of rl-tq, all under `TransferQueueError`.
 
 TransferQueueError
 ├── StorageError (ValueError)             no such storage, or it cannot be imported here

@@ -1,4 +1,4 @@
-"""Storages by name: the scheme of an address names the entry point (group `rl_tq.storage`) that serves it."""
+"""`serve` and `connect`: the scheme of an address selects the storage, an entry point of group `rl_tq.storage`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def serve(
 
     Args:
         address: `shm://NAME` (processes of one host and user), `inproc://NAME` (threads of this process), or that of
-            another storage. An empty NAME is replaced by a fresh one: pass the client's `address` to the others. It
+            another storage. An empty NAME is replaced by a fresh one; other processes use the client's `address`. It
             may end in options, `tcp://127.0.0.1:0?max_put_bytes=1000000000`: `timeout_s` and those of the storage.
-        timeout_s: Deadline of calls that are not given their own, seconds.
-        snapshot: A directory that `TransferQueue.snapshot` wrote, to begin with; it is copied. None: an empty queue.
+        timeout_s: Default deadline of calls, seconds.
+        snapshot: A directory that `TransferQueue.snapshot` wrote, as initial state; it is copied. None: empty.
         token: Secret that clients must prove to have (`tcp`, `zmq`, `nixl`). None: that of the variable RL_TQ_TOKEN;
             on loopback, where there is none either, a new one is made and the variable set for child processes.
         also: More addresses of the same queue (`tcp`, `zmq`, `inproc`; beside `shm`, `file`, `tcp`, `zmq` or
@@ -68,16 +68,16 @@ def serve(
 
 
 def connect(address: str, *, timeout_s: float = _DEFAULT_TIMEOUT_S, token: str | None = None) -> TransferQueue:
-    """A client of the queue that is served at `address`; any number per process, each good for any number of threads.
+    """Connect to the queue served at `address`. A process may have several clients; each is thread-safe.
 
     `token`: the server's (`tcp`, `zmq`, `nixl`); None: that of the variable RL_TQ_TOKEN. The address may end in the
-    option `timeout_s`; those of the server are passed over, so that both ends can be given one address.
+    option `timeout_s`; options of the server are ignored, so that both ends can be given one address.
 
     Raises:
         AddressError: the address has no scheme or no name; an option is not known, or the deadline not positive and
-            finite; there is no token, or another.
+            finite; the token is missing or wrong.
         StorageError: its scheme is no installed storage.
-        ServerLostError: nobody serves there.
+        ServerLostError: no server answers there.
     """
     storage, name, given = _parse(address, timeout_s, token, ())
     if not name:
@@ -88,7 +88,7 @@ def connect(address: str, *, timeout_s: float = _DEFAULT_TIMEOUT_S, token: str |
 
 
 def load_storage(name: str) -> Storage:
-    """The storage of that name.
+    """Storage by name.
 
     Raises:
         StorageError: it is not installed, or cannot be imported here.
@@ -116,7 +116,7 @@ def _traced(queue: TransferQueue) -> TransferQueue:
 
 
 def _parse(address: str, timeout_s: float, token: str | None, others: Sequence[str]) -> tuple[Any, str, dict[str, Any]]:
-    """The storage of an address, the name, and what its functions are given; a token may be for one of `others`."""
+    """Storage, name and keyword arguments of an address; the token may be for one of the `others`."""
     scheme, separator, rest = address.partition("://")
     if not separator or not scheme:
         raise AddressError(f"{address!r} is not an address of a queue: write SCHEME://NAME, for example shm://my-run")
@@ -147,7 +147,7 @@ def _takes_token(address: str) -> bool:
 
 
 def _seconds(address: str, text: str | None, argument: float) -> float:
-    """The deadline of an address, or the argument where it gives none; one that differs is an error."""
+    """Deadline from the address or the argument; an error if both are given and differ."""
     try:
         seconds = argument if text is None else float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A stream of batches for training loops: claim, fetch, hand out, acknowledge. Imports torch.utils.data."""
+"""`StreamingDataset`: an iterable dataset over claims, for torch's `DataLoader`. Imports torch.utils.data."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class StreamingDataset(IterableDataset[StreamedBatch]):
 
         Args:
             address: Of the queue.
-            partition: Where to claim.
-            columns: What to fetch.
-            batch_size: Rows of a batch.
-            task: Who consumes.
+            partition: Partition to claim from.
+            columns: Columns to fetch.
+            batch_size: Rows per batch.
+            task: Name of the consumer.
             sampler: As in `TransferQueue.get_meta`.
             lease_s: As in `TransferQueue.get_meta`.
             idle_s: The stream ends when no batch became ready for so long.
@@ -80,7 +80,7 @@ class StreamingDataset(IterableDataset[StreamedBatch]):
                 try:
                     meta = queue.get_meta(**self._claim)
                 except WaitTimeoutError:
-                    queue.stats()  # raises if it was the server that did not answer: the rows are not at their end then
+                    queue.stats()  # raises if the server did not answer, in which case the stream is not at its end
                     return
                 yield StreamedBatch(meta=meta, data=queue.get(meta))
                 if self._is_clearing:

@@ -1,7 +1,7 @@
-"""What every storage's client does: columns into an extent, references out, and extents into a batch.
+"""Base classes of clients: put encodes columns into an extent, get assembles a batch from extents.
 
 A storage adds three things: how a request reaches the server, where the memory of a new extent comes from, and how the
-extents of an answer are opened.
+extents of a reply are opened.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Answer = TypeVar("Answer")
 
 
 class QueueClient(TransferQueue):
-    """A `TransferQueue` over `_call`, `_store_extent` and `_locate`."""
+    """Client base class: a `TransferQueue` over `_call`, `_store_extent` and `_locate`."""
 
     def __init__(self, address: str, *, timeout_s: float) -> None:
         self.address = address
         self.timeout_s = timeout_s
-        """Deadline of every call that is not given its own, seconds."""
+        """Default deadline of calls, seconds."""
         self.host: Any = None
-        """The host that ends with this client, where `serve` made it."""
+        """The `QueueHost` that this client closes, if `serve` made it; else None."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -59,17 +59,17 @@ class QueueClient(TransferQueue):
 
     @abstractmethod
     def _call(self, request: Message, timeout_s: float) -> Message:
-        """Have a request answered, or raise the error it is answered with."""
+        """Send a request and return the reply, or raise the error in it."""
 
     @abstractmethod
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
-        """Write an extent where the server can hand it out from, and have the put that publishes it answered."""
+        """Write an extent to memory that the server can hand out, send the put request, and return the reply."""
 
     @abstractmethod
     def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
-        """Have a locate answered and its extents opened; they stay readable whatever is cleared meanwhile.
+        """Send a locate request; return the reply and its opened extents, which stay readable whatever is cleared.
 
-        `is_copied`: nothing of them will be given away as it is.
+        `is_copied`: values will be copied out, and no view of the extents is returned to the caller.
         """
 
     def put(
@@ -130,11 +130,11 @@ class QueueClient(TransferQueue):
     def _find_here(
         self, meta: BatchMeta, columns: Sequence[str], *, is_copied: bool
     ) -> tuple[LocatedColumns, Opened] | None:
-        """Where columns lie and their extents, opened without asking; None where that must be asked."""
+        """Locations of columns and their opened extents, without a request to the server; None if one is needed."""
         return None
 
     def _about(self, meta: BatchMeta, ask: Callable[[Message], Answer]) -> Answer:
-        """Ask something about rows by number; if that is refused, again with names, for the sentence it gives."""
+        """Send a request with row numbers; if it is refused, repeat it with sample ids for a better error message."""
         try:
             return ask(_rows_of(meta))
         except (StaleReferenceError, LeaseLostError):
@@ -144,7 +144,7 @@ class QueueClient(TransferQueue):
         self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
 
     def _fetch(self, request: Message, num_rows: int, output: Output) -> TensorDict:
-        """Bring the values of rows here."""
+        """Fetch the values of rows."""
         reply, opened = self._locate({"op": "locate", **request}, is_copied=output.is_given)
         located = {
             name: (ColumnSchema.from_json(schema), reply["runs"][which])
@@ -256,7 +256,7 @@ class QueueClient(TransferQueue):
         return self._call({"op": "wait", **claim, "timeout_s": limit, "is_claim": is_claim, "after": after}, limit)
 
     def _sample(self, claim: Message, limit: float, sampler: Sampler) -> Message:
-        """Let the sampler choose among the ready rows here and claim its choice; begin again if another was faster."""
+        """Claim by a sampler that runs here: list ready rows, choose, claim; repeat if another client was faster."""
         deadline = time.monotonic() + limit
         after = -1
         batch_size: int = claim["batch_size"]
@@ -294,7 +294,7 @@ def _claim(
 
 
 def _rows_of(meta: BatchMeta, *, has_names: bool = False) -> Message:
-    """How a request names rows. By number they need their ids in messages of errors only."""
+    """Fields of a request that identify rows. Rows with numbers need their ids only for error messages."""
     return {
         "partition": meta.partition,
         "generation": meta.generation,
@@ -313,7 +313,7 @@ def _leased(meta: BatchMeta) -> Message:
 
 
 def _target_of(meta: BatchMeta, partition: str, num_rows: int) -> Message:
-    """What a put says of the rows it adds to."""
+    """Fields of a put request that identify the existing rows it adds to."""
     if meta.partition != partition:
         raise SchemaError(f"the rows given lie in partition {meta.partition!r}, and the put is for {partition!r}")
     if len(meta) != num_rows:
@@ -370,7 +370,7 @@ def _checked_choice(choice: Sequence[int], num_ready: int, batch_size: int) -> l
 
 
 class RemoteQueue(QueueClient):
-    """Client whose requests and values go over one connection."""
+    """Client base class for storages whose requests and values go over one connection."""
 
     def __init__(self, address: str, connection: Connection, *, timeout_s: float) -> None:
         super().__init__(address, timeout_s=timeout_s)
@@ -387,7 +387,7 @@ class RemoteQueue(QueueClient):
     def _request(
         self, request: Message, payload: Payload, timeout_s: float, output: Output | None = None
     ) -> tuple[Message, torch.Tensor | None]:
-        """A reply and its payload, which may lie in `output`; or raise the error that stands in it."""
+        """Send a request; return the reply and its payload, possibly in `output`'s memory; or raise the error in it."""
         self._session.check()
         return self._session.request(request, timeout_s, payload, output)
 
@@ -412,11 +412,11 @@ class RemoteQueue(QueueClient):
 
 
 def _ignore(*_: object) -> None:
-    """Such a server says nothing unasked, and a payload needs no letting go."""
+    """Callback of a session without unsolicited messages and without resources to release."""
 
 
 def assembled(reply: Message, payload: torch.Tensor | None, num_rows: int, output: Output) -> TensorDict:
-    """A batch of fetched values."""
+    """Batch of fetched values, from a fetch reply and its payload."""
     schemas: dict[str, ColumnSchema] = {}
     parts: dict[str, list[torch.Tensor]] = {}
     bounds: dict[str, Bounds] = {}

@@ -1,7 +1,7 @@
-"""The shared memory that a client reads: segments whose descriptors it was sent, mapped when something in them is.
+"""Shared-memory segments that a client reads: descriptors received from the server, mapped on first use.
 
-The server frees a segment once no row refers to it, and has it used again once every reader released it: which a reader
-does when none of its tensors shares the memory any more, and no answer that names it is still to be opened.
+The server frees a segment once no row refers to it, and reuses it once every reader has released it. A reader releases
+it when none of its tensors shares the memory any more and no pending reply names it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MappedSegment:
-    """One segment."""
+    """Segment that this client can map."""
 
     def __init__(self, segment: SharedMemory, *, is_packed: bool) -> None:
         self._segment = segment
@@ -33,24 +33,24 @@ class MappedSegment:
         self._num_pins = 0
         self._num_mapped = 0
         self._unmapped: list[None] = []
-        """One item per mapping that ended: appending is all that may be done in the thread that drops a tensor."""
+        """One item per mapping that ended. The thread that destroys a tensor may only append to it."""
 
     def pin(self) -> None:
-        """An answer that names this segment arrived: it will be opened."""
+        """Count a received reply that names this segment and is not opened yet."""
         with self._lock:
             self._num_pins += 1
 
     def unpin(self) -> None:
-        """It was opened, or whoever asked is gone."""
+        """Undo `pin`: the reply was opened or dropped."""
         with self._lock:
             self._num_pins -= 1
 
     def open(self, extent: int, offset: int, nbytes: int, *, is_copied: bool) -> ExtentView:
-        """An extent in it.
+        """Open an extent of this segment.
 
-        Small ones, and those that are copied anyway, share a mapping that stays. A large one is mapped for this call
-        alone, so that views of it may be given away: nobody else sees writes to them, and they stay valid after a
-        clear.
+        Small extents, and those that are copied out, share one lasting mapping. A large one gets a private mapping of
+        its own, so that views of it can be returned to the caller: nobody else sees writes to them, and they stay valid
+        after a clear.
         """
         with self._lock:
             if not self._is_packed and not is_copied:
@@ -62,14 +62,14 @@ class MappedSegment:
             return self._extents[extent]
 
     def let_go(self) -> None:
-        """The server freed it: no other answer will name it."""
+        """Drop the shared mapping: the server freed the segment, and no later reply names it."""
         with self._lock:
             self._memory = None
             self._extents = {}
 
     @property
     def is_looked_at(self) -> bool:
-        """Whether a tensor of this process still shares its memory, or is about to."""
+        """Whether a tensor of this process shares its memory, or a pending reply names it."""
         with self._lock:
             if self._num_pins:
                 return True
@@ -83,7 +83,7 @@ class MappedSegment:
 
 
 class Pin:
-    """Segments that stay where they are until `release`: whatever the server frees meanwhile is not used again."""
+    """Pinned segments: until `release`, the server does not reuse them, even if it frees them."""
 
     __slots__ = ("_segments",)
 
@@ -94,7 +94,7 @@ class Pin:
                 readable.pin()
 
     def open(self, segment: int, extent: int, offset: int, nbytes: int, *, is_copied: bool) -> ExtentView:
-        """An extent in one of them.
+        """Open an extent in one of the pinned segments.
 
         Raises:
             TransferQueueError: its descriptor could not be received.
@@ -108,7 +108,7 @@ class Pin:
         return readable.open(extent, offset, nbytes, is_copied=is_copied)
 
     def release(self) -> None:
-        """What was to be opened is. Call it once."""
+        """Unpin the segments. Call it once."""
         for readable in self._segments.values():
             if readable is not None:
                 readable.unpin()
@@ -118,20 +118,20 @@ NO_PIN = Pin({})
 
 
 class MappedSegments:
-    """All segments that a client knows, by the server's number."""
+    """Segments known to a client, by the server's number."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[int, MappedSegment | None] = {}
         self.freed: dict[int, MappedSegment | None] = {}
-        """Those that the server freed, until `take_released` told of them."""
+        """Segments that the server freed and `take_released` has not returned yet."""
 
     def add(self, number: int, segment: SharedMemory | None, *, is_packed: bool) -> None:
-        """The server sent a segment; None: its descriptor got lost."""
+        """Add a segment that the server sent; None: its descriptor was lost."""
         self._known[number] = None if segment is None else MappedSegment(segment, is_packed=is_packed)
 
     def free(self, numbers: Iterable[int]) -> None:
-        """The server freed segments."""
+        """Note that the server freed segments."""
         with self._lock:
             for number in numbers:
                 readable = self.freed[number] = self._known.pop(number)
@@ -139,7 +139,7 @@ class MappedSegments:
                     readable.let_go()
 
     def pin(self, numbers: Iterable[int]) -> Pin | None:
-        """Segments by number; None if one of them is not known (any more)."""
+        """Pin segments by number; None if one of them is not known (any more)."""
         with self._lock:
             segments: dict[int, MappedSegment | None] = {}
             for number in numbers:
@@ -149,7 +149,7 @@ class MappedSegments:
             return Pin(segments)
 
     def take_released(self) -> list[int]:
-        """Freed segments that are not looked at any more, each told once."""
+        """Numbers of freed segments that nothing in this process uses any more; each is returned once."""
         with self._lock:
             done = [n for n, readable in self.freed.items() if readable is None or not readable.is_looked_at]
             for number in done:

@@ -1,4 +1,4 @@
-"""Session of a client: requests out, replies in, whichever thread reads them. The same over every connection."""
+"""Client session: request/reply from any thread over one connection (UNIX, TCP or ZeroMQ)."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ if TYPE_CHECKING:
     from rl_tq.protocol.framing import Place
 
 GRACE_S = 5.0
-"""The server answers by the deadline of a request; this much later it counts as stuck."""
+"""Grace period: the server replies by a request's deadline, and counts as stuck this much later."""
 _SLICE_S = 1.0
-"""No system call waits longer: a signal that comes just before one is only seen by Python when it ends."""
+"""Longest wait in one system call: Python handles a signal that arrives just before the call only after it."""
 
 Held = TypeVar("Held")
 
 
 class Connection(Protocol):
-    """Messages to a server and from it, after whatever handshake there is; the wire's own part of a client."""
+    """Connection of a client to a server after the handshake: sends and receives messages."""
 
     server: str
-    """The server in words, for errors."""
+    """Description of the server, for error messages."""
 
     def send(self, message: Message, extra: Any) -> None:
-        """Send a message, with what goes beside it (a payload, a segment). One thread at a time.
+        """Send a message with its attachment (a payload or a segment). One thread at a time.
 
         Raises:
-            OSError: nobody takes it.
+            OSError: the server does not take it.
         """
         ...
 
     def receive(self, timeout_s: float, place: Place) -> Iterable[Any]:
-        """What comes within that time: pairs of a message and what came beside it. One thread at a time.
+        """Receive what arrives within that time: pairs of a message and its attachment. One thread at a time.
 
-        `place(message, n)` gives memory for a payload, uint8 [n]; None: it goes into new memory.
+        `place(message, n)` returns memory for a payload, uint8 [n]; None: new memory is allocated.
 
         Raises:
-            OSError, ValueError: the other side closed, died, or does not speak our language.
+            OSError, ValueError: the server closed the connection, died, or violated the protocol.
         """
         ...
 
     def shut(self) -> None:
-        """Have whoever receives return. Idempotent."""
+        """Shut down: a thread in `receive` returns. Idempotent."""
         ...
 
     def close(self) -> None:
-        """Let go of the connection, once nobody sends or receives. Idempotent."""
+        """Close the connection, once no thread sends or receives. Idempotent."""
         ...
 
 
 class Session(Generic[Held]):
-    """Requests over one connection, from any thread. Once it is lost, whoever waits or calls gets ServerLostError.
+    """Thread-safe request/reply session over one connection. Once it is lost, every call raises ServerLostError.
 
-    `note(message, extra)` is given what the server says unasked, in the order in which it says it. `hold(reply, extra)`
-    takes hold of what a reply names, before anything that the server says later is noted; `drop` lets go of it.
+    `note(message, extra)` handles unsolicited messages, in order. `hold(reply, extra)` acquires what a reply names,
+    before later messages are handled; `drop` releases it.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Session(Generic[Held]):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is over."""
+        """Whether the session has ended."""
         return self._why_lost is not None
 
     @property
     def is_of_this_process(self) -> bool:
-        """False in a child of the process that made it."""
+        """Whether this is the process that made the session, and not a forked child."""
         return os.getpid() == self._pid
 
     def check(self) -> None:
@@ -108,9 +108,9 @@ class Session(Generic[Held]):
     def request(
         self, request: Message, timeout_s: float, extra: Any = None, output: Output | None = None
     ) -> tuple[Message, Held]:
-        """The reply to a request, and what it holds; or raise the error it is answered with.
+        """Send a request; return the reply and what `hold` acquired for it, or raise the error in the reply.
 
-        `extra` goes beside the request. `output` has memory that the reply's payload may be received into.
+        `extra` is the attachment of the request. `output` may provide memory for the reply's payload.
         """
         number = request["id"] = next(self._ids)
         if output is not None and output.is_given:
@@ -135,7 +135,7 @@ class Session(Generic[Held]):
         return reply
 
     def _ask_and_read(self, request: Message, timeout_s: float, extra: Any) -> tuple[Message, Held]:
-        """As the only thread that reads."""
+        """Send a request and read until its reply arrives, as the leader."""
         number: int = request["id"]
         own: list[tuple[Message, Held]] = []
         deadline = time.monotonic() + timeout_s + GRACE_S
@@ -157,7 +157,7 @@ class Session(Generic[Held]):
             raise
 
     def _ask_and_wait(self, request: Message, timeout_s: float, extra: Any) -> tuple[Message, Held]:
-        """While another thread reads, for this one too."""
+        """Send a request and wait for its reply, which another thread (the leader) may read."""
         number: int = request["id"]
         slot: PendingReply[tuple[Message, Held]] = PendingReply()
         self._pending[number] = slot
@@ -171,10 +171,10 @@ class Session(Generic[Held]):
         return slot.result()
 
     def send(self, message: Message, extra: Any = None) -> None:
-        """Say something, with what goes beside it.
+        """Send a message that has no reply, with its attachment.
 
         Raises:
-            ServerLostError: nobody takes it.
+            ServerLostError: the server does not take it.
         """
         with self._send_lock:
             try:
@@ -187,11 +187,11 @@ class Session(Generic[Held]):
             raise self._lost()
 
     def read_idly(self, timeout_s: float) -> bool:
-        """Read what comes within that time, if no thread that waits does. Returns whether it was so."""
+        """Read for up to that time unless a waiting thread reads; returns whether this thread did."""
         return self._replies.read_idly(timeout_s) and not self._replies.is_wanted
 
     def lose(self, why: str) -> None:
-        """End the session: whoever waits is told, and so is whoever calls from now on."""
+        """End the session: waiting threads and later calls raise ServerLostError with this reason."""
         with self._lock:
             if self._why_lost is None:
                 self._why_lost = why
@@ -201,7 +201,7 @@ class Session(Generic[Held]):
         self._connection.shut()
 
     def leave(self) -> None:
-        """Say good-bye, and lose the session. Idempotent."""
+        """Send `bye` and end the session. Idempotent."""
         if self._why_lost is None:
             try:
                 self.send({"op": "bye", "id": 0})
@@ -210,12 +210,12 @@ class Session(Generic[Held]):
         self.lose("this client was closed")
 
     def close(self) -> None:
-        """Let go of the connection, once the session is lost and nobody reads any more."""
+        """Close the connection, once the session has ended and no thread reads."""
         with self._replies.turn, self._send_lock:
             self._connection.close()
 
     def _withdraw(self, number: int, slot: PendingReply[tuple[Message, Held]]) -> None:
-        """Nobody waits for this reply any more: have the server forget it, if it is still there to be told."""
+        """Withdraw a request whose caller stopped waiting: tell the server, or drop the reply if it has arrived."""
         with self._lock:
             was_pending = self._pending.pop(number, None) is not None
         if self._why_lost is not None:
@@ -226,9 +226,9 @@ class Session(Generic[Held]):
             self._drop(slot.result()[1])
 
     def _read(self, timeout_s: float, number: int = 0, own: list[tuple[Message, Held]] | None = None) -> None:
-        """Read what comes within that time, and hand it out. Only one thread at a time does.
+        """Read messages for up to that time and dispatch them. One thread at a time.
 
-        A reply of that number is its own: it is appended to `own`.
+        The reply with that number belongs to the reading thread: it is appended to `own`.
         """
         if self._why_lost is not None:
             return
@@ -249,7 +249,7 @@ class Session(Generic[Held]):
                             slot.put((message, self._hold(message, extra)))
         except OSError as error:
             self.lose(f"it closed or died ({error})")
-        except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - waiting threads must get any error
             self.lose(f"its message could not be read ({error!r})")
 
     def _place(self, reply: Message, nbytes: int) -> torch.Tensor | None:
@@ -271,7 +271,7 @@ _NONE: Any = object()
 
 
 class PendingReply(Generic[Answer]):
-    """Reply that one thread waits for."""
+    """Pending reply: what one thread waits for while another reads."""
 
     __slots__ = ("_answer", "_error", "_wake")
 
@@ -287,40 +287,40 @@ class PendingReply(Generic[Answer]):
         return self._answer is not _NONE or self._error is not None
 
     def put(self, answer: Answer) -> None:
-        """Answer it."""
+        """Set the reply and wake its thread."""
         self._answer = answer
         self.wake_up()
 
     def fail(self, error: BaseException) -> None:
-        """Have whoever waits raise."""
+        """Set an error, which the waiting thread raises."""
         self._error = error
         self.wake_up()
 
     def wake_up(self) -> None:
-        """Have whoever waits look again."""
+        """Wake the waiting thread."""
         try:
             self._wake.release()
         except RuntimeError:
-            return  # woken before, and not looked yet
+            return  # woken already
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until woken."""
         self._wake.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX)))
 
     def result(self) -> Answer:
-        """What `put` gave, or raise what `fail` did."""
+        """Reply of `put`; raises the error of `fail`."""
         if self._error is not None:
             raise self._error
         return self._answer
 
 
 class LeaderFollower:
-    """Leader/follower reads: of the threads that wait for replies, one reads, for all. `read(timeout_s)` does it."""
+    """Leader/follower reads: of the threads that wait for replies, one calls `read(timeout_s)` for all of them."""
 
     def __init__(self, read: Callable[[float], None]) -> None:
         self._read = read
         self.turn = threading.Lock()
-        """Held by whoever reads."""
+        """Lock of the leader, held while it reads."""
         self._lock = threading.Lock()
         self._waiting: dict[PendingReply[Any], None] = {}
         self._num_waits = self._seen = 0
@@ -331,10 +331,10 @@ class LeaderFollower:
         return bool(self._waiting)
 
     def wait(self, slot: PendingReply[Any], timeout_s: float) -> bool:
-        """Return once the slot is done (True) or the time is up (False)."""
+        """Wait for a pending reply, reading if no other thread does. True: it is done; False: the time is up."""
         deadline = time.monotonic() + timeout_s
         self._num_waits += 1
-        if not self._read_until(slot, deadline):  # somebody else reads
+        if not self._read_until(slot, deadline):  # another thread is the leader
             with self._lock:
                 self._waiting[slot] = None
             try:
@@ -348,18 +348,18 @@ class LeaderFollower:
         return slot.is_done
 
     def enter(self) -> bool:
-        """Become the leader, to ask and read at once: no slot is needed. False: another thread is."""
+        """Try to become the leader before sending a request, so that no `PendingReply` is needed. False: another is."""
         self._num_waits += 1
         return self.turn.acquire(blocking=False)
 
     def leave(self) -> None:
-        """Have another thread lead, after `enter`."""
+        """Give up leadership after `enter`, and wake a follower."""
         self.turn.release()
         if self._waiting:
             self._pass_on()
 
     def _read_until(self, slot: PendingReply[Any], deadline: float) -> bool:
-        """Read until a slot is done or the time is up; False: another thread reads."""
+        """Read as the leader until the reply is done or the time is up; False: another thread is the leader."""
         if not self.turn.acquire(blocking=False):
             return False
         try:
@@ -370,7 +370,7 @@ class LeaderFollower:
         return True
 
     def read_idly(self, timeout_s: float) -> bool:
-        """Read once, if no thread reads, and none did since the last call. Returns whether it was so."""
+        """Read once if no thread reads or has waited since the last call; returns whether it did."""
         was_quiet = self._num_waits == self._seen
         self._seen = self._num_waits
         if not was_quiet or self._waiting or not self.turn.acquire(blocking=False):
@@ -383,7 +383,7 @@ class LeaderFollower:
         return True
 
     def _pass_on(self) -> None:
-        """Wake one of those who wait, to read next."""
+        """Wake one follower, which becomes the leader."""
         if self._waiting:
             with self._lock:
                 following = next(iter(self._waiting), None)

@@ -1,7 +1,7 @@
-"""The client of a control server on the same host: requests over a UNIX socket, extents in shared memory.
+"""Client of `shm` and `file` queues: requests over a UNIX socket, extents in shared memory.
 
-A put writes one extent into memory that its process made, whose descriptor the server keeps; a get is told where its
-rows lie, receives the descriptors that it has not seen, and maps them.
+A put writes one extent to shared memory of its own process, whose descriptor the server keeps. A get learns the
+locations of its rows, receives descriptors of segments that are new to it, and maps them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from rl_tq.types import BatchMeta
 
 _IDLE_S = 0.02
-"""How long the client's own thread leaves the socket to the threads that call."""
+"""Seconds for which the background thread leaves the socket to calling threads."""
 
 
 class UnixConnection:
-    """Connection to the control server, whose messages bring descriptors of segments: a `Connection`."""
+    """UNIX-socket `Connection` to the server; messages can carry descriptors of segments."""
 
     def __init__(self, address: str, socket_name: str, timeout_s: float) -> None:
-        """Connect, and wait until the server accepts this client.
+        """Connect, and wait for the server's greeting.
 
         Raises:
-            ServerLostError: nobody serves there, or does not accept it.
+            ServerLostError: no server listens there, or it refuses this client.
         """
         try:
             self._socket, server = ipc.connect(socket_name, timeout_s=timeout_s)
@@ -77,7 +77,7 @@ class UnixConnection:
         raise ServerLostError(f"the queue {address}{self.server} is lost: {why}")
 
     def send(self, message: Message, extra: SharedMemory | None) -> None:
-        """See `Connection`; with the descriptor of a segment, if there is one."""
+        """See `Connection`; the attachment is a segment, sent as its descriptor."""
         data: bytes | memoryview = pack(message, has_fd=extra is not None)
         sent = send_some(self._socket, data, None if extra is None else extra.fd)
         while sent < len(data):
@@ -86,8 +86,8 @@ class UnixConnection:
 
     def receive(self, timeout_s: float, place: Place | None = None) -> Sequence[tuple[Message, int | None]]:
         """See `Connection`."""
-        del place  # values never pass here
-        # A thread that waits in a receive is woken when the server reads its request, too; one that polls is not.
+        del place  # no payloads on this connection
+        # poll, because a thread blocked in recv is also woken when the server reads its request.
         return self._inbox.receive() if self._poll.poll(1e3 * timeout_s) else ()
 
     def shut(self) -> None:
@@ -102,7 +102,7 @@ class UnixConnection:
 
 
 class ShmQueue(QueueClient):
-    """A client in any process of the host."""
+    """Client of a queue in shared memory, in any process of the same host and user."""
 
     def __init__(self, address: str, socket_name: str, *, timeout_s: float, host: Any = None) -> None:
         super().__init__(address, timeout_s=timeout_s)
@@ -139,7 +139,7 @@ class ShmQueue(QueueClient):
 
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
         self._session.check()
-        self._tidy()  # what the server gave back with its last answer is there for this put
+        self._tidy()  # reuse segments that the server released with its last reply
         block = self._arena.allocate(layout.nbytes)
         try:
             try:
@@ -180,7 +180,7 @@ class ShmQueue(QueueClient):
         if pins is None:
             return None
         try:
-            # Pinned first: from here on, what the generation numbers say is valid stays where it is until it is opened.
+            # Pinned first: an extent whose generation is valid now is not reused until it is opened.
             if not all(self._generations.is_valid(place.slot, place.generation) for place in places):
                 return None
             opened: dict[int, ExtentView] = {
@@ -204,7 +204,7 @@ class ShmQueue(QueueClient):
         self._session.send({"op": "retire", "segment": number})
 
     def _tidy(self) -> None:
-        """Take back what the server says is free, and tell it which freed segments are no longer looked at."""
+        """Reuse segments that the server released, and release freed segments that this process no longer uses."""
         while self._reusable:
             with contextlib.suppress(IndexError):  # another thread does the same
                 self._arena.reuse(self._reusable.popleft())
@@ -231,7 +231,7 @@ class ShmQueue(QueueClient):
                 raise ValueError(f"unknown message {other!r}")
 
     def _hold(self, answer: Message, _: int | None) -> Pin:
-        """Pin what an answer names: the next message may say that a segment was freed."""
+        """Pin the segments that a reply names: the next message may free one."""
         if "places" not in answer:
             return NO_PIN
         pins = self._readers.pin({place[1] for place in answer["places"]})

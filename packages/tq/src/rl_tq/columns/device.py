@@ -1,7 +1,7 @@
-"""Rows from shared memory to a device: a column is copied as it lies, once, and put in order there.
+"""Host-to-device copies of columns: the span that contains the rows is copied once, and gathered on the device.
 
-Copying row by row would start a transfer per row, and joining the rows first would copy everything on the host, at a
-fraction of the bus. Where the rows asked for are a small part of what lies between them, they are joined all the same.
+Copying row by row would start a transfer per row; joining the rows first would copy everything on the host, at a
+fraction of the bus bandwidth. Rows that are a small part of their span are joined on the host nevertheless.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MAX_WASTE = 2.0
-"""A span is copied whole if it has at most so many times the bytes that are wanted of it."""
+"""A span is copied whole if it has at most this many times the bytes of the wanted rows."""
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _LOG = logging.getLogger(__name__)
 _refused: list[int] = []
-"""Errors of CUDA that kept memory from being registered: after one, it is not tried again."""
+"""CUDA error codes of failed memory registrations: after one, no other is tried."""
 
 
 class Span(NamedTuple):
-    """What lies between the first and the last row wanted of one memory."""
+    """Span of one memory block from its first to its last wanted row."""
 
     memory: torch.Tensor
     """Rows, contiguous: shape (n, *row shape)."""
     start: int
-    """Where it will begin among the rows of all spans."""
+    """Index of its first row among the rows of all spans."""
 
 
 class Plan(NamedTuple):
-    """How the rows of one column travel."""
+    """Copy plan of one column."""
 
     spans: list[Span]
     """Copied one after the other."""
     firsts: tuple[int, ...]
-    """Of each piece: its first row among those of all spans."""
+    """Per piece, the index of its first row among the rows of all spans."""
     lengths: tuple[int, ...]
-    """Of each piece: its rows. Pieces follow one another in the batch."""
+    """Per piece, its number of rows. Pieces are consecutive in the batch."""
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the spans are the batch as they are."""
+        """Whether the concatenated spans are the batch, without a gather."""
         ends = accumulate(self.lengths, initial=0)
         return all(first == end for first, end in zip(self.firsts, ends, strict=False)) and self.num_rows == sum(
             self.lengths
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
 
 
 def plan(parts: Sequence[torch.Tensor]) -> Plan:
-    """Plan for pieces of shape (n_i, *row shape), contiguous, on the host. Pieces without rows are left out."""
+    """Copy plan for pieces of shape (n_i, *row shape), contiguous, on the host. Pieces without rows are left out."""
     row_nbytes = parts[0][:1].nbytes or max(part.nbytes // max(1, len(part)) for part in parts)
     whole = [part for part in parts if part.nbytes]
     bounds: dict[int, tuple[int, int]] = {}
@@ -91,14 +91,14 @@ def plan(parts: Sequence[torch.Tensor]) -> Plan:
 
 
 class DeviceCopier:
-    """Moves the columns of one batch to a device. Call `finish` before the memory that they lie in may change."""
+    """Copies the columns of one batch to a device. Call `finish` before the host memory may change."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._indexes: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
 
     def move(self, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-        """Lay the pieces one after the other into `target`, uint8 [n] on the device."""
+        """Concatenate the pieces in `target`, uint8 [n] on the device."""
         if not len(target):
             return
         planned = plan(parts)
@@ -113,7 +113,7 @@ class DeviceCopier:
         torch.index_select(staged.view(words).view(rows), 0, index, out=target.view(words).view(rows))
 
     def finish(self) -> None:
-        """Wait until all is there."""
+        """Wait until all copies are complete."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -126,7 +126,7 @@ class DeviceCopier:
             out[start * nbytes : start * nbytes + len(source)].copy_(source, non_blocking=True)
 
     def _index(self, planned: Plan) -> torch.Tensor:
-        """Which staged row is each row of the batch; the same for columns whose rows lie alike."""
+        """Gather index of the batch's rows among the staged rows; cached for columns with the same plan."""
         key = planned.firsts, planned.lengths
         if key not in self._indexes:
             ends = list(accumulate(planned.lengths))
@@ -143,15 +143,15 @@ def _row_nbytes(planned: Plan) -> int:
 
 
 def _words(memory: torch.Tensor, target: torch.Tensor) -> torch.dtype:
-    """The widest integers that rows are made of: what is copied has bits, and no dtype that a device may not know."""
+    """Widest integer dtype that divides a row: rows are copied as bits, as the device may not support their dtype."""
     nbytes = memory.nbytes // len(memory)
     return next(word for word in _WORDS if not nbytes % word.itemsize and not target.data_ptr() % word.itemsize)
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Have the shared memory that a large part of is about to be read registered with CUDA, once, so that it is fast.
+    """Pin shared memory: register a segment with CUDA, once, if a large part of it is about to be copied.
 
-    A segment of which little is read is left alone: registering would give memory to all of it.
+    A segment of which little is read is not registered: registration would allocate all of its pages.
     """
     storage = memory.untyped_storage()
     address, nbytes = storage.data_ptr(), storage.nbytes()
@@ -163,7 +163,7 @@ def pin(memory: torch.Tensor) -> None:
         runtime.cudaHostUnregister(address)
 
     if not before_unmap(address, release):
-        return  # not ours to register
+        return  # not a mapping of rl_csrc.ipc
     answer = int(runtime.cudaHostRegister(address, nbytes, 0))
     if answer:
         before_unmap(address, None)

@@ -1,4 +1,4 @@
-"""Turns what a caller puts into columns: which kind each is, how many rows, and the pieces of memory that hold them."""
+"""Encoding of the data of a put: each column's kind, number of rows, and the tensors that hold its values."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """One column of one put, not copied yet."""
+    """Column of a put, before it is copied."""
 
     schema: ColumnSchema
     """Kind, dtype and row shape."""
     num_rows: int
-    """B."""
+    """Number of rows, B."""
     pieces: Sequence[torch.Tensor]
-    """The values: tensors of shape (n, *row shape), to be laid one after the other."""
+    """Values: tensors of shape (n, *row shape), to be concatenated."""
     offsets: torch.Tensor | None = None
     """int64 [B + 1] into the values, or into the turns; None where the column is dense."""
     turns: torch.Tensor | None = None
     """int64 [turns + 1] into the values; None where rows have no turns."""
     index: torch.Tensor | None = None
-    """int64 [B]: which of G values is each row's, where rows share them; the other lengths are then G's."""
+    """int64 [B]: each row's index into G shared values; the other fields then describe the G values."""
 
 
 INDEX = "\0"
-"""The index of a shared column lies in the extent under the column's name and this."""
+"""Suffix of the name under which an extent stores the index of a shared column."""
 
 
 def encode_columns(
@@ -48,15 +48,15 @@ def encode_columns(
     tags: Sequence[Mapping[str, Any]] | None = None,
     borrowed: Sequence[str] = (),
 ) -> dict[str, Column]:
-    """Classify every column of `data`, whose rows have `tags`, but those that are `borrowed`.
+    """Encode every column of `data` except those in `borrowed`; the rows have `tags`.
 
     Raises:
-        SchemaError: there are no columns or rows, row counts differ, or a value is of no kind that a queue holds.
+        SchemaError: there are no columns or rows, row counts differ, or a value has an unsupported type.
     """
     columns: dict[str, Column] = {}
     num_rows = -1
     is_even = True
-    # A TensorDict's items are as they were put; data[name] would unwrap a NonTensorStack.
+    # items() gives the values as they were put; data[name] would unwrap a NonTensorStack.
     for name, value in cast("Mapping[Any, Any]", data).items():
         if not isinstance(name, str) or INDEX in name:
             raise SchemaError(f"columns are named by strings without NUL, not by {name!r}")
@@ -81,7 +81,7 @@ def encode_columns(
 
 
 def borrowed_columns(data: TensorDictBase | Mapping[str, Any]) -> list[str]:
-    """Columns whose values are those that the rows' groups have: `PerGroup()`."""
+    """Names of columns given as `PerGroup()`, whose values the rows' groups have already."""
     if isinstance(data, TensorDictBase):
         return []
     return [name for name, value in data.items() if isinstance(value, PerGroup) and value.values is None]
@@ -184,7 +184,7 @@ def _turns_column(name: str, rows: Sequence[Any]) -> Column:
 
 
 def _packed_turns_column(name: str, value: Mapping[str, Any]) -> Column:
-    """What a get gave: jagged `values`, and the jagged int64 `lengths` of each row's turns."""
+    """Column of turns in the form that get returns: jagged `values`, and jagged int64 `lengths` of each row's turns."""
     parts = [_column(name, value[part]) for part in ("values", "lengths")]
     values, lengths = parts
     is_ragged = all(part.schema.kind is ColumnKind.RAGGED for part in parts)
@@ -248,13 +248,13 @@ def _encode(name: str, row: int, value: Any) -> bytes:
 
 
 MAX_DEPTH = 100
-"""Of JSON: who reads it must not run out of stack, however deep in calls it is."""
+"""Deepest nesting of JSON, so that reading it never overflows the stack."""
 
 
 def check_json(value: Any, *, is_message: bool = False, depth: int = 0) -> None:
-    """Raise TypeError for what is no JSON, or what JSON would change in silence: keys that are not strings.
+    """Raise TypeError for a value that JSON cannot hold, or would silently change (keys that are not strings).
 
-    `is_message`: it travels as part of a message, whose integers have 64 bits.
+    `is_message`: the value is part of a message, whose integers have 64 bits.
     """
     if depth > MAX_DEPTH:
         raise TypeError(f"it is nested more than {MAX_DEPTH} deep")
@@ -273,7 +273,7 @@ def check_json(value: Any, *, is_message: bool = False, depth: int = 0) -> None:
 
 
 def check_tags(tags: Sequence[dict[str, Any]]) -> None:
-    """The same for mappings that travel in messages; those of plain values, as most are, take a third of the time."""
+    """Raise TypeError for tags that a message cannot hold; a fast path for plain values takes a third of the time."""
     values = list(chain.from_iterable(map(dict.values, tags)))
     is_plain = {*map(type, chain.from_iterable(tags))} <= {str} and {*map(type, values)} <= {str, int, float, bool}
     if not is_plain or any(not -(1 << 63) <= value < 1 << 63 for value in values if type(value) is int):

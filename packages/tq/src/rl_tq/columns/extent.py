@@ -1,7 +1,6 @@
-"""The extent: what one put writes, k rows of F columns in one block of memory, as an `rl_csrc` frame.
+"""Extents: the memory block that one put writes, k rows of F columns as one `rl_csrc` frame.
 
-A reader needs nothing but the block: it names its columns and says where each lies. JSON columns are ragged bytes
-there; that they are JSON is the server's knowledge.
+The block is self-describing. JSON columns are ragged bytes in it; only the server's schema says that they are JSON.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ if TYPE_CHECKING:
     from rl_tq.columns.schema import ColumnSchema
 
 Views: TypeAlias = "dict[str, torch.Tensor | frames.Ragged]"
-"""Column name to the values of all rows of one extent, sharing its memory."""
+"""Column name to the values of all rows of one extent, as views of its memory."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """An extent that is not written yet."""
+    """Layout of an extent that is not written yet."""
 
     nbytes: int
     """Bytes of the whole block."""
     frame: frames.Frame
-    """Its header, and the memory of columns that are one contiguous piece on the CPU."""
+    """Encoded frame: the header, and references to columns that are one contiguous piece on the CPU."""
     is_whole: bool
-    """Whether the frame knows the memory of every column."""
+    """Whether the frame refers to the memory of every column."""
     regions: list[tuple[int, int, Sequence[torch.Tensor]]]
-    """Where the block's regions start, their bytes, and the pieces that fill them. Empty if the frame is whole."""
+    """Start, size in bytes, and pieces of each region of the block. Empty if the frame is whole."""
 
     def write(self, block: torch.Tensor | np.ndarray[Any, Any]) -> None:
-        """Copy every column into `block`, uint8 [nbytes], from whatever device and in whatever strides it is."""
+        """Copy every column into `block`, uint8 [nbytes], from any device and any strides."""
         if self.is_whole:
             self.frame.write_into(block)
             return
@@ -58,7 +57,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_extent(columns: Mapping[str, Column]) -> Layout:
-    """Lay out an extent for `columns`.
+    """Layout of an extent for `columns`.
 
     Raises:
         SchemaError: a frame cannot hold one of them (a quantized dtype, for example).
@@ -95,7 +94,7 @@ def _regions(frame: frames.Frame, columns: Mapping[str, Column]) -> list[tuple[i
 
 
 def _one_piece(column: Column) -> tuple[torch.Tensor, bool]:
-    """A tensor of the column's final shape: the value itself (True), or untouched memory that stands for it (False)."""
+    """Tensor of the column's final shape: the value itself (True), or an unwritten placeholder (False)."""
     first = column.pieces[0]
     if (
         len(column.pieces) == 1
@@ -114,20 +113,20 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a contiguous CPU tensor in memory of its own."""
     copy = new_memory(tensor.nbytes)
     lay([tensor], copy)
-    if tensor.dtype is torch.uint8 and tensor.dim() == 1:  # a whole extent, mostly
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1:  # usually a whole extent
         return copy
     return copy.view(tensor.dtype).view(tensor.shape)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [n] over a contiguous tensor's memory, or over a copy of another's."""
+    """View of a contiguous tensor as uint8 [n]; of a copy if it is not contiguous."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
-    # A single value is contiguous in any stride, but seen as bytes only in that of 1.
+    # A single value is contiguous with any stride, but a view as bytes needs stride 1.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def lay(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Lay pieces of any device and strides one after the other into `out`, contiguous and of as many bytes."""
+    """Concatenate pieces of any device and strides in `out`, contiguous and of the same size in bytes."""
     if rows.join([*pieces], out):
         return
     out = as_bytes(out)
@@ -139,10 +138,10 @@ def lay(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def copy_bytes(source: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy uint8 tensors on this thread alone, without the GIL.
+    """Copy uint8 tensors in this thread only, without the GIL.
 
-    torch would share the work among its threads, which gains little for a copy and costs much when other processes keep
-    the cores busy: each call then waits for the thread that got no core.
+    torch would use its thread pool, which gains little for a copy and costs much when other processes keep the cores
+    busy: each call then waits for a thread that got no core.
     """
     if source.device.type == "cpu":
         out.numpy()[:] = source.numpy()
@@ -152,32 +151,32 @@ def copy_bytes(source: torch.Tensor, out: torch.Tensor) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class ExtentView:
-    """An extent that this process can read."""
+    """Readable extent: its memory, and views of its columns made on first use."""
 
     memory: torch.Tensor
-    """uint8 [n], all of it."""
+    """The whole extent, uint8 [n]."""
     is_private: bool
-    """Nobody else sees writes to this memory, so that views of it may be given away."""
+    """Whether writes to this memory are private, so that views of it can be returned to the caller."""
     _views: Views | None = None
     _has_shared: bool = False
     """Whether rows of any column share values."""
     _ragged: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict[str, tuple[torch.Tensor, torch.Tensor]]
     )
-    """Columns that were looked at."""
+    """Cache of values and offsets of ragged columns."""
     _bounds: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    """Offsets of those that were looked at row by row."""
+    """Cache of offsets as lists."""
 
     @property
     def views(self) -> Views:
-        """Its columns."""
+        """Views of all columns."""
         if self._views is None:
-            self._views = frames.decode(self.memory).to_dict()  # checked, whatever the bytes are
+            self._views = frames.decode(self.memory).to_dict()  # checks the bytes
             self._has_shared = any(INDEX in name for name in self._views)
         return self._views
 
     def ragged(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values and offsets (int64 [rows + 1]) of a ragged column."""
+        """Values and offsets (int64 [rows + 1]) of a ragged column."""
         if name not in self._ragged:
             column = self.views[name]
             assert isinstance(column, frames.Ragged)
@@ -186,13 +185,13 @@ class ExtentView:
         return self._ragged[name]
 
     def bounds(self, name: str) -> list[int]:
-        """The offsets of a ragged column."""
+        """Offsets of a ragged column, as a list."""
         if name not in self._bounds:
             self._bounds[name] = self.ragged(name)[1].tolist()
         return self._bounds[name]
 
     def turns(self, name: str) -> tuple[torch.Tensor, list[int], list[int]]:
-        """The values of a column of turns, the turns' offsets, and the rows' offsets into these."""
+        """Values of a column of turns, offsets of the turns, and offsets of the rows into these."""
         column = self.views[name]
         assert isinstance(column, frames.Ragged)
         assert isinstance(column.values, frames.Ragged)
@@ -200,7 +199,7 @@ class ExtentView:
         return column.values.values, column.values.offsets.tolist(), column.offsets.tolist()
 
     def spans(self, name: str, start: int, count: int) -> list[tuple[int, int]]:
-        """Where the values of `count` rows from `start` on lie, as (first, number): elsewhere, if they are shared."""
+        """Spans (first, number) of the values of `count` rows from `start` on, through the index of a shared column."""
         views = self.views
         if not self._has_shared or name + INDEX not in views:
             return [(start, count)]
@@ -215,11 +214,11 @@ class ExtentView:
         return found
 
     def num_rows(self, name: str) -> int:
-        """Rows it was written with."""
+        """Number of rows that the extent was written with."""
         column = self.views[name + INDEX] if name + INDEX in self.views else self.views[name]
         return column.offsets.size(0) - 1 if isinstance(column, frames.Ragged) else column.size(0)
 
 
 Opened: TypeAlias = Mapping[int, ExtentView]
 LocatedColumns: TypeAlias = "Mapping[str, tuple[ColumnSchema, Sequence[Run]]]"
-"""Column name to its schema, and where the rows of a batch lie in extents."""
+"""Column name to its schema, and the runs of extents that hold the rows of a batch."""

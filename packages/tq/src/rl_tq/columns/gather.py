@@ -1,4 +1,4 @@
-"""Assembles a batch from the extents its rows lie in: one copy per column, or a view where one extent is the answer."""
+"""Gathering a batch from the extents that hold its rows: one copy per column, or views of a single extent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-# What torch.nested.nested_tensor_from_jagged makes after checks that cost three times as much; these offsets are ours.
+# The class behind torch.nested.nested_tensor_from_jagged, whose checks cost three times as much as the construction.
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from rl_csrc import rows
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
     from rl_tq.columns.output import Output
 
 _PRIVATE_COPY_BYTES = 1 << 20
-"""An extent of at most this many bytes is copied at once, instead of column by column, when all of it is asked for."""
+"""An extent of at most this size is copied whole instead of column by column, if all of it is requested."""
 _MANY_RUNS = 8
 _SMALL_ROW_BYTES = 4096
-"""From so many runs on, rows of at most so many bytes are copied by index: each slice would take longer."""
+"""From `_MANY_RUNS` runs on, rows of at most this size are copied by index, which is faster than by slices."""
 
 
 Parts: TypeAlias = Mapping[str, Sequence[torch.Tensor]]
-"""Column name to its values, in pieces that follow one another."""
+"""Column name to its values, in consecutive pieces."""
 Turns: TypeAlias = "Mapping[str, Sequence[Sequence[int]]]"
-"""Name of a column of turns to the lengths of each row's turns."""
+"""Column name to the lengths of each row's turns."""
 
 
 class Collected(NamedTuple):
-    """The values of rows, where they lie."""
+    """Collected values of a batch's rows, as views of the extents."""
 
     parts: Parts
     bounds: Mapping[str, Bounds]
-    """Of columns whose rows have lengths."""
+    """Row bounds of ragged columns."""
     turns: Turns
 
 
 def gather(columns: LocatedColumns, opened: Opened, num_rows: int, output: Output) -> TensorDict:
-    """Rows in the order of the runs: dense tensors, jagged nested tensors, and `NonTensorStack` for JSON."""
+    """Batch with rows in the order of the runs: dense tensors, jagged nested tensors, and `NonTensorStack` for JSON."""
     if not output.is_given:
         opened = _privately(columns, opened)
     known = [each.bounds.offsets for each in output.kept.lengths]
@@ -68,9 +68,9 @@ def gather(columns: LocatedColumns, opened: Opened, num_rows: int, output: Outpu
 def collect(
     columns: LocatedColumns, opened: Opened, *, is_joined: bool = False, known: Sequence[torch.Tensor] = ()
 ) -> Collected:
-    """Where the values of rows lie: views of the extents; with `is_joined`, ragged rows in many pieces are copied.
+    """Views of the rows' values in the extents; with `is_joined`, ragged rows in many pieces are copied.
 
-    `known` are offsets to be taken instead of equal new ones.
+    `known` are offsets that are reused instead of equal new ones.
     """
     parts: dict[str, Sequence[torch.Tensor]] = {}
     bounds: dict[str, Bounds] = {}
@@ -92,11 +92,10 @@ def collect(
 def assemble(
     schemas: Mapping[str, ColumnSchema], collected: Collected, is_own: Mapping[str, bool], num_rows: int, output: Output
 ) -> TensorDict:
-    """A batch of values that are copied, except those that are the caller's own and in one piece.
+    """Assemble a batch from collected values; a value in one piece that `is_own` is returned without a copy.
 
-    With an output everything is copied, and `is_own` is not asked.
-
-    Ragged columns whose rows are equally long share one offsets tensor, so that torch can add and multiply them.
+    With an output given everything is copied to it. Ragged columns with equal row lengths share one offsets tensor, so
+    that torch can add and multiply them.
     """
     if output.is_given:
         output.reserve([sum(part.nbytes for part in collected.parts[n]) for n, s in schemas.items() if s.is_tensor])
@@ -119,7 +118,7 @@ def _batch(
     num_rows: int,
     output: Output,
 ) -> TensorDict:
-    """A batch whose columns have these values, each in one piece, which may be there only later."""
+    """Batch whose columns have these values, each in one piece; copies into them may still be in progress."""
     distinct = [*output.kept.lengths]
     used: dict[int, Lengths] = {}
     nested: dict[str, NestedTensor] = {}
@@ -144,12 +143,12 @@ def _batch(
         before = output.kept.nested(name, values, alike.offsets)
         result[name] = nested[name] = _jagged(values, alike.offsets, alike.longest) if before is None else before
     output.keep(nested, [*used.values()])
-    # The constructor looks at the shape of every value, which takes 30 us for each that is nested; these are ours.
+    # The constructor checks the shape of every value, which takes 30 us for each nested tensor.
     return TensorDict._new_unsafe(source=result, batch_size=torch.Size([num_rows]))  # pyright: ignore
 
 
 def _privately(columns: LocatedColumns, opened: Opened) -> Opened:
-    """Copy a small extent at once, if all of its rows and most of its bytes are asked for."""
+    """Copy a small extent whole, if all of its rows and most of its columns are requested."""
     if len(opened) != 1:
         return opened
     [(number, extent)] = opened.items()
@@ -165,7 +164,7 @@ def _privately(columns: LocatedColumns, opened: Opened) -> Opened:
 def _dense(
     name: str, runs: Sequence[Run], opened: Opened, indexes: dict[int, np.ndarray[Any, Any]]
 ) -> Sequence[torch.Tensor]:
-    """The values of all rows, in pieces; `indexes` keeps what columns of the same runs have in common."""
+    """Values of a dense column, in pieces; `indexes` caches the row index of columns with the same runs."""
     if len(runs) >= _MANY_RUNS and (picked := _picked(name, runs, opened, indexes)) is not None:
         return [picked]
     parts: list[torch.Tensor] = []
@@ -179,7 +178,7 @@ def _dense(
 def _picked(
     name: str, runs: Sequence[Run], opened: Opened, indexes: dict[int, np.ndarray[Any, Any]]
 ) -> torch.Tensor | None:
-    """Small rows of one extent, copied together; None where they are large, or lie in several."""
+    """Copy of small rows of one extent by index; None if they are large or lie in several extents."""
     if len(opened) > 1 and any(run[0] != runs[0][0] for run in runs):
         return None
     values = opened[runs[0][0]].views[name]
@@ -190,7 +189,7 @@ def _picked(
     index = indexes.get(id(runs))
     if index is None:
         index = indexes[id(runs)] = np.array([row for _, start, count in runs for row in range(start, start + count)])
-    # As bytes, since numpy lacks some dtypes.
+    # As bytes, because numpy lacks some dtypes.
     rows = values.reshape(-1).view(torch.uint8).numpy().reshape(len(values), row_nbytes)[index]
     return torch.from_numpy(rows).view(-1).view(values.dtype).view(-1, *values.shape[1:])
 
@@ -202,7 +201,7 @@ def _rows(values: Any, start: int, count: int) -> torch.Tensor:
 def _ragged(
     name: str, runs: Sequence[Run], opened: Opened, known: list[torch.Tensor], *, is_joined: bool
 ) -> tuple[list[torch.Tensor], Bounds]:
-    """The values of all rows, in pieces or copied together, and their bounds, with one of the `known` offsets if so."""
+    """Values of a ragged column, in pieces or joined, and the row bounds, with equal `known` offsets reused."""
     if len(runs) == 1:
         [(extent, start, count)] = runs
         if len(spans := opened[extent].spans(name, start, count)) == 1:
@@ -225,7 +224,7 @@ def _ragged(
 
 
 def _picked_values(pieces: Sequence[tuple[int, int, int]], sources: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """A copy of pieces (extent, start, stop) of values."""
+    """Joined copy of pieces (extent, start, stop) of values."""
     first = sources[pieces[0][0]]
     shape = (sum(stop - start for _, start, stop in pieces), *first.shape[1:])
     width = first.element_size() * prod(shape[1:])
@@ -238,7 +237,7 @@ def _picked_values(pieces: Sequence[tuple[int, int, int]], sources: Mapping[int,
 
 
 def _turns(name: str, runs: Sequence[Run], opened: Opened) -> tuple[list[torch.Tensor], list[list[int]]]:
-    """The values of all rows, in pieces, and the lengths of each row's turns."""
+    """Values of a column of turns, in pieces, and the lengths of each row's turns."""
     parts: list[torch.Tensor] = []
     lengths: list[list[int]] = []
     for extent, start, count in runs:
@@ -251,7 +250,7 @@ def _turns(name: str, runs: Sequence[Run], opened: Opened) -> tuple[list[torch.T
 
 
 def _may_view(runs: Sequence[Run], opened: Opened, name: str) -> bool:
-    """Whether the answer is most of one private extent: a view of a small part would keep all of it in memory."""
+    """Whether to return views: the rows are most of one private extent. A small view would keep all of it in memory."""
     extent, _, count = runs[0]
     return len(runs) == 1 and opened[extent].is_private and 2 * count >= opened[extent].num_rows(name)
 
@@ -283,25 +282,25 @@ def _are_equal(a: Bounds, b: Bounds) -> bool:
 
 
 def _longest(bounds: Bounds) -> torch.Tensor:
-    """The length of the longest row, as nested tensors keep it: a tensor of so many rows of nothing."""
+    """Length of the longest row as nested tensors cache it: an empty tensor with that many rows."""
     return torch.empty(bounds.longest, 0)
 
 
 def _jagged(values: torch.Tensor, offsets: torch.Tensor, longest: torch.Tensor) -> NestedTensor:
-    """Rows of different lengths. Without the longest, torch pads each of them to the length of all together."""
+    """Jagged nested tensor. Without the longest length, torch would pad every row to the total length."""
     nested: Any = NestedTensor(values, offsets)
-    # Given to the constructor it would be marked for torch.compile; this is what torch does that finds it out itself.
+    # Passing it to the constructor would mark it for torch.compile; torch itself fills this cache the same way.
     nested._metadata_cache["max_seqlen"] = longest
     return nested
 
 
 def bounds_of(lengths: Sequence[int]) -> Bounds:
-    """Bounds of rows of these lengths that follow one another."""
+    """Bounds of consecutive rows of these lengths."""
     return Bounds(cumulated(lengths), max(lengths, default=0))
 
 
 def cumulated(lengths: Sequence[int]) -> torch.Tensor:
-    """Offsets of rows of these lengths, int64 [B + 1]."""
+    """Offsets of consecutive rows of these lengths, int64 [B + 1]."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0, out=offsets[1:])
     return offsets

@@ -1,6 +1,6 @@
-"""Locations: where the rows of a reference lie, as far as their server said, so that they can be read without asking.
+"""Locations: extent and position of a reference's rows, which let a client on the host read them without a request.
 
-A location is a hint: it names the generation number that its extent had (`memory.generations`).
+A location is a hint: it has the generation number of its extent (`memory.generations`), by which a stale one is found.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ if TYPE_CHECKING:
     from rl_tq.columns.schema import ColumnSchema
 
 Run: TypeAlias = tuple[int, int, int]
-"""Extent, first row in it, number of rows: rows of a batch that are consecutive in it and in memory."""
+"""Run (extent, first row in it, number of rows): rows that are consecutive in the batch and in the extent."""
 _NUMBERS = struct.Struct("<9q")
 
 
 class Location(NamedTuple):
-    """Rows of consecutive numbers that lie one after the other in one extent."""
+    """Location of consecutively numbered rows that are consecutive in one extent."""
 
     columns: Mapping[str, ColumnSchema]
-    """What the extent holds of them."""
+    """Schema of their columns in the extent."""
     first_row: int
     num_rows: int
     start: int
     """Index of the first row in the extent."""
     extent: int
-    """The server's number of it."""
+    """Number of the extent."""
     segment: int
-    """The server's number of the shared memory that it is in."""
+    """Number of the shared-memory segment."""
     offset: int
-    """Where it begins there."""
+    """Start of the extent in the segment, bytes."""
     nbytes: int
     slot: int
-    """Which generation is the extent's."""
+    """Index of the extent's generation number."""
     generation: int
-    """What that was when this was told."""
+    """Value of the generation number when the server replied."""
 
 
 def pack_location(layout: bytes, *numbers: int) -> tuple[bytes, bytes]:
-    """The wire form of a location: the extent's columns, packed, and the numbers of a `Location`."""
+    """Wire form of a location: the packed schema, and the numbers of a `Location`."""
     return layout, _NUMBERS.pack(*numbers)
 
 
 def unpack_location(packed: PackedLocation) -> Location:
-    """The inverse."""
+    """Inverse of `pack_location`."""
     return Location(read_schema(packed.layout), *_NUMBERS.unpack(packed.numbers))
 
 
 def locations_of(packed: Sequence[bytes]) -> tuple[PackedLocation, ...]:
-    """The locations in a reply: layout and numbers of each in turn."""
+    """Locations in a reply, which lists layout and numbers of each in turn."""
     if len(packed) == 2:
         return (PackedLocation(packed[0], packed[1]),)
     return tuple(map(PackedLocation, packed[::2], packed[1::2]))
@@ -65,7 +65,7 @@ def locations_of(packed: Sequence[bytes]) -> tuple[PackedLocation, ...]:
 def find_runs(rows: Sequence[int], columns: Sequence[str], locations: Sequence[Location]) -> (
     tuple[dict[str, tuple[ColumnSchema, list[Run]]], list[Location]] | None
 ):  # fmt: skip
-    """Where columns of rows lie, and the locations that say so; None where the locations do not tell."""
+    """Runs of the columns of rows, and the locations used; None if the locations do not cover all of them."""
     if len(locations) == 1:
         [location] = locations
         start = rows[0] - location.first_row
@@ -114,7 +114,7 @@ def _runs(rows: Sequence[int], holders: list[Location], used: dict[Any, Location
 
 
 def _num_consecutive(rows: Sequence[int]) -> int:
-    """How many of the first rows follow one another."""
+    """Number of leading rows whose numbers are consecutive."""
     if not rows or tuple(rows) == tuple(range(rows[0], rows[0] + len(rows))):
         return len(rows)
     return next(i for i, row in enumerate(rows) if row != rows[0] + i)

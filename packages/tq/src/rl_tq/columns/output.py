@@ -1,4 +1,4 @@
-"""Where the values of a get are to lie: new memory, a buffer of the caller's, or a device."""
+"""Output memory of a get: new memory, a buffer of the caller, or a device."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ if TYPE_CHECKING:
     from rl_tq.types import Buffer
 
 _WORTH_A_THREAD = range(1 << 20, 32 << 20)
-"""Bytes. Less is copied in the time that it takes to wake a thread; beside more, what goes on meanwhile is nothing."""
+"""Sizes in bytes for which copying in a background thread pays: below, waking it costs more; above, little overlaps."""
 
 
 class Bounds(NamedTuple):
-    """Where rows begin and end in the values of their column."""
+    """Row bounds of a ragged column: offsets into its values."""
 
     offsets: torch.Tensor
-    """int64 [B + 1]."""
+    """int64 [B + 1], on the CPU."""
     longest: int
     """Values in the longest row."""
 
 
 class Lengths(NamedTuple):
-    """Lengths of rows that one column or several have, and what `_jagged` takes of them."""
+    """Row lengths shared by one or more columns, in the form that `_jagged` takes."""
 
     bounds: Bounds
     offsets: torch.Tensor
-    """Where the values are: on the CPU, those of the bounds."""
+    """Offsets on the device of the values; on the CPU, those of the bounds."""
     longest: torch.Tensor
 
 
 class BufferCache:
-    """Tensors of the last batch in a `Buffer`, for the next one."""
+    """Cache of the tensors of the last batch in a `Buffer`, reused for the next one."""
 
     def __init__(self) -> None:
         self.lengths: Sequence[Lengths] = ()
-        """Of its rows."""
+        """Row lengths of the last batch."""
         self._places: dict[int, torch.Tensor] = {}
-        """Where a column's values start, to their view."""
+        """Start of a column's values in the buffer, to the view of them."""
         self._nested: dict[str, NestedTensor] = {}
 
     def keep(
         self, places: dict[int, torch.Tensor], nested: dict[str, NestedTensor], lengths: Sequence[Lengths]
     ) -> None:
-        """Remember a batch instead of the one before."""
+        """Replace the cached batch."""
         self._places, self._nested, self.lengths = places, nested, lengths
 
     def view(self, start: int, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The view that begins at `start`, if it is the one that these parts need."""
+        """Cached view that begins at `start`, if it has the dtype and shape of these parts; else None."""
         placed = self._places.get(start)
         if placed is None or placed.requires_grad or placed.is_inference() != torch.is_inference_mode_enabled():
             return None
@@ -69,20 +69,20 @@ class BufferCache:
         return placed if is_alike else None
 
     def nested(self, name: str, values: torch.Tensor, offsets: torch.Tensor) -> NestedTensor | None:
-        """The nested tensor of a column, if it is of the very same values and offsets."""
+        """Cached nested tensor of a column, if it has the very same values and offsets; else None."""
         nested: Any = self._nested.get(name)
         if nested is None or nested._values is not values or nested._offsets is not offsets:
             return None
-        with DisableTorchFunctionSubclass():  # torch's functions ask a nested tensor in thirty times the time
+        with DisableTorchFunctionSubclass():  # thirty times faster than through __torch_function__
             return None if nested.requires_grad else nested
 
 
 class Output:
-    """Where a batch's values are to lie: new memory, a buffer of the caller's, or a device."""
+    """Output of a get: places the values of a batch in new memory, in the caller's buffer, or on a device."""
 
     def __init__(self, out: torch.Tensor | Buffer | None, device: torch.device | str | None) -> None:
         self.kept = BufferCache()
-        """What the last batch in the caller's buffer left."""
+        """Cache of the last batch in the caller's buffer."""
         if out is not None and not isinstance(out, torch.Tensor):
             self.kept = out.kept = out.kept or self.kept
             out = out.memory
@@ -105,15 +105,15 @@ class Output:
         self._joining: rows.Joining | None = None
         self._places: dict[int, torch.Tensor] = {}
         self.is_taken = False
-        """Whether a message is or was received straight into the caller's buffer."""
+        """Whether a payload is or was received directly into the caller's buffer."""
 
     @property
     def is_given(self) -> bool:
-        """Whether the caller said where."""
+        """Whether the caller gave a buffer or a device."""
         return self._out is not None or self._device is not None
 
     def take_over(self, reply: Mapping[str, Any], nbytes: int) -> torch.Tensor | None:
-        """The caller's buffer, if the payload of such a reply, so many bytes, can be received straight into it."""
+        """The caller's buffer, if a reply's payload of `nbytes` can be received directly into it; else None."""
         schemas = [ColumnSchema.from_json(column[0]) for column in reply.get("columns", {}).values()]
         if (
             self._out is None
@@ -126,10 +126,10 @@ class Output:
         return buffer
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Prepare for tensors of so many bytes each.
+        """Prepare memory for tensors of these sizes in bytes.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: the caller's buffer is too small.
         """
         total = sum(size + -size % frames.ALIGNMENT for size in sizes)
         if self._device is not None:
@@ -140,7 +140,7 @@ class Output:
             self._copier = DeviceCopier(self._out.device)
 
     def place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The next place, where the parts lie one after the other once `finish` returns."""
+        """Next output tensor; it holds the concatenated parts once `finish` returns."""
         nbytes = sum(part.nbytes for part in parts)
         if self._out is None:
             placed = _shaped(new_memory(nbytes), parts)
@@ -158,12 +158,12 @@ class Output:
         return placed
 
     def begin(self) -> None:
-        """Begin to fill all places: a thread of rl-csrc copies megabytes while this one goes on."""
+        """Start copying: for megabytes, a thread of rl-csrc copies while this one continues."""
         if sum(placed.nbytes for _, placed in self._to_copy) in _WORTH_A_THREAD:
             self._joining = rows.begin_joins(self._to_copy)
 
     def finish(self) -> None:
-        """Have all be in place."""
+        """Complete all copies."""
         if self._joining is not None:
             self._joining.finish()
         else:
@@ -173,12 +173,12 @@ class Output:
             self._copier.finish()
 
     def keep(self, nested: dict[str, NestedTensor], lengths: Sequence[Lengths]) -> None:
-        """Keep what the next batch in the caller's buffer may use again."""
+        """Cache what the next batch in the caller's buffer can reuse."""
         self.kept.keep(self._places, nested, lengths)
 
 
 def _shaped(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A view of uint8 memory for parts that follow one another."""
+    """View of uint8 memory with the dtype and shape of the concatenated parts."""
     values = memory.view(parts[0].dtype)
     shape = parts[0].shape[1:]
     return values.view(sum(map(len, parts)), *shape) if shape else values

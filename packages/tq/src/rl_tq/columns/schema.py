@@ -1,4 +1,4 @@
-"""What a column is: its kind, dtype and the shape of one row. Light: the server's bookkeeping needs no torch."""
+"""Column schemas: kind, dtype and row shape. Imports no torch, which the server's bookkeeping does not need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ColumnKind(StrEnum):
-    """How the rows of a column are kept."""
+    """Kind of a column: how its rows are stored."""
 
     DENSE = "dense"
     """Every row has the same shape."""
@@ -28,10 +28,10 @@ class ColumnKind(StrEnum):
 
 
 class ColumnSchema(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What all rows of one column in one partition have in common. In messages: the array of its fields."""
+    """Schema of a column in a partition. In messages: the array of its fields."""
 
     kind: ColumnKind
-    """How its rows are kept."""
+    """Kind of the column."""
     dtype: str
     """`int64`, `bfloat16`, ...: torch's name. `utf8` for JSON."""
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class ColumnSchema(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether its values are tensors when they come back."""
+        """Whether get returns its values as tensors."""
         return self.kind not in (ColumnKind.JSON, ColumnKind.BYTES)
 
     def to_json(self) -> list[Any]:
@@ -61,7 +61,7 @@ class ColumnSchema(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Schema(dict[str, ColumnSchema]):
-    """The columns of an extent, with what is asked of them again and again. Not to be changed."""
+    """Schema of an extent: column name to `ColumnSchema`, with cached names and JSON form. Immutable."""
 
     __slots__ = ("as_json", "names")
 
@@ -77,16 +77,16 @@ class Schema(dict[str, ColumnSchema]):
 
 
 def pack_schema(columns: Iterable[tuple[str, ColumnSchema]]) -> bytes:
-    """What `read_schema` reads."""
+    """Schema of an extent as bytes, for `read_schema`."""
     return _ENCODE(dict(columns))
 
 
 @lru_cache(maxsize=4096)
 def read_schema(packed: bytes) -> Schema:
-    """The columns of an extent out of a message; the same bytes again cost a look-up, and give the same object.
+    """Schema of an extent from a message, cached: equal bytes give the same object.
 
     Raises:
-        msgspec.DecodeError: they are none.
+        msgspec.DecodeError: the bytes are not a schema.
     """
     return Schema(_DECODE(packed))
 
@@ -97,5 +97,5 @@ _DECODE = msgspec.msgpack.Decoder(dict[str, ColumnSchema]).decode
 
 @lru_cache(maxsize=4096)
 def schema_of(kind: str, dtype: str, shape: tuple[int, ...]) -> ColumnSchema:
-    """A schema; the same again costs a look-up."""
+    """Column schema, cached: equal arguments give the same object."""
     return ColumnSchema(kind=ColumnKind(kind), dtype=dtype, shape=shape)

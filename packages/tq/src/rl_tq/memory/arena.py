@@ -1,10 +1,10 @@
-"""The arena of a client: shared memory for its extents, anonymous or in files, used again once nobody reads it.
+"""Arena: allocator of shared memory for a client's extents, in anonymous segments or files that are reused.
 
-Anonymous memory lives as long as somebody holds a descriptor or a mapping, so nothing is left behind, however a process
-ends. The first touch of a page costs many times a later one: segments are used again where they are.
+Anonymous memory exists while a process holds a descriptor or mapping, so nothing is left behind, however processes end.
+The first touch of a page costs many times a later one, which is why segments are reused.
 
-Files are of a queue that outlives its processes (`file`): a server that takes it up removes those that its journal
-does not name, which is what a process that died had not put.
+Files belong to a queue that outlives its processes (`file`). A server that reopens it removes the files that its
+journal does not name: those whose put was not complete when its process died.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 SEGMENT_BYTES = 64 << 20
-"""Size of the segments that small extents share. Only what is written takes memory."""
+"""Size of segments shared by small extents. Only written pages take memory."""
 PACKED_BYTES = 4 << 20
 """An extent of at most this many bytes shares a segment; a larger one has its own."""
 _BACKED_AT_ONCE = 16 << 10
-"""The kernel is asked for memory in multiples of this: small puts need not ask each."""
+"""Granularity in which pages are allocated, so that not every small put needs a system call."""
 
 
 def create_segment(directory: Path | None, nbytes: int) -> tuple[SharedMemory, str | None]:
-    """A segment of so many bytes, and its file in the queue's own directory; without one, of anonymous memory."""
+    """New segment of `nbytes`, and its file name in the queue's directory; None: anonymous memory."""
     if directory is None:
         return SharedMemory.create(nbytes, name="rl-tq"), None
     name = f"{uuid.uuid4().hex}.segment"
@@ -44,39 +44,39 @@ def create_segment(directory: Path | None, nbytes: int) -> tuple[SharedMemory, s
 
 
 class Block(NamedTuple):
-    """Memory for one extent."""
+    """Block of an arena: memory for one extent."""
 
     segment: int
-    """Number of its segment, among those of one arena."""
+    """Number of its segment in the arena."""
     offset: int
-    """Where it starts in that segment; a multiple of 64."""
+    """Offset in the segment, bytes; a multiple of 64."""
     memory: np.ndarray[Any, Any]
-    """uint8 [nbytes], shared. An array, as cutting a small one off takes a tenth of what it does with a tensor."""
+    """uint8 [nbytes], shared. A numpy array, because slicing one takes a tenth of the time of slicing a tensor."""
     is_alone: bool
-    """Whether nothing else is in the segment."""
+    """Whether it is the only block of its segment."""
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
     memory: np.ndarray[Any, Any]
     address: int
-    """Of the memory: asking numpy each time takes as long as the kernel does."""
+    """Address of the memory; cached, because numpy takes microseconds to give it."""
     backed: int = 0
-    """Bytes from its start that are there for certain."""
+    """Bytes from its start whose pages are allocated."""
     cursor: int = 0
-    """Bytes of a common segment that were given out."""
+    """Bytes of a shared segment that are allocated."""
     num_unsettled: int = 0
-    """Blocks of a common segment that were given and are not put yet: until then it is not sealed."""
+    """Blocks of a shared segment that are allocated and not settled; it is sealed only after that."""
     is_left: bool = False
-    """Nothing more is given out of it."""
+    """Whether nothing more is allocated from it."""
 
 
 class Arena:
-    """Where a client gets memory for its extents: small ones one after the other in a common segment, large ones alone.
+    """Allocator of a client's extents: small ones share a segment, large ones get their own. Thread-safe.
 
-    Thread-safe. `announce(number, segment, is_packed, file)` is called for every segment before any memory of it is
-    given out, `seal(number)` when no more will be (a block that is alone is sealed by its caller), and
-    `retire(number)` when the arena lets go of it. `reuse` gives a segment back that nobody reads any more.
+    Calls `announce(number, segment, is_packed, file)` for every segment before allocating from it, `seal(number)` once
+    nothing more is allocated from it (the caller seals a block that is alone), and `retire(number)` when the arena
+    drops it. `reuse` returns a segment that has no readers any more.
     """
 
     def __init__(
@@ -86,22 +86,22 @@ class Arena:
         retire: Callable[[int], None],
         directory: Path | None = None,
     ) -> None:
-        """`directory`: of the queue's files; None: its memory is anonymous."""
+        """`directory`: the queue's directory of segment files; None: anonymous memory."""
         self._announce, self._seal, self._retire = announce, seal, retire
         self._directory = directory
         self._lock = threading.Lock()
         self._numbers = count(1)
         self._segments: dict[int, _Segment] = {}
         self._current = 0
-        """The common segment that is being filled; 0: none."""
+        """Number of the shared segment being filled; 0: none."""
         self._spare: Reserve[int] = Reserve()
-        """Segments that nobody reads."""
+        """Segments without readers."""
 
     def allocate(self, nbytes: int) -> Block:
-        """Memory of `nbytes`. `settle` it once it is put.
+        """Allocate a block of `nbytes`. Call `settle` once it is put.
 
         Raises:
-            QueueFullError: there is none.
+            QueueFullError: there is no memory left.
         """
         with self._lock:
             if nbytes > PACKED_BYTES:
@@ -120,7 +120,7 @@ class Arena:
             start = segment.cursor
             try:
                 self._back(number, start + nbytes)
-            except QueueFullError:  # what is in it may be cleared, and its memory used again, once it is sealed
+            except QueueFullError:  # sealed, so that its memory can be reused once its extents are cleared
                 self._leave(number)
                 raise
             segment.cursor += nbytes + -nbytes % 64
@@ -128,7 +128,7 @@ class Arena:
             return Block(number, start, segment.memory[start : start + nbytes], is_alone=False)
 
     def settle(self, block: Block) -> None:
-        """A block was put, or is not going to be. Call it once for each."""
+        """Note that a block was put, or will not be. Call it once per block."""
         with self._lock:
             segment = self._segments.get(block.segment)
             if segment is not None and not block.is_alone:
@@ -137,20 +137,20 @@ class Arena:
                     self._seal(block.segment)
 
     def leave(self, number: int) -> None:
-        """Put no more into a common segment."""
+        """Stop allocating from a shared segment."""
         with self._lock:
             if number == self._current:
                 self._leave(number)
 
     def reuse(self, number: int) -> None:
-        """Nobody looks at a segment any more: keep it for the next put."""
+        """Keep a segment that has no readers any more for the next put."""
         with self._lock:
             if number in self._segments:
                 self._spare.add(number, len(self._segments[number].memory), time.monotonic())
         self.trim(RESERVE_S)
 
     def trim(self, age_s: float) -> None:
-        """Let go of spare segments that were not used for so long, and of those beyond the reserve."""
+        """Drop spare segments that were unused for `age_s`, and the oldest beyond the reserve's limit."""
         with self._lock:
             gone = self._spare.trim(age_s, RESERVE_BYTES)
             for number in gone:
@@ -160,20 +160,20 @@ class Arena:
 
     @property
     def has_spare(self) -> bool:
-        """Whether there is anything to trim."""
+        """Whether there are spare segments."""
         return bool(self._spare)
 
     def close(self) -> None:
-        """Let go of everything. Blocks that were given stay valid."""
+        """Drop all segments. Allocated blocks stay valid."""
         with self._lock:
             self._segments.clear()
             self._spare = Reserve()
             self._current = 0
 
     def _leave(self, number: int) -> None:
-        """Give nothing more out of a common segment; it is sealed once all that was given is put.
+        """Stop allocating from a shared segment; it is sealed once all of its blocks are settled.
 
-        A server uses a sealed segment again as soon as all that was put into it is cleared.
+        The server reuses a sealed segment as soon as all of its extents are cleared.
         """
         if not number:
             return
@@ -184,7 +184,7 @@ class Arena:
             self._seal(number)
 
     def _back(self, number: int, stop: int) -> None:
-        """Have a segment's memory up to `stop` be there."""
+        """Allocate the pages of a segment up to `stop`."""
         segment = self._segments[number]
         start = segment.backed
         if stop > start:

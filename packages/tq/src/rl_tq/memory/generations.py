@@ -1,7 +1,7 @@
-"""Generation numbers of extents, in memory that server and clients share: whether a location is still good.
+"""Generation numbers of extents, in memory shared by server and clients, by which stale locations are recognized.
 
-Each extent has a number, which the server changes when any of its rows is cleared or moved and before that is answered:
-a location that says another number is asked for anew.
+The server changes an extent's number when any of its rows is cleared or moved, before it replies. A client whose
+location has another number asks the server again.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ _WORD_BYTES = 8
 
 
 class ExtentGenerations:
-    """The server's end: one number per extent, in memory that clients can read."""
+    """Generation numbers at the server: one per extent, in memory that clients can read."""
 
     def __init__(self) -> None:
         self.memory = SharedMemory.create(_WORD_BYTES * NUM_GENERATIONS, name="rl-generations")
         self._words = self.memory.words(is_writable=True)
-        # Numbers that no other server, nor this one before it was started again, is likely to have given.
+        # A random start, so that numbers of another server, or of this one before a restart, do not match.
         self._next = secrets.randbits(62)
         self._free = list(range(NUM_GENERATIONS - 1, -1, -1))
         self._slots: dict[int, int] = {}
 
     def open(self, extent: int) -> None:
-        """Give a new extent a generation, if there is one left."""
+        """Assign a generation number to a new extent, if there is a free slot."""
         if self._free:
             self._slots[extent] = self._free.pop()
             self.change(extent)
 
     def change(self, extent: int) -> None:
-        """Have every location that names an extent be noticed as old."""
+        """Invalidate every location of an extent."""
         slot = self._slots.get(extent)
         if slot is not None:
             self._next += 1
             self._words[slot] = self._next
 
     def close(self, extent: int) -> None:
-        """An extent is freed."""
+        """Invalidate the locations of a freed extent, and free its slot."""
         self.change(extent)
         slot = self._slots.pop(extent, None)
         if slot is not None:
@@ -51,14 +51,14 @@ class ExtentGenerations:
         return None if slot is None else (slot, self._words[slot])
 
     def end(self) -> None:
-        """The queue is closed: no location is good any more."""
+        """Invalidate all locations, as the queue is closed."""
         for extent in list(self._slots):
             self.close(extent)
         self.memory.close()
 
 
 class GenerationReader:
-    """A client's end."""
+    """Generation numbers as a client reads them."""
 
     def __init__(self, fd: int) -> None:
         memory = SharedMemory.attach(fd, nbytes=_WORD_BYTES * NUM_GENERATIONS)

@@ -1,7 +1,7 @@
-"""Memory for what a get returns. Large blocks are used again: the first touch of a page costs many times a later one.
+"""Memory pool for the results of get: large blocks are reused, as the first touch of a page costs many times a later.
 
-What no tensor looks at any more is kept for the next batch of about its size, and is the kernel's to take meanwhile
-(MADV_FREE): it counts as this process's until the machine needs it, and never makes it run out.
+A block that no tensor uses any more is kept for the next batch of about its size. Meanwhile the kernel may reclaim it
+(MADV_FREE): it counts as this process's memory, but never makes the machine run out.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ import torch
 Held = TypeVar("Held")
 
 LARGE_BYTES = 32 << 20
-"""From this size on, the C library maps every block anew; smaller ones it uses again by itself."""
+"""From this size on, the C library maps a new block every time; it reuses smaller ones itself."""
 RESERVE_BYTES = 2 << 30
-"""What a reserve keeps at most."""
+"""Largest size of a reserve."""
 RESERVE_S = 10.0
-"""How long it keeps what is not used."""
+"""Seconds for which unused memory is kept."""
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 class Reserve(Generic[Held]):
-    """Free memory, kept for a while for the next need of its size. One thread at a time may call it."""
+    """Reserve of free memory blocks by size, kept for a while. Not thread-safe."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[Held, int, float]] = deque()
-        """What is kept, its bytes, and since when; the oldest first."""
+        """(block, size in bytes, time since it is free), the oldest first."""
 
     def __len__(self) -> int:
         return len(self._held)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Total size in bytes."""
         return sum(nbytes for _, nbytes, _ in list(self._held))
 
     def add(self, held: Held, nbytes: int, since: float) -> None:
-        """Keep what is not used since then."""
+        """Add a block that is free since then."""
         self._held.append((held, nbytes, since))
 
     def take(self, nbytes: int) -> Held | None:
-        """What came last of those of so many bytes; None: there is none."""
+        """Remove and return the newest block of this size; None if there is none."""
         for each in reversed(self._held):
             if each[1] == nbytes:
                 self._held.remove(each)
@@ -55,7 +55,7 @@ class Reserve(Generic[Held]):
         return None
 
     def trim(self, age_s: float, max_bytes: int) -> list[Held]:
-        """Remove and return what was not used for so long, and the oldest of what is beyond the bound."""
+        """Remove and return blocks unused for `age_s`, and the oldest ones beyond `max_bytes`."""
         limit, left, gone = time.monotonic() - age_s, self.nbytes, list[Held]()
         while self._held and (self._held[0][2] <= limit or left > max_bytes):
             held, nbytes, _ = self._held.popleft()
@@ -65,20 +65,20 @@ class Reserve(Generic[Held]):
 
 
 _BUSY = threading.Lock()
-"""Held by whoever uses `_RESERVE`. Nobody waits for it: a finalizer may run inside, and a fork may copy it."""
+"""Lock of `_RESERVE`. Only tried, never waited for: a finalizer may run inside, and a fork may copy it locked."""
 _RESERVE: Reserve[mmap.mmap] = Reserve()
 _RETURNED: deque[tuple[mmap.mmap, float]] = deque()
-"""Memory, and since when it is free: appending is all that may be done by whoever drops a tensor."""
+"""(block, time since it is free). A thread that destroys a tensor may only append."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def new_memory(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] of this process, of any content. Its first touch is as fast as this machine makes it.
+    """Uninitialized private memory, uint8 [nbytes], reused or backed by huge pages where possible.
 
-    Huge pages, where the kernel has some, are touched five times faster than small ones; it is a wish, so that nothing
-    is lost where it is refused.
+    The first touch of huge pages is five times faster than of small ones. They are a hint (`madvise`) that the kernel
+    may ignore.
     """
     if nbytes < LARGE_BYTES:
         memory = torch.empty(nbytes, dtype=torch.uint8)
@@ -91,18 +91,18 @@ def new_memory(nbytes: int) -> torch.Tensor:
     block = _take(size) or mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(block)
-    weakref.finalize(view, _give_back, block).atexit = False  # every tensor of this memory holds the view
+    weakref.finalize(view, _give_back, block).atexit = False  # every tensor of this memory refers to the view
     return torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
 
 
 def size_class(nbytes: int) -> int:
-    """Rounded up by at most an eighth, so that a later need of nearly this size fits."""
+    """Size rounded up by at most an eighth, so that a block fits a later request of nearly the same size."""
     step = max(4096, 1 << (nbytes.bit_length() - 4))
     return -(-nbytes // step) * step
 
 
 def kept_bytes() -> int:
-    """Bytes that are kept for later."""
+    """Size of the memory kept for reuse, bytes."""
     return _RESERVE.nbytes + sum(len(block) for block, _ in list(_RETURNED))
 
 
@@ -119,7 +119,7 @@ def _take(size: int) -> mmap.mmap | None:
 def _give_back(block: mmap.mmap) -> None:
     block.madvise(mmap.MADV_FREE)
     _RETURNED.append((block, time.monotonic()))
-    if _BUSY.acquire(blocking=False):  # else its holder tidies at the next call
+    if _BUSY.acquire(blocking=False):  # else the next call does it
         try:
             _tidy()
         finally:

@@ -1,4 +1,4 @@
-"""Room in partitions: credits, what a put does where there is none, and rows that are too old to keep."""
+"""Admission control: limits of partitions, credits, puts into full partitions, and clearing of stale rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Reservation:
 
 
 class Admissions:
-    """Decides which puts enter a state."""
+    """Admission of puts and credits into a state."""
 
     def __init__(self, state: State, alias: Callable[[int], int]) -> None:
         self._state = state
@@ -43,9 +43,9 @@ class Admissions:
     # Puts
 
     def check(self, put: Put) -> list[Row | None]:
-        """Raise what makes a put impossible whatever room there is; see `TransferQueue.put`.
+        """Validate a put, whatever room there is; raises as `TransferQueue.put` does.
 
-        Returns the rows that it adds to, None where it makes one; empty when it makes all of them.
+        Returns, per row, the existing row that it adds to or None for a new one; empty if all rows are new.
         """
         home = self._state.partitions.get(put.partition)
         options = self._options(put.partition)
@@ -68,10 +68,11 @@ class Admissions:
         return existing
 
     def put(self, put: Put) -> list[Row] | None:
-        """Enter a put's rows; None: there is no room yet.
+        """Enter a put's rows; None: it has to wait for room.
 
         Raises:
-            what `check` raises; QueueFullError: there is no room, and its partition does not wait.
+            TransferQueueError: as `check`.
+            QueueFullError: there is no room, and the partition's `on_full` forbids waiting.
         """
         existing = self.check(put)
         if self._options(put.partition) is DEFAULT_OPTIONS and not put.credit:
@@ -91,7 +92,7 @@ class Admissions:
         return self.enter(put, existing)
 
     def enter(self, put: Put, existing: list[Row | None]) -> list[Row]:
-        """Enter a put that is checked and for which there is room; `existing` is what `check` returned."""
+        """Enter a put that passed `check` and has room; `existing` is the result of `check`."""
         state = self._state
         if put.partition not in state.partitions:
             state.open(put.partition, state.next_generation)
@@ -113,7 +114,7 @@ class Admissions:
         return rows
 
     def _existing(self, put: Put, home: Partition | None) -> list[Row | None]:
-        """The rows that a put adds to, None where it makes one; empty when it makes all of them."""
+        """Per row of a put, the existing row or None for a new one; empty if all rows are new."""
         if put.rows:
             return [*checks.find_rows(self._state, put.partition, put.generation, put.rows, put.sample_ids or ())]
         if put.sample_ids is None:
@@ -123,10 +124,10 @@ class Admissions:
     # Credits
 
     def admit(self, request: Admission) -> Credit | None:
-        """Promise room; None: there is none yet.
+        """Reserve room and return a credit; None: it has to wait.
 
         Raises:
-            QueueFullError: there will never be as much, or the partition does not wait.
+            QueueFullError: the limits are smaller than the request, or `on_full` forbids waiting.
         """
         name = request.partition
         if request.num_rows < 1 or request.num_bytes < 0:
@@ -152,12 +153,12 @@ class Admissions:
         return reservation.partition if reservation else None
 
     def owner_left(self, owner: Any) -> list[str]:
-        """End the promises to a client that is gone; returns their partitions."""
+        """End the reservations of a client that left; returns their partitions."""
         gone = [number for number, reservation in self._reservations.items() if reservation.owner == owner]
         return [self._reservations.pop(number).partition for number in gone]
 
     def must_wait(self, request: Request, parked: Iterable[Request]) -> bool:
-        """Whether others wait for room that a request must not overtake. Who adds columns, or has a credit, may."""
+        """Whether a request must queue behind others that wait for room. Added columns and credits need not."""
         if isinstance(request, Put) and (request.credit or request.rows or not self._makes_rows(request)):
             return False
         return any(isinstance(other, Put | Admission) for other in parked)
@@ -165,7 +166,7 @@ class Admissions:
     # Age
 
     def drop_stale(self, partition: str) -> int:
-        """Clear the rows (and their groups) that are more than `max_lag` behind, leased ones excepted; how many."""
+        """Clear unleased rows, with their groups, that are more than `max_lag` versions old; returns the count."""
         home = self._state.partitions.get(partition)
         if home is None or home.options.max_lag is None:
             return 0
@@ -177,16 +178,16 @@ class Admissions:
         return len(gone)
 
     def drop_rejected(self, home: Partition, rejected: Iterable[int]) -> bool:
-        """Clear rows that a policy rejects, and their groups, leased ones excepted; whether there were any."""
+        """Clear rows that a policy rejects, with their groups, unless leased; returns whether there were any."""
         gone = {each for number in rejected for each in self._unit(home, home.rows[number])}
         if gone:
             self._state.clear(home.name, sorted(gone), "rejected")
         return bool(gone)
 
-    # What is said of it
+    # Messages and statistics
 
     def explain(self, request: Request) -> str:
-        """Why a put or an admission waits."""
+        """Reason why a put or an admission waits, for error messages."""
         home = self._state.partitions.get(request.partition)
         options = self._options(request.partition)
         wanted = (
@@ -207,7 +208,7 @@ class Admissions:
         )
 
     def stats(self, partition: str) -> dict[str, Any]:
-        """What is promised."""
+        """Reserved rows and bytes of a partition, for `stats`."""
         rows, nbytes = self._reserved(partition)
         return {"promised_rows": rows, "promised_bytes": nbytes}
 
@@ -300,13 +301,13 @@ class Admissions:
         return (row for row in rows if self._unit(home, row))
 
     def _unit(self, home: Partition, row: Row) -> set[int]:
-        """What goes together: the row's group, or itself; empty while somebody has a lease on any of it."""
+        """Rows that are dropped together: the row's group, or the row alone; empty while any of them is leased."""
         group = home.by_group[row.group] if row.group is not None else {row.number}
         return set() if any(map(home.is_leased, group)) else set(group)
 
 
 def _untaken(name: str, home: Partition) -> str | None:
-    """None if a new row may have its own name; else, as a caller gave that to another, a name like it."""
+    """None if the default name of a new row is free; else a similar name, as a caller used it for another row."""
     if name not in home.by_name:
         return None
     while name in home.by_name:
@@ -315,11 +316,11 @@ def _untaken(name: str, home: Partition) -> str | None:
 
 
 def check_group_columns(put: Put, home: Partition | None, existing: Sequence[Row | None]) -> None:
-    """Raise what keeps rows of a put from sharing columns with their groups.
+    """Check that rows of a put can share columns with their groups.
 
     Raises:
         SchemaError: a row has no group.
-        MissingDataError: nobody of its group has such a column.
+        MissingDataError: no row of its group has such a column.
     """
     for name in put.shared:
         lacking: dict[str, None] = {}
@@ -343,7 +344,7 @@ def check_group_columns(put: Put, home: Partition | None, existing: Sequence[Row
 def share_group_columns(
     state: State, home: Partition, put: Put, rows: Sequence[Row], alias: Callable[[int], int]
 ) -> None:
-    """Have rows that were just put refer to what their groups have; `alias(extent)` numbers the same memory anew."""
+    """Let new rows refer to the columns of their groups; `alias(extent)` gives an extent's memory a second number."""
     places: defaultdict[tuple[int, frozenset[str]], list[tuple[int, int]]] = defaultdict(list)
     for row in rows:
         wanted = frozenset(put.shared)
@@ -360,7 +361,7 @@ def share_group_columns(
 
 
 def _holder(home: Partition, row: Row, name: str, wanted: frozenset[str]) -> tuple[Extent, int]:
-    """Who has a column for a row's group; of several, one that has nothing else in the same extent."""
+    """Extent and index that hold a column for a row's group; preferably an extent with no other columns."""
     found: tuple[Extent, int] | None = None
     for number in home.by_group[row.group]:
         for extent, index in home.rows[number].pieces:

@@ -1,4 +1,4 @@
-"""What the bookkeeping refuses, and the sentences that say why."""
+"""Validation of requests, and the error messages."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 LONGEST_S = 1e6
-"""Deadlines lie within so many seconds: the kernel's own, in milliseconds, have 31 bits."""
+"""Longest timeout in seconds: the kernel's timeouts are 31-bit milliseconds."""
 
 
 def check_seconds(name: str, seconds: float, *, may_be_none_left: bool = False) -> None:
-    """Raise ValueError for a deadline that is none, or that nobody can wait for."""
+    """Raise ValueError for a timeout that is negative, not finite or too long."""
     if not 0 <= seconds <= LONGEST_S or not (seconds or may_be_none_left):
         least = "0 or more" if may_be_none_left else "more than 0"
         raise ValueError(f"{name} is {seconds}: it must be {least} seconds, and {LONGEST_S:.0f} (11 days) at most")
 
 
 def check_process(address: str, pid: int) -> None:
-    """Raise TransferQueueError in another process than that which made a client: a child, by a fork."""
+    """Raise TransferQueueError if this is not the process that made a client (a forked child)."""
     if os.getpid() != pid:
         raise TransferQueueError(
             f"this client of {address} was made in process {pid} and does not survive a fork: call "
@@ -50,11 +50,11 @@ def check_process(address: str, pid: int) -> None:
 def find_rows(
     state: State, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]
 ) -> list[Row]:
-    """The rows of a reference: by number, or (made by hand) by id.
+    """Rows of a reference, by number or (if it was made by hand) by sample id.
 
     Raises:
-        StaleReferenceError: one, or all of their generation, were cleared.
-        MissingDataError: there are no rows of such ids.
+        StaleReferenceError: a row, or the whole generation of the partition, was cleared.
+        MissingDataError: there are no rows with such ids.
     """
     home = state.partitions.get(partition)
     if generation and (home is None or home.generation != generation):
@@ -110,17 +110,17 @@ def _is_finite(value: Any) -> bool:
 
 
 MAX_TAG_DEPTH = 101
-"""Whoever reads a tag must not run out of stack, however deep in calls it is."""
+"""Deepest nesting of a tag, so that reading it never overflows the stack."""
 _PLAIN = {str, int, float, bool, type(None)}
 
 _READ: dict[str, tuple[Callable[[Any], bool], str]] = {
     "group_id": (lambda value: not isinstance(value, list | dict), "a string, number or null"),
     "weight_version_min": (lambda value: value is None or isinstance(value, int), "an integer"),
-    # By these policies order and add up: one NaN among them, and no order or sum means anything.
+    # Policies order by these and sum them: a single NaN would make orders and sums meaningless.
     "priority": (_is_finite, "a finite number or null"),
     "num_tokens": (_is_finite, "a finite number or null"),
 }
-"""Tags that the server itself reads: what they may be, and that in words."""
+"""Tags that the server reads: a check of the value, and the allowed values in words."""
 
 
 def _is_too_deep(value: Any, depth: int = 0) -> bool:
@@ -186,7 +186,7 @@ def check_leases(
     *,
     may_be_acked: bool,
 ) -> list[int]:
-    """The rows that are still leased under the numbers shown; with `may_be_acked`, others may be acked under them.
+    """Rows still leased under these lease numbers; with `may_be_acked`, the others may be acked under them.
 
     Raises:
         LeaseLostError: a row is leased under another number, or not at all.
@@ -218,6 +218,6 @@ def _fate(ledger: TaskLedger | None, row: int) -> str:
 
 
 def few(names: Sequence[str], limit: int = 5, *, quote: bool = True) -> str:
-    """The first of some names, and how many more there are."""
+    """First names of a list and the number of others, for messages."""
     shown = ", ".join(repr(name) if quote else name for name in names[:limit])
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

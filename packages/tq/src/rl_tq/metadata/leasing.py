@@ -1,4 +1,4 @@
-"""What becomes of claims: leases given, extended, taken back and ended, and rows that all tasks are done with."""
+"""Leases: granted by claims, extended, revoked and expired; rows that all tasks consumed are cleared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Leases:
-    """The leases of a state. Who may do what with them was checked before."""
+    """Leases of a state. Callers have checked the lease numbers."""
 
     def __init__(self, state: State, admissions: Admissions, timers: Timers) -> None:
         self._state = state
@@ -51,22 +51,22 @@ class Leases:
         )  # fmt: skip
 
     def extend(self, leases: Iterable[int], lease_s: float, now: float) -> None:
-        """Move deadlines to `lease_s` from now."""
+        """Set the deadlines of leases to `lease_s` seconds from now."""
         for number in set(leases):
             self._state.leases[number].lease_s = lease_s
             self._timers.set(("lease", number), now + lease_s)
 
     def end(self, lease: Lease, why: str, *, is_counted: bool) -> None:
-        """Take all rows of a lease back."""
+        """End a lease: all of its rows return to the queue."""
         self.take_back(lease.partition, lease.task, sorted(lease.rows), why, is_counted=is_counted)
 
     def take_back(self, partition: str, task: str, rows: Sequence[int], why: str, *, is_counted: bool) -> None:
-        """Have leased rows be free again, but those that are too old by now, or came back too often."""
+        """Return leased rows to the queue, except those that became stale (cleared) or came back too often (dead)."""
         self._state.give_back(partition, task, rows, why, is_counted)
         self._admissions.drop_stale(partition)
 
     def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> set[str]:
-        """Take back what a client that is gone was given; returns the partitions of it."""
+        """End the leases of a client that left; returns their partitions."""
         touched: set[str] = set()
         for number in self._owned.pop(owner, set()):
             lease = self._state.leases.get(number)
@@ -76,7 +76,7 @@ class Leases:
         return touched
 
     def adopt(self, now: float) -> None:
-        """After a replay: leases with a deadline get it anew, the others go back, as their owners are gone."""
+        """After a replay: leases with a deadline restart, the others end, as their owners are gone."""
         for lease in list(self._state.leases.values()):
             if lease.lease_s is None:
                 self.end(lease, "the server started again", is_counted=False)
@@ -90,7 +90,7 @@ class Leases:
                 self.retire(name, list(acked), max((step for step, _ in acked.values()), default=0))
 
     def restore(self, partition: str, step: int, task: str | None) -> RestoreReport:
-        """Take back every lease, and every ack after `step`, of one task or all."""
+        """Revoke every lease and undo every ack after `step`, of one task or all."""
         home = self._state.partitions.get(partition)
         num_returned = num_cleared = num_revoked = 0
         for name, ledger in home.tasks.items() if home else ():
@@ -108,7 +108,7 @@ class Leases:
         return RestoreReport(num_returned=num_returned, num_cleared=num_cleared, num_revoked=num_revoked)
 
     def retire(self, partition: str, rows: Iterable[int], step: int) -> None:
-        """Clear rows that every declared task acked at least `keep_steps` before this step."""
+        """Clear rows that every declared task acked at least `keep_steps` steps before this one."""
         home = self._state.partitions[partition]
         options = home.options
         if not options.tasks:
@@ -126,20 +126,20 @@ class Leases:
 
 
 class Claims:
-    """Answers claims of a state, each with a lease."""
+    """Claims of a state: chooses rows by the policy and grants a lease."""
 
     def __init__(self, state: State, admissions: Admissions, leases: Leases) -> None:
         self._state = state
         self._admissions = admissions
         self._leases = leases
         self.has_rejected = False
-        """Whether a claim cleared rows, so that somebody may have room now; whoever reads it resets it."""
+        """Whether a claim cleared rows, which makes room for waiting puts; the reader resets it."""
 
     def answer(self, claim: Claim, now: float) -> Batch | None:
-        """Rows for a claim, or the list that a sampler asks for; None: it has to wait.
+        """Answer a claim with rows, or with the list that a sampler asks for; None: it has to wait.
 
         Raises:
-            PolicyError: a row stands in the way; the task is none of the partition's.
+            PolicyError: the policy can never give one of the rows; or the partition does not declare the task.
         """
         home = self._state.partitions.get(claim.partition)
         options = self._state.options.get(claim.partition)
@@ -162,7 +162,7 @@ class Claims:
         return None if rows is None else self._leases.give(home, claim, rows, now, taken_from=index)
 
     def give(self, claim: Claim, rows: Sequence[int], now: float) -> Batch | None:
-        """The very rows that a sampler chose, or none of them (None) if one is no longer to be had."""
+        """Claim exactly the rows that a sampler chose; None, and no claim, if one of them is no longer ready."""
         home = self._state.partitions.get(claim.partition)
         if home is None:
             return None

@@ -1,4 +1,4 @@
-"""Who was given which row: leases, acks, attempts and dead letters of one task in one partition."""
+"""Consumption ledger of a task in a partition: leases, acks, attempts and dead letters; timers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 
 class Lease(msgspec.Struct, kw_only=True, eq=False):
-    """Rows of one claim that are neither acked nor returned yet."""
+    """Lease of one claim: its rows that are neither acked nor returned."""
 
     number: int
-    """The epoch that an ack must show: given once, so that whoever lost the rows cannot speak for them."""
+    """Lease number that an ack must show (a fencing token): never reused, so that a former holder is refused."""
     partition: str
     task: str
     owner: Any
     """The client that claimed: its leases end with it."""
     label: str
-    """The owner in words."""
+    """Description of the owner, for messages."""
     lease_s: float | None
     """Seconds until it expires; None: it ends with its owner."""
     rows: set[int]
     is_grouped: bool
-    """Whether a policy gave whole groups."""
+    """Whether the policy claims whole groups."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskLedger:
-    """One task's share of a partition. A row is free, leased, acked or dead."""
+    """Consumption of a partition by one task: every row is free, leased, acked or dead."""
 
     leased: dict[int, Lease] = field(default_factory=dict)
     acked: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -46,21 +46,21 @@ class TaskLedger:
     attempts: dict[int, int] = field(default_factory=dict)
     """Row to how often it came back."""
     returned: set[int] = field(default_factory=set)
-    """Free rows that this task was given before."""
+    """Free rows that this task had claimed before."""
     acked_groups: Counter[Hashable] = field(default_factory=Counter)
     """Group to how many of its rows were acked."""
     cleared: Counter[int] = field(default_factory=Counter)
     """Training step to how many rows acked at it were cleared since."""
     num_acked: int = 0
-    """In the life of the partition."""
+    """Acks over the life of the partition."""
     indexes: dict[tuple[frozenset[str], Policy], ReadyRows] = field(default_factory=dict)
 
     def is_free(self, number: int) -> bool:
-        """Whether the row may be given to this task."""
+        """Whether the task may claim the row."""
         return number not in self.leased and number not in self.acked and number not in self.dead
 
     def index(self, rows: Mapping[int, Row], columns: Collection[str], policy: Policy) -> ReadyRows:
-        """The rows that can be claimed with `columns`; made on first use, kept up to date from then on."""
+        """Index of the rows that can be claimed with `columns` by a policy; built on first use, then maintained."""
         key = (frozenset(columns), policy)
         index = self.indexes.get(key)
         if index is None:
@@ -75,7 +75,7 @@ class TaskLedger:
         return index
 
     def lease(self, lease: Lease, taken_from: ReadyRows | None) -> None:
-        """Give rows to a lease; one index, if any, has let go of them already."""
+        """Mark rows as leased and remove them from the indexes, except `taken_from`, which has done so."""
         self.leased |= dict.fromkeys(lease.rows, lease)
         if self.returned:
             self.returned -= lease.rows
@@ -84,25 +84,25 @@ class TaskLedger:
                 index.discard(lease.rows)
 
     def withdraw(self, rows: Collection[int]) -> None:
-        """Take rows out of every index."""
+        """Remove rows from every index."""
         for index in self.indexes.values():
             index.discard(rows)
 
     def offer(self, rows: Sequence[Row]) -> None:
-        """Put rows into the indexes where they are ready."""
+        """Add rows to the indexes in which they are ready."""
         for (columns, _), index in self.indexes.items():
             for row in rows:
                 if columns <= row.columns and self.is_free(row.number):
                     index.add(row, is_back=row.number in self.returned)
 
     def offer_new(self, numbers: Sequence[int], rows: Sequence[Row], columns: frozenset[str]) -> None:
-        """The same for rows that were just made, of these numbers, all of them with these columns."""
+        """Add new rows, with these numbers and all with these columns, to the indexes."""
         for (wanted, _), index in self.indexes.items():
             if wanted <= columns:
                 index.extend(numbers, rows)
 
     def ack(self, row: Row, step: int) -> None:
-        """A leased row is consumed."""
+        """Mark a leased row as consumed."""
         lease = self.leased.pop(row.number)
         lease.rows.discard(row.number)
         self.acked[row.number] = (step, lease.number)
@@ -111,14 +111,14 @@ class TaskLedger:
             self.acked_groups[group] += 1
 
     def unack(self, row: Row) -> None:
-        """An acked row is free again."""
+        """Mark an acked row as free again."""
         del self.acked[row.number]
         self.num_acked -= 1
         if (group := row.group) is not None:
             self.acked_groups[group] -= 1
 
     def forget(self, number: int) -> None:
-        """A row is cleared."""
+        """Forget a cleared row."""
         lease = self.leased.pop(number, None)
         if lease is not None:
             lease.rows.discard(number)
@@ -129,7 +129,7 @@ class TaskLedger:
         self.attempts.pop(number, None)
 
     def why_dead(self, row: Row, reason: str, max_attempts: int, *, is_grouped: bool) -> str:
-        """Why a row that came back is a dead letter; empty if it is free. `is_grouped`: it was given with its group."""
+        """Reason why a returned row is a dead letter; empty if it is not. `is_grouped`: its whole group was claimed."""
         attempts = self.attempts.get(row.number, 0)
         if attempts >= max_attempts:
             return f"it came back {attempts} times, the last time because {reason}"
@@ -143,24 +143,24 @@ class TaskLedger:
 
 
 class Timers:
-    """Deadlines by key, the earliest first. Cancelled ones stay until they surface."""
+    """Timers: a heap of deadlines by key. Cancelled ones are removed lazily."""
 
     def __init__(self) -> None:
         self._deadlines: dict[Any, float] = {}
         self._heap: list[tuple[float, int, Any]] = []
         self._count = 0
         self.earliest: float | None = None
-        """The earliest deadline, None where there is none: kept, as it is asked for several times per request."""
+        """Earliest deadline, or None; cached, because it is read several times per request."""
 
     def set(self, key: Any, deadline: float) -> None:
-        """Have `due` return the key once `deadline` has come; a second call replaces the first."""
+        """Set the deadline of a key, replacing an earlier one."""
         self._deadlines[key] = deadline
         self._count += 1
         heapq.heappush(self._heap, (deadline, self._count, key))
         self._find_next()
 
     def cancel(self, key: Any) -> None:
-        """Forget a key, whether it is there or not."""
+        """Remove the timer of a key, if there is one."""
         self._deadlines.pop(key, None)
         if len(self._heap) > 2 * len(self._deadlines) + 64:
             live = sorted((deadline, i, key) for i, (key, deadline) in enumerate(self._deadlines.items()))
@@ -168,7 +168,7 @@ class Timers:
         self._find_next()
 
     def due(self, now: float) -> list[Any]:
-        """Remove and return the keys whose deadline has come, the earliest first."""
+        """Remove and return the keys whose deadline has passed, the earliest first."""
         found: list[Any] = []
         while self._heap and self._heap[0][0] <= now:
             deadline, _, key = heapq.heappop(self._heap)

@@ -1,4 +1,4 @@
-"""What is asked of the bookkeeping, and what it answers."""
+"""Requests to the metadata store and their results."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ _FIFO = Fifo()
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows as a store answers them."""
+    """Rows in a reply of the store."""
 
     partition: str
     """Their partition."""
     generation: int
     """Its generation."""
     rows: Sequence[Row]
-    """In the order asked for, or in that of the policy; only the first, where `answered_rows` says that it will do."""
+    """Rows in the requested order or that of the policy; only the first if it stands for all (`answered_rows`)."""
     numbers: Sequence[int]
-    """Theirs."""
+    """Numbers of the rows."""
     is_bare: bool
     """Whether none of them has a name or tags."""
     version: int
     """Grows whenever the partition changes."""
     task: str = ""
-    """For whom they were claimed."""
+    """Task that claimed them."""
     lease: int = 0
     """The claim's lease; 0 where nothing was claimed."""
     columns: frozenset[str] = frozenset()
-    """Those put or claimed, whose places are worth telling."""
+    """Columns put or claimed, whose locations the reply may include."""
 
 
 def batch_of(
     home: Partition, rows: Sequence[Row], columns: frozenset[str] = frozenset(), numbers: Sequence[int] | None = None
 ) -> Batch:
-    """Rows of a partition that nobody claims."""
+    """Batch of rows of a partition, without a claim."""
     if numbers is None:
         numbers = [row.number for row in rows]
     return Batch(
@@ -56,7 +56,7 @@ def batch_of(
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the values of a batch lie."""
+    """Locations of a batch's values in extents."""
 
     columns: dict[str, tuple[ColumnSchema, int]]
     """Column name to its schema and the position of its runs."""
@@ -67,27 +67,27 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, kw_only=True, eq=False):
-    """Anything that may have to wait: parked until it can be answered or its deadline passes."""
+    """Request that may have to wait: parked until it can be answered or its deadline passes."""
 
     key: Any
-    """The host's name for whoever waits."""
+    """The host's key for the pending reply."""
     partition: str
-    """Where."""
+    """Name of the partition."""
     deadline: float
     """On the host's clock, seconds."""
     owner: Any = None
     """The client: leases and credits end with it."""
     label: str = "a client"
-    """The client in words."""
+    """Description of the client, for messages."""
 
 
 class Claim(Request, kw_only=True, eq=False):
-    """Ready rows for a task."""
+    """Claim of ready rows for a task."""
 
     columns: tuple[str, ...]
-    """What a row must have to be ready."""
+    """Columns that a row must have to be ready."""
     task: str
-    """Who consumes."""
+    """Name of the consumer."""
     batch_size: int
     """Rows wanted."""
     is_claim: bool = True
@@ -95,13 +95,13 @@ class Claim(Request, kw_only=True, eq=False):
     after: int = -1
     """List only once the partition's version is beyond this."""
     policy: Policy = _FIFO
-    """In which order, and what belongs together."""
+    """Policy that orders and groups the rows."""
     lease_s: float | None = None
     """Seconds until the lease expires; None: it ends with its owner."""
 
 
 class Put(Request, kw_only=True, eq=False):
-    """An extent to make visible: row i lies at index i."""
+    """Put of an extent: row i of it is at index i."""
 
     num_rows: int
     schema: Schema
@@ -118,16 +118,16 @@ class Put(Request, kw_only=True, eq=False):
     leases: Sequence[int] = ()
     """The leases under which the caller writes: refused if one of them is lost."""
     shared: Sequence[str] = ()
-    """Columns that each row has of its group."""
+    """Columns that each row shares with its group."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it makes all of its rows, and says nothing of them but their values and tags."""
+        """Whether all of its rows are new, with nothing but values and tags."""
         return not (self.sample_ids or self.rows or self.credit or self.shared or self.leases)
 
 
 class Admission(Request, kw_only=True, eq=False):
-    """Room for rows that are still to be made."""
+    """Admission request: room for rows that are still to be generated."""
 
     num_rows: int
     num_bytes: int

@@ -1,4 +1,4 @@
-"""What the bookkeeping keeps: rows, the extents that their values lie in, and the partitions that hold them."""
+"""Rows, the extents that hold their values, and partitions: the data structures of the metadata."""
 
 from __future__ import annotations
 
@@ -24,62 +24,62 @@ NO_TAGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Extent(msgspec.Struct, kw_only=True, eq=False, gc=False):
-    """What one put wrote. It and its rows are never part of a cycle, so the collector of cycles need not walk them."""
+    """Extent written by one put. Extents and rows are never in a reference cycle, so `gc=False` is safe."""
 
     number: int
-    """The host's, given once."""
+    """Number given by the host, never reused."""
     columns: frozenset[str]
     """Its columns."""
     nbytes: int
-    """All of it."""
+    """Size in bytes."""
     num_rows: int
-    """Rows it was written with."""
+    """Number of rows it was written with."""
     num_live: int
-    """Rows that still refer to it."""
+    """Number of rows that still refer to it."""
     owner: str
-    """Who put it, in words."""
+    """Description of the producer, for messages."""
     partition: str
-    """Where its rows are."""
+    """Partition of its rows."""
     rows: Sequence[int]
-    """Their numbers, those that are cleared among them. A range: row i of it lies at index i."""
+    """Numbers of its rows, including cleared ones. If it is a range, its i-th row is at index i."""
 
     @property
     def live_nbytes(self) -> int:
-        """About how many of its bytes are of rows that still refer to it."""
+        """Estimated bytes of rows that still refer to it."""
         return self.nbytes * self.num_live // self.num_rows
 
 
 class Row(msgspec.Struct, eq=False, gc=False):
-    """One row."""
+    """Row of a partition: name, tags, columns, and the extents that hold its values."""
 
     number: int
-    """Given once in the life of the store; a smaller one is older."""
+    """Row number, never reused; a smaller one is older."""
     name: str | None
-    """The caller's name for it, unique in its partition while it exists; None: `row` and the number."""
+    """Sample id given by the caller, unique in the partition; None: `row` and the number."""
     tags: Mapping[str, Any]
-    """Small values, merged from every put. Replaced, never changed in place."""
+    """Tags merged from every put. Replaced, never changed in place."""
     columns: frozenset[str]
-    """What it has."""
+    """Names of its columns."""
     extent: Extent | None = None
-    """What its first put wrote; there are as many rows as nothing else of the server's, and most have one alone."""
+    """Extent of its first put. A field of its own to save memory: most rows have only this one."""
     index: int = 0
-    """Its index in that."""
+    """Its index in that extent."""
     more: tuple[tuple[Extent, int], ...] = ()
-    """The others, as in `pieces`."""
+    """Further extents, as in `pieces`."""
 
     @property
     def pieces(self) -> tuple[tuple[Extent, int], ...]:
-        """Extents that hold its values, and its index in each; no two hold the same column."""
+        """(extent, index) pairs that hold its values; no two hold the same column."""
         return self.more if self.extent is None else ((self.extent, self.index), *self.more)
 
     def set_pieces(self, pieces: Sequence[tuple[Extent, int]]) -> None:
-        """Replace them."""
+        """Replace all pieces."""
         (self.extent, self.index), *more = pieces
         self.more = tuple(more)
 
     @property
     def sample_id(self) -> str:
-        """What callers call it."""
+        """Sample id, given or default."""
         return f"row{self.number}" if self.name is None else self.name
 
     @property
@@ -94,7 +94,7 @@ class Row(msgspec.Struct, eq=False, gc=False):
 
 
 def as_range(numbers: Sequence[int]) -> Sequence[int]:
-    """The same numbers, in less memory where they follow one another."""
+    """Numbers as a range if they are consecutive, which takes less memory; else as a tuple."""
     if isinstance(numbers, range):
         return numbers
     whole = range(numbers[0], numbers[0] + len(numbers))
@@ -102,7 +102,7 @@ def as_range(numbers: Sequence[int]) -> Sequence[int]:
 
 
 def runs_of(rows: Sequence[Row], columns: Collection[str]) -> tuple[dict[str, int], list[list[Run]]]:
-    """Where columns lie: for each, the position of its runs in the list. Columns of the same extents share theirs."""
+    """Runs of columns: for each column the position of its runs in the list. Columns of the same extents share runs."""
     extents: dict[int, Extent] = {}
     for row in rows:
         for extent, _ in row.pieces:
@@ -141,12 +141,12 @@ def _runs(places: Iterable[tuple[int, int]]) -> list[Run]:
 
 
 MAX_LOCATIONS = 64
-"""Rows that lie in more pieces are asked for when they are read: their locations would be longer than the question."""
+"""Most locations in a reply. Rows in more pieces are located when they are read: a request is shorter then."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Partition:
-    """Rows under one name."""
+    """Partition: the rows under one name, their schema, options and consumption."""
 
     name: str
     generation: int
@@ -155,34 +155,34 @@ class Partition:
     rows: dict[int, Row] = field(default_factory=dict)
     """By number, oldest first."""
     by_name: dict[str, Row] = field(default_factory=dict)
-    """Those that a caller named."""
+    """Rows that a caller named."""
     by_version: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     by_group: defaultdict[Hashable, set[int]] = field(default_factory=lambda: defaultdict(set))
     nbytes: int = 0
-    """Of its extents."""
+    """Size of its extents, bytes."""
     weight_version: int = 0
     tasks: dict[str, TaskLedger] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
-    """Rows that were cleared by a limit, by the reason."""
+    """Number of rows cleared by a limit, by reason."""
     done: dict[int, list[int]] = field(default_factory=dict)
-    """Training step to the rows that every declared task acked at it or before, for `keep_steps`."""
+    """Training step to rows that every declared task acked by then, for `keep_steps`."""
     changed: int = 0
-    """Grows whenever it changes."""
+    """Version counter, increased by every change."""
     is_bare: bool = True
-    """Whether no row was ever named or tagged by a caller."""
+    """Whether no row ever had a name or tags."""
     accepted: Schema | None = None
-    """Columns of its last put: the same again agree with the others, and need not be compared."""
+    """Schema of the last put: the same object again needs no comparison."""
     _packed: dict[frozenset[str], bytes] = field(default_factory=dict)
 
     def packed_schema(self, columns: frozenset[str]) -> bytes:
-        """The schema of some columns, for a message. It never changes: a column's is that of its first put."""
+        """Packed schema of some columns, cached: a column's schema never changes after its first put."""
         packed = self._packed.get(columns)
         if packed is None:
             packed = self._packed[columns] = pack_schema((name, self.schema[name]) for name in columns)
         return packed
 
     def accept(self, schema: Schema) -> None:
-        """Take in the columns of a put, which agree with those that it has."""
+        """Add the columns of a put, which agree with the present schema."""
         if self.accepted is not schema:
             self.schema |= schema
             self.accepted = schema
@@ -194,7 +194,7 @@ class Partition:
     def enter(
         self, numbers: Sequence[int], rows: Sequence[Row], *, has_names: bool, tags: Sequence[Mapping[str, Any]] | None
     ) -> None:
-        """Take new rows of these numbers in, with their tags."""
+        """Add new rows with these numbers and tags."""
         self.rows.update(zip(numbers, rows, strict=True))
         if has_names:
             self.by_name.update({row.name: row for row in rows if row.name is not None})
@@ -213,7 +213,7 @@ class Partition:
                 by_group[group].add(row.number)
 
     def leave(self, row: Row) -> None:
-        """Let a row go."""
+        """Remove a row."""
         del self.rows[row.number]
         if row.name is not None:
             del self.by_name[row.name]
@@ -222,7 +222,7 @@ class Partition:
             ledger.forget(row.number)
 
     def find(self, sample_id: str) -> Row | None:
-        """The row of that name, the caller's or ours."""
+        """Row with that sample id, given or default."""
         row = self.by_name.get(sample_id)
         if row is None and sample_id.startswith("row") and sample_id[3:].isdecimal():
             row = self.rows.get(int(sample_id[3:]))
@@ -231,7 +231,7 @@ class Partition:
         return row
 
     def tag(self, row: Row, tags: Mapping[str, Any]) -> None:
-        """Merge tags into a row's."""
+        """Merge tags into those of a row."""
         self._declassify(row)
         self.enter([row.number], [row], has_names=False, tags=[{**row.tags, **tags}])
 
@@ -251,10 +251,10 @@ def _remove(index: dict[Any, set[int]], key: Hashable, number: int) -> None:
 
 
 def answered_rows(home: Partition, numbers: Sequence[int], columns: frozenset[str]) -> list[Row]:
-    """The rows of these numbers, for a `Batch`; only the first of those that one put made, if it stands for all.
+    """Rows with these numbers, for a `Batch`; only the first row of a single put, if it stands for all of them.
 
-    It does where an answer says nothing of a row but its number and where it lies: looking each row up in a partition
-    of a million takes longer than all else of a claim.
+    It does if the reply has no names or tags: looking up every row in a partition of a million rows takes longer than
+    the rest of a claim.
     """
     if home.is_bare and isinstance(numbers, range):
         first = home.rows[numbers[0]]
@@ -264,9 +264,9 @@ def answered_rows(home: Partition, numbers: Sequence[int], columns: frozenset[st
 
 
 def _is_one_put(first: Row, numbers: range, columns: frozenset[str]) -> bool:
-    """Whether rows of consecutive numbers lie one after the other, with these columns, in the first one's extent."""
+    """Whether rows with consecutive numbers are consecutive, with these columns, in the extent of the first."""
     extent = first.extent
-    # Rows that one put made have numbers in the order in which they lie.
+    # Rows of one put are numbered in the order of the extent.
     return (
         extent is not None
         and isinstance(extent.rows, range)
@@ -303,9 +303,9 @@ def pieces_of(
 
 def packed_locations(home: Partition, pieces: Sequence[tuple[Extent, int, int, int]], columns: frozenset[str],
             where: Callable[[int], Sequence[int] | None]) -> list[bytes] | None:  # fmt: skip
-    """What `pieces_of` gives, as a reply has it: layout and numbers of each in turn; None if one is not known.
+    """Locations in wire form, from `pieces_of`: layout and numbers of each in turn; None if one has no generation.
 
-    `where` says segment, offset, bytes, slot and generation of an extent.
+    `where` gives segment, offset, size in bytes, slot and generation of an extent.
     """
     packed: list[bytes] = []
     for extent, first, count, start in pieces:

@@ -1,8 +1,7 @@
-"""Everything that a queue's server knows about rows, and the few ways in which it changes.
+"""Event-sourced state of a queue: partitions, extents and leases, and the methods that change them.
 
-Each change is a method whose arguments are JSON values that leave nothing to decide: a list of them, `[method, *args]`,
-is both the journal and the snapshot, and calling them again gives the same state. Who may do what, when, and what
-follows from it is `_store`'s to decide.
+Each change is a method with JSON arguments and no decisions of its own: records `[method, *args]` are both the journal
+and the snapshot, and replaying them gives the same state. Decisions and their consequences are in `metadata.store`.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ class State:
     def __init__(self) -> None:
         self.partitions: dict[str, Partition] = {}
         self.options: dict[str, PartitionOptions] = {}
-        """By partition name: kept while the partition is empty or cleared."""
+        """Options by partition name; kept while the partition is empty or cleared."""
         self.versions: dict[str, int] = {}
         """Weight version, by partition name."""
         self.extents: dict[int, Extent] = {}
         self.leases: dict[int, Lease] = {}
         self.freed: list[int] = []
-        """Extents that no row refers to any more, since whoever reads this last emptied it."""
+        """Extents without rows, since the reader last emptied the list."""
         self.shrunk: set[int] = set()
-        """Extents of which a part is cleared, since the same."""
+        """Extents some of whose rows were cleared, since `take_shrunk`."""
         self.log: list[Record] | None = None
-        """Records of the changes since somebody emptied it; None: not kept."""
+        """Records of changes since the reader last emptied the list; None: not recorded."""
         self.next_row = self.next_generation = self.next_lease = 1
         self._changes = 0
         self._columns: dict[frozenset[str], frozenset[str]] = {}
 
     def replay(self, records: Iterable[Record]) -> None:
-        """Make recorded changes again."""
+        """Replay recorded changes."""
         for method, *arguments in records:
             note = NOTES.get(method)
             if note is None:
@@ -62,7 +61,7 @@ class State:
         return shrunk
 
     def touch(self, home: Partition) -> None:
-        """Note that a partition changed."""
+        """Increase the version counter of a partition."""
         self._changes += 1
         home.changed = self._changes
 
@@ -168,10 +167,10 @@ class State:
         numbers: Sequence[int],
         places: Sequence[int],
     ) -> None:
-        """Have rows refer to columns that lie in an extent, row i's at index `places[i]`.
+        """Let rows share columns of an extent, row i at index `places[i]`.
 
-        By the number `extent`, which is that of the extent itself if it has no other columns; else one that stands for
-        the same memory from now on, and takes no bytes.
+        They refer to the number `extent`: that of the extent itself if it has no other columns, else an alias of the
+        same memory, which counts no bytes.
         """
         self._record("share", partition, extent, of, columns, numbers, places)
         home = self.partitions[partition]
@@ -194,9 +193,9 @@ class State:
         self.touch(home)
 
     def move(self, extent: int, nbytes: int, old: Sequence[int], numbers: Sequence[int]) -> None:
-        """Have rows refer to a new extent, where row i lies at index i, instead of old ones that have its columns.
+        """Compaction: let rows refer to a new extent, row i at index i, instead of old ones with the same columns.
 
-        Rows that were cleared since it was written are left out; if that is all of them, it is freed at once.
+        Rows cleared since it was written are left out; if no row is left, it is freed at once.
         """
         self._record("move", extent, nbytes, old, numbers)
         first = self.extents[old[0]]
@@ -231,9 +230,9 @@ class State:
         is_grouped: bool,
         taken_from: ReadyRows | None = None,
     ) -> Lease:
-        """Give rows to a claim. Its owner is the caller's to fill in: it does not outlive the server.
+        """Lease rows to a claim. The caller fills in the owner, which is not recorded.
 
-        `taken_from` is the index that they were taken out of, if they were; no part of the record.
+        `taken_from` is the index that has removed the rows already, if any; not recorded.
         """
         if self.log is not None:
             self._record("lease", partition, task, number, list(rows), lease_s, is_grouped)
@@ -248,7 +247,7 @@ class State:
         return lease
 
     def ack(self, partition: str, task: str, rows: Sequence[int], step: int) -> None:
-        """Leased rows are consumed."""
+        """Consume leased rows."""
         self._record("ack", partition, task, rows, step)
         home = self.partitions[partition]
         ledger = home.tasks[task]
@@ -259,7 +258,7 @@ class State:
         self.touch(home)
 
     def give_back(self, partition: str, task: str, rows: Sequence[int], reason: str, is_counted: bool) -> list[int]:
-        """Leased rows are free again; if counted, those that came back too often are dead letters. Returns these."""
+        """Return leased rows; with `is_counted`, those that came back too often become dead letters. Returns these."""
         self._record("give_back", partition, task, rows, reason, is_counted)
         home = self.partitions[partition]
         ledger = home.tasks[task]
@@ -284,7 +283,7 @@ class State:
         return dead
 
     def unack(self, partition: str, task: str, rows: Sequence[int]) -> None:
-        """Acked rows are free again."""
+        """Free acked rows again."""
         self._record("unack", partition, task, rows)
         home = self.partitions[partition]
         ledger = home.tasks[task]
@@ -296,7 +295,7 @@ class State:
         self.touch(home)
 
     def clear(self, partition: str, rows: Sequence[int], reason: str | None) -> None:
-        """Forget rows; a reason counts them as dropped for it."""
+        """Delete rows; with a reason, they count as dropped for it."""
         self._record("clear", partition, rows, reason)
         home = self.partitions[partition]
         for number in rows:
@@ -313,7 +312,7 @@ class State:
         self.touch(home)
 
     def clear_all(self, partition: str) -> None:
-        """Forget a partition: rows, schema and who consumed what. Its options and weight version stay."""
+        """Delete a partition: rows, schema and consumption. Its options and weight version stay."""
         self._record("clear_all", partition)
         home = self.partitions.pop(partition)
         for ledger in home.tasks.values():
@@ -325,7 +324,7 @@ class State:
     # Parts
 
     def ledger(self, home: Partition, task: str) -> TaskLedger:
-        """A task's ledger; made on first use."""
+        """Ledger of a task, created on first use."""
         ledger = home.tasks.get(task)
         if ledger is None:
             ledger = home.tasks[task] = TaskLedger()
@@ -334,7 +333,7 @@ class State:
     def _extended(
         self, home: Partition, row: Row | None, number: int, name: str | None, tags: Mapping[str, Any]
     ) -> Row:
-        """A row that gets columns, with its new tags; made if it is not there."""
+        """Row to which columns are added, with its new tags merged; created if it does not exist."""
         if row is None:
             row = Row(number, name, NO_TAGS, frozenset())
             home.enter([number], [row], has_names=name is not None, tags=[tags])
@@ -353,7 +352,7 @@ class State:
             self._leave(home, extent)
 
     def _leave(self, home: Partition, extent: Extent) -> None:
-        """A row refers to an extent no more."""
+        """Count one row less in an extent; free the extent after the last."""
         extent.num_live -= 1
         if extent.num_live:
             self.shrunk.add(extent.number)
@@ -412,11 +411,11 @@ def dump(state: State) -> Iterator[Record]:
     yield ["note_numbers", state.next_row, state.next_generation, state.next_lease]
 
 
-# Records of what no change says alone
+# Records of a dump that no change method covers
 
 
 def note_schema(state: State, partition: str, schema: Mapping[str, list[Any]]) -> None:
-    """Columns, those that no row has now among them."""
+    """Restore the schema of a partition, including columns without rows."""
     state.partitions[partition].schema = {name: ColumnSchema.from_json(value) for name, value in schema.items()}
 
 
@@ -432,7 +431,7 @@ def note_ledger(
     num_acked: int,
     returned: Sequence[int],
 ) -> None:
-    """What a task consumed."""
+    """Restore the consumption of a task."""
     ledger = state.ledger(state.partitions[partition], task)
     ledger.acked = {number: (step, lease) for number, step, lease in acked}
     ledger.dead = dict(dead)
@@ -444,14 +443,14 @@ def note_ledger(
 
 
 def note_dropped(state: State, partition: str, dropped: Mapping[str, int]) -> None:
-    """Counters."""
+    """Restore the counters of dropped rows."""
     state.partitions[partition].dropped.update(dropped)
 
 
 def note_numbers(state: State, next_row: int, next_generation: int, next_lease: int) -> None:
-    """The end of a dump: what was given before, and must not be given again."""
+    """End of a dump: restore the next free numbers, and the order of rows."""
     for home in state.partitions.values():
-        numbers = sorted(home.rows)  # extents may be numbered in another order than their rows
+        numbers = sorted(home.rows)  # the order of extents can differ from that of rows
         if numbers != list(home.rows):
             home.rows = {number: home.rows[number] for number in numbers}
     state.next_row, state.next_generation, state.next_lease = next_row, next_generation, next_lease
@@ -460,4 +459,4 @@ def note_numbers(state: State, next_row: int, next_generation: int, next_lease: 
 NOTES: dict[str, Callable[..., None]] = {
     each.__name__: each for each in (note_schema, note_ledger, note_dropped, note_numbers)
 }
-"""By the names that records call them."""
+"""Note functions by their names in records."""

@@ -1,8 +1,7 @@
-"""The bookkeeping of a queue: who may put, claim and ack what, who waits for what, and what follows from each.
+"""Metadata store of a queue (sans-I/O): puts, claims, acks, parked requests and their consequences.
 
-Pure: no I/O, no clock, no thread, no tensor. Whoever hosts it (a process's lock, or the control server) calls one
-method at a time, sets `now` before it, and after each call delivers what `drain` returns. Every method does all of
-its work or none.
+No I/O, clock, threads or tensors. The host calls one method at a time, sets `now` before it, and afterwards delivers
+what `drain` returns. Every method does all of its work or none.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class MetadataStore:
-    """Partitions of rows, the tasks that consume them, and the requests parked for them."""
+    """Metadata store: the state of a queue, and the requests parked for it."""
 
     def __init__(self, alias: Callable[[int], int]) -> None:
-        """`alias` has the host give the memory of an extent a second number."""
+        """`alias(extent)` has the host give the memory of an extent a second number."""
         self.state = State()
         self.now = 0.0
         """The host's clock, seconds; it never goes back."""
@@ -42,7 +41,7 @@ class MetadataStore:
         """Leases that ended at their deadline."""
         self._admissions = Admissions(self.state, alias)
         self.timers = Timers()
-        """`timers.earliest` is when `expire` must be called again at the latest."""
+        """Timers; `expire` must be called by `timers.earliest`."""
         self._waiting = Waiting(self.timers)
         self._leases = Leases(self.state, self._admissions, self.timers)
         self._claims = Claims(self.state, self._admissions, self._leases)
@@ -57,7 +56,7 @@ class MetadataStore:
             TransferQueueError: of the kinds that `TransferQueue.put` lists.
         """
         if put.is_plain and put.partition not in self.state.options and not self._waiting.line(put.partition):
-            # Most puts: nothing limits it, and nobody waits for what it brings.
+            # Fast path of most puts: no limits, and no parked requests.
             home = self.state.partitions.get(put.partition)
             checks.check_put(put, home)
             rows = self._admissions.enter(put, [])
@@ -66,15 +65,15 @@ class MetadataStore:
         return self._try_or_park(put)
 
     def admit(self, request: Admission) -> Credit | None:
-        """Promise room for rows to come, or park the request and return None.
+        """Reserve room for rows to be generated, or park the request and return None.
 
         Raises:
-            QueueFullError: there will never be as much room, or the partition does not wait.
+            QueueFullError: the limits are smaller than the request, or `on_full` forbids waiting.
         """
         return self._try_or_park(request)
 
     def release(self, credit: int) -> None:
-        """Give a credit back, whether anything is left of it or not."""
+        """Return a credit, used up or not."""
         partition = self._admissions.release(credit)
         if partition is not None:
             self._settle(partition)
@@ -88,7 +87,7 @@ class MetadataStore:
         rows: Sequence[int] = (),
         sample_ids: Sequence[str] = (),
     ) -> Located:
-        """Where the columns of rows lie.
+        """Locations of the columns of rows.
 
         Raises:
             StaleReferenceError: a row, or its whole generation, was cleared.
@@ -104,7 +103,7 @@ class MetadataStore:
     def clear_rows(
         self, *, partition: str, generation: int = 0, rows: Sequence[int] = (), sample_ids: Sequence[str] = ()
     ) -> None:
-        """Forget rows, all of them or (when one was cleared before) none.
+        """Clear rows: all of them, or none if one was cleared before.
 
         Raises:
             StaleReferenceError, MissingDataError: as `locate`.
@@ -114,22 +113,22 @@ class MetadataStore:
         self._settle(partition)
 
     def clear_partition(self, partition: str) -> None:
-        """Forget a partition: rows, schema and who consumed what. Nothing happens when it is not there."""
+        """Clear a partition: rows, schema and consumption. A no-op if it does not exist."""
         if partition in self.state.partitions:
             self.state.clear_all(partition)
             self._settle(partition)
 
     def configure(self, partition: str, options: Mapping[str, Any]) -> None:
-        """Set a partition's options, there or not.
+        """Set a partition's options; it need not exist yet.
 
         Raises:
-            ValueError: they make no sense.
+            ValueError: an option is unknown, or a value not allowed.
         """
         self.state.configure(partition, PartitionOptions.from_json(options).to_json())
         self._settle(partition)
 
     def advance(self, partition: str, weight_version: int) -> int:
-        """Set the weight version, clear what is now too old, and return how many rows that were.
+        """Set the weight version, clear rows that are now stale, and return their number.
 
         Raises:
             ValueError: versions only grow.
@@ -150,7 +149,7 @@ class MetadataStore:
         """Answer at once, or park the claim and return None: `drain` gives the outcome later.
 
         Raises:
-            PolicyError: a row stands in the way; the task is none of the partition's.
+            PolicyError: the policy can never give one of the rows; or the partition does not declare the task.
         """
         answer = self._claims.answer(claim, self.now)
         if answer is None:
@@ -160,15 +159,15 @@ class MetadataStore:
         return answer
 
     def claim_rows(self, claim: Claim, rows: Sequence[int]) -> Batch | None:
-        """Claim the very rows that a sampler chose, or none of them (None) if one is no longer to be had."""
+        """Claim exactly the rows that a sampler chose; None, and no claim, if one of them is no longer ready."""
         return self._claims.give(claim, rows, self.now)
 
     def ack(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int], step: int,
             sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
-        """Rows are consumed, at a training step. Acking again under the same lease is nothing.
+        """Consume rows at a training step. Acking again under the same lease is a no-op.
 
         Raises:
-            LeaseLostError: a row is leased to another, or to nobody; nothing is acked.
+            LeaseLostError: a row is leased under another number, or not at all; nothing is acked.
         """
         ledger = self._ledger(partition, generation, task)
         due = checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=True)
@@ -179,7 +178,7 @@ class MetadataStore:
 
     def nack(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int],
              reason: str, sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
-        """Rows go back, to be given to somebody else.
+        """Return rows to the queue, for another claim.
 
         Raises:
             LeaseLostError: as `ack`.
@@ -191,7 +190,7 @@ class MetadataStore:
 
     def extend(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int],
                lease_s: float, sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
-        """Move the deadline of leases to `lease_s` from now.
+        """Set the deadline of leases to `lease_s` seconds from now.
 
         Raises:
             LeaseLostError: as `ack`.
@@ -201,13 +200,13 @@ class MetadataStore:
         self._leases.extend(leases, lease_s, self.now)
 
     def restore(self, partition: str, step: int, task: str | None) -> RestoreReport:
-        """Take back every lease, and every ack after `step`, of one task or all."""
+        """Revoke every lease and undo every ack after `step`, of one task or all."""
         report = self._leases.restore(partition, step, task)
         self._settle(partition)
         return report
 
     def dead_letters(self, partition: str, task: str) -> tuple[Batch | None, dict[int, str]]:
-        """Rows that came back to a task too often, and why."""
+        """Dead letters of a task, and the reason of each."""
         home = self.state.partitions.get(partition)
         ledger = home.tasks.get(task) if home else None
         if home is None or ledger is None:
@@ -215,7 +214,7 @@ class MetadataStore:
         return batch_of(home, [home.rows[number] for number in sorted(ledger.dead)]), ledger.dead
 
     def move(self, *, extent: int, nbytes: int, old: Sequence[int], rows: Sequence[int]) -> None:
-        """Have rows lie in a copy of what old extents hold of them. What was cleared meanwhile stays cleared."""
+        """Compaction: move rows from old extents to a new one. Rows cleared meanwhile stay cleared."""
         left = [number for number in old if number in self.state.extents]
         if not left:
             self.state.freed.append(extent)
@@ -227,7 +226,7 @@ class MetadataStore:
     # Time, and clients that go
 
     def withdraw(self, key: Any) -> None:
-        """Forget a parked request, because whoever waited is gone."""
+        """Drop a parked request whose caller is gone."""
         if key in self._waiting:
             request = self._waiting.leave(key)
             if isinstance(request, Put):
@@ -239,17 +238,17 @@ class MetadataStore:
         return self._waiting.keys()
 
     def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> None:
-        """A client is gone: its leases and credits go back. `is_counted`: it died, which counts as an attempt."""
+        """End the leases and credits of a client that left. `is_counted`: it died, which counts as a failed attempt."""
         touched = set(self._admissions.owner_left(owner))
         for partition in touched | self._leases.owner_left(owner, why, is_counted=is_counted):
             self._settle(partition)
 
     def adopt(self) -> None:
-        """After a replay: leases with a deadline get it anew, the others go back, as their owners are gone."""
+        """After a replay: leases with a deadline restart, the others end, as their owners are gone."""
         self._leases.adopt(self.now)
 
     def expire(self) -> None:
-        """End the leases, and settle the parked requests, whose deadline has come."""
+        """End the leases and parked requests whose deadline has passed."""
         for kind, key in self.timers.due(self.now):
             if kind == "lease":
                 lease = self.state.leases.get(key)
@@ -263,14 +262,14 @@ class MetadataStore:
                 self._settle(request.partition)
 
     def has_news(self, now: float) -> bool:
-        """Whether a deadline has come, or `drain` would return anything, or a part of an extent was cleared."""
+        """Whether a deadline has passed, `drain` would return anything, or rows of an extent were cleared."""
         deadline = self.timers.earliest
         return bool(
             self._settled or self.state.freed or self.state.shrunk or (deadline is not None and deadline <= now)
         )
 
     def drain(self) -> tuple[list[tuple[Request, Outcome]], list[int]]:
-        """Requests settled since the last call, and the extents that no row refers to any more."""
+        """Results of parked requests since the last call, and extents that can be freed."""
         settled, freed = self._settled, self.state.freed
         self._settled, self.state.freed = [], []
         return settled, freed
@@ -278,7 +277,7 @@ class MetadataStore:
     # Looking
 
     def explain(self, request: Request) -> str:
-        """What a request waits for: which rows, columns and owners are missing."""
+        """Reason why a request waits: missing rows, columns and their owners."""
         if isinstance(request, Claim):
             return explain_claim(self.state, request)
         return self._admissions.explain(request)
@@ -325,14 +324,14 @@ class MetadataStore:
         self._settled.append((request, outcome))
 
     def _settle(self, partition: str) -> None:
-        """Answer whom the last change made answerable, in the order in which they came; puts before claims."""
+        """Answer parked requests that the last change made possible, in order of arrival; puts before claims."""
         parked = self._waiting.line(partition)
         self._claims.has_rejected = bool(parked)
         while parked and self._claims.has_rejected:  # once, and again after a claim made room
             self._claims.has_rejected = False
             for request in [r for r in parked.values() if not isinstance(r, Claim)]:
                 if not self._settle_one(request):
-                    break  # those behind it wait their turn
+                    break  # requests behind it must not overtake
             for request in [r for r in parked.values() if isinstance(r, Claim)]:
                 self._settle_one(request)
 
@@ -369,7 +368,7 @@ class MetadataStore:
 
 
 class Waiting:
-    """Parked requests by partition, in the order in which they came; each has a timer for its deadline."""
+    """Parked requests by partition, in order of arrival, each with a timer for its deadline."""
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
@@ -380,25 +379,25 @@ class Waiting:
         return key in self._where
 
     def keys(self) -> list[Any]:
-        """Those of all that wait."""
+        """Keys of all parked requests."""
         return list(self._where)
 
     def line(self, partition: str) -> dict[Any, Request]:
-        """Those of one partition; kept up to date while it is not empty."""
+        """Parked requests of one partition; a live mapping while it is not empty."""
         return self._lines.get(partition, {})
 
     def find(self, key: Any) -> Request:
-        """The request of a key."""
+        """Parked request by key."""
         return self._lines[self._where[key]][key]
 
     def park(self, request: Request) -> None:
-        """Have a request wait."""
+        """Park a request."""
         self._lines.setdefault(request.partition, {})[request.key] = request
         self._where[request.key] = request.partition
         self._timers.set(("wait", request.key), request.deadline)
 
     def leave(self, key: Any) -> Request:
-        """Have a request wait no more."""
+        """Remove a parked request."""
         partition = self._where.pop(key)
         self._timers.cancel(("wait", key))
         line = self._lines[partition]
@@ -408,12 +407,12 @@ class Waiting:
         return request
 
     def counts(self) -> Counter[str]:
-        """How many wait, by partition."""
+        """Number of parked requests, by partition."""
         return Counter({name: len(line) for name, line in self._lines.items()})
 
 
 def explain_claim(state: State, request: Claim) -> str:
-    """Which rows are ready, and for each other one who has it or what it lacks, and who put it."""
+    """Reason why a claim waits: ready rows, leases and their holders, missing columns and producers."""
     home = state.partitions.get(request.partition)
     wanted = (
         f"task {request.task!r} wanted {request.batch_size} rows of partition {request.partition!r} with "

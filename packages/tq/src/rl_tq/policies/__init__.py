@@ -1,4 +1,4 @@
-"""Policies: which ready rows a claim is given. Pass one as `get_meta(sampler=...)`; they run in the server, on indexes.
+"""Policies: how a claim chooses among ready rows. Pass one as `get_meta(sampler=...)`; they run in the server.
 
 Policies read these tags, which a put attaches to rows: `group_id` (any JSON value that is no list or mapping),
 `weight_version_min` (int), `priority` (number), `num_tokens` (number).
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 GROUP = "rl_tq.policies"
-"""Entry points of policies of one's own."""
+"""Entry-point group of custom policies."""
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMeta:
-    """What a sampler sees of one row."""
+    """Row as a sampler sees it: id and tags."""
 
     sample_id: str
     """Id of the row."""
@@ -28,16 +28,16 @@ class RowMeta:
 
 
 class Row(Protocol):
-    """A row as an index sees it. Its tags are of the kinds that a put may bring: the server checked them."""
+    """Row as an index sees it. The server has checked its tags."""
 
     @property
     def number(self) -> int:
-        """Given once; a smaller one is older."""
+        """Row number, never reused; a smaller one is older."""
         ...
 
     @property
     def sample_id(self) -> str:
-        """What callers call it."""
+        """Sample id."""
         ...
 
     @property
@@ -62,16 +62,16 @@ class Row(Protocol):
 
 
 class ReadyRows:
-    """Index in the order of arrival. Other indexes differ in what `take` gives."""
+    """Index of ready rows in order of arrival. Other indexes override `take`."""
 
     def __init__(self) -> None:
         self.members: dict[int, Row] = {}
         self._fifo: list[int] = []
         self._head = 0
         self._out_of_order: list[int] = []
-        """A heap: rows that came after younger ones."""
+        """Heap of rows that became ready after younger ones."""
         self.rejected: dict[int, Row] = {}
-        """Rows that are to be cleared."""
+        """Rows that the store shall clear."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -81,7 +81,7 @@ class ReadyRows:
         return sorted(self.members)
 
     def add(self, row: Row, *, is_back: bool = False) -> None:
-        """Add one row; twice is the same as once. `is_back`: the task was given it before."""
+        """Add a row; idempotent. `is_back`: the task had claimed it before."""
         number = row.number
         if number in self.members:
             return
@@ -92,12 +92,12 @@ class ReadyRows:
             heapq.heappush(self._out_of_order, number)
 
     def extend(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
-        """Add rows of these numbers that are younger than all others, the oldest first."""
+        """Add rows with these numbers, younger than all others, the oldest first."""
         self.members.update(zip(numbers, rows, strict=True))
         self._fifo += numbers
 
     def discard(self, rows: Collection[int]) -> None:
-        """Remove rows, whether they are here or not."""
+        """Remove rows, if they are in the index."""
         if not self.members.keys().isdisjoint(rows):
             for row in rows:
                 self.members.pop(row, None)
@@ -108,13 +108,13 @@ class ReadyRows:
         """Remove and return rows for a claim of `count`; None: it has to wait.
 
         Raises:
-            PolicyError: a row stands in the way that no claim can ever be given.
+            PolicyError: the policy can never give one of the rows.
         """
         members, head, line = self.members, self._head, self._fifo
         if len(members) < count:
             return None
         if not self._out_of_order and len(line) - head >= count:
-            # Most claims: consecutive numbers, of which none left since.
+            # Fast path of most claims: consecutive numbers, none of them removed since.
             numbers = range(line[head], line[head] + count)
             if line[head + count - 1] == numbers[-1] and self._remove(numbers):
                 self._head = head + count
@@ -123,11 +123,11 @@ class ReadyRows:
         return [row.number for row in self._pull(count)]
 
     def why_waiting(self) -> str:
-        """Why a claim waits although rows are ready; empty where there is nothing to add."""
+        """Reason why a claim waits although rows are ready; empty if there is none to add."""
         return ""
 
     def _remove(self, numbers: range) -> bool:
-        """Remove all of these rows, or none of them because one is not here."""
+        """Remove all of these rows and return True; False, with none removed, if one is missing."""
         removed: list[Row] = []
         try:
             removed.extend(map(self.members.pop, numbers))
@@ -164,7 +164,7 @@ class ReadyRows:
 
 
 class UnsortedRows(ReadyRows):
-    """Index whose order is not that of arrival: rows are added one by one."""
+    """Index in another order than that of arrival: rows are added one by one."""
 
     def extend(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
         """See `ReadyRows.extend`."""
@@ -174,7 +174,7 @@ class UnsortedRows(ReadyRows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Base class of policies: plain values that travel to the server as JSON, and the index that the server keeps.
+    """Base class of policies: parameters that are sent to the server as JSON, and the index that the server keeps.
 
     A policy of your own is a subclass, a frozen dataclass of JSON values that overrides `choose`, installed under its
     `name` in the entry point group `rl_tq.policies` where the server runs.
@@ -183,18 +183,18 @@ class Policy:
     name: ClassVar[str]
 
     def check(self, batch_size: int) -> None:
-        """Raise ValueError if no claim of `batch_size` rows can be made this way."""
+        """Raise ValueError if the policy cannot serve claims of `batch_size` rows."""
 
     def choose(self, rows: Sequence[RowMeta], batch_size: int) -> Sequence[int] | None:
-        """For policies of one's own: positions in the ready rows (oldest first), or None to wait until they change.
+        """Custom policies: positions in the ready rows (oldest first), or None to wait until they change.
 
-        Runs in the server, under its lock, at every change while a claim waits: be quick. Those of `rl_tq.policies` do
-        without: they make an index of their own.
+        Runs in the server, under its lock, at every change while a claim waits, so it must be fast. The policies of
+        `rl_tq.policies` do not use it: they make an index of their own.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must override choose(rows, batch_size)")
 
     def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
-        """An empty index of the rows that a task can claim this way; `given_groups` names those it was given before.
+        """Empty index of the rows that a task can claim; `given_groups` returns the groups that it claimed before.
 
         The server keeps one per task, set of columns and policy.
         """
@@ -210,7 +210,7 @@ class Policy:
 
 
 class ChosenRows(ReadyRows):
-    """Index of all ready rows, among which a policy's `choose` chooses at every claim."""
+    """Index of all ready rows, from which a custom policy's `choose` selects at every claim."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class AllReady(Policy):
 
 
 class _AllRows(ReadyRows):
-    """Index that gives all it has."""
+    """Index whose claims take all ready rows."""
 
     def take(self, count: int) -> Sequence[int] | None:
         """See `ReadyRows.take`."""
@@ -328,7 +328,7 @@ class RankedRows(UnsortedRows):
         while len(taken) < count:
             key, number = heapq.heappop(self._heap)
             row = self.members.get(number)
-            if row is not None and self._key(row) == key:  # else it left, or has another rank by now
+            if row is not None and self._key(row) == key:  # else it was removed, or its rank changed
                 del self.members[number]
                 taken.append(number)
         return taken

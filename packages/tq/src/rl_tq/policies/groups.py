@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupComplete(Policy):
-    """Whole groups: `group_size` rows with one tag `group_id`, the group that was complete first first.
+    """Whole groups: `group_size` rows with the same tag `group_id`, in order of completion.
 
-    A task is given a group once: rows that come with its `group_id` later stay out, and whoever waits is told.
+    A task claims a group once: rows that arrive with its `group_id` later are left out, and error messages say so.
     """
 
     group_size: int
@@ -41,9 +41,9 @@ class GroupComplete(Policy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstK(Policy):
-    """The first `k` ready rows of every group (tag `group_id`); later ones of that group are never given to the task.
+    """First `k` ready rows of every group (tag `group_id`); the task never claims later rows of that group.
 
-    For groups of which more samples are started than are needed, so that the slowest need not be waited for.
+    For over-sampled groups: more samples are started than needed, so that claims need not wait for the slowest.
     """
 
     k: int
@@ -64,9 +64,9 @@ class FirstK(Policy):
 
 
 class GroupedRows(UnsortedRows):
-    """Index of groups: `size` rows of each, the group that had them first first. A group is given once.
+    """Index of groups with `size` rows each, in order of completion. A group is claimed once.
 
-    Rows of it that come later stay out, unless they were given before and came back.
+    Rows of it that arrive later are left out, unless they were claimed before and returned.
     """
 
     def __init__(self, size: int, closed: Iterable[Hashable]) -> None:
@@ -77,7 +77,7 @@ class GroupedRows(UnsortedRows):
         self._complete: dict[Hashable, None] = {}
         self._ungrouped: set[int] = set()
         self._shut_out: set[int] = set()
-        """Rows of groups that were given without them."""
+        """Rows of groups that were claimed without them."""
 
     def add(self, row: Row, *, is_back: bool = False) -> None:
         """See `ReadyRows.add`."""

@@ -1,4 +1,4 @@
-"""Policy of tokens: as many rows as fit a budget."""
+"""Token-budget policy: as many rows as fit a number of tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BudgetedRows(ReadyRows):
         super().__init__()
         self._max_tokens = max_tokens
         self._held: dict[int, None] = {}
-        """The oldest rows, taken out of the line; together they fit."""
+        """Oldest rows, removed from the order lists; together they fit the budget."""
         self._sum = 0.0
 
     def add(self, row: Row, *, is_back: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Policy over another: only rows whose tag compares so."""
+"""Filter policy: only rows whose tag compares to a value, in the order of another policy."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where(Policy):
-    """Rows whose tag compares so with a value, then as `then` says. Rows without the tag wait until they get it.
+    """Filter: rows that satisfy `tag op value`, then by policy `then`. Rows without the tag wait until they get it.
 
-    With `is_clearing`, rows that do not are cleared with their group (unless somebody holds a lease on it), counted as
-    dropped for the reason `rejected`. The room that they leave goes to whoever waits in `put` or `admit`, so that
-    producers make others instead: dynamic sampling as of DAPO (arXiv:2503.14476, section 3.2) is
+    With `is_clearing`, rows that fail the comparison are cleared with their group (unless it is leased) and counted as
+    dropped for the reason `rejected`. The room they leave goes to waiting `put` and `admit` calls, so that producers
+    generate others instead: dynamic sampling as in DAPO (arXiv:2503.14476, section 3.2) is
     `Where(tag="reward_std", op=">", value=0.0, is_clearing=True, then=GroupComplete(group_size=8))`.
     """
 
     tag: str
-    """Which tag."""
+    """Name of the tag."""
     op: str
     """`==`, `!=`, `<`, `<=`, `>`, `>=` or `in`."""
     value: Any
     """A string, number, boolean or null; for `in`, several of them."""
     is_clearing: bool = False
-    """Whether rows that do not compare so go, for all tasks."""
+    """Whether rows that fail the comparison are cleared, for all tasks."""
     then: Policy = field(default_factory=Fifo)
-    """Among the others."""
+    """Policy that orders the rows which pass."""
     name: ClassVar[str] = "where"
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Where(Policy):
         self.then.check(batch_size)
 
     def accepts(self, tags: Mapping[str, Any]) -> bool | None:
-        """Whether a row of these tags is given; None: that is not known yet.
+        """Whether a row with these tags passes; None: it does not have the tag yet.
 
         Raises:
             PolicyError: the tag's value cannot be compared so.
@@ -127,5 +127,5 @@ class FilteredRows(UnsortedRows):
     def _accepts(self, row: Row) -> bool | None:
         try:
             return self._policy.accepts(row.tags)
-        except PolicyError:  # said to whoever claims, and not to whoever puts
+        except PolicyError:  # raised to the consumer by `take`, not to the producer
             return None

@@ -1,4 +1,4 @@
-"""Messages as bytes: MessagePack, which keeps what JSON does not (NaN, infinities) and is made five times faster."""
+"""Message codec: MessagePack, which unlike JSON keeps NaN and infinities, and is five times faster to encode."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(dict[str, Any])
 
 encode = _ENCODER.encode
-"""One message as bytes. TypeError or OverflowError: it holds what is none of its values (integers have 64 bits)."""
+"""Encode a message. Raises TypeError or OverflowError for values that MessagePack lacks (integers have 64 bits)."""
 
 
 def decode(data: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """The message that some bytes are.
+    """Decode a message.
 
     Raises:
-        ConnectionAbortedError: they are none: the other side does not speak this language.
+        ConnectionAbortedError: the bytes are not a message: the peer violates the protocol.
     """
     try:
         return _DECODER.decode(data)
@@ -33,11 +33,11 @@ def decode(data: bytes | bytearray | memoryview) -> dict[str, Any]:
 _MIN_COUNT = 4
 _MAX_COUNT = 1 << 28
 FREE_COUNT = 1 << 18
-"""A message may name so many numbers without bringing them; more only as far as there are rows of such numbers."""
+"""Most numbers that a range in a message may stand for; more only if there are as many rows."""
 
 
 def shorten(numbers: Sequence[int]) -> Any:
-    """As JSON values: the numbers, or `{"of": [first, step, count]}` with step 0 or 1. A range has step 1."""
+    """Compact form of numbers in a message: a list, or `{"of": [first, step, count]}` with step 0 or 1."""
     count = len(numbers)
     if isinstance(numbers, range):
         return {"of": [numbers.start, 1, count]} if count >= _MIN_COUNT else list(numbers)
@@ -51,13 +51,13 @@ def shorten(numbers: Sequence[int]) -> Any:
 
 
 def lengthen(value: Any, num_known: Callable[[], int] | None = None) -> list[int]:
-    """The inverse of `shorten`.
+    """Inverse of `shorten`.
 
-    `num_known`: how many numbers can be meant at most. None: whoever wrote them is trusted.
+    `num_known`: returns the most numbers that are possible. None: the sender is trusted.
 
     Raises:
-        ValueError: it is nothing that `shorten` gives.
-        StaleReferenceError: it names more numbers than there can be.
+        ValueError: the value is not a result of `shorten`.
+        StaleReferenceError: it stands for more numbers than there are rows.
     """
     if not isinstance(value, dict):
         return value

@@ -1,8 +1,8 @@
-"""Framing of messages on sockets, and how much a server takes of one peer.
+"""Message framing on sockets, and the limits of a server per peer.
 
-On TCP: a header of 16 bytes, the message, and a payload of raw bytes that nobody parses. On a UNIX socket: length and
-whether a file descriptor comes along (8 bytes), then the message. Tensors never pass there. A message carries one
-descriptor at most, so that one which the kernel drops (the receiver has none left) can be told from the next.
+TCP: a header of 16 bytes, the message, and a payload of raw bytes. UNIX socket: a header of 8 bytes with the length and
+whether a file descriptor is attached, then the message; tensors are never sent there. A message has at most one
+descriptor, so that one dropped by the kernel (the receiver has no free slot) is not mistaken for the next.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     import torch
 
 MAX_REPLY_BYTES = 1 << 30
-"""A reply at most, which comes from a server that proved to have the token."""
+"""Largest reply, from a server that has proved the token."""
 MAX_MESSAGE_BYTES = 64 << 20
-"""A request at most. Values do not count: they travel as payload."""
+"""Largest request, without the values, which are the payload."""
 Payload: TypeAlias = "list[torch.Tensor]"
-"""uint8 tensors, one after the other."""
+"""Payload of a message: uint8 tensors, concatenated on the wire."""
 Place: TypeAlias = "Callable[[dict[str, Any], int], torch.Tensor | None]"
-"""Gives memory for the payload of a message, uint8 [n]; None: it goes into new memory."""
+"""Callback `place(message, n)` that returns memory for a payload, uint8 [n]; None: new memory is allocated."""
 ALIGNMENT = 64
-"""Columns of a payload start at multiples of this many bytes."""
+"""Alignment of columns in a payload, bytes."""
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"RLTQ"
 _CHUNK_BYTES = 1 << 16
 _DEAD_S = 30
-"""A peer whose host does not answer for so long counts as dead."""
+"""Seconds without an answer after which a peer's host counts as dead."""
 
 
 def prepare(connection: socket.socket, timeout_s: float) -> None:
-    """Set a connection up: no delays, a deadline for every send and receive, and probes that find a dead host."""
+    """Set the options of a TCP socket: no delay, a deadline for sends, and keep-alive probes that find a dead host."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -57,10 +57,10 @@ def prepare(connection: socket.socket, timeout_s: float) -> None:
 
 
 def encode_request(message: dict[str, Any]) -> bytes:
-    """A request as bytes.
+    """Encode a request.
 
     Raises:
-        ValueError: no server takes it, as it is too long.
+        ValueError: it is longer than a server accepts.
     """
     text = encode(message)
     if len(text) > MAX_MESSAGE_BYTES:
@@ -72,7 +72,7 @@ def encode_request(message: dict[str, Any]) -> bytes:
 
 
 def send(connection: socket.socket, text: bytes, payload: Sequence[torch.Tensor] = ()) -> None:
-    """Send one encoded message; the payload is uint8 tensors, one after the other."""
+    """Send one encoded message and its payload."""
     nbytes = sum(len(part) for part in payload)
     head = _HEADER.pack(_MAGIC, len(text), nbytes) + text
     if not nbytes:
@@ -92,11 +92,11 @@ def receive(
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
     """Receive one message and its payload, uint8 [n], into what `place(message, n)` gives, or into new memory.
 
-    What a header announces is not believed: the text's memory grows with what has arrived, and the payload's is
-    backed by the kernel page by page, as it is written.
+    Lengths in a header are not trusted: memory for the message grows with what has arrived, and that of the payload is
+    allocated page by page as it is written.
 
     Raises:
-        ConnectionError: the other side closed, speaks another language, or announces more than the limits.
+        ConnectionError: the peer closed, violates the protocol, or announces more than the limits.
     """
     head = bytearray(_HEADER.size)
     _fill(connection, memoryview(head))
@@ -117,7 +117,7 @@ def receive(
 
 
 def _receive_text(connection: socket.socket, nbytes: int) -> bytearray:
-    """So many bytes, in memory of at most twice what has arrived."""
+    """Receive `nbytes`, using at most twice the memory of what has arrived."""
     text = bytearray(min(nbytes, _CHUNK_BYTES))
     start = 0
     while True:
@@ -143,22 +143,22 @@ def _quarter_of_memory() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a server, each per peer. Memory is used as bytes arrive, never as a header announces them."""
+    """Limits of a server per peer host. Memory is allocated as bytes arrive, not as a header announces them."""
 
     connections: int = 1024
-    """Connections of one peer host that have proved the token."""
+    """Most authenticated connections of one peer host."""
     unauthenticated: int = 64
-    """Connections of one peer host that have not yet: of more, the oldest is closed."""
+    """Most unauthenticated connections of one peer host: beyond that, the oldest is closed."""
     payload_bytes: int = field(default_factory=_quarter_of_memory)
-    """Values of one put; and, of one connection, of all puts that wait for room and all replies that wait to be
-    sent. A quarter of the host's memory."""
+    """Most bytes of values in one put; and, per connection, in puts that wait for room and in unsent replies.
+    Default: a quarter of the host's memory."""
 
     @classmethod
     def from_options(cls, max_connections: str | None = None, max_put_bytes: str | None = None) -> Limits:
-        """The limits that an address gives.
+        """Limits from the options of an address.
 
         Raises:
-            AddressError: one is no positive number.
+            AddressError: an option is not a positive number.
         """
         given: dict[str, int] = {}
         for name, option, value in (
@@ -180,20 +180,20 @@ _SEND_FLAGS = int(socket.MSG_NOSIGNAL)
 
 
 def pack(message: dict[str, Any], *, has_fd: bool = False) -> bytes:
-    """One message as bytes. Send its first byte with the descriptor, if it has one."""
+    """Encode a message for a UNIX socket. A descriptor must be sent with its first byte."""
     body = encode(message)
     return _UNIX_HEADER.pack(len(body), has_fd) + body
 
 
 def send_some(connection: socket.socket, data: bytes | memoryview, fd: int | None) -> int:
-    """Send what fits and return how many bytes that was; the descriptor goes with the first."""
+    """Send as much as fits and return the byte count; the descriptor is attached to the first byte."""
     if fd is None:
         return connection.send(data, _SEND_FLAGS)
     return socket.send_fds(connection, [data], [fd], _SEND_FLAGS)
 
 
 class Inbox:
-    """Turns what a socket delivers into messages."""
+    """Receive buffer of a UNIX socket: assembles messages and their descriptors."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -202,10 +202,10 @@ class Inbox:
         self._fds: deque[int | None] = deque()
 
     def receive(self) -> list[tuple[dict[str, Any], int | None]]:
-        """Read once, and return every message that is whole now, with its descriptor; None where it has or got none.
+        """Read once, and return complete messages with their descriptors; None: no descriptor, or it was dropped.
 
         Raises:
-            ConnectionError: the other side closed, or sent what is no message.
+            ConnectionError: the peer closed, or violates the protocol.
         """
         size, fds, is_lost = ipc.receive_into(self._connection, self._chunk)
         if not size:
@@ -214,13 +214,13 @@ class Inbox:
             self._fds.extend(fds or [None])
         if not self._buffer and size >= _UNIX_HEADER.size:
             length, has_fd = _UNIX_HEADER.unpack_from(self._chunk)
-            if size == _UNIX_HEADER.size + length and not has_fd:  # one whole message, as most often
+            if size == _UNIX_HEADER.size + length and not has_fd:  # fast path: exactly one message
                 return [(decode(self._chunk[_UNIX_HEADER.size : size]), None)]
         self._buffer += self._chunk[:size]
         return self._whole()
 
     def close(self) -> None:
-        """Close the descriptors that no message claimed."""
+        """Close descriptors that belong to no complete message."""
         while self._fds:
             fd = self._fds.popleft()
             if fd is not None:
@@ -246,7 +246,7 @@ class Inbox:
 
 
 def socket_name(address: str) -> str:
-    """The abstract name of a queue's socket. It is the kernel's: it vanishes with the server, and no file has it.
+    """Abstract socket name of a queue: not in the file system, and gone when the server ends.
 
     Raises:
         AddressError: the name is too long.
@@ -258,10 +258,10 @@ def socket_name(address: str) -> str:
 
 
 def listen(address: str, name: str) -> socket.socket:
-    """A socket that listens at an abstract name for the clients of a queue.
+    """Socket that listens for clients of a queue at an abstract name.
 
     Raises:
-        AddressError: it cannot.
+        AddressError: the name is taken, or cannot be bound.
     """
     try:
         listener = ipc.bind(name)

@@ -1,7 +1,7 @@
-"""Tokens, and the first bytes of a TCP connection: that both ends speak rl-tq, and know the same token.
+"""Handshake of TCP connections: protocol version, and mutual authentication by a shared token.
 
-Each proves it by HMAC-SHA256 (RFC 2104) over both ends' fresh nonces, so the token never travels and no proof can be
-used twice. It says who is there; what follows is neither encrypted nor signed.
+Both ends prove the token by HMAC-SHA256 (RFC 2104) over fresh nonces of both, so the token is never sent and no proof
+can be replayed. It authenticates the peers; what follows is neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import socket
 
 VARIABLE = "RL_TQ_TOKEN"
-"""The environment variable that has the token."""
+"""Environment variable with the token."""
 LIMIT_S = 10.0
-"""How long a peer may take to prove the token."""
+"""Deadline of the handshake, seconds."""
 _NONCE_BYTES = _PROOF_BYTES = 32
 _GREETING = struct.Struct(f"<8s{_NONCE_BYTES}s")
 _ANSWER = struct.Struct(f"<8s{_NONCE_BYTES}s{_PROOF_BYTES}s")
@@ -31,10 +31,10 @@ _MAKE = "python -c 'import secrets; print(secrets.token_hex(32))'"
 
 
 def serving_token(host: str, given: str | None) -> bytes:
-    """The token of a queue to be served at `host`: the one given, or that of the environment.
+    """Token of a queue to be served at `host`: the one given, or that of the environment.
 
-    On loopback, where there is neither, a new one is made and put into this process's environment, where processes
-    that it starts find it.
+    On loopback, if there is neither, a new one is generated and set in this process's environment, which child
+    processes inherit.
 
     Raises:
         AddressError: the queue could be reached from other hosts, and there is no token.
@@ -51,7 +51,7 @@ def serving_token(host: str, given: str | None) -> bytes:
 
 
 def client_token(address: str, given: str | None) -> bytes:
-    """The token to prove to the server at `address`: the one given, or that of the environment.
+    """Token for connecting to `address`: the one given, or that of the environment.
 
     Raises:
         AddressError: there is neither.
@@ -66,10 +66,10 @@ def client_token(address: str, given: str | None) -> bytes:
 
 
 def welcome(connection: socket.socket, secret: bytes) -> None:
-    """The server's side, blocking.
+    """Server side of the handshake, blocking.
 
     Raises:
-        ConnectionError, TimeoutError: the other end is none of ours.
+        ConnectionError, TimeoutError: the peer speaks another version, has another token, or is too slow.
     """
     deadline = time.monotonic() + LIMIT_S
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -83,10 +83,10 @@ def welcome(connection: socket.socket, secret: bytes) -> None:
 
 
 def introduce(connection: socket.socket, address: str, timeout_s: float, secret: bytes) -> None:
-    """The client's side, blocking.
+    """Client side of the handshake, blocking.
 
     Raises:
-        AddressError: the two have different tokens, or the server is not of rl-tq.
+        AddressError: the tokens differ, or the server is not rl-tq of this version.
         OSError: the connection broke, or the time is up.
     """
     deadline = time.monotonic() + timeout_s
@@ -104,12 +104,12 @@ def introduce(connection: socket.socket, address: str, timeout_s: float, secret:
 
 
 def other_token(address: str) -> str:
-    """The sentence for a client whose proof is refused."""
+    """Error message for a client whose proof is refused."""
     return f"the server of {address} has another token than this process: set {VARIABLE} alike, or pass token="
 
 
 def proof(secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """That the end of this role has the token, 32 bytes."""
+    """Proof (32 bytes) that the peer with this role has the token."""
     return hmac.digest(secret, _MAGIC + role + server_nonce + client_nonce, "sha256")
 
 

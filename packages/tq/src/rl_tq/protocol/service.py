@@ -1,7 +1,6 @@
-"""The requests that a queue's server answers, as plain values in and out: one place for every storage.
+"""Service: the request handlers of a queue's server, with messages as plain values; the same for every storage.
 
-The host says where an extent lies (`extent` in a put is its number for it), who asks, what time it is, and delivers
-what was parked.
+The host supplies the extent number of a put, the caller and the time, and delivers replies of parked requests.
 """
 
 from __future__ import annotations
@@ -27,42 +26,42 @@ if TYPE_CHECKING:
     from rl_tq.metadata.state import Record
 
 Message: TypeAlias = dict[str, Any]
-"""One request or reply: what MessagePack holds, with string keys."""
+"""Request or reply: MessagePack values with string keys."""
 
 _FIFO = Fifo()
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who asks, and how."""
+    """Caller of a request: pending reply, client and its description."""
 
     key: Any
-    """The host's name for this request, should it be parked."""
+    """The host's key for the reply, if the request is parked."""
     owner: Any
     """The client: its leases and credits end with it."""
     label: str
-    """The client in words."""
+    """Description of the client, for messages."""
 
 
 class Service:
-    """A metadata store that is spoken to in messages. One call at a time, as the store itself."""
+    """Message interface of a metadata store. Not thread-safe, like the store."""
 
     def __init__(self, alias: Callable[[int], int], where: Callable[[int], Sequence[int] | None] | None = None) -> None:
-        """Begin empty.
+        """Start with an empty store.
 
-        `alias` gives the memory of an extent a second number, which is freed on its own; `where` says segment, offset,
-        bytes, slot and generation of an extent, if clients can read it without asking.
+        `alias(extent)` gives the memory of an extent a second number, freed separately; `where(extent)` returns
+        segment, offset, size, slot and generation, if clients can read extents without a request.
         """
         self.store = MetadataStore(alias)
         self.timers = self.store.timers
-        """`timers.earliest` is when `drain` must be called again at the latest."""
+        """Timers; `drain` must be called by `timers.earliest`."""
         self.has_news = self.store.has_news
-        """Whether `drain(now)` has anything to do or to tell."""
+        """Whether `drain(now)` has anything to do or return."""
         self._where = where
         self._most = self.store.count_rows
-        """How many numbers a client may name: no more than there are rows, whatever it says."""
+        """Most row numbers that a client may name: the number of rows."""
 
     def resume(self, records: Sequence[Record], now: float) -> None:
-        """Begin with the state that records make. Call `store.adopt` once its extents are there."""
+        """Restore the state from records. Call `store.adopt` once its extents are restored."""
         self.store.now = now
         self.store.state.replay(records)
 
@@ -116,7 +115,7 @@ class Service:
         return {"columns": columns, "runs": located.runs, "extents": sorted(located.extents)}
 
     def _snapshot(self, _: Message, __: Caller) -> Message:
-        """All there is, at this moment."""
+        """Records and extents of the whole state."""
         return {"records": list(dump(self.store.state)), "extents": sorted(self.store.state.extents)}
 
     def _clear(self, request: Message, _: Caller) -> Message:
@@ -244,7 +243,7 @@ class Service:
         return reply
 
     def _hints(self, batch: Batch, where: Callable[[int], Sequence[int] | None]) -> list[bytes] | None:
-        """Where the columns lie; None where that is too long to tell."""
+        """Locations of the columns for a reply; None if they are too many."""
         pieces = pieces_of(batch.rows, batch.numbers, batch.columns)
         return (
             None
@@ -259,16 +258,16 @@ class Service:
         "admit": _admit, "release": _release, "configure": _configure,
         "advance": _advance, "explain": _explain, "stats": _stats,
     }  # fmt: skip
-    """What clients of every storage may ask: a new request is one entry."""
+    """Request handlers by operation name: a new request is one entry."""
 
 
 def error_reply(error: Exception) -> Message:
-    """What stands for an error in a reply."""
+    """Reply that reports an error."""
     return {"error": type(error).__name__, "message": str(error)}
 
 
 def raise_error(reply: Message) -> None:
-    """Raise the error that stands in a reply, if one does."""
+    """Raise the error that a reply reports, if any."""
     if "error" in reply:
         name = reply["error"]
         kind = getattr(errors, name, None) or {"ValueError": ValueError, "MemoryError": MemoryError}.get(name)

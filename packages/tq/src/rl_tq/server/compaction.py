@@ -1,7 +1,7 @@
-"""Which memory is worth copying together: segments most of whose bytes are of rows that were cleared.
+"""Compaction: chooses segments with many bytes of cleared rows, and copies their live rows to new extents.
 
-Copying costs what is left, and frees what is gone. Where rows are consumed in the order in which they were put, whole
-segments empty by themselves, so one is left alone until half of it is gone, or nothing more went for a while.
+Copying costs the live bytes and frees the rest. Where rows are consumed in the order of their puts, whole segments
+become empty by themselves, so a segment is compacted only once half of it is cleared, or nothing changed for a while.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 _MIN_WASTE_BYTES = 64 << 10
 _AT_ONCE = 0.5
-"""Live share of a segment at which it is copied at once, if so much is gone:"""
+"""Live fraction of a segment below which it is compacted at once, if at least this much is cleared:"""
 _AT_ONCE_BYTES = 4 << 20
 _AT_REST = 0.93
-"""Live share once nothing in it was cleared for so long:"""
+"""Live fraction below which it is compacted, once nothing in it was cleared for this long:"""
 REST_S = 0.5
 _MAX_BYTES = 64 << 20
 _MAX_EXTENTS = 4096
 _MAX_LOOKED_AT = 4 * _MAX_EXTENTS
-"""Of a segment's extents, in one plan: the server waits for it."""
+"""Most extents of a segment examined per plan, because the server waits for it."""
 
 
 def is_worth_it(live_nbytes: int, nbytes: int, rest_s: float) -> bool | None:
-    """Whether what is left of memory is to be copied, now that nothing of it was cleared for so long; None: not yet."""
+    """Whether memory should be compacted, after `rest_s` seconds without a clear in it; None: not yet."""
     gone = nbytes - live_nbytes
     if live_nbytes > _AT_REST * nbytes or gone < _MIN_WASTE_BYTES:
         return False
@@ -44,20 +44,20 @@ def is_worth_it(live_nbytes: int, nbytes: int, rest_s: float) -> bool | None:
 
 
 class Plan(NamedTuple):
-    """What one copy takes."""
+    """Compaction plan: the extents to merge and their live rows."""
 
     partition: str
     columns: list[str]
     old: list[int]
-    """Extents, all of these columns."""
+    """Numbers of the extents, all with these columns."""
     rows: list[int]
-    """Numbers of the rows in them that are not cleared."""
+    """Numbers of their live rows."""
     nbytes: int
-    """Of the extents as they are."""
+    """Present size of the extents, bytes."""
 
 
 class CompactionQueue:
-    """Segments in which something was cleared, and when last."""
+    """Queue of segments in which rows were cleared, with the time of the last clear."""
 
     def __init__(self, memory: HeapMemory | SegmentTable, state: State) -> None:
         self._memory = memory
@@ -68,23 +68,23 @@ class CompactionQueue:
         return bool(self._since)
 
     def adopt(self) -> None:
-        """After a replay: what was cleared before."""
+        """After a replay: take over what was cleared before."""
         for number, extent in self._state.extents.items():
             self._memory.shrink(number, extent.live_nbytes)
 
     def note(self, extent: int, now: float) -> None:
-        """All or some of an extent was cleared."""
+        """Note that rows of an extent were cleared."""
         held = self._state.extents.get(extent)
         self._memory.shrink(extent, 0 if held is None else held.live_nbytes)
         self._since[self._memory.segment_of(extent)] = now
 
     def forget(self, extent: int) -> None:
-        """Copying an extent would gain nothing."""
+        """Remove the segment of an extent: compaction would gain nothing."""
         if extent in self._state.extents:
             self._since.pop(self._memory.segment_of(extent), None)
 
     def plan(self, now: float) -> Plan | None:
-        """What to copy next; None: nothing yet."""
+        """Next compaction; None if there is none yet."""
         for segment, since in list(self._since.items()):
             numbers, live_nbytes, put_nbytes = self._memory.usage(segment)
             verdict = is_worth_it(live_nbytes, put_nbytes, now - since)
@@ -94,7 +94,7 @@ class CompactionQueue:
                 continue
             self._memory.ask_to_seal(segment)
             held = map(self._state.extents.get, islice(numbers, _MAX_LOOKED_AT))
-            extents = [extent for extent in held if extent is not None and extent.nbytes]  # no bytes: it is another's
+            extents = [extent for extent in held if extent is not None and extent.nbytes]  # not of an alias
             if not extents:
                 del self._since[segment]
                 continue
@@ -115,7 +115,7 @@ class CompactionQueue:
 
 
 def compacted_extent(columns: LocatedColumns, opened: Opened, num_rows: int) -> Layout:
-    """An extent of these rows. Values that rows share are laid out for each: it may be larger than what there was."""
+    """Layout of a new extent of these rows. Shared values are stored per row, so it may be larger than the old ones."""
     collected = collect(columns, opened)
     return plan_extent({name: _column(name, schema, collected, num_rows) for name, (schema, _) in columns.items()})
 

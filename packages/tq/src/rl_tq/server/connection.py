@@ -1,7 +1,7 @@
-"""The server's end of a client elsewhere, where values lie in the serving process: what `tcp`, `zmq` and others share.
+"""Server side of a remote client (`tcp`, `zmq`, `nixl`, `ray`), for values in the memory of the serving process.
 
-Requests and replies are those of the service. Besides, a `put` brings its extent as payload, and `fetch` is answered
-with values as payload: column after column, each filled up with zeros to a multiple of 64 bytes.
+Requests and replies are those of the service. In addition, a `put` carries its extent as payload, and the reply to
+`fetch` carries values as payload: column after column, each zero-padded to a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ if TYPE_CHECKING:
     from rl_tq.server.host import QueueHost, Reply
 
 Send: TypeAlias = "Callable[[Message, Payload], None]"
-"""Sends a message to a client, from any thread and without waiting."""
+"""Function that sends a message to a client, from any thread and without waiting."""
 
 _FREE_ROWS = 1 << 16
-"""A put may bring so many rows whatever its size. A row costs the server 100 bytes, with values or without."""
+"""Rows that a put may have whatever its size. A row costs the server 100 bytes, with values or without."""
 
 
 class ClientConnection:
-    """Where a server answers one client; `send` is called from any thread, and must not wait for the client."""
+    """Server side of one client; `send` is called from any thread, and must not wait for the client."""
 
     def __init__(self, host: QueueHost, label: str, send: Send, *, max_waiting_bytes: int) -> None:
-        """`max_waiting_bytes`: of values of this client's puts that wait for room, at once."""
+        """`max_waiting_bytes`: limit for the values of this client's puts that wait for room."""
         self._host = host
         self.label = label
         self._send = send
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes: dict[int, int] = {}
-        """Of puts that wait for room, by request."""
+        """Size of puts that wait for room, by request."""
         self._pending: dict[int, Reply] = {}
         self.has_left = False
-        """It said good-bye: it did not die."""
+        """Whether it sent `bye`, and did not die."""
 
     def take(self, message: Message, payload: torch.Tensor | None) -> None:
         """Handle one message of the client.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a valid message.
         """
         number, op = message.get("id"), message.get("op")
         if type(number) is not int or type(op) is not str:
@@ -64,7 +64,7 @@ class ClientConnection:
                     if (future := self._pending.pop(message["request"], None)) is not None:
                         self._host.abandon(future, "withdrawn")
                 case "fetch":
-                    what = "snapshot" if message.get("of") == "snapshot" else "locate"  # nothing that may have to wait
+                    what = "snapshot" if message.get("of") == "snapshot" else "locate"  # both never wait
                     reply, opened = self._host.locate({**message, "op": what}, self)
                     raise_error(reply)
                     self._send(*self.fetched(number, reply, opened))
@@ -74,7 +74,7 @@ class ClientConnection:
                     self._put(number, message, payload)
                 case _:
                     self._expect(number, self._host.call(message, self))
-        except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
+        except Exception as error:  # noqa: BLE001 - any failure is reported to its caller; other clients go on
             self._send({**error_reply(error), "id": number}, [])
 
     def _put(self, number: int, message: Message, payload: torch.Tensor | None) -> None:
@@ -93,7 +93,7 @@ class ClientConnection:
             raise
 
     def leave(self) -> None:
-        """The client is gone."""
+        """Clean up after the client: its requests, leases and credits."""
         for future in list(self._pending.values()):
             self._host.abandon(future, f"{self.label} is gone")
         self._host.leave(self, has_died=not self.has_left)
@@ -111,15 +111,15 @@ class ClientConnection:
             future.when_done(answer)
 
     def extent_of(self, message: Message, payload: torch.Tensor | None) -> Any:
-        """The extent that a put brings, as `fetched` will have it.
+        """Extent of a put, in the form that `fetched` needs.
 
         Raises:
-            SchemaError: it is none.
+            SchemaError: the payload is not a valid extent.
         """
         return checked_extent(message, payload)
 
     def fetched(self, number: int, reply: Message, opened: Opened) -> tuple[Message, Payload]:
-        """The answer to a fetch whose values were located."""
+        """Reply to a fetch whose extents were opened."""
         payload: Payload = []
         described: dict[str, Any] = {}
         for name, (schema, pieces, lengths) in located_parts(reply, opened).items():
@@ -135,7 +135,7 @@ class ClientConnection:
 def located_parts(
     reply: Message, opened: Opened
 ) -> dict[str, tuple[Any, Sequence[torch.Tensor], Sequence[Any] | None]]:
-    """Column to its schema (as JSON), its values in pieces, and the lengths of its rows."""
+    """Column name to its schema (as JSON), its values in pieces, and its row lengths."""
     columns = {
         name: (ColumnSchema.from_json(schema), reply["runs"][which])
         for name, (schema, which) in reply["columns"].items()
@@ -146,10 +146,10 @@ def located_parts(
 
 
 def checked_extent(message: Message, payload: torch.Tensor | None) -> torch.Tensor:
-    """A put's extent, if it is one: whatever the bytes are, they are read safely from now on.
+    """Validated extent of a put; reading it is safe from then on, whatever the bytes are.
 
     Raises:
-        SchemaError: it is none, or of other columns than announced.
+        SchemaError: it is not a valid extent, or differs from the announced rows and columns.
     """
     if payload is None:
         raise SchemaError("a put came without its values")

@@ -1,4 +1,4 @@
-"""The host of one queue: its bookkeeping and the memory of its extents, for any number of fronts at once."""
+"""Queue host: metadata and extent memory of one queue, served by any number of fronts (addresses) at once."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _PAUSE_S = 0.05
-"""What is cleared within so long is looked at together by the compactor."""
+"""Seconds for which the compactor collects clears before it looks at them."""
 
 
 class Front(Protocol):
-    """One address at which a host is served."""
+    """Front: one address at which a host is served."""
 
     address: str
 
@@ -43,22 +43,22 @@ class Front(Protocol):
 
 
 class Owner(Protocol):
-    """A client, whose leases and credits end with it."""
+    """Client of a host; its leases and credits end with it."""
 
     label: str
-    """It in words."""
+    """Description of the client, for messages."""
 
 
 class ReplyTo(Protocol):
-    """Where the reply to a request goes."""
+    """Destination of the reply to a parked request."""
 
     def put(self, message: Message, /) -> None:
-        """It is there. Called once, with the host's lock held."""
+        """Deliver the reply. Called once, with the host's lock held."""
         ...
 
 
 class Reply:
-    """Reply that may still come: a `Future` of one waiter and one callback, at a tenth of the cost."""
+    """Future of a reply, for one waiter and one callback; ten times cheaper than `concurrent.futures.Future`."""
 
     __slots__ = ("_callbacks", "_message", "_wake")
 
@@ -69,22 +69,22 @@ class Reply:
 
     @property
     def is_done(self) -> bool:
-        """Whether it came."""
+        """Whether the reply is there."""
         return self._message is not None
 
     def put(self, message: Message) -> None:
-        """It comes. Call it once."""
-        # Whoever waits or adds a callback leaves a mark first, and looks then: one of the two sees the other.
+        """Set the reply. Call it once."""
+        # A waiter or callback registers first and checks the reply afterwards, so that one side sees the other.
         self._message = message
         if self._wake is not None:
             self._wake.release()
         self._call_back(message)
 
     def result(self, timeout_s: float = 0.0) -> Message:
-        """Wait for it. One thread may.
+        """Wait for the reply; one thread may.
 
         Raises:
-            TimeoutError: it did not come.
+            TimeoutError: it did not arrive in time.
         """
         if self._message is None:
             if self._wake is None:
@@ -98,7 +98,7 @@ class Reply:
         return self._message
 
     def when_done(self, callback: Callable[[Message], None]) -> None:
-        """Have something called with it, in whatever thread; at once if it is there."""
+        """Set the callback for the reply; it runs in any thread, at once if the reply is there."""
         self._callbacks.append(callback)
         if self._message is not None:
             self._call_back(self._message)
@@ -112,7 +112,7 @@ class Reply:
 
 
 class QueueHost:
-    """Service and extents of a queue behind one lock; fronts bring requests, each as one call."""
+    """Host of a queue: service and extents behind one lock; fronts pass requests to it."""
 
     def __init__(self, address: str, memory: ExtentMemory, journal: Journal | None = None) -> None:
         self.address = address
@@ -121,23 +121,23 @@ class QueueHost:
         self.lock = threading.Lock()
         self.is_open = True
         self.addresses: list[str] = []
-        """Where it is served, or was."""
+        """Addresses at which it is, or was, served."""
         self.fronts: list[Front] = []
         self.flush: Callable[[], None] = lambda: None
-        """Called at the end of every turn, with the lock held: for a front that sends then."""
+        """Callback at the end of every turn, with the lock held, for a front that sends buffered messages then."""
         self.service = Service(self._alias, memory.where)
         self._state = self.service.store.state
         self._outbox: list[tuple[ReplyTo, Message]] = []
-        """What a journal is to have before anybody is told."""
+        """Replies held back until the journal has their changes."""
         self._wasted = CompactionQueue(memory, self._state)
         self._compactor = Compactor(self, self._wasted)
         memory.begin(self.turn, self._compactor.wake)
 
     def begin(self, snapshot: Path | None = None) -> None:
-        """Take up what an earlier server left in the journal's directory, or what a snapshot holds.
+        """Recover the state from the journal of an earlier server, or from a snapshot.
 
         Raises:
-            AddressError: there is a queue already, and a snapshot is given.
+            AddressError: the directory has a queue already, and a snapshot is given.
         """
         store, memory = self.service.store, self.memory
         try:
@@ -175,7 +175,7 @@ class QueueHost:
 
     @contextmanager
     def turn(self) -> Generator[None]:
-        """The lock, and what follows from whatever is done with it."""
+        """Context manager of one turn: takes the lock, then delivers results and writes the journal."""
         with self.lock:
             try:
                 yield
@@ -186,7 +186,7 @@ class QueueHost:
     # With the lock held
 
     def handle(self, request: Message, key: ReplyTo, owner: Owner) -> Message | None:
-        """Answer a request; None: it is parked, and `key.put` will have the reply.
+        """Answer a request; None: it is parked, and the reply goes to `key.put`.
 
         Raises:
             TransferQueueError, ValueError: the store refused it.
@@ -199,7 +199,7 @@ class QueueHost:
         return reply
 
     def put(self, request: Message, extent: int, key: ReplyTo, owner: Owner) -> Message | None:
-        """The same for a put of an extent that is in the memory; it stays there unless it is refused."""
+        """Answer a put whose extent is in memory already; the extent is freed if the put is refused."""
         if self.journal is not None:
             self.log_place(extent)
         try:
@@ -210,7 +210,7 @@ class QueueHost:
             raise
 
     def deliver(self) -> None:
-        """Settle what is due, reply to whoever waited, and free what no row refers to any more."""
+        """Settle due requests, send their replies, and free extents without rows."""
         now = time.monotonic()
         if not self.is_open or not self.service.has_news(now):
             return
@@ -222,7 +222,7 @@ class QueueHost:
         shrunk = self._state.take_shrunk()
         for extent in shrunk:
             self.memory.change(extent)
-        self._commit()  # what is written down must not name a segment that is used again or gone
+        self._commit()  # before freeing: the journal must not name a segment that is reused or gone
         for extent in chain(freed, shrunk) if self.memory.has_segments else shrunk:
             self._wasted.note(extent, now)
         self.memory.free(freed)
@@ -230,7 +230,7 @@ class QueueHost:
             self._compactor.wake()
 
     def finish(self) -> None:
-        """End a turn: write down what changed in it, then tell whoever waits."""
+        """End a turn: write its changes to the journal, then send the replies."""
         if self.journal is not None:
             self._commit()
         if self._outbox:
@@ -242,14 +242,14 @@ class QueueHost:
         self.flush()
 
     def drop(self, owner: Owner, *, has_died: bool) -> None:
-        """A client is gone."""
+        """End the leases and credits of a client that left; the lock is held."""
         why = f"its consumer ({owner.label}) {'died' if has_died else 'left'}"
         self.service.store.owner_left(owner, why, is_counted=has_died)
 
     # From any thread
 
     def call(self, request: Message, owner: Owner) -> Reply:
-        """The future reply. Errors are replies too."""
+        """Handle a request; returns the future of its reply. Errors are replies too."""
         future = Reply()
         with self.lock:  # as in `turn`, which costs more
             self._answer(future, self.handle, request, future, owner)
@@ -258,7 +258,7 @@ class QueueHost:
         return future
 
     def publish(self, request: Message, values: Any, owner: Owner) -> Reply:
-        """The future reply to a put of these values, uint8 [n], or what else the memory keeps."""
+        """Put an extent (uint8 [n], or what else the memory stores); returns the future of the reply."""
         future = Reply()
         try:
             taken = self.memory.take(values)
@@ -276,7 +276,7 @@ class QueueHost:
         return future
 
     def locate(self, request: Message, owner: Owner) -> tuple[Message, dict[int, ExtentView]]:
-        """The reply to a locate, and the extents that it names: whatever is cleared from now on, they are readable."""
+        """Reply to a locate, and its opened extents, which stay readable whatever is cleared later."""
         with self.turn():
             try:
                 reply = self.handle(request, Reply(), owner)
@@ -286,7 +286,7 @@ class QueueHost:
                 return error_reply(error), {}
 
     def snapshot(self, path: Path, owner: Owner) -> Reply:
-        """The future reply to a snapshot, which a thread of its own writes to a directory of this host."""
+        """Write a snapshot to a directory of this host, in a thread; returns the future of the reply."""
         future = Reply()
 
         def write() -> None:
@@ -302,7 +302,7 @@ class QueueHost:
         return future
 
     def add_front(self, make: Callable[[], Front]) -> None:
-        """Serve at one more address. The first is the host's own; if it cannot be, the host is closed."""
+        """Add a front. The first gives the host its address; if it fails, the host is closed."""
         try:
             front = make()
         except BaseException:
@@ -315,25 +315,25 @@ class QueueHost:
         self.fronts.append(front)
 
     def expire(self) -> None:
-        """Settle the parked requests whose time is up."""
+        """Settle parked requests and leases whose deadline has passed."""
         with self.turn():
             return
 
     def abandon(self, future: Reply, why: str) -> None:
-        """Fail a request that is still parked, because nobody waits for its answer any more."""
+        """Fail a parked request whose caller no longer waits."""
         with self.turn():
             if not future.is_done:
                 self.service.store.withdraw(future)
                 future.put(error_reply(ServerLostError(why)))
 
     def leave(self, owner: Owner, *, has_died: bool = False) -> None:
-        """A client is gone."""
+        """End the leases and credits of a client that left."""
         with self.turn():
             if self.is_open:
                 self.drop(owner, has_died=has_died)
 
     def close(self) -> None:
-        """End every front, fail whoever waits, and free every extent. Idempotent."""
+        """Close every front, fail parked requests, and free every extent. Idempotent."""
         while self.fronts:
             self.fronts.pop().close()
         self._compactor.close()
@@ -365,7 +365,7 @@ class QueueHost:
         if self.journal is not None and (log := self._state.log):
             try:
                 self.journal.append(log)
-            except OSError:  # what was done is not written down: nobody may be told that it was
+            except OSError:  # the changes are not durable, so no reply may confirm them
                 self.is_open = False
                 self._outbox.clear()
                 raise
@@ -374,7 +374,7 @@ class QueueHost:
             self.journal.shorten(self._records)
 
     def _records(self) -> Iterator[Record]:
-        """Records that make all there is."""
+        """Records of the whole state, with the places of extents."""
         yield from dump(self._state)
         if isinstance(self.memory, SegmentMemory):
             yield from self.memory.records()
@@ -385,14 +385,14 @@ class QueueHost:
         return number
 
     def log_place(self, extent: int) -> None:
-        """Have the journal say where an extent lies."""
+        """Record the place of an extent for the journal."""
         if (log := self._state.log) is not None and isinstance(self.memory, SegmentMemory):
             log.append(self.memory.record(extent))
 
 
 @contextmanager
 def _no_collections() -> Generator[None]:
-    """Have Python not look for garbage: among a hundred thousand rows that come to stay, it takes half of the time."""
+    """Disable cyclic garbage collection: while a hundred thousand rows are created, it takes half of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -403,7 +403,7 @@ def _no_collections() -> Generator[None]:
 
 
 class Compactor:
-    """Compactor: a thread beside a host that copies what is worth it, from the first clear on."""
+    """Compactor: background thread of a host, started by the first clear."""
 
     def __init__(self, host: QueueHost, queue: CompactionQueue) -> None:
         self._host = host
@@ -413,14 +413,14 @@ class Compactor:
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
-        """There may be something to do. Call it with the host's lock held."""
+        """Wake the thread. Call it with the host's lock held."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"rl-tq-compactor-{self._host.address}", daemon=True)
             self._thread.start()
         self._wake.set()
 
     def close(self) -> None:
-        """End. Call it without the lock."""
+        """End the thread. Call it without the lock."""
         self._is_closed.set()
         self._wake.set()
         if self._thread is not None:
@@ -435,13 +435,13 @@ class Compactor:
                 while not self._is_closed.is_set() and self.step():
                     pass
             except (OSError, ValueError, MemoryError, RuntimeError, TransferQueueError) as error:
-                # No memory or descriptor is left, for now.
+                # Out of memory or descriptors, for now.
                 _LOG.warning("memory of cleared rows in %s was not compacted: %s", self._host.address, error)
             if self._queue and not self._is_closed.wait(REST_S):
                 self._wake.set()
 
     def step(self) -> bool:
-        """Copy once, if that is worth it; returns whether there may be more to do."""
+        """Do one compaction, if one pays; returns whether there may be more to do."""
         host = self._host
         with host.turn():
             plan = self._queue.plan(time.monotonic())
@@ -457,7 +457,7 @@ class Compactor:
             with host.turn():
                 for extent in plan.old:
                     self._queue.forget(extent)
-        del opened, layout  # what is freed of it is let go of at the end of the next turn
+        del opened, layout  # so that freed memory is released at the end of the next turn
         with host.turn():
             return True
 

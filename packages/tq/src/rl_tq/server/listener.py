@@ -1,4 +1,4 @@
-"""A TCP listener with limits: so many connections of a peer host, and so many of them without a proof of the token."""
+"""TCP listener with limits per peer host, for all connections and for unauthenticated ones."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ _RETRY_S = 0.1
 
 
 class Served(Protocol):
-    """One accepted connection, which threads of its own serve."""
+    """Accepted connection, served by its own threads."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether its threads still run."""
         ...
 
     @property
     def is_authenticated(self) -> bool:
-        """Whether the other end proved the token."""
+        """Whether the peer has proved the token."""
         ...
 
     @property
     def is_shut(self) -> bool:
-        """Whether it was told to end."""
+        """Whether `shut` was called."""
         ...
 
     def shut(self) -> None:
-        """Have it end, without waiting."""
+        """Shut it down, without waiting for its end."""
         ...
 
     def close(self) -> None:
-        """End it."""
+        """Shut it down and wait for its end."""
         ...
 
 
 class Listener:
-    """Accepts connections until `close`, from a thread of its own."""
+    """TCP listener that accepts connections in its own thread until `close`."""
 
     def __init__(
         self, address: Callable[[int], str], host: str, port: int, *, timeout_s: float, limits: Limits
@@ -55,14 +55,14 @@ class Listener:
         """Bind.
 
         Args:
-            address: What users call the server, by port, for errors.
+            address: Maps the port to the server's address, for error messages.
             host: Interface to listen at.
             port: 0 for a free one.
-            timeout_s: Deadline of every send.
-            limits: Of connections.
+            timeout_s: Deadline of every send, seconds.
+            limits: Limits of connections.
 
         Raises:
-            AddressError: it cannot be bound.
+            AddressError: the port cannot be bound.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -81,12 +81,12 @@ class Listener:
         self._thread: threading.Thread | None = None
 
     def start(self, serve: Callable[[socket.socket, str], Served]) -> None:
-        """Accept from now on; `serve(connection, label)` begins to serve one, and returns at once."""
+        """Start accepting; `serve(connection, label)` starts serving a connection and returns at once."""
         self._thread = threading.Thread(target=self._accept, args=(serve,), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more, and end every connection."""
+        """Stop accepting, and close every connection."""
         self._is_closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -115,7 +115,7 @@ class Listener:
                 connection.close()
 
     def _has_room(self, host: str) -> bool:
-        """Whether one more connection of a host may come; of too many without a proof, the oldest one ends."""
+        """Whether a host may have another connection; above the limit, its oldest unauthenticated one is shut down."""
         own = [served for peer, served in self._served if peer == host]
         unproved = [served for served in own if not served.is_authenticated]
         # One that was shut before has not ended yet: in a burst, it would be shut again instead of the next.

@@ -1,4 +1,4 @@
-"""Memory of a queue's extents: of the serving process alone, or shared with the processes of its host."""
+"""Extent memory of a host: private to the serving process, or shared with the processes of its machine."""
 
 from __future__ import annotations
 
@@ -30,48 +30,48 @@ Turn: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 
 
 class HeapMemory:
-    """Extents in memory of this process: each stands alone, and nothing of them outlives it.
+    """Extents in private memory of this process, one block each; lost when it ends.
 
-    As in `SegmentMemory`, the host's lock is held at every call but `take`, `write`, `settle` and `catch_up`.
+    As in `SegmentMemory`, the host's lock is held at every call except `take`, `write`, `settle` and `catch_up`.
     """
 
     where = None
-    """Clients cannot read extents without asking."""
+    """None: clients cannot read extents without a request."""
     has_segments = False
-    """Whether several extents are freed as one."""
+    """Whether several extents share a segment that is freed as a whole."""
 
     def __init__(self, *, is_compacted: bool = True) -> None:
-        """`is_compacted`: the extents are tensors, which are written anew when most of their rows are cleared."""
+        """`is_compacted`: extents are tensors, which compaction may copy when most of their rows are cleared."""
         self.extents: dict[int, ExtentView] = {}
         self.freed: Mapping[int, Any] = {}
-        """What `tidy` lets go of, once nobody reads it."""
+        """Freed segments that `tidy` releases once they have no readers."""
         self._is_compacted = is_compacted
         self.place: Callable[[torch.Tensor], Any] | None = None
-        """Gives what is kept instead of an extent of a snapshot."""
+        """Converts an extent of a snapshot to what is stored instead; None: the tensor itself."""
         self._numbers = count(1)
         self._live: dict[int, int] = {}
         self._aliased: set[int] = set()
-        """Extents whose memory has another number, too: it cannot be let go of."""
+        """Extents whose memory has an alias, so that compaction cannot free it."""
 
     def begin(self, turn: Turn, wake: Callable[[], None]) -> None:
-        """`turn` takes the host's lock; `wake` has `catch_up` called soon."""
+        """Attach to the host: `turn` takes its lock; `wake` has `catch_up` called soon."""
 
     def take(self, values: Any) -> Any:
-        """Values of a put, uint8 [n], where they can stay.
+        """Store the values of a put, uint8 [n].
 
         Raises:
-            QueueFullError: there is no room.
+            QueueFullError: out of memory.
         """
         return values
 
     def write(self, layout: Layout) -> Any:
-        """The same for an extent that is not written yet."""
+        """Write and store an extent given by its layout."""
         memory = torch.empty(layout.nbytes, dtype=torch.uint8)
         layout.write(memory)
         return self.take(memory)
 
     def settle(self, taken: Any) -> None:
-        """What `take` or `write` gave was entered, or is not going to be. Call it once."""
+        """Note that a result of `take` or `write` was entered, or will not be. Call it once."""
 
     def enter(self, taken: Any) -> int:
         """Number a new extent."""
@@ -80,56 +80,56 @@ class HeapMemory:
         return number
 
     def alias(self, extent: int) -> int:
-        """Another number for an extent's memory, which stays as long as one of them is not freed."""
+        """Alias: second number for an extent's memory, which is freed with the last of them."""
         number = next(self._numbers)
         self.extents[number] = self.extents[extent]
         self._aliased.add(extent)
         return number
 
     def open(self, extents: Iterable[int]) -> dict[int, ExtentView]:
-        """Extents by number; they stay readable whatever is freed."""
+        """Open extents by number; they stay readable whatever is freed."""
         return {number: self.extents[number] for number in extents}
 
     def change(self, extent: int) -> None:
-        """Rows of an extent were cleared or moved."""
+        """Note that rows of an extent were cleared or moved."""
 
     def free(self, extents: Iterable[int]) -> None:
-        """No row refers to these extents any more."""
+        """Free extents without rows."""
         for extent in extents:
             del self.extents[extent]
             self._live.pop(extent, None)
             self._aliased.discard(extent)
 
     def tidy(self) -> None:
-        """Let go of what nobody reads any more."""
+        """Release freed segments that have no readers any more."""
 
     def catch_up(self) -> float | None:
-        """Let go of memory that was kept for the next put; seconds until there is more of it. Without the lock."""
+        """Trim memory kept for the next put; returns seconds until the next trim, or None. Call it without the lock."""
         return None
 
     def segment_of(self, extent: int) -> int:
-        """What is freed as a whole: the segment that an extent is in."""
+        """Segment of an extent: the unit of freeing."""
         return extent
 
     def shrink(self, extent: int, live_nbytes: int) -> None:
-        """So many bytes of an extent are of rows that are still there."""
+        """Set the live bytes of an extent."""
         self._live[extent] = live_nbytes
 
     def usage(self, segment: int) -> tuple[Collection[int], int, int]:
-        """The extents in a segment, the oldest first; its live bytes, and those put into it; none: leave it alone."""
+        """Extents of a segment, the oldest first, its live bytes and all bytes; no extents: not to be compacted."""
         if not self._is_compacted or segment not in self.extents or segment in self._aliased:
             return (), 0, 0
         return (segment,), self._live[segment], len(self.extents[segment].memory)
 
     def ask_to_seal(self, segment: int) -> None:
-        """Have nothing more put into a segment."""
+        """Ask for a segment to be sealed: nothing more is put into it."""
 
     def counts(self) -> Message:
-        """How much memory there is, for `stats`."""
+        """Memory statistics, for `stats`."""
         return {}
 
     def restore(self, state: State, snapshot: Snapshot) -> None:
-        """Take the extents of a state out of a snapshot."""
+        """Restore the extents of a state from a snapshot."""
         known: dict[tuple[str, int], ExtentView] = {}
         for number in state.extents:
             where = snapshot.where(number)
@@ -141,17 +141,17 @@ class HeapMemory:
         self._numbers = count(max(snapshot.places, default=0) + 1)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
         self.extents.clear()
 
 
 class SegmentMemory(SegmentTable):
-    """Extents in segments that the processes of the host share; this process is a client of its own table."""
+    """Extents in shared-memory segments; this process is a client of its own segment table."""
 
     has_segments = True
 
     def __init__(self, directory: Path | None) -> None:
-        """`directory`: of files that outlive every process; None: anonymous memory."""
+        """`directory`: for segment files, which outlive every process; None: anonymous memory."""
         super().__init__(self._tell_here, directory)
         self.tell_client: Callable[[Any, Message, SharedMemory | None], None] = _tell_nobody
         """Sends a message to a client of another process, with the descriptor of a segment."""
@@ -241,7 +241,7 @@ class SegmentMemory(SegmentTable):
             self.retire(self._here, number)
 
     def _tell_here(self, client: Any, message: Message, segment: SharedMemory | None) -> None:
-        """Tell a client something, or note what this process is told as one."""
+        """Send a message to a client; handle it here if the client is this process."""
         if client is not self._here:
             self.tell_client(client, message, segment)
             return
@@ -259,8 +259,8 @@ class SegmentMemory(SegmentTable):
 
 
 def _tell_nobody(*_: object) -> None:
-    """Before there is a front."""
+    """Callback before there is a front."""
 
 
 ExtentMemory: TypeAlias = HeapMemory | SegmentMemory
-"""Where the extents of one host lie."""
+"""Memory of a host's extents."""

@@ -1,7 +1,7 @@
-"""What the control server knows of shared memory: segments, the extents in them, and who may still look at which.
+"""Segment table: shared-memory segments, the extents in them, and the clients that may read each.
 
-A segment goes from its owner (who puts) to its readers (who were sent its descriptor). Once all its extents are freed,
-each reader is told, and says when none of its tensors shares the memory any more; then the owner may use it again.
+A segment has an owner, which puts extents into it, and readers, which were sent its descriptor. Once all its extents
+are freed, every reader is notified, and releases it when none of its tensors shares the memory; the owner reuses it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Client:
-    """A client, as far as memory is concerned."""
+    """Client of the segment table."""
 
     own: dict[int, int] = field(default_factory=dict[int, int])
-    """The client's number of a segment that it made, to ours."""
+    """The client's number of a segment that it owns, to the table's number."""
     known: set[int] = field(default_factory=set[int])
-    """Segments whose descriptor it was sent."""
+    """Segments whose descriptors it has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,54 +40,54 @@ class _Held:
     segment: SharedMemory
     is_packed: bool
     owner: Client | None
-    """Who puts into it; None: nobody will any more."""
+    """Client that puts into it; None: gone."""
     theirs: int
-    """Its number among the owner's."""
+    """The owner's number of it."""
     file: str | None = None
-    """Its file, if it has one."""
+    """File name, if it has one."""
     extents: dict[int, int] = field(default_factory=dict[int, int])
-    """Number to how many of its bytes are counted as live, the oldest first."""
+    """Extent number to its live bytes, the oldest first."""
     live_nbytes: int = 0
-    """Of all of them."""
+    """Live bytes of all extents."""
     put_nbytes: int = 0
-    """Of all extents since it was empty."""
+    """Bytes put since it was empty."""
     is_sealed: bool = False
     readers: set[Client] = field(default_factory=set[Client])
-    """Clients that may look at it; once it is free, those that still do."""
+    """Clients that may read it; once it is free, those that have not released it."""
     is_free: bool = False
-    """Its extents are all freed, and its readers were told."""
+    """Whether all extents are freed and the readers were notified."""
 
 
 class SegmentTable:
-    """Segments and extents. `tell(member, message, segment)` sends a message, with the descriptor of a segment."""
+    """Table of segments and extents. `tell(client, message, segment)` sends a message, with a segment's descriptor."""
 
     def __init__(self, tell: Callable[[Any, Message, SharedMemory | None], None], directory: Path | None) -> None:
         self._tell = tell
         self._directory = directory
         self._segments: dict[int, _Held] = {}
         self._extents: dict[int, tuple[int, int, int]] = {}
-        """Number to its segment, offset and bytes."""
+        """Extent number to (segment, offset, size in bytes)."""
         self._numbers = count(1)
         self.generations = ExtentGenerations()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
         self.generations.end()
         self._segments.clear()
 
     # Putting
 
     def admit(self, member: Client, theirs: int, segment: SharedMemory, *, is_packed: bool, file: str | None) -> None:
-        """Take a segment that a client made."""
+        """Add a segment that a client created."""
         number = next(self._numbers)
         self._segments[number] = _Held(segment=segment, is_packed=is_packed, owner=member, theirs=theirs, file=file)
         member.own[theirs] = number
 
     def add(self, member: Client, theirs: int, offset: int, nbytes: int, *, is_last: bool) -> int:
-        """Take an extent that a client wrote, and return its number.
+        """Add an extent that a client wrote, and return its number.
 
         Raises:
-            TransferQueueError: its segment never arrived, or it does not lie in it.
+            TransferQueueError: its segment never arrived, or the extent is outside the segment.
         """
         number = member.own.get(theirs)
         if number is None:
@@ -109,7 +109,7 @@ class SegmentTable:
         return extent
 
     def alias(self, extent: int) -> int:
-        """Another number for an extent's memory, which stays as long as one of them is not freed."""
+        """Alias: second number for an extent's memory, which is freed with the last of them."""
         number = next(self._numbers)
         self._extents[number] = self._extents[extent]
         self._segments[self.segment_of(extent)].extents[number] = 0
@@ -117,36 +117,36 @@ class SegmentTable:
         return number
 
     def segment_of(self, extent: int) -> int:
-        """Which segment an extent is in."""
+        """Segment of an extent."""
         return self._extents[extent][0]
 
     def shrink(self, extent: int, live_nbytes: int) -> None:
-        """So many bytes of an extent are of rows that are still there."""
+        """Set the live bytes of an extent."""
         held = self._segments[self.segment_of(extent)]
         held.live_nbytes += live_nbytes - held.extents[extent]
         held.extents[extent] = live_nbytes
 
     def usage(self, number: int) -> tuple[Collection[int], int, int]:
-        """The extents in a segment, the oldest first; its live bytes, and those put into it since it was empty."""
+        """Extents of a segment, the oldest first, its live bytes, and the bytes put since it was empty."""
         held = self._segments.get(number)
         return (
             (held.extents, held.live_nbytes, held.put_nbytes) if held is not None and not held.is_free else ((), 0, 0)
         )
 
     def ask_to_seal(self, number: int) -> None:
-        """Have its owner put nothing more into a segment."""
+        """Ask the owner of a segment to seal it."""
         held = self._segments[number]
         if held.owner is not None and not held.is_sealed:
             self._tell(held.owner, {"op": "fill no more", "segment": held.theirs}, None)
 
     def seal(self, member: Client, theirs: int) -> None:
-        """Nothing more will be put into a segment."""
+        """Seal a segment: nothing more is put into it."""
         number = member.own[theirs]
         self._segments[number].is_sealed = True
         self._free_if_done([number])
 
     def retire(self, member: Client, theirs: int) -> None:
-        """Its owner lets go of a segment that was free."""
+        """Note that the owner dropped a free segment."""
         number = member.own.pop(theirs)
         self._segments[number].owner = None
         self._drop_if_idle(number)
@@ -154,12 +154,12 @@ class SegmentTable:
     # Looking
 
     def where(self, extent: int) -> list[int] | None:
-        """Segment, offset, bytes, slot and generation of an extent: what a client needs to read it without asking."""
+        """Segment, offset, size, slot and generation of an extent: what a client needs to read it without a request."""
         generation = self.generations.of(extent)
         return None if generation is None else [*self._extents[extent], *generation]
 
     def announce(self, member: Client, extents: Iterable[int]) -> list[tuple[int, int, int, int]]:
-        """(extent, segment, offset, bytes) of extents, after sending the client the segments that it does not know."""
+        """(extent, segment, offset, size) of extents, after sending the client the segments that are new to it."""
         places = [(extent, *self._extents[extent]) for extent in extents]
         for number in {place[1] for place in places} - member.known:
             held = self._segments[number]
@@ -169,7 +169,7 @@ class SegmentTable:
         return places
 
     def release(self, member: Client, numbers: Iterable[int]) -> None:
-        """A client looks at segments no longer."""
+        """Note that a client no longer reads segments."""
         for number in numbers:
             held = self._segments.get(number)
             if held is not None and member in held.readers:
@@ -178,7 +178,7 @@ class SegmentTable:
                     self._drop_if_idle(number)
 
     def counts(self) -> Message:
-        """How much memory there is."""
+        """Memory statistics."""
         return {
             "segments": sum(not held.is_free for held in self._segments.values()),
             "spare_segments": sum(held.is_free for held in self._segments.values()),
@@ -189,7 +189,7 @@ class SegmentTable:
     # Freeing
 
     def free(self, extents: Iterable[int]) -> None:
-        """No row refers to these extents any more."""
+        """Free extents without rows."""
         touched: set[int] = set()
         for extent in extents:
             number, _, _ = self._extents.pop(extent)
@@ -200,7 +200,7 @@ class SegmentTable:
         self._free_if_done(touched)
 
     def leave(self, member: Client) -> None:
-        """A client is gone. What it published stays."""
+        """Remove a client that left. Its extents stay."""
         for number in member.own.values():
             self._segments[number].owner = None
             self._segments[number].is_sealed = True
@@ -208,7 +208,7 @@ class SegmentTable:
         self._free_if_done([*member.own.values()])
 
     def _free_if_done(self, numbers: Iterable[int]) -> None:
-        """Have every client let go of segments that hold nothing and will not be put to."""
+        """Free sealed segments without extents: notify their readers."""
         for number in numbers:
             held = self._segments.get(number)
             if held is None or held.is_free or not held.is_sealed or held.extents:
@@ -221,7 +221,7 @@ class SegmentTable:
             self._drop_if_idle(number)
 
     def _drop_if_idle(self, number: int) -> None:
-        """Give a free segment that nobody looks at back to its owner, or to the machine if the owner is gone."""
+        """Return a free segment without readers to its owner; delete it if the owner is gone."""
         held = self._segments.get(number)
         if held is None or not held.is_free or held.readers:
             return
@@ -232,20 +232,20 @@ class SegmentTable:
                 (self._directory / held.file).unlink(missing_ok=True)
             del self._segments[number]
 
-    # What outlives the server
+    # Journal and recovery
 
     def record(self, extent: int) -> Record:
-        """Where an extent lies, for the journal."""
+        """Journal record of the place of an extent."""
         number, offset, nbytes = self._extents[extent]
         held = self._segments[number]
         return ["note_place", extent, held.file, offset, nbytes, held.is_packed]
 
     def records(self) -> Iterator[Record]:
-        """Where all of them lie."""
+        """Journal records of the places of all extents."""
         return map(self.record, self._extents)
 
     def reopen(self, state: State, places: dict[int, list[Any]]) -> None:
-        """Take the extents of a state that an earlier server left in files, and remove other files of its own."""
+        """Recover the extents of a state from the files of an earlier server, and delete its other files."""
         directory = self._directory
         assert directory is not None
         self._take(
@@ -258,7 +258,7 @@ class SegmentTable:
                 path.unlink()
 
     def restore(self, state: State, snapshot: Snapshot) -> None:
-        """Take the extents of a state out of a snapshot, in memory and files of this queue's own."""
+        """Restore the extents of a state from a snapshot, into memory or files of this queue."""
         places = {number: snapshot.places[number] for number in state.extents}
 
         def make(file: str) -> tuple[SharedMemory, str | None]:
@@ -271,7 +271,7 @@ class SegmentTable:
     def _take(
         self, places: dict[int, list[Any]], last_number: int, make: Callable[[str], tuple[SharedMemory, str | None]]
     ) -> None:
-        """Take extents that lay in files; `make(file)` gives a segment of what is in it, and the segment's own file."""
+        """Add extents from files; `make(file)` returns a segment with the file's content, and its own file name."""
         by_file: dict[str, int] = {}
         for extent, (file, offset, nbytes, is_packed) in places.items():
             if file not in by_file:

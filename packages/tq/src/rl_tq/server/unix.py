@@ -1,6 +1,6 @@
-"""Front of a host for the processes of its machine: one thread that answers every client over an abstract UNIX socket.
+"""UNIX-socket front of a host, for processes of its machine: an epoll loop in one thread, never blocked by a client.
 
-It never waits for a client. Values do not pass here: clients read and write segments, whose descriptors the host keeps.
+Values are not sent here: clients read and write shared-memory segments, whose descriptors are passed.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
 _Outgoing: TypeAlias = "tuple[bytes | memoryview, ipc.SharedMemory | None]"
 _SMALL_BYTES = 1 << 14
 _PLAIN = Service.operations.keys() - {"put", "locate", "snapshot", "stats"}
-"""What the service answers, and memory has no part in."""
+"""Operations that only the service handles, without extent memory."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Connection(Client):
-    """One client."""
+    """Connection of one client."""
 
     socket: socket.socket
     inbox: Inbox
     pid: int
     unsent: deque[_Outgoing] = field(default_factory=deque["_Outgoing"])
     parked: set[Any] = field(default_factory=set[Any])
-    """Where the replies to its requests that wait go."""
+    """Keys of its parked requests."""
     has_left: bool = False
-    """It said good-bye: it did not die."""
+    """Whether it sent `bye`, and did not die."""
     is_writing: bool = False
-    """Whether epoll is to say when it takes more."""
+    """Whether epoll watches it for writing."""
     fd: int
     label: str
-    """The client in words."""
+    """Description of the client, for messages."""
 
 
 class _ReplyTo(msgspec.Struct, frozen=True):
-    """Where the reply to a request goes."""
+    """Destination of the reply to a parked request."""
 
     connection: _Connection
     number: int
@@ -71,13 +71,13 @@ class _ReplyTo(msgspec.Struct, frozen=True):
 
 
 class UnixFront:
-    """Serves a host from a thread of this process until `close`."""
+    """Front that serves a host from its own thread until `close`."""
 
     def __init__(self, host: QueueHost, memory: SegmentMemory, abstract: str) -> None:
         """Listen at an abstract name.
 
         Raises:
-            AddressError: it is taken.
+            AddressError: the name is taken.
         """
         self.address = host.address
         self._host = host
@@ -100,10 +100,10 @@ class UnixFront:
         self._thread.start()
 
     def close(self) -> None:
-        """End every connection: each client loses the queue at once. Idempotent."""
+        """Close every connection: each client loses the queue at once. Idempotent."""
         if self._thread.is_alive():
             self._is_closing = True
-            with suppress(OSError):  # the loop saw it by itself, and has closed the waker
+            with suppress(OSError):  # the loop has ended already, and closed the waker
                 self._waker.wake()
             self._thread.join()
 
@@ -129,8 +129,8 @@ class UnixFront:
         timers = host.service.timers
         deadline = self._sleeps_until = timers.earliest
         if timers.earliest != deadline:
-            return  # another thread set it meanwhile, and may not have seen until when this one sleeps
-        # Bounded: what asks for more, from wherever it comes, must not end everybody's queue.
+            return  # changed by another thread, which may not know when this one wakes
+        # Bounded, so that no timeout of any client can make poll fail.
         left = None if deadline is None else min(max(0.0, deadline - time.monotonic()), LONGEST_S)
         ready = self._epoll.poll(left)
         with host.lock:
@@ -148,7 +148,7 @@ class UnixFront:
                 host.finish()
 
     def _flush_all(self) -> None:
-        """At the end of a turn, of whatever thread."""
+        """End of a turn in any thread: send buffered messages, and wake the loop for an earlier deadline."""
         if self._to_flush:
             for connection in self._to_flush:
                 if connection.unsent and connection.fd in self._connections:
@@ -184,7 +184,7 @@ class UnixFront:
         self.send(connection, {"op": "hello", "directory": self._directory}, self._memory.generations.memory)
 
     def _turn_away(self) -> None:
-        """Close the connection of a client for whom no descriptor is left, so that it learns of it now."""
+        """Accept and close a connection for which no descriptor is left, so that the client gets an error now."""
         os.close(self._spare_fd)
         try:
             self._listener.accept()[0].close()
@@ -201,7 +201,7 @@ class UnixFront:
         except BlockingIOError:
             return
         except (OSError, ValueError):
-            # It closed, died, or does not speak our language: nothing of it can be answered any more.
+            # The client closed, died, or violated the protocol.
             self._drop(connection)
 
     def _take(self, connection: _Connection, message: Message, fd: int | None) -> None:
@@ -212,10 +212,10 @@ class UnixFront:
                 reply = self._put(connection, message)
             else:
                 reply = self._handle(connection, message, fd)
-        except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
+        except Exception as error:  # noqa: BLE001 - any failure is reported to its caller; other clients go on
             reply = error_reply(error)
-        # What this made free is told first, so that whoever asked can use it again once answered; but never ahead
-        # of an answer that names segments, which must still be known when it arrives.
+        # Notices of freed memory go before the reply, so that its receiver can reuse that memory at once; but after a
+        # reply that names segments, which the client must still know when it arrives.
         names_segments = reply is not None and "places" in reply
         if not names_segments:
             self._host.deliver()
@@ -226,12 +226,12 @@ class UnixFront:
             self._host.deliver()
 
     def send(self, connection: _Connection, message: Message, segment: ipc.SharedMemory | None = None) -> None:
-        """At once if it can be, else once this turn is over: what a journal is to have is written down first."""
+        """Send at once if possible, else at the end of the turn; with a journal always then, after it is written."""
         data: bytes | memoryview = pack(message, has_fd=segment is not None)
         if segment is None and self._directory is None and not connection.unsent:
             try:
                 sent = send_some(connection.socket, data, None)
-            except OSError:  # it is full, or gone: reading from it says so next
+            except OSError:  # full, or closed, which the next read detects
                 sent = 0
             if sent == len(data):
                 return
@@ -240,7 +240,7 @@ class UnixFront:
         self._to_flush.append(connection)
 
     def _flush(self, connection: _Connection) -> None:
-        """Send what the client takes now; epoll says when it takes more."""
+        """Send as much as the socket takes now; epoll reports when it takes more."""
         try:
             while connection.unsent:
                 data, segment = _joined(connection.unsent) if len(connection.unsent) > 1 else connection.unsent[0]
@@ -252,14 +252,14 @@ class UnixFront:
         except BlockingIOError:
             pass
         except OSError:
-            connection.unsent.clear()  # it is gone: reading from it says so next
+            connection.unsent.clear()  # closed, which the next read detects
         if connection.is_writing != bool(connection.unsent):
             connection.is_writing = not connection.is_writing
             writing = select.EPOLLOUT if connection.is_writing else 0
             self._epoll.modify(connection.fd, select.EPOLLIN | writing)
 
     def _drop(self, connection: _Connection) -> None:
-        """Forget a client: its requests, and its right to put more into its segments. What it published stays."""
+        """Remove a client: its parked requests, leases and segments. Its extents stay."""
         if self._connections.pop(connection.fd, None) is None:
             return
         self._epoll.unregister(connection.fd)
@@ -321,7 +321,7 @@ class UnixFront:
 
 
 def _joined(unsent: deque[_Outgoing]) -> _Outgoing:
-    """The first of what is to be sent, after joining it with those behind it that are small and have no descriptor."""
+    """First unsent message, joined with following ones that are small and have no descriptor."""
     data, segment = unsent[0]
     if segment is None and len(data) < _SMALL_BYTES and len(unsent) > 1 and unsent[1][1] is None:
         parts = [unsent.popleft()[0]]
@@ -335,10 +335,10 @@ def _joined(unsent: deque[_Outgoing]) -> _Outgoing:
 def serve_segments(
     address: str, abstract: str, journal: Journal | None = None, *, timeout_s: float, snapshot: Path | None = None
 ) -> ShmQueue:
-    """Serve a queue in shared memory at an abstract name; returns a client of it, whose close ends it.
+    """Serve a queue in shared memory at an abstract name; returns a client, whose `close` ends the queue.
 
     Raises:
-        AddressError: the name is taken; there is a queue already, and a snapshot is given.
+        AddressError: the name is taken; or the directory has a queue already, and a snapshot is given.
     """
     memory = SegmentMemory(None if journal is None else journal.directory)
     host = QueueHost(address, memory, journal)

@@ -1,7 +1,7 @@
-"""`file:///DIRECTORY`: the queue of `shm`, whose memory and bookkeeping are files that outlive every process.
+"""`file:///DIRECTORY`: durable queue, as `shm` but with memory and metadata in files that outlive every process.
 
-On tmpfs (`/dev/shm/...`) it is as fast; on a disk, the page cache stands between. Serving the same directory again goes
-on where the last server ended.
+On tmpfs (`/dev/shm/...`) it is as fast; on a disk, the page cache buffers it. Serving the same directory again
+continues where the last server ended.
 """
 
 from __future__ import annotations

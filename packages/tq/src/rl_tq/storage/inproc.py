@@ -1,4 +1,4 @@
-"""`inproc://NAME`: a queue for the threads of one process. Bookkeeping and extents are those of `shm`."""
+"""`inproc://NAME`: queue for the threads of one process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from rl_tq.columns.extent import Layout, Opened
 
 _SERVED: dict[tuple[int, str], QueueHost] = {}
-"""By process, as a child's copy is no queue of it, and address."""
+"""Hosts by process id and address; the process id excludes copies in forked children."""
 _SERVED_LOCK = threading.Lock()
 _NUMBERS = count(1)
 
 
 class InprocQueue(QueueClient):
-    """A client in the same process as the queue."""
+    """Client in the serving process."""
 
     def __init__(self, host: QueueHost, *, timeout_s: float, is_owner: bool, address: str = "") -> None:
         super().__init__(address or host.address, timeout_s=timeout_s)
@@ -45,7 +45,7 @@ class InprocQueue(QueueClient):
 
     def _call(self, request: Message, timeout_s: float) -> Message:
         self._check_open()
-        # Through bytes and back, as on a wire: nothing is kept by reference, and what a wire refuses is refused here.
+        # Encoded and decoded as on a wire, so that nothing is kept by reference and the same values are refused.
         return self._wait_for(self.host.call(_copied({"timeout_s": timeout_s, **request}), self), timeout_s)
 
     def _wait_for(self, future: Reply, timeout_s: float) -> Message:
@@ -56,7 +56,7 @@ class InprocQueue(QueueClient):
     def _wait_parked(self, future: Reply, timeout_s: float) -> Message:
         self._waiting.add(future)
         try:
-            # Closed meanwhile: then nobody else will fail it.
+            # If the client was closed meanwhile, nothing else would fail the request.
             self._check_open()
             return self._reply(future, timeout_s)
         except BaseException:
@@ -66,12 +66,12 @@ class InprocQueue(QueueClient):
             self._waiting.discard(future)
 
     def _reply(self, future: Reply, timeout_s: float) -> Message:
-        """Wait, and have due leases and requests settled meanwhile: no thread of the queue's own does."""
+        """Wait for a reply, and expire due leases and requests meanwhile: there is no server thread that does."""
         deadline = time.monotonic() + timeout_s
         while True:
             now = time.monotonic()
             due = self.host.service.timers.earliest
-            # A lease that another thread takes meanwhile may be due before what is known now.
+            # Bounded, because another thread may take a lease with an earlier deadline.
             until = min(deadline, now + 0.25, due if due is not None else deadline)
             try:
                 return future.result(max(0.0, until - now))
@@ -110,7 +110,7 @@ class InprocQueue(QueueClient):
 
 
 class _Front:
-    """Name under which the threads of this process find a host."""
+    """Front: registers a host under a name in this process."""
 
     def __init__(self, host: QueueHost, address: str) -> None:
         self.address = address
@@ -134,7 +134,7 @@ def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> Inpro
 def serve_heap(
     scheme: str, attach: Callable[..., None], name: str, *, timeout_s: float, snapshot: Path | None, **given: Any
 ) -> InprocQueue:
-    """Serve a queue whose extents lie in this process's memory, where `attach` of a storage serves it."""
+    """Serve a queue with extents in private memory, at an address of the storage that `attach` belongs to."""
     host = QueueHost(f"{scheme}://", HeapMemory())
     host.begin(snapshot)
     attach(host, name, timeout_s=timeout_s, **given)
@@ -142,7 +142,7 @@ def serve_heap(
 
 
 def attach(host: QueueHost, name: str, *, timeout_s: float) -> None:
-    """Serve a host under a name, too. See `rl_tq.serve(also=...)`."""
+    """Serve a host under a name as well. See `rl_tq.serve(also=...)`."""
     host.add_front(lambda: _Front(host, f"inproc://{name or uuid.uuid4().hex[:12]}"))
 
 

@@ -1,9 +1,9 @@
-"""`nixl://HOST:PORT`: the queue of `tcp`, whose values travel by RDMA, through NVIDIA's NIXL.
+"""`nixl://HOST:PORT`: queue as `tcp`, with values moved by RDMA through NVIDIA's NIXL.
 
-Choose it on hosts with InfiniBand or RoCE: a client reads the very pieces of the very columns that it asked for out of
-the server's memory, which the server neither copies nor sends, and the server reads what a client puts in the same way.
-Requests go over TCP, with the same token. UCX, which NIXL uses, chooses the wire; if you set UCX_TLS yourself, leave
-`tcp` in it: UCX sets up its connections with that. Without RDMA hardware, `tcp` is faster.
+For hosts with InfiniBand or RoCE: a client reads exactly the requested pieces of columns from the server's memory,
+without a copy or a send by the server, and the server reads puts from the client's memory in the same way. Requests go
+over TCP, with the same token. NIXL uses UCX, which chooses the wire; if you set UCX_TLS, keep `tcp` in it, which UCX
+needs to connect. Without RDMA hardware, `tcp` is faster.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _IN_FLIGHT, _DONE = "PROC", "DONE"
 _POLL_S = 5e-5
 _DEVICES = "UCX_NET_DEVICES"
-"""UCX's variable: network interfaces that it listens on and connects by. One of the user's is left as it is."""
+"""UCX's variable for its network interfaces. A value set by the user is kept."""
 
 Place = tuple[int, int]
 """Address and number of bytes, in one process."""
@@ -53,7 +53,7 @@ Place = tuple[int, int]
 
 @contextmanager
 def _listening_with(host: str) -> Generator[None]:
-    """UCX, if it starts in the body, listens on loopback alone where the queue does: its listeners take no token."""
+    """Make UCX, if it starts in the body, listen on loopback only where the queue does: it has no token."""
     if not is_loopback(host) or _DEVICES in os.environ:
         yield
         return
@@ -65,7 +65,7 @@ def _listening_with(host: str) -> Generator[None]:
 
 
 class _Agent:
-    """This process's end of NIXL: memory that others may read, and reads of others' memory."""
+    """NIXL agent of this process: registers memory for remote reads, and reads remote memory."""
 
     def __init__(self, role: str, host: str) -> None:
         name = f"rl-tq-{role}-{os.getpid()}-{secrets.token_hex(8)}"
@@ -74,10 +74,10 @@ class _Agent:
         self._lock = threading.RLock()
         self._known: dict[int, bytes] = {}
         self._gone: deque[tuple[int, Any, torch.Tensor]] = deque()
-        """Registrations whose tensor went, and another that holds its memory until they are undone."""
+        """Registrations of destroyed tensors to undo, each with a view that keeps the memory alive until then."""
 
     def describe(self, memory: torch.Tensor) -> str:
-        """What another process needs in order to read a tensor's memory, uint8 [n], as long as that tensor lives."""
+        """Metadata with which another process can read a tensor's memory, uint8 [n], while the tensor exists."""
         with self._lock:
             self._sweep()
             key = id(memory)
@@ -88,7 +88,7 @@ class _Agent:
             return self._known[key].hex()
 
     def meet(self, described: str) -> str:
-        """Learn what `describe` said elsewhere; returns whose memory it is."""
+        """Add the metadata of a remote agent's `describe`; returns the agent's name."""
         with self._lock:
             peer = self._agent.add_remote_agent(bytes.fromhex(described))
             return peer.decode() if isinstance(peer, bytes) else peer
@@ -96,11 +96,11 @@ class _Agent:
     def read(
         self, peer: str, places: Sequence[Place], out: torch.Tensor, starts: Sequence[int], limit_s: float
     ) -> None:
-        """Read another process's memory into `out`, uint8 [n], each place at its start.
+        """Read places of another process's memory into `out`, uint8 [n], at the offsets `starts`.
 
         Raises:
-            TransferQueueError: NIXL says that it failed.
-            WaitTimeoutError: it took longer than that.
+            TransferQueueError: NIXL reports a failure.
+            WaitTimeoutError: it took longer than `limit_s`.
         """
         with self._lock:
             registered = self._agent.register_memory([out])
@@ -131,7 +131,7 @@ class _Agent:
 
 
 class _NixlConnection(ClientConnection):
-    """Tells where values lie, and fetches what is put."""
+    """Server side of a NIXL client: replies with the places of values, and reads puts by RDMA."""
 
     def __init__(
         self, agent: _Agent, host: QueueHost, label: str, send: Send, limit_s: float, max_waiting_bytes: int
@@ -140,8 +140,8 @@ class _NixlConnection(ClientConnection):
         self._agent = agent
         self._limit_s = limit_s
         self._held: dict[int, tuple[Opened, list[torch.Tensor]]] = {}
-        """What the client is reading: extents, and copies of values that were too small and scattered to be told of
-        one by one."""
+        """What the client is reading: extents, and copies of values that were too small and scattered to list
+        individually."""
 
     def take(self, message: Message, payload: torch.Tensor | None) -> None:
         """See `ClientConnection`."""
@@ -193,7 +193,7 @@ class _NixlConnection(ClientConnection):
 
 
 class _NixlFront(TcpFront):
-    """Front for clients that read and write by RDMA."""
+    """Front for clients that use RDMA."""
 
     scheme = "nixl"
 
@@ -209,7 +209,7 @@ class _NixlFront(TcpFront):
 
 
 class NixlQueue(RemoteQueue):
-    """Client in any process whose host NIXL reaches the server's from."""
+    """Client in any process from which NIXL reaches the server."""
 
     def __init__(self, host: str, port: int, *, timeout_s: float, token: str | None = None) -> None:
         address = address_of("nixl", host, port)
@@ -241,11 +241,11 @@ class NixlQueue(RemoteQueue):
         return assembled(reply, payload, num_rows, output)
 
     def _release(self, request: int) -> None:
-        """The server need not keep these values for us any longer."""
+        """Tell the server that the values of a fetch were read."""
         try:
             self._session.send({"op": "done", "request": request, "id": 0})
         except ServerLostError:
-            return  # then it keeps nothing; the values are here, or an error is on its way
+            return  # the server keeps nothing then
 
 
 def serve(

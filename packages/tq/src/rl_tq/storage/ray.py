@@ -1,8 +1,8 @@
-"""`ray://NAME`: a queue whose values lie in Ray's object store, for jobs that run on Ray.
+"""`ray://NAME`: queue with values in Ray's object store, for jobs on Ray.
 
-Processes find it by name, in any job of the cluster. A put goes into the object store of its node, where an actor of
-the queue owns it, so that it outlives who made it; a get has Ray bring it to the node of the reader, once per node.
-Requests go to the serving process over TCP, with a token that travels in Ray. Ray spills what its store cannot hold.
+Processes of any job in the cluster find it by name. A put goes to the object store of its node, where an actor of the
+queue owns it, so that it outlives its producer; for a get, Ray copies it to the reader's node, once per node. Requests
+go to the serving process over TCP, with a token distributed by Ray. Ray spills what does not fit its store.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class _StoredExtent:
-    """An extent as the server has it: on which node it is, and what the keeper there calls it."""
+    """Extent as the server stores it: its node, and its number in the keeper actor there."""
 
     def __init__(self, node: str, number: int, nbytes: int, keepers: _Keepers) -> None:
         self.place = (node, number, nbytes)
@@ -59,29 +59,29 @@ class _StoredExtent:
 
 
 class _Keepers:
-    """The keepers of the queue that this process serves."""
+    """Keeper actors of the queue that this process serves, one per node."""
 
     def __init__(self, queue: str, where: Where) -> None:
         self._queue = queue
         self._lock = threading.Lock()
         self.gone: deque[tuple[str, int]] = deque()
-        """Values that no row refers to any more."""
+        """Values (node, number) without rows."""
         self._actors: dict[str, Any] = {}
         self._make("", where[-1], where)
 
     def make(self, node: str) -> None:
-        """Have a keeper on a node, if there is none yet."""
+        """Start a keeper on a node, if there is none yet."""
         with self._lock:
             if node not in self._actors:
                 self._make(node, node, None)
 
     def keep(self, memory: torch.Tensor) -> Any:
-        """Have an extent kept on the serving node."""
+        """Store an extent on the serving node."""
         number: Any = ray.get(self._actors[""].keep.remote(memory.numpy()), timeout=60.0)
         return _StoredExtent("", number, len(memory), self)
 
     def sweep(self) -> None:
-        """Have the keepers drop what is gone."""
+        """Have the keepers drop values without rows."""
         numbers: defaultdict[str, list[int]] = defaultdict(list)
         while self.gone:
             node, number = self.gone.popleft()
@@ -90,7 +90,7 @@ class _Keepers:
             self._actors[node].drop.remote(dropped)
 
     def close(self) -> None:
-        """End them: their objects go."""
+        """Kill the keepers, and their objects with them."""
         for actor in self._actors.values():
             ray.kill(actor)
 
@@ -106,7 +106,7 @@ class _Keepers:
 
 
 class _RayConnection(ClientConnection):
-    """Knows where values lie, and never sees them."""
+    """Server side of a Ray client: handles the places of values, never the values."""
 
     def __init__(self, keepers: _Keepers, host: QueueHost, label: str, send: Send, max_waiting_bytes: int) -> None:
         super().__init__(host, label, send, max_waiting_bytes=max_waiting_bytes)
@@ -133,7 +133,7 @@ class _RayConnection(ClientConnection):
 
 
 class _RayFront(TcpFront):
-    """Front for clients whose values lie in Ray's object store."""
+    """Front for clients whose values are in Ray's object store."""
 
     scheme = "ray"
 
@@ -162,7 +162,7 @@ class _RayFront(TcpFront):
 
 
 class RayQueue(RemoteQueue):
-    """A client in any process that is connected to the cluster. The one that `serve` returned ends the queue."""
+    """Client in any process connected to the cluster; closing the one that `serve` returned ends the queue."""
 
     def __init__(self, queue: str, *, timeout_s: float, host: QueueHost | None = None) -> None:
         self._queue = queue
@@ -212,7 +212,7 @@ class RayQueue(RemoteQueue):
         return reply, opened
 
     def _ask(self, node: str, method: str, argument: Any) -> Any:
-        """Have a keeper's method called. Ray is not asked in a forked child, which it does not survive either."""
+        """Call a method of a keeper. Not in a forked child, which Ray does not survive either."""
         self._session.check()
         if node not in self._keepers:
             self._request({"op": "keeper", "node": node}, [], self.timeout_s)
@@ -231,7 +231,7 @@ class RayQueue(RemoteQueue):
 
 
 def _viewed(values: Any) -> torch.Tensor:
-    """uint8 [n] over an array of Ray's, which is read-only: it is copied before anybody gets it."""
+    """View uint8 [n] of a read-only array of Ray; its values are copied before a caller gets them."""
     mapping: Any = (ctypes.c_uint8 * len(values)).from_address(values.ctypes.data)
     mapping.kept = values  # lives as long as the tensor
     return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The Ray actor that keeps values of a `ray` queue on one node. Imports nothing heavy: nodes run one per queue."""
+"""Keeper: the Ray actor that owns a `ray` queue's values on one node. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NAMESPACE = "rl-tq"
-"""Of the actors of every queue."""
+"""Ray namespace of the keeper actors."""
 
 
 Where: TypeAlias = tuple[str, int, str, str]
@@ -19,7 +19,7 @@ Where: TypeAlias = tuple[str, int, str, str]
 
 
 class Keeper:
-    """Owner of the objects of one node: whoever made the values may go, they stay."""
+    """Owner of a queue's objects on one node, so that they outlive their producers."""
 
     def __init__(self, where: Where | None) -> None:
         """`where`: None for a keeper on another node than the queue's server."""
@@ -28,25 +28,25 @@ class Keeper:
         self._numbers = count(1)
 
     def where(self) -> Where | None:
-        """Where the queue's server is."""
+        """Address of the queue's server."""
         return self._where
 
     def keep(self, values: Any) -> int:
-        """Take values, uint8 [n] of numpy, into this node's object store; returns what `give` and `drop` call them."""
+        """Put values, a numpy array uint8 [n], into this node's object store; returns their number."""
         number = next(self._numbers)
         self._objects[number] = ray.put(values)
         return number
 
     def give(self, numbers: Sequence[int]) -> list[Any]:
-        """References to values; None for those that were dropped."""
+        """Object references of values by number; None for dropped ones."""
         return [self._objects.get(number) for number in numbers]
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Let go of values. Who has a reference may read on."""
+        """Drop values. Readers that have a reference can still read them."""
         for number in numbers:
             self._objects.pop(number, None)
 
 
 def actor_name(queue: str, node: str) -> str:
-    """Of the keeper on a node; the server's own has no node in its name."""
+    """Actor name of the keeper on a node; that of the server has no node in it."""
     return f"rl-tq/{queue}/{node}" if node else f"rl-tq/{queue}"

@@ -1,4 +1,4 @@
-"""`shm://NAME`: a queue for the processes of one host and user: tensors in shared memory, references on a socket."""
+"""`shm://NAME`: queue for processes of one host and user, with tensors in shared memory and requests on a socket."""
 
 from __future__ import annotations
 

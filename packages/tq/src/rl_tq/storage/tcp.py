@@ -1,9 +1,8 @@
-"""`tcp://HOST:PORT`: a queue for the processes of several hosts. The values lie in the serving process's memory.
+"""`tcp://HOST:PORT`: queue for processes of several hosts. Values are in the memory of the serving process.
 
-A put sends its extent once; a get receives the rows and columns it names, in one message, straight into the memory that
-it returns. Both ends must have the same token, which they prove when they connect: `token=`, or the variable
-`RL_TQ_TOKEN`, which a server on the loopback interface sets for the processes that it starts. Nothing is encrypted:
-serve inside a network whose wires you trust.
+A put sends its extent once; a get receives the requested rows and columns in one message, directly into the memory that
+it returns. Both ends prove the same token when they connect: `token=`, or the variable `RL_TQ_TOKEN`, which a server on
+loopback sets for its child processes. Nothing is encrypted: serve inside a trusted network.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _TICK_S = 0.1
 
 
 class _Remote:
-    """One client, as the server has it: a thread that reads and handles, and one that sends."""
+    """Server side of one TCP client: a thread that reads and handles requests, and one that sends."""
 
     def __init__(self, front: TcpFront, connection: socket.socket, label: str) -> None:
         self.is_authenticated = self.is_shut = False
@@ -57,17 +56,17 @@ class _Remote:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the connection is not all wound up yet."""
+        """Whether its threads still run."""
         return self._threads[1].is_alive()
 
     def shut(self) -> None:
-        """End the connection, without waiting until it has ended."""
+        """Shut the connection down, without waiting for its end."""
         self.is_shut = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection."""
+        """Shut the connection down and wait for its end."""
         self.shut()
         for thread in self._threads:
             thread.join()
@@ -77,7 +76,7 @@ class _Remote:
         self._outgoing.put((message, payload))
 
     def _count(self, payload: Payload, times: int) -> None:
-        """Count a payload that waits to be sent (1), or is sent (-1)."""
+        """Count a payload as unsent (1) or sent (-1)."""
         if payload:
             with self._sent:
                 self._unsent_bytes += times * sum(map(len, payload))
@@ -91,12 +90,13 @@ class _Remote:
                 message, payload = stream.receive(
                     self._connection, max_text_bytes=MAX_MESSAGE_BYTES, max_payload_bytes=self._limits.payload_bytes
                 )
-                if self._unsent_bytes > self._limits.payload_bytes:  # who asks for more than it reads is not read from
+                # Back-pressure: requests of a client that does not read its replies are not read.
+                if self._unsent_bytes > self._limits.payload_bytes:
                     with self._sent:
                         self._sent.wait_for(lambda: self._unsent_bytes <= self._limits.payload_bytes)
                 self._client.take(message, payload)
         except (OSError, ValueError, KeyError, MemoryError):
-            return  # it closed, died, or does not speak our language: nothing of it can be answered any more
+            return  # the client closed, died, or violated the protocol
         finally:
             self._client.leave()
             self._outgoing.put(None)
@@ -109,17 +109,17 @@ class _Remote:
                 stream.send(self._connection, encode(message), payload)
                 self._count(payload, -1)
         except OSError:
-            self.shut()  # the reader ends, and says so
+            self.shut()  # ends the reading thread too
         finally:
             with self._sent:
-                self._unsent_bytes = -(1 << 62)  # nobody waits for a connection that is over
+                self._unsent_bytes = -(1 << 62)  # wakes the reading thread
                 self._sent.notify()
             self._threads[0].join()
             self._connection.close()
 
 
 class TcpFront:
-    """Front of a host for clients that come over TCP."""
+    """TCP front of a host."""
 
     scheme = "tcp"
 
@@ -152,17 +152,17 @@ class TcpFront:
             self._thread.join()
 
     def make_connection(self, label: str, send: Send) -> ClientConnection:
-        """Where a client is answered."""
+        """Server side of a new client."""
         return ClientConnection(self.host, label, send, max_waiting_bytes=self.limits.payload_bytes)
 
     def _tick(self) -> None:
-        """Have leases and waits end at their deadline."""
+        """Expire leases and parked requests at their deadlines."""
         while not self._is_closed.wait(_TICK_S):
             self.host.expire()
 
 
 class TcpConnection:
-    """Connection to a server over TCP, whose messages bring payloads: a `Connection`."""
+    """TCP `Connection` to a server; messages can carry payloads."""
 
     server = ""
 
@@ -170,8 +170,8 @@ class TcpConnection:
         """Connect, and prove the token.
 
         Raises:
-            AddressError: there is no token, or another.
-            ServerLostError: nobody serves there, or does not greet in time.
+            AddressError: the token is missing or wrong.
+            ServerLostError: no server listens there, or it does not answer in time.
         """
         secret = handshake.client_token(address, token)
         self._socket = connected(address, host, port, timeout_s)
@@ -208,10 +208,10 @@ class TcpConnection:
 
 
 def connected(address: str, host: str, port: int, timeout_s: float) -> socket.socket:
-    """A socket that is connected to a server.
+    """Socket connected to a server.
 
     Raises:
-        ServerLostError: nobody listens there.
+        ServerLostError: no server listens there.
     """
     try:
         return socket.create_connection((host, port), timeout=timeout_s)
@@ -226,7 +226,7 @@ OPTIONS = {
     "max_connections": "connections of one peer host; 1024",
     "max_put_bytes": "bytes of one put, and of what one client has under way; a quarter of the host's memory",
 }
-"""What may stand behind `?` in an address that is served."""
+"""Options after `?` in a served address."""
 
 
 def serve(
@@ -237,7 +237,7 @@ def serve(
 
 
 def attach(host: QueueHost, name: str, *, timeout_s: float, token: str | None = None, **options: str) -> None:
-    """Serve a host at `HOST:PORT`, too. See `rl_tq.serve`."""
+    """Serve a host at `HOST:PORT` as well. See `rl_tq.serve`."""
     host.add_front(
         lambda: TcpFront(host, split_place(name or "127.0.0.1:0"), timeout_s, token, Limits.from_options(**options))
     )
@@ -254,7 +254,7 @@ def split_place(name: str, scheme: str = "tcp") -> tuple[str, int]:
     """HOST and PORT of an address.
 
     Raises:
-        AddressError: it is none.
+        AddressError: it is not HOST:PORT.
     """
     host, _, port = name.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -265,5 +265,5 @@ def split_place(name: str, scheme: str = "tcp") -> tuple[str, int]:
 
 
 def address_of(scheme: str, host: str, port: int) -> str:
-    """The inverse."""
+    """Address from HOST and PORT."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,9 +1,9 @@
-"""`zmq://HOST:PORT`: a queue for networks that one does not trust. The values lie in the serving process's memory.
+"""`zmq://HOST:PORT`: encrypted queue for untrusted networks. Values are in the memory of the serving process.
 
-Choose it over `tcp` where others can reach or hear the wire: ZeroMQ's CURVE (curvezmq.org) encrypts and authenticates
-every message. Only who has the address that `serve` returned, with the server's key in it, and the same token (as for
-`tcp`) gets in. One thread and one port serve any number of clients. It is slower than `tcp`, encryption and one more
-copy being the price. A client or server that dies is noticed by its silence, after 10 s.
+Use it instead of `tcp` where others can reach or read the network: ZeroMQ's CURVE (curvezmq.org) encrypts and
+authenticates every message. A client needs the address that `serve` returned, which contains the server's key, and the
+same token as for `tcp`. One thread and one port serve any number of clients. It is slower than `tcp` because of the
+encryption and one more copy. A dead client or server is detected by its silence after 10 s.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _MAX_HELLO_BYTES = 1024
 _LINGER_MS = 1000
 _CLOSED = encode({"op": "closed", "message": "the queue was closed"})
 _MAX_UNREAD = 64
-"""Messages of one client that ZeroMQ reads ahead."""
+"""Messages of one client that ZeroMQ buffers unread."""
 
 
 class _Loop:
-    """A thread that alone has a socket, and a pair of sockets by which other threads wake it."""
+    """Event loop: a thread that owns a ZeroMQ socket, and a socket pair by which other threads wake it."""
 
     def __init__(
         self, context: zmq.Context[Any], socket: zmq.Socket[Any], name: str, monitor: zmq.Socket[Any] | None = None
@@ -67,37 +67,37 @@ class _Loop:
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def post(self, frames: list[Any]) -> None:
-        """Have frames sent, from any thread."""
+        """Queue frames for sending, from any thread."""
         self._outgoing.append(frames)
         self._wake()
 
     def end(self) -> None:
-        """Send what there is, and end."""
+        """Send queued frames, and end the thread."""
         self._is_ending = True
         self._wake()
         if threading.current_thread() is not self.thread:
             self.thread.join()
 
     def take(self, frames: list[zmq.Frame]) -> None:
-        """A message came."""
+        """Handle a received message."""
         raise NotImplementedError
 
     def watch(self) -> None:
-        """Connections came or went: take the monitor's events."""
+        """Handle the monitor's events about accepted and closed connections."""
 
     def sent(self, frames: list[Any], tracker: zmq.MessageTracker | None) -> None:
-        """Frames are ZeroMQ's now; the tracker says when it has let go of them."""
+        """Note that frames were passed to ZeroMQ; the tracker reports when it is done with them."""
 
     def tick(self) -> None:
-        """Some time passed."""
+        """Periodic work, every `_TICK_S`."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """The thread ends."""
+        """Called when the thread ends."""
 
     def _wake(self) -> None:
         with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # woken already
-            if not self._is_over:  # a socket that its thread closes meanwhile would abort the process
+            if not self._is_over:  # using a socket that its thread has closed aborts the process
                 self._wake_write.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
@@ -139,26 +139,26 @@ class _Loop:
     def _flush(self) -> None:
         while self._outgoing:
             frames = self._outgoing.popleft()
-            with contextlib.suppress(zmq.Again, zmq.error.ZMQError):  # a client that is gone
+            with contextlib.suppress(zmq.Again, zmq.error.ZMQError):  # the client is gone
                 self.sent(frames, self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True))
 
 
 class _Connections:
-    """Connections of a listening socket by peer host, with the limits that `server.listener` has.
+    """Connection limits per peer host of a listening ZeroMQ socket, as in `server.listener`.
 
-    ZeroMQ accepts by itself and has no limits of its own, so its monitor tells of every descriptor that it accepts and
-    closes; one that is too many is shut down, which ZeroMQ takes for the other side's end.
+    ZeroMQ accepts by itself and has no such limits. Its monitor reports every accepted and closed descriptor; one above
+    the limit is shut down, which ZeroMQ handles as a disconnect of the peer.
     """
 
     def __init__(self, port: int, limits: Limits) -> None:
         self._port, self._limits = port, limits
         self._unauthenticated: dict[int, str] = {}
-        """Host by descriptor, the oldest first."""
+        """Peer host by descriptor, the oldest first."""
         self._clients: dict[bytes, str] = {}
-        """Host by client that proved the token."""
+        """Peer host by authenticated client."""
 
     def accepted(self, fd: int) -> None:
-        """ZeroMQ accepted a connection: of a host's too many without a proof, the oldest one ends."""
+        """Note an accepted connection; above the limit, the host's oldest unauthenticated one is shut down."""
         with contextlib.suppress(OSError):  # it is gone already
             with self._socket(fd) as connection:
                 self._unauthenticated[fd] = host = str(connection.getpeername()[0])
@@ -169,11 +169,11 @@ class _Connections:
                     oldest.shutdown(sockets.SHUT_RDWR)
 
     def closed(self, fd: int) -> None:
-        """ZeroMQ closed a connection, or will."""
+        """Note a connection that ZeroMQ closed, or will."""
         self._unauthenticated.pop(fd, None)
 
     def proved(self, fd: int, client: bytes, host: str) -> bool:
-        """Whether there is room for one more client of a host, which has proved the token."""
+        """Admit a client of a host that proved the token; False if the host has too many."""
         if sum(of == host for of in self._clients.values()) >= self._limits.connections:
             return False
         self.closed(fd)
@@ -181,14 +181,14 @@ class _Connections:
         return True
 
     def left(self, client: bytes) -> None:
-        """A client is gone."""
+        """Remove a client that left."""
         self._clients.pop(client, None)
 
     def _socket(self, fd: int) -> sockets.socket:
-        """A copy of ZeroMQ's descriptor.
+        """Duplicate of ZeroMQ's descriptor.
 
         Raises:
-            OSError: it is closed; its number may be another file's already, but none that is connected to this port.
+            OSError: it is closed, even if its number is another file by now.
         """
         copy = os.dup(fd)
         try:
@@ -203,13 +203,13 @@ class _Connections:
 
 
 class ZmqFront(_Loop):
-    """Front of a host for clients that come over ZeroMQ."""
+    """ZeroMQ front of a host."""
 
     def __init__(self, host: QueueHost, name: str, token: str | None, limits: Limits) -> None:
         """Listen at `HOST:PORT`.
 
         Raises:
-            AddressError: it cannot be listened at, or is not loopback and there is no token.
+            AddressError: the address cannot be bound; or it is not loopback, and there is no token.
         """
         interface, port, key = _split(name)
         if key:
@@ -257,7 +257,7 @@ class ZmqFront(_Loop):
         self.thread.start()
 
     def close(self) -> None:
-        """End it for every client. Idempotent."""
+        """Disconnect every client and stop serving. Idempotent."""
         if not self._context.closed:
             self.end()
             self._context.destroy(_LINGER_MS)
@@ -277,14 +277,14 @@ class ZmqFront(_Loop):
                 self._outgoing.append([client, encode({"op": "beat"})])
                 return
             payload = None
-            if len(frames) > 2:  # its own copy: the extent lives for long, and must lie at a multiple of 64
+            if len(frames) > 2:  # a copy: the extent outlives the frame, and needs an alignment of 64
                 payload = torch.empty(len(frames[2]), dtype=torch.uint8)
                 payload.numpy()[:] = frames[2].buffer
             self._clients[client].take(message, payload)
             if self._clients[client].has_left:
                 self._drop(client)
         except (ConnectionError, ValueError, IndexError, MemoryError):
-            self._drop(client)  # it does not speak our language
+            self._drop(client)  # it violated the protocol
 
     def watch(self) -> None:
         """See `_Loop`."""
@@ -302,14 +302,14 @@ class ZmqFront(_Loop):
             unsent.append((tracker, sum(frame.nbytes for frame in frames[2:])))
 
     def _takes_answers(self, client: bytes) -> bool:
-        """Whether a client reads what it asked for."""
+        """Whether a client reads its replies, so that unsent bytes are within the limit."""
         unsent = self._unsent[client]
         while unsent and unsent[0][0].done:
             unsent.popleft()
         return sum(nbytes for _, nbytes in unsent) <= self._limits.payload_bytes
 
     def _greet(self, client: bytes, frames: list[zmq.Frame]) -> None:
-        """Let a client in, if its first message proves the token; whatever else a stranger says is not answered."""
+        """Authenticate a client by its first message; other messages of unauthenticated peers are ignored."""
         try:
             if len(frames) != 2 or len(frames[1]) > _MAX_HELLO_BYTES:
                 return
@@ -323,7 +323,7 @@ class ZmqFront(_Loop):
         if not has_token:
             self._outgoing.append([client, encode({"op": "refused"})])
             return
-        self.watch()  # what ZeroMQ accepted before it had this message
+        self.watch()  # connections accepted before this message
         host = str(frames[1].get("Peer-Address"))
         if not self._connections.proved(int(frames[1].get(zmq.SRCFD)), client, host):
             self._outgoing.append([client, encode({"op": "refused", "message": self._full.format(host)})])
@@ -364,7 +364,7 @@ class ZmqFront(_Loop):
 
 
 class ZmqConnection(_Loop):
-    """Connection over a DEALER socket with CURVE, whose messages bring payloads: a `Connection`."""
+    """ZeroMQ `Connection` over a DEALER socket with CURVE; messages can carry payloads."""
 
     server = ""
 
@@ -372,11 +372,11 @@ class ZmqConnection(_Loop):
         """Connect, and prove the token.
 
         Raises:
-            AddressError: there is no token, or another.
-            ServerLostError: nobody serves there, or with another key.
+            AddressError: the token is missing or wrong.
+            ServerLostError: no server listens there, or it has another key.
         """
         secret_token = handshake.client_token(address, token)
-        tcp.connected(address, host, port, timeout_s).close()  # ZeroMQ would go on trying
+        tcp.connected(address, host, port, timeout_s).close()  # ZeroMQ itself would retry forever
         self._context: zmq.Context[Any] = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
         public, secret = zmq.curve_keypair()
@@ -505,7 +505,7 @@ def _bracketed(host: str) -> str:
 
 
 def _joined(frames: list[zmq.Frame], message: Message, place: Place) -> torch.Tensor | None:
-    """The payload of a message, in one piece."""
+    """Payload of a message, joined in one tensor."""
     nbytes = sum(len(frame) for frame in frames)
     if not nbytes:
         return None

@@ -1,4 +1,4 @@
-"""For tests: a queue in memory, and the suite that every storage must pass. Needs pytest.
+"""Test kit: a queue in memory, and the conformance suite that every storage must pass. Needs pytest.
 
 A storage of your own passes when a subclass does::
 
@@ -23,9 +23,9 @@ __all__ = ["TransferQueueContract", "fake_queue"]
 
 
 def fake_queue() -> TransferQueue:
-    """A queue of this process alone, for the tests of whatever takes a `TransferQueue`. Close it after use."""
+    """In-process queue, for tests of code that takes a `TransferQueue`. Close it after use."""
     return serve("inproc://")
 
 
 class TransferQueueContract(ValuesContract, RowsContract, LeasesContract, PoliciesContract):
-    """What `TransferQueue` promises. Each test gets a queue that is served here, and a second client of it."""
+    """Conformance suite of `TransferQueue`. Each test gets a queue that is served here, and a second client of it."""

@@ -1,4 +1,4 @@
-"""The suite for storages: leases, limits, and the end."""
+"""Conformance suite for storages: leases, limits, restore, death and close."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class LeasesContract(Served):
-    """What becomes of claims, of full partitions and of clients that go."""
+    """Contract of leases, of full partitions, and of clients that close or die."""
 
     # Leases
 

@@ -1,4 +1,4 @@
-"""The suite for storages: policies."""
+"""Conformance suite for storages: policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PoliciesContract(Served):
-    """Which rows a claim is given."""
+    """Contract of policies: which rows a claim gets."""
 
     # Policies
 

@@ -1,4 +1,4 @@
-"""The suite for storages: rows, their columns, clearing and claiming."""
+"""Conformance suite for storages: rows, their columns, clearing and claiming."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RowsContract(Served):
-    """What is refused, what is stale, and who gets which row."""
+    """Contract of rows: refused puts, stale references, claims and waiting."""
 
     # Rows and columns
 

@@ -1,4 +1,4 @@
-"""What the parts of the suite share: a queue that is served, a second client, and values as plain lists."""
+"""Fixtures of the conformance suite: a served queue, a second client, and values as plain lists."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def turns_of(value: TensorDict) -> list[Any]:
 
 
 def until(is_true: Any, timeout_s: float = 20.0) -> None:
-    """Wait for something, and fail if it does not come."""
+    """Wait until a condition holds; fail after the timeout."""
     deadline = time.monotonic() + timeout_s
     while not is_true():
         assert time.monotonic() < deadline, f"waited {timeout_s} s in vain"
@@ -40,11 +40,11 @@ def until(is_true: Any, timeout_s: float = 20.0) -> None:
 
 
 SLACK_S = 3.0
-"""How much later than its deadline a wait may end, on a machine with other work."""
+"""Seconds by which a wait may exceed its deadline, on a loaded machine."""
 
 
 def ends_within(call: Callable[[], Any], seconds: float, tries: int = 3) -> None:
-    """Assert that a call takes no longer, in the best of some tries: once may be the machine's other work."""
+    """Assert that a call is at most this slow in the best of some tries: one may be slowed by other load."""
     took: list[float] = []
     for _ in range(tries):
         begun = time.monotonic()
@@ -59,10 +59,10 @@ class Served:
     """Each test gets a queue that is served here, and a second client of it."""
 
     address: ClassVar[str]
-    """What to serve; its name empty, so that each test has a queue of its own."""
+    """Address to serve, with an empty name, so that each test has its own queue."""
 
     also: ClassVar[str] = ""
-    """Another address of the same queue, at which the second client connects; empty: at the first."""
+    """Second address of the same queue, to which the second client connects; empty: the first."""
 
     @pytest.fixture
     def queue(self) -> Iterator[TransferQueue]:

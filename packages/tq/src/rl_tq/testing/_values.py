@@ -1,4 +1,4 @@
-"""The suite for storages: what values come back, and where."""
+"""Conformance suite for storages: the values that get returns, and their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that rl-tq takes and gives."""
+"""Public types: references, credits, options and reports."""
 
 from __future__ import annotations
 
@@ -19,103 +19,103 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """Room that a producer was promised by `admit`: it may put that many rows without waiting."""
+    """Credit of admission control: reserved room, with which a producer can put that many rows without waiting."""
 
     number: int
-    """Given once by one server."""
+    """Unique number at the server."""
     partition: str
-    """Where."""
+    """Name of the partition."""
     num_rows: int
-    """Rows it is good for."""
+    """Reserved rows."""
     num_bytes: int
-    """Bytes it is good for."""
+    """Reserved bytes."""
     weight_version: int
-    """The partition's weight version when it was given."""
+    """Weight version of the partition at that time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerGroup:
-    """A column of a put whose rows share their value with all rows of their group (tag `group_id`): stored once each.
+    """Column of a put with one value per group (tag `group_id`), stored once and shared by the group's rows.
 
-    `values` is whatever a column may be, of one value per group, in the order in which the groups first stand in the
-    put's tags (or in those of the `BatchMeta` that names its rows). What comes back has a value per row, as any column:
-    rows of one column may be put in either way.
+    `values` is any column data with one value per group, in the order in which groups first appear in the put's tags
+    (or in those of the `BatchMeta` that names its rows). A get returns one value per row, as for any column; rows of
+    one column may be put in either way.
 
-    `PerGroup()`, without values, is the value that rows of the group already have, put by whomever in whatever way: a
-    row that comes later refers to it, and nothing is copied. It stays as long as one row refers to it.
+    `PerGroup()`, without values, refers to the value that rows of the group already have; nothing is copied. The value
+    is kept as long as one row refers to it.
     """
 
     values: Any = None
-    """G values, one per group; None: those that are there."""
+    """G values, one per group; None: the present value of each group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What `restore` did."""
+    """Result of `TransferQueue.restore`."""
 
     num_returned: int
-    """Acks taken back: rows that a task will be given again."""
+    """Acks undone: rows that can be claimed again."""
     num_cleared: int
-    """Rows acked after that step that were cleared since and cannot come back."""
+    """Rows acked after that step that were cleared since, and are lost."""
     num_revoked: int
-    """Leased rows taken from their holders, whose acks are refused from now on."""
+    """Leased rows revoked from their holders, whose acks are refused from now on."""
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory for `get(..., out=buffer)`, with what the get before left of tensors that need not be made again.
+    """Output buffer for `get(..., out=buffer)` that also reuses the tensor objects of the previous get.
 
-    A batch's values are good until the next get into its buffer, which overwrites them as it does where `out` is a
-    plain tensor. What else a batch is stays as it was: its columns, the lengths of its rows, and all that was computed
-    from it. Columns whose rows are as long as they were in the get before, and which come to lie where they lay, are
-    the same tensor objects as before: torch takes about as long to make a nested tensor as to copy a megabyte.
+    The values of a batch are valid until the next get into its buffer, which overwrites them as it does if `out` is a
+    plain tensor. The rest of a batch is not changed: its columns, row lengths, and what was computed from it. Columns
+    with the same row lengths and position as in the previous get are the same tensor objects: torch takes about as long
+    to make a nested tensor as to copy a megabyte.
 
-    One get at a time.
+    For one get at a time.
     """
 
     memory: torch.Tensor
-    """uint8 [n], contiguous, on any device; how a get lays values into it: `TransferQueue.get`."""
+    """uint8 [n], contiguous, on any device. See `TransferQueue.get` for its layout."""
     kept: Any = field(default=None, init=False, repr=False)
-    """What the get before left; the client's own."""
+    """Cache of the previous get; private to the client."""
 
 
 class OnFull(StrEnum):
-    """What a put of new rows does in a partition that has no room for them."""
+    """Behaviour of a put of new rows into a full partition."""
 
     BLOCK = "block"
     """Wait for room until the deadline."""
     RAISE = "raise"
     """Raise `QueueFullError` at once."""
     DROP_OLDEST = "drop_oldest"
-    """Clear the oldest rows (whole groups) that nobody holds a lease on; `stats()` counts them."""
+    """Clear the oldest rows (whole groups) that are not leased; `stats()` counts them."""
     DROP_STALEST = "drop_stalest"
-    """The same, those of the lowest tag `weight_version_min` first; rows without that tag are never dropped."""
+    """Clear rows with the lowest tag `weight_version_min` first, likewise; rows without that tag are never dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionOptions:
-    """What a partition holds at most, and when its rows go. `TransferQueue.configure` sets it; a clear keeps it."""
+    """Options of a partition: limits, and when rows are cleared. Set by `TransferQueue.configure`, kept by a clear."""
 
     max_rows: int | None = None
-    """Rows it holds at most; None: any number."""
+    """Most rows; None: no limit."""
     max_bytes: int | None = None
-    """Bytes of the extents it holds at most; None: any number."""
+    """Most bytes of extents; None: no limit."""
     rows_per_version: int | None = None
     """Rows that training consumes between two weight versions. With `max_lag`, the partition takes at most
     `(max_lag + 1) * rows_per_version` rows, so that a row is consumed at most `max_lag` versions after it was begun
     (the admission rule of AReaL, arXiv:2505.24298, section 5.1)."""
     max_lag: int | None = None
     """Rows whose tag `weight_version_min` is more than this behind `advance`'s version are cleared and counted (with
-    their group), and a put of such rows raises `StaleVersionError`; None: any age is good."""
+    their group), and a put of such rows raises `StaleVersionError`; None: no limit."""
     on_full: OnFull = OnFull.BLOCK
-    """What a put of new rows does where there is no room."""
+    """Behaviour of a put of new rows into a full partition."""
     tasks: tuple[str, ...] = ()
-    """The tasks that consume every row: once all of them acked a row, it is cleared. A claim for another task is
+    """Tasks that consume every row: a row is cleared once all of them acked it, and claims for other tasks are
     refused. Empty: any task may claim, and only `clear` frees rows."""
     keep_steps: int = 0
-    """A row that all `tasks` acked is cleared this many training steps later, so that `restore` can go back as far."""
+    """A row acked by all `tasks` is cleared this many training steps later, so that `restore` can go back as far."""
     max_attempts: int = 3
-    """A row that came back this many times (nack, expired lease, dead consumer) becomes a dead letter."""
+    """A row that was returned this many times (nack, expired lease, dead consumer) becomes a dead letter."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -141,14 +141,14 @@ class PartitionOptions:
 
     @property
     def row_limit(self) -> int | None:
-        """The smaller of `max_rows` and what `max_lag` allows."""
+        """Row limit: the smaller of `max_rows` and what `max_lag` allows; None: no limit."""
         limits = [self.max_rows] if self.max_rows is not None else []
         if self.max_lag is not None and self.rows_per_version is not None:
             limits.append((self.max_lag + 1) * self.rows_per_version)
         return min(limits, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Options as JSON values."""
         return {**asdict(self), "tasks": list(self.tasks), "on_full": str(self.on_full)}
 
     @classmethod
@@ -166,4 +166,4 @@ class PartitionOptions:
 
 
 DEFAULT_OPTIONS = PartitionOptions()
-"""Of a partition that nobody configured."""
+"""Options of a partition without `configure`."""

@@ -1,4 +1,4 @@
-"""References to rows and columns. Pure index arithmetic: no tensor, no I/O."""
+"""`BatchMeta`: references to rows and columns. Pure index arithmetic, without tensors or I/O."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class PackedLocation(NamedTuple):
-    """Where some of the rows lie, as it travels. Most references are acked or passed on, and it is never read."""
+    """Location of some rows in wire form. It stays packed, because most references are only acked or passed on."""
 
     layout: bytes
-    """Packed: the extent's columns."""
+    """Packed schema of the extent's columns."""
     numbers: bytes
-    """Packed: the rest of a location."""
+    """Packed numbers of the location."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMeta:
-    """A reference to rows and columns: what the controller passes around. Immutable, small, picklable.
+    """Reference to rows and columns, which the controller passes around. Immutable, small, picklable.
 
     Every method returns a new reference and touches no tensor. One made by hand, of `partition`, `sample_ids` and
     `columns` alone, finds its rows by their ids; one made by a queue finds them by `rows`, so that a row which was
@@ -47,9 +47,9 @@ class BatchMeta:
     leases: tuple[int, ...] = ()
     """B lease numbers, in the same order: what `ack` and `nack` show. Empty where the rows were not claimed."""
     places: tuple[PackedLocation, ...] = field(default=(), compare=False, repr=False)
-    """Where the rows lay when the server answered: on its host, a get asks nothing while that holds."""
+    """Locations of the rows when the server replied: on its host, a get needs no request while they are valid."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What a storage wants to remember about the whole reference; opaque."""
+    """Opaque data of the storage about the reference."""
 
     def __post_init__(self) -> None:
         size = len(self.sample_ids)
@@ -61,7 +61,7 @@ class BatchMeta:
         return len(self.rows) or len(self.sample_ids)
 
     def __getattr__(self, name: str) -> Any:
-        """Ids that are the rows' numbers, made when somebody asks: that takes as long as all else of a claim."""
+        """Default sample ids, made from the row numbers on first use: it takes as long as the rest of a claim."""
         if name != "sample_ids":
             raise AttributeError(f"'BatchMeta' object has no attribute {name!r}")
         sample_ids = tuple([f"row{row}" for row in self.rows])
@@ -113,22 +113,22 @@ class BatchMeta:
         return self.reorder(sorted(range(len(self)), key=values.__getitem__, reverse=descending))
 
     def balanced(self, num_parts: int, *, tag: str = "num_tokens") -> BatchMeta:
-        """Rows in an order in which `chunk(num_parts)` gives parts of nearly equal sums of a tag, and equal counts.
+        """Load balancing: reorder rows so that `chunk(num_parts)` gives parts with nearly equal sums of a tag.
 
-        Greedy: the longest row goes to the part with the smallest sum that has room (LPT with a cardinality bound).
+        Greedy: the longest row goes to the part with the smallest sum that is not full (LPT with equal counts).
 
         Raises:
             KeyError: a row has no such tag.
-            ValueError: the length does not divide.
+            ValueError: the length is not a multiple of `num_parts`.
         """
         if num_parts < 1 or len(self) % num_parts:
             raise ValueError(f"{len(self)} rows cannot be balanced over {num_parts} equal parts: use another number")
         return self.reorder(balanced_order(self._values(tag), num_parts))
 
     def pad_to(self, multiple: int) -> tuple[BatchMeta, int]:
-        """This reference lengthened by repeating its first rows until `multiple` divides it, and how many were added.
+        """Pad to a multiple by repeating the first rows at the end; returns the reference and the number of added rows.
 
-        The repeats are the last rows: give them no weight in a loss. They have the leases of the rows they repeat.
+        Give the repeats no weight in a loss. They have the leases of the rows they repeat.
 
         Raises:
             ValueError: `multiple` is not positive, or there is no row to repeat.
@@ -179,7 +179,7 @@ class BatchMeta:
         """`num_chunks` contiguous parts of equal length.
 
         Raises:
-            ValueError: the length does not divide.
+            ValueError: the length is not a multiple of `num_chunks`.
         """
         if num_chunks < 1 or len(self) % num_chunks:
             raise ValueError(
@@ -228,7 +228,7 @@ class BatchMeta:
         )
 
     def _cut(self, stops: Iterable[int]) -> list[BatchMeta]:
-        """Contiguous parts, each from where the one before stopped."""
+        """Contiguous parts that end at these positions."""
         partition, columns, generation, task = self.partition, self.columns, self.generation, self.task
         places, extra = self.places, self.extra
         names, tags, rows, leases = self._names, self.tags, self.rows, self.leases
@@ -246,7 +246,7 @@ class BatchMeta:
 
     @property
     def _names(self) -> tuple[str, ...] | None:
-        """The ids; None where they are the rows' numbers and nobody asked for them yet."""
+        """Sample ids; None if they are defaults that were not made yet."""
         try:
             return _GET_SAMPLE_IDS(self)
         except AttributeError:
@@ -265,7 +265,7 @@ class BatchMeta:
             ) from None
 
     def _positions_in(self, other: BatchMeta) -> Sequence[int]:
-        """Where each of our rows stands in `other`."""
+        """Position in `other` of each row of this reference."""
         if self.partition != other.partition:
             raise ValueError(f"union needs one partition, not {self.partition!r} and {other.partition!r}")
         by_number = bool(self.rows and other.rows)
@@ -302,9 +302,9 @@ def batch_meta(
     places: tuple[PackedLocation, ...],
     extra: Mapping[str, Any],
 ) -> BatchMeta:
-    """A reference whose lengths are known to agree: a quarter of the constructor's time, and many are made.
+    """Construct a `BatchMeta` without validation, in a quarter of the constructor's time.
 
-    `sample_ids` None: `row` and the number of each.
+    `sample_ids` None: `row` and the number of each row.
     """
     meta = object.__new__(BatchMeta)
     _SET_PARTITION(meta, partition)
@@ -322,14 +322,14 @@ def batch_meta(
 
 
 def _taker(index: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What takes the values at `index` out of a sequence."""
+    """Function that returns the values at `index` of a sequence, as a tuple."""
     if len(index) > 1:  # itemgetter gives a tuple only then
         return itemgetter(*index)
     return lambda values: tuple([values[i] for i in index])
 
 
 def _merged(places: Sequence[tuple[PackedLocation, ...]]) -> tuple[PackedLocation, ...]:
-    """All of them, each once."""
+    """Union of locations."""
     distinct = list({id(each): each for each in places if each}.values())
     if len(distinct) < 2:
         return distinct[0] if distinct else ()
@@ -340,11 +340,11 @@ _FRACTION = 1 << 20
 
 
 def balanced_order(lengths: Sequence[float], num_parts: int) -> list[int]:
-    """Positions in an order whose `num_parts` contiguous parts have equal counts and nearly equal sums of `lengths`.
+    """Positions reordered so that `num_parts` contiguous parts have equal counts and nearly equal sums of `lengths`.
 
-    As `rl_csrc.rows.balanced_order`; `len(lengths)` must divide. Lengths that are no integers count to a millionth.
+    As `rl_csrc.rows.balanced_order`; `len(lengths)` must be a multiple. Non-integers count with a precision of 1e-6.
     """
-    from rl_csrc import rows  # brings torch, which references do without until here
+    from rl_csrc import rows  # imports torch, which references otherwise do not need
 
     is_whole = isinstance(sum(lengths), int)
     sizes = cast("list[int]", [*lengths]) if is_whole else [int(length * _FRACTION) for length in lengths]
