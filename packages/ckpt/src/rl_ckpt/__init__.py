@@ -1,4 +1,4 @@
-"""Weights from a trainer to its inference servers: versioned, verified, at the speed of the hardware."""
+"""Weight transfer from a trainer to its inference servers, as versioned and verified transactions."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -83,7 +83,7 @@ _HOMES = {"tree_digest": "rl_ckpt.tensors.digest"} | dict.fromkeys(
     ),
     "rl_ckpt.sharded",
 )
-"""Modules of what needs torch, which an import of this package does not."""
+"""Lazily imported names, by module: they need torch, which importing this package does not."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Interface of weight transfer: one sender, any number of receivers, one version at a time."""
+"""Public interface: `WeightSender` and `WeightReceiver`, the two ends of a weight-transfer session."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Hold:
         self._release = release
 
     def release(self) -> None:
-        """Let their memory be used again, from the next step of the iterator on. Idempotent."""
+        """Release the tensors: their memory may be reused from the next step of the iterator on. Idempotent."""
         self._release()
 
     def __enter__(self) -> Self:
@@ -61,7 +61,7 @@ class CheckpointEngine(ABC):
     @property
     @abstractmethod
     def version(self) -> int | None:
-        """Version of the last committed sync, or of the one that `receive_weights` is taking; None before any."""
+        """Version of the last committed sync, or of the one being received; None before any."""
 
     @property
     @abstractmethod
@@ -71,7 +71,7 @@ class CheckpointEngine(ABC):
     @property
     @abstractmethod
     def state(self) -> ReceiverState:
-        """Where this end stands in the transaction. A sender is `IDLE` until its first commit, `COMMITTED` after."""
+        """State of this end in the transaction. A sender is `IDLE` until its first commit, then `COMMITTED`."""
 
     @abstractmethod
     async def prepare(self) -> Metadata:
@@ -84,7 +84,7 @@ class CheckpointEngine(ABC):
         A receiver has one peer, the sender, and waits until that exists.
 
         Raises:
-            PeerTimeoutError: fewer came before the deadline; says how many did.
+            PeerTimeoutError: fewer joined before the deadline; the message says how many.
             UsageError: the sender's backend does not know its receivers (`Capability.VOTES`).
         """
 
@@ -122,18 +122,18 @@ class WeightSender(CheckpointEngine):
     ) -> SyncReport:
         """Send every `(name, tensor)` to every connected receiver, verify, and commit.
 
-        None sends what `register_source` was given; those tensors must not change before this returns. Nor must those
-        of a mapping's `.items()`: what is seen to be written to before its turn is an error (`TensorError`). Of a
-        registered source and the items of a dict it is known which names are one memory; that is sent once.
+        None sends the registered source (`register_source`), whose tensors must not change before this returns. The
+        same holds for a mapping's `.items()`: a tensor found modified before its turn is an error (`TensorError`). In a
+        registered source and the items of a dict, tied tensors are detected and sent once.
 
-        Tensors may be of any dtype, shape and strides, on CPU or a device, under names that differ. A tensor may be
-        overwritten as soon as the next one is asked for. `version` must be greater than the last committed one.
-        `num_peers` waits for so many receivers, as `connect` does; in a collective export say it here, where a failure
+        Tensors may have any dtype, shape and strides, on CPU or a device, with unique names. A tensor of an iterator
+        may be overwritten as soon as the next one is requested. `version` must be greater than the last committed one.
+        `num_peers` waits for as many receivers, as `connect` does; in a collective export pass it here, where a failure
         still drains the source.
 
-        A plain iterable is drained in order by one thread that is not the event loop's, and to its end also when the
-        sync fails, so that the other ranks of a collective export are not left waiting (except when it raises itself,
-        or the call is cancelled). `send` drains it in the calling thread.
+        A plain iterable is consumed in order by one thread other than the event loop's, and to its end even if the sync
+        fails, so that the other ranks of a collective export are not left waiting (unless it raises itself, or the call
+        is cancelled). `send` consumes it in the calling thread.
 
         Raises:
             SyncAbortedError: nothing was committed anywhere; the cause is chained.
@@ -141,30 +141,30 @@ class WeightSender(CheckpointEngine):
 
     @abstractmethod
     def register_source(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """Declare once what `send_weights(version=...)` sends: tensors whose storages stay where they are.
+        """Register a source once for all `send_weights(version=...)`: tensors whose storages keep their addresses.
 
-        Nothing is exported or copied aside per sync where the transport allows it: they are packed from where they are
-        (`shm`), written from there without waiting for each (`tcp`, `file`), or read there by receivers (`cuda-ipc`).
+        Where the transport allows it, syncs need no export and no extra copy: tensors are packed in place (`shm`),
+        written without waiting for each (`tcp`, `file`), or read in place by receivers (`cuda-ipc`).
 
         Args:
-            named_tensors: `model.named_parameters`, the function, is best: it is called for every sync, so that a
-                storage that was replaced (an offload, `.data = ...`) is noticed and is an error. A mapping is looked
-                into likewise, but a `state_dict()` made earlier does not know of what happened to the model since.
+            named_tensors: Preferably the function `model.named_parameters`: it is called for every sync, so that a
+                replaced storage (offload, `.data = ...`) is detected as an error. A mapping is checked likewise, but an
+                earlier `state_dict()` does not see later changes of the model.
 
         Raises:
-            TensorError: an item cannot be sent, or a name comes twice.
+            TensorError: an item cannot be sent, or a name is repeated.
         """
 
     async def resend_current(self) -> SyncReport | None:
-        """Send the committed version again, to receivers that wait and do not hold it; the others are not involved.
+        """Send the committed version to receivers that wait and do not hold it; the others are not involved.
 
         A receiver that joined late, or was poisoned by a failed sync, need not wait for the next version. Call it
-        between syncs, as often as you like; it needs a copy of the weights (`connect(..., delta=True)`). None: nobody
-        waits.
+        between syncs at any time; it needs a copy of the weights (`connect(..., delta=True)`). Returns None if no
+        receiver waits.
 
         Raises:
-            UsageError: there is no copy, or a sync failed since and it is not whole.
-            SyncAbortedError: those receivers did not take it; the others have nothing to do with it.
+            UsageError: there is no copy, or it is incomplete after a failed sync.
+            SyncAbortedError: the receivers did not take it; others are not affected.
         """
         return None
 
@@ -185,59 +185,60 @@ class WeightReceiver(CheckpointEngine):
 
     @abstractmethod
     def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield `(name, tensor)` as they land: CPU views that are valid until the iterator advances.
+        """Yield `(name, tensor)` as they arrive: CPU views that are valid until the iterator advances.
 
-        `clone=True` yields tensors to keep. Ends normally only after the commit. Leaving the loop early calls the sync
-        off for everyone; where that must be known at once, iterate under `contextlib.aclosing`.
+        `clone=True` yields tensors to keep. Ends normally only after the commit. Leaving the loop early aborts the sync
+        for all receivers; to abort at once, iterate under `contextlib.aclosing`.
 
         Raises:
             DigestError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError: the sync failed; see `state`.
         """
 
     async def receive_batches(self, *, clone: bool = False) -> AsyncIterator[list[tuple[str, Tensor]]]:
-        """Yield what lands as `receive_weights` does, as many `(name, tensor)` at a time as landed together."""
+        """Yield lists of `(name, tensor)` that arrived together, otherwise as `receive_weights`."""
         async for item in self.receive_weights(clone=clone):
             yield [item]
 
     def hold(self) -> Hold:
-        """Keep the tensors that `receive_weights` or `receive_batches` handed out last, beyond the next step.
+        """Keep the tensors that `receive_weights` or `receive_batches` yielded last, beyond the next step.
 
-        They stay valid until `release()` or the end of the sync, and their bucket is not used for others meanwhile: at
-        most all but one of the session's buckets (four, where the backend says nothing else) can be held.
+        They stay valid until `release()` or the end of the sync, and their bucket is not reused meanwhile: at most all
+        but one of the session's buckets (four unless the backend says otherwise) can be held.
 
         Raises:
             UsageError: there are no such tensors, or too many buckets are held.
         """
-        return Hold(lambda: None)  # where tensors are the consumer's own there is nothing to keep
+        return Hold(lambda: None)  # where yielded tensors are the consumer's own
 
     @abstractmethod
     async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """Receive one sync into tensors of the caller, by name, and return its version.
 
-        The fast way where names, dtypes and shapes are those of the sender: bytes land where they belong, without a
-        view in between. Called again with the same mapping, it can take differences (`connect(..., delta=True)`).
-        Tensors are written before the commit, so after a failure they may be mixed, and `state` is then `POISONED`.
+        The fastest way if names, dtypes and shapes are those of the sender: bytes are written directly to the targets.
+        Repeated calls with the same mapping can receive deltas (`connect(..., delta=True)`). Tensors are written before
+        the commit, so after a failure they may be mixed, and `state` is then `POISONED`.
 
         Args:
-            targets: Name to tensor, on any device; dtype and shape must be those that are sent.
-            strict: Whether every tensor of `targets` must come.
-            staged: Land the version in host memory first, kept for the session, and install it when all of it is there
-                and verified. What fails, also after that, leaves the tensors and `state` as they were; but `state` is
-                `POISONED` where a vote was cast and no verdict was heard. Takes no differences.
+            targets: Name to tensor, on any device; dtype and shape must equal those sent.
+            strict: Whether every tensor of `targets` must be received.
+            staged: Receive the version in host memory first, kept for the session, and install it once it is complete
+                and verified. A failure leaves tensors and `state` as they were, except that `state` is `POISONED` after
+                a vote without an outcome. Receives no deltas.
 
         Raises:
-            TensorError: a tensor came that is not in `targets` or differs from it, or one did not come (`strict`).
+            TensorError: a received tensor is not in `targets` or differs from it, or one is missing (`strict`).
             CkptError: as `receive_weights`.
         """
 
     @abstractmethod
     def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
-        """Have a receiver look into its engine before each vote, and attest what it finds.
+        """Attestation: have the receiver digest the engine's weights before each vote.
 
-        `held` returns what the engine holds now, under the names of the sender (views of fused tensors will do). It is
-        called when the consumer has taken every tensor; the digest of what it returns must be that of what was sent, or
-        the sync is called off everywhere; if it raises, as well. It may install what has landed first, and return None
-        where it cannot look: the vote is then not attested. None ends it. Costs one read of the weights per sync.
+        `held` returns the engine's present tensors under the sender's names (views of fused tensors are fine). It is
+        called once the consumer has taken every tensor; unless their digest equals that of what was sent, the sync is
+        aborted everywhere, as it is if `held` raises. It may first install what was received, and may return None if it
+        cannot tell: the vote is then not attested. `attest_with(None)` switches it off. Costs one read of the weights
+        per sync.
         """
 
     def recv(self, *, clone: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The errors of rl-ckpt.
+"""Errors of rl-ckpt, all under `CkptError`.
 
 CkptError
 ├── BackendError (ValueError)             no such backend, or it cannot be imported here
@@ -10,7 +10,7 @@ CkptError
 ├── PeerLostError (ConnectionError)       a peer closed or died in the middle of a sync; names it
 ├── ProtocolError (ValueError)            a peer sent what the wire format does not allow
 ├── DigestError (ValueError)              bytes arrived, and they are not the bytes that were sent
-├── AttestationError (ValueError)         the engine of a receiver does not hold what landed
+├── AttestationError (ValueError)         the engine of a receiver does not hold what was received
 └── SyncAbortedError (RuntimeError)       the sync was called off; every receiver kept its old version or refuses
 """
 
@@ -54,11 +54,11 @@ class ProtocolError(CkptError, ValueError):
 
 
 class DigestError(CkptError, ValueError):
-    """What landed differs from what was sent."""
+    """Received bytes differ from what was sent."""
 
 
 class AttestationError(CkptError, ValueError):
-    """An engine was found not to hold what landed for it."""
+    """An engine does not hold the weights that its receiver got."""
 
 
 class SyncAbortedError(CkptError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Turns a URL into one end of a session, over the entry points `rl_ckpt.backends`."""
+"""`connect`: opens one end of a session from a URL, whose scheme is an entry point of group `rl_ckpt.backends`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 GROUP = "rl_ckpt.backends"
 BUCKET_UNIT_BYTES = 256
 _FLAGS = {"delta": Role.SEND, "zstd": Role.SEND, "debug": Role.RECEIVE}
-"""Flags of `connect`, and the end that each is for."""
+"""Flags of `connect`, and the role that each is for."""
 _NEEDS = {"delta": Capability.DELTA, "zstd": Capability.DELTA, "debug": Capability.VIEWS}
-"""What a backend must promise for a flag."""
+"""Capability of a backend that a flag needs."""
 _NOUNS = {Role.SEND: "sender", Role.RECEIVE: "receiver"}
 _WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -75,8 +75,8 @@ def connect(
 ) -> WeightSender | WeightReceiver:
     """Open one end of a weight-transfer session. Nothing is allocated and no peer is called before `prepare`.
 
-    All but `role` and `token` can be given in the URL as well, `?delta=1&bucket_bytes=8388608`: what is for the other
-    end is then passed over, so that both ends can be given one URL. An argument that says otherwise is an error.
+    All arguments but `role` and `token` can also be given in the URL, `?delta=1&bucket_bytes=8388608`. Flags of the
+    other role are ignored there, so that both ends can have one URL. An argument that contradicts the URL is an error.
 
     Args:
         url: `scheme://name`, the same for both ends. The scheme names an installed backend: `shm` and `uds` move
@@ -118,7 +118,7 @@ def connect(
 
 
 def capabilities(url: str) -> frozenset[Capability]:
-    """What the backend of a URL promises; opens nothing.
+    """Capabilities of the backend of a URL; opens nothing.
 
     Raises:
         AddressError, BackendError: as `connect`.
@@ -138,7 +138,7 @@ def _parts_of(url: str) -> tuple[str, str, str]:
 def _options_of(
     url: str, query: str, given: dict[str, Any], role: Role
 ) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-    """What `connect` was asked for by arguments and URL, checked; and the options that are the backend's."""
+    """Common options from arguments and URL, checked; and the remaining options, which are the backend's."""
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
@@ -187,7 +187,7 @@ def _open(backend: Any, config: SessionConfig) -> WeightSender | WeightReceiver:
     from rl_ckpt.sender.sender import Sender
     from rl_ckpt.transports.base import Transport
 
-    if not isinstance(backend, Transport):  # an engine of its own, without the transaction
+    if not isinstance(backend, Transport):  # a backend with its own ends, without the transaction
         return backend.open_session(config)
     if config.role is Role.SEND:
         return Sender(config, backend.sender(config))

@@ -1,7 +1,7 @@
-"""From one sharding to another without gathering: which slice of which rank's shard goes to which rank.
+"""Resharding plan without a gather: which slice of which source rank's shard goes to which target rank.
 
-The plan is computed once, from the `ShardSpec`s of all ranks of both sides, and is the same wherever it is computed.
-Then every pair of ranks that has something to exchange has a session of its own, and moves its slices over it.
+The plan is a deterministic function of the `ShardSpec`s of all ranks of both sides. Every pair of ranks that exchanges
+slices has a session of its own.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ if TYPE_CHECKING:
     from rl_ckpt.types import ShardSpec
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""(first, behind the last) along each axis, in the coordinates of the whole tensor."""
+"""(start, end) along each axis, in coordinates of the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One slice on its way from one rank to another."""
+    """Slice that moves from one rank to another."""
 
     source: ShardSpec
-    """The shard that it is cut from."""
+    """Source shard."""
     target: ShardSpec
-    """The shard that it is a part of."""
+    """Target shard."""
     box: Box
-    """What it is of the whole tensor."""
+    """Position of the slice in the whole tensor."""
 
     @property
     def name(self) -> str:
-        """Under which the slice travels: `name[first:end,...]`; no other of the same pair has it."""
+        """Name of the slice in the transfer: `name[start:end,...]`, unique for a pair of ranks."""
         return f"{self.source.name}[{','.join(f'{first}:{end}' for first, end in self.box)}]"
 
     @property
     def num_elements(self) -> int:
-        """Size of the slice."""
+        """Number of elements of the slice."""
         return _volume(self.box)
 
 
 class Resharding:
-    """The plan that joins two shardings. Each rank of the target gets every element of its shards exactly once.
+    """Resharding plan between two shardings: each target rank gets every element of its shards exactly once.
 
     Args:
-        sources: For each rank of the source, what it holds. Ranks may hold the same or overlapping parts; an element is
-            then taken from one of them, so that all have about equally much to send.
-        targets: For each rank of the target, what it wants.
+        sources: Shards that each source rank holds. Ranks may hold equal or overlapping parts; an element is then taken
+            from one of them, with the load balanced.
+        targets: Shards that each target rank wants.
 
     Raises:
-        TensorError: a part that is wanted is held by nobody, or the two sides disagree about the shape of a tensor.
+        TensorError: no source holds a wanted part, or the two sides have different shapes for a tensor.
     """
 
     def __init__(self, sources: Sequence[Sequence[ShardSpec]], targets: Sequence[Sequence[ShardSpec]]) -> None:
@@ -70,19 +70,19 @@ class Resharding:
                 self._join(rank, spec)
 
     def moves(self, source: int, target: int) -> Sequence[Move]:
-        """What goes from one rank to another, in the order of the target's shards."""
+        """Slices from one rank to another, in the order of the target's shards."""
         return tuple(self._moves.get((source, target), ()))
 
     def targets_of(self, source: int) -> list[int]:
-        """The ranks that a rank of the source sends to, ascending."""
+        """Target ranks that a source rank sends to, ascending."""
         return sorted(target for rank, target in self._moves if rank == source)
 
     def sources_of(self, target: int) -> list[int]:
-        """The ranks that a rank of the target receives from, ascending."""
+        """Source ranks that a target rank receives from, ascending."""
         return sorted(source for source, rank in self._moves if rank == target)
 
     def outgoing(self, source: int, target: int, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The slices to send from one rank to another: what `send_weights` takes.
+        """Slices to send from one rank to another, in the form that `send_weights` takes.
 
         Args:
             source: Rank of the source.
@@ -96,7 +96,7 @@ class Resharding:
             yield move.name, _slice(shards, move.source, move.box)
 
     def incoming(self, source: int, target: int, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Where the same slices belong, as views of the target's local tensors: what `receive_into` takes.
+        """The same slices as views of the target's local tensors, in the form that `receive_into` takes.
 
         Raises:
             TensorError: as `outgoing`.
@@ -138,20 +138,20 @@ def _volume(box: Box) -> int:
 
 
 def _common(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None if that is nothing."""
+    """Intersection of two boxes; None if it is empty."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return box if all(first < end for first, end in box) else None
 
 
 def _without(whole: Box, part: Box) -> list[Box]:
-    """The rest of a box without a box inside it, as boxes that do not overlap."""
+    """Difference of a box and a box inside it, as disjoint boxes."""
     rest: list[Box] = []
     for axis, ((first, end), (part_first, part_end)) in enumerate(zip(whole, part, strict=True)):
-        before, out_of_date = part[:axis], whole[axis + 1 :]
+        before, behind = part[:axis], whole[axis + 1 :]
         if first < part_first:
-            rest.append((*before, (first, part_first), *out_of_date))
+            rest.append((*before, (first, part_first), *behind))
         if part_end < end:
-            rest.append((*before, (part_end, end), *out_of_date))
+            rest.append((*before, (part_end, end), *behind))
     return rest
 
 

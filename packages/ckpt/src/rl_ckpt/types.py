@@ -1,4 +1,4 @@
-"""The values that rl-ckpt takes and gives."""
+"""Public types: roles, capabilities, states, session configuration, receipts and reports."""
 
 from __future__ import annotations
 
@@ -11,71 +11,71 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """Which end of a session an engine is."""
+    """Role of an end in a session."""
 
     SEND = "send"
     RECEIVE = "receive"
 
 
 class Capability(StrEnum):
-    """What a backend may promise beyond verified versions. `connect`, or the call, refuses what is not promised."""
+    """Capability of a backend beyond verified versions; `connect`, or the call, raises if one is missing."""
 
     VOTES = "votes"
     """The sender knows its receivers: it waits for `num_peers`, has their receipts, and all commit or none."""
     DELTA = "delta"
-    """Bit-exact differences to receivers that hold the version before (`delta=True`, `zstd=True`)."""
+    """Bit-exact deltas to receivers that hold the previous version (`delta=True`, `zstd=True`)."""
     VIEWS = "views"
-    """Tensors are handed out as views of buckets, several at a time; `debug=True` finds one that is kept too long."""
+    """Tensors are yielded as views of buckets, several at a time; `debug=True` detects views kept too long."""
 
 
 class ReceiverState(StrEnum):
-    """Where an end stands in the transaction of one sync."""
+    """State of an end in the transaction of a sync."""
 
     IDLE = "idle"
     """No sync has reached it yet."""
     PREPARING = "preparing"
-    """It knows the manifest and waits for buckets."""
+    """A sync has begun; buckets are being received."""
     STAGED = "staged"
-    """Every bucket landed and was verified; the consumer has seen every tensor."""
+    """Every bucket is verified and every tensor was taken; the vote is cast."""
     COMMITTED = "committed"
     """The sender committed this version on all receivers."""
     POISONED = "poisoned"
-    """A sync failed after tensors were handed out: what the consumer holds may be mixed, so it must not serve."""
+    """A sync failed after the consumer got tensors: its weights may be mixed, so it must not serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionConfig:
-    """What `connect` was asked for: all that a backend needs to open one end of a session."""
+    """Configuration of one end of a session, from `connect`."""
 
     address: str
-    """The URL, whole."""
+    """Complete URL."""
     name: str
-    """The URL behind `scheme://`."""
+    """Part of the URL after `scheme://`, without options."""
     role: Role
-    """Which end to open."""
+    """Role of this end."""
     timeout_s: float
-    """Longest wait for a peer, seconds; every wait has its own."""
+    """Deadline of every single wait for a peer, seconds."""
     bucket_bytes: int | None = None
-    """Size of one transfer bucket, bytes; a multiple of 256. None: the backend's own. A receiver's is not used."""
+    """Size of a transfer bucket, bytes; a multiple of 256. None: the backend's default. Ignored at a receiver."""
     delta: bool = False
-    """Whether a sender keeps a copy of what it sent, to send differences to receivers that hold it."""
+    """Whether a sender keeps a copy of what it sent, to send deltas against it."""
     zstd: bool = False
-    """Whether a sender compresses the differences."""
+    """Whether a sender compresses deltas with zstd."""
     debug: bool = False
-    """Whether a receiver hands out copies that turn into NaN when they are not valid any more."""
+    """Whether a receiver yields copies that turn into NaN once they are no longer valid."""
     token: str | None = None
-    """Secret that both ends know, for backends whose peers the kernel cannot vouch for."""
+    """Shared secret, for backends whose peers the kernel cannot authenticate."""
     options: tuple[tuple[str, str], ...] = ()
-    """The backend's own options of the URL, as names and values."""
+    """Options of the backend from the URL, as (name, value) pairs."""
 
     def option(self, name: str, default: str = "") -> str:
-        """Value of an option of the backend, as the URL gives it."""
+        """Value of an option of the backend from the URL, or the default."""
         return dict(self.options).get(name, default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """What one end tells the other before the first sync."""
+    """Result of `prepare`: address, name and bucket size of this end."""
 
     address: str
     """URL under which this end is reached."""
@@ -87,64 +87,64 @@ class Metadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What a receiver attests after a commit."""
+    """Receipt of a receiver after a commit."""
 
     peer: str
     """Name of the receiver."""
     version: int
-    """Weight version it now holds."""
+    """Committed weight version."""
     digest: int
-    """Tree digest of the weights: of what landed and, if `is_attested`, of what its engine holds."""
+    """Tree digest of the received weights and, if `is_attested`, of what its engine holds."""
     num_tensors: int
-    """Tensors that landed, were verified, and were taken by its consumer."""
+    """Tensors received, verified, and taken by its consumer."""
     is_attested: bool
-    """Whether the receiver has looked into its engine (`CheckpointEngine.attest_with`)."""
+    """Whether the engine's weights were checked (`WeightReceiver.attest_with`)."""
     num_bound: int
-    """Tensors of this sync that the engine was found to hold, under their names; 0 if not attested."""
+    """Tensors of this sync that the engine holds under their names; 0 if not attested."""
     num_expected: int
-    """Tensors that the engine has in all; 0 if not attested. More than `num_bound` after a sync of a part."""
+    """All tensors of the engine; 0 if not attested. More than `num_bound` after a partial sync."""
     verify_s: float = 0.0
-    """Its time in checking what landed and, in the same pass, copying it to where it belongs, seconds."""
+    """Time for verifying bytes and copying them in the same pass, seconds."""
     install_s: float = 0.0
-    """Its time in applying differences and in whatever its consumer did with tensors, seconds."""
+    """Time for applying deltas and of the consumer itself, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """One finished weight sync, as one end saw it."""
+    """Report of a committed sync: sizes, timings and receipts."""
 
     version: int
     """Weight version that was committed."""
     digest: int = 0
-    """Tree digest of what was sent, as `rl_ckpt.tree_digest` computes it; to stamp rollouts with."""
+    """Tree digest of what was sent (`rl_ckpt.tree_digest`); can be recorded with rollouts."""
     num_tensors: int
     """Tensors sent."""
     num_bytes: int
     """Size of the tensors, bytes; of tied ones for each name."""
     num_wire_bytes: int = 0
-    """Payload that each receiver was sent, bytes: the tensors or their differences, tied ones once, with the gaps."""
+    """Payload per receiver, bytes: tensors or deltas, tied tensors once, including padding."""
     num_deltas: int = 0
-    """Tensors that were sent as differences from the version before."""
+    """Tensors sent as deltas against the previous version."""
     export_s: float
     """Waiting for the source iterator, seconds."""
     pack_s: float
-    """Copying into buckets, with the digests that are made in passing, and finding differences, seconds."""
+    """Packing buckets, with digests in the same pass, and computing deltas, seconds."""
     wire_s: float
     """Waiting for a free bucket or a peer, seconds."""
     verify_s: float
-    """Computing the digests that need a pass of their own, seconds."""
+    """Digests that need a separate pass, seconds."""
     install_s: float = 0.0
     """The longest `install_s` of a receipt, seconds."""
     pause_s: float = 0.0
-    """From the announcement of the sync to the last receipt: how long receivers were between two versions, seconds."""
+    """From the announcement of the sync to the last receipt: time of receivers between two versions, seconds."""
     wall_s: float
     """From the first call to the last receipt, seconds."""
     limit_gb_per_s: float | None = None
-    """What one core of the sender copies, as probed when the session was opened, 1e9 bytes per second."""
+    """Copy bandwidth of one core of the sender, measured when the session was opened, 1e9 bytes per second."""
     receipts: tuple[Receipt, ...] = field(default=())
     """One per receiver that confirmed the commit."""
     lost: tuple[str, ...] = field(default=())
-    """Receivers that fell silent between their vote and confirming the commit. Each holds this version or refuses."""
+    """Receivers lost between vote and confirmation of the commit. Each holds this version or refuses to serve."""
 
     @property
     def gb_per_s(self) -> float:
@@ -153,25 +153,25 @@ class SyncReport:
 
     @property
     def fraction_of_limit(self) -> float | None:
-        """`gb_per_s` of the probed limit; above 1 where differences were sent. None where nothing was probed."""
+        """`gb_per_s` as a fraction of `limit_gb_per_s`; above 1 with deltas. None without a measured limit."""
         return None if not self.limit_gb_per_s else self.gb_per_s / self.limit_gb_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """Which part of a tensor one rank holds: a box in the coordinates of the whole tensor."""
+    """Shard of a tensor on one rank: a box in coordinates of the whole tensor."""
 
     name: str
-    """Of the tensor, the same at both ends."""
+    """Name of the tensor, the same on both sides."""
     shape: tuple[int, ...]
     """Elements of the whole tensor along each axis."""
     offsets: tuple[int, ...]
-    """Where the box starts along each axis, elements."""
+    """Start of the box along each axis, elements."""
     sizes: tuple[int, ...]
-    """Its length along each axis, elements; 0 if the rank holds nothing of the tensor."""
+    """Size of the box along each axis, elements; 0 if the rank holds nothing of the tensor."""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` if the box is not one inside the tensor."""
+        """Raise `ValueError` if the box is outside the tensor."""
         is_inside = len(self.shape) == len(self.offsets) == len(self.sizes) and all(
             start >= 0 and size >= 0 and start + size <= whole
             for start, size, whole in zip(self.offsets, self.sizes, self.shape, strict=True)
@@ -195,15 +195,15 @@ class ShardSpec:
         """The shard of one rank of a device mesh, cut as `torch.distributed.tensor` cuts: the first ranks get more.
 
         Args:
-            name: Of the tensor.
+            name: Name of the tensor.
             shape: Elements of the whole tensor along each axis.
             mesh: Ranks along each axis of the mesh, for example (replicas, shards) for HSDP.
-            placements: For each axis of the mesh the axis of the tensor that is cut over it, or None: replicated. An
-                axis that is cut twice is cut by the first axis of the mesh first.
-            coordinate: Of the rank in the mesh.
+            placements: For each axis of the mesh, the axis of the tensor that is sharded over it, or None: replicated.
+                An axis sharded twice is cut by the first axis of the mesh first.
+            coordinate: Coordinate of the rank in the mesh.
 
         Raises:
-            ValueError: the mesh, the placements and the coordinate do not fit one another, or the tensor.
+            ValueError: mesh, placements and coordinate do not match each other or the tensor.
         """
         if not len(mesh) == len(placements) == len(coordinate):
             raise ValueError(f"a mesh of {len(mesh)} axes has {len(placements)} placements and coordinate {coordinate}")

@@ -1,4 +1,4 @@
-"""One control connection: whole messages in and out of a non-blocking stream socket, every wait with a deadline."""
+"""Control channel: sends and receives whole messages on a non-blocking socket; deadlines and cancellation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class Deadline:
-    """A moment in the future."""
+    """Deadline of a wait."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -36,7 +36,7 @@ class Deadline:
 
 
 class Canceller:
-    """Ends the waits of another thread: they raise `SyncAbortedError`."""
+    """Cancels the waits of another thread, which then raise `SyncAbortedError`."""
 
     def __init__(self) -> None:
         self._waker = Waker()
@@ -44,15 +44,15 @@ class Canceller:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether waits end at once."""
+        """Whether it was cancelled."""
         return self._reason is not None
 
     def fileno(self) -> int:
-        """Becomes readable on `cancel`."""
+        """Descriptor that becomes readable on `cancel`."""
         return self._waker.fileno()
 
     def cancel(self, reason: str) -> None:
-        """End the present wait, and every later one until `clear`."""
+        """Cancel the present wait, and every later one until `clear`."""
         if self._reason is None:
             self._reason = reason
             self._waker.wake()
@@ -78,10 +78,10 @@ class Observer:
     """Hook that sees every channel of this process, for fault injection; put one into `observers`."""
 
     def sending(self, message: Message) -> None:
-        """A message is about to be sent."""
+        """Called before a message is sent."""
 
     def pausing(self) -> None:
-        """A channel is about to be read or closed: what was sent before has left."""
+        """Called before a channel is read or closed: earlier messages have been sent."""
 
 
 observers: list[Observer] = []
@@ -90,7 +90,7 @@ observers: list[Observer] = []
 def wait_for(
     canceller: Canceller, deadline: Deadline, *, readable: Sequence[int] = (), writable: Sequence[int] = ()
 ) -> list[int]:
-    """The descriptors that can be read or written now, or [] when the deadline has passed.
+    """Wait for descriptors; returns those that are ready, or [] if the deadline passed.
 
     Raises:
         SyncAbortedError: the canceller was cancelled.
@@ -107,59 +107,59 @@ def wait_for(
 
 
 class Channel:
-    """A connected stream socket that carries the messages of WIRE.md. Owns the socket."""
+    """Control channel over a connected stream socket, with the messages of WIRE.md. Owns the socket."""
 
     def __init__(self, connection: socket.socket, peer: str, *, address: str = "") -> None:
         connection.setblocking(False)
         self.peer = peer
-        """Name of the other end, for messages."""
+        """Name of the peer, for messages."""
         self.address = address
-        """Where it is, if the kernel does not know who it is: its process id then comes with its greeting."""
+        """Address of the peer, if the kernel does not report its process id, which `Hello` then contains."""
         self.is_closed = False
-        """Whether the peer has closed its end. What it sent before has been returned by `receive`."""
+        """Whether the peer closed the connection. Earlier messages have been returned by `receive`."""
         self._cause = ""
         self.descriptors: list[int] = []
-        """File descriptors that came with messages; whoever takes one out owns it."""
+        """File descriptors received with messages; a caller that removes one owns it."""
         self._socket = close_in_children(connection)
         self._decoder = Decoder(max_body_bytes=GREETING_BYTES)
         self._takes_descriptors = True
 
     def fileno(self) -> int:
-        """Becomes readable when the peer sent something or is gone."""
+        """Descriptor that becomes readable when the peer sent something or is gone."""
         return self._socket.fileno()
 
     def addresses(self) -> tuple[str, str]:
-        """Hosts of this end and of the other, of a connection over TCP; raises `PeerLostError` once it is gone."""
+        """(local, remote) host of a TCP connection; raises `PeerLostError` once it is gone."""
         try:
             return str(self._socket.getsockname()[0]), str(self._socket.getpeername()[0])
         except OSError as error:
             raise self.loss() from error
 
     def loss(self) -> PeerLostError:
-        """What to raise when the peer has closed its end."""
+        """Error to raise when the peer closed the connection."""
         return PeerLostError(f"{self.peer} went away{self._cause}")
 
     def is_closed_by_peer(self, timeout_s: float) -> bool:
-        """Whether the peer has closed its end, or does so within this time, seconds. Takes nothing in."""
+        """Whether the peer has closed, or closes within this time, seconds. Reads nothing."""
         poll = select.poll()
-        poll.register(self.fileno(), getattr(select, "POLLRDHUP", 0))  # that alone, which Linux has
+        poll.register(self.fileno(), getattr(select, "POLLRDHUP", 0))  # only that event, which Linux has
         return bool(poll.poll(timeout_s * 1000))
 
     def introduce(self, role: str, pid: int) -> None:
-        """Take the name that the peer's greeting gave it, if the kernel told none."""
+        """Name the peer by the process id of its `Hello`, unless the kernel reported one."""
         if self.address:
             self.peer = f"{role} pid {pid} at {self.address}"
 
     def trust(self) -> None:
-        """Take messages of any size, and no descriptors, from now on: the peer is authenticated and has a session."""
+        """Accept messages of any size, and no descriptors, from now on: the peer is authenticated."""
         self._decoder.max_body_bytes = MAX_BODY_BYTES
         self._takes_descriptors = False
 
     def detach(self) -> socket.socket:
-        """Give the socket away; the channel must not be used any more.
+        """Return the socket to the caller; the channel must not be used any more.
 
         Raises:
-            ProtocolError: the peer has already sent more than whole messages.
+            ProtocolError: the peer has already sent part of another message.
         """
         if not self._decoder.is_empty:
             raise ProtocolError(f"{self.peer} sent more than a greeting on a connection for payload")
@@ -189,7 +189,7 @@ class Channel:
                 raise PeerTimeoutError(f"{self.peer} took no control message within {deadline.timeout_s:g} s")
 
     def try_send(self, message: Message, sync: int) -> bool:
-        """Send without waiting. False if not all of it could be sent: the connection must then be closed."""
+        """Send without waiting. False if it was not sent completely: the connection must then be closed."""
         data = self.encode(Encoded(message), sync)
         try:
             return self._write(memoryview(data), ()) == len(data)
@@ -197,10 +197,10 @@ class Channel:
             return False
 
     def receive(self) -> list[tuple[int, Message]]:
-        """Every `(sync, message)` that is here now, without waiting. Sets `is_closed` at the end of the stream.
+        """Available `(sync, message)` pairs, without waiting. Sets `is_closed` at the end of the stream.
 
         Raises:
-            ProtocolError: the peer sent something else.
+            ProtocolError: the peer sent something that is not a message.
         """
         for observer in observers:
             observer.pausing()
@@ -218,13 +218,13 @@ class Channel:
         return messages
 
     def encode(self, message: Encoded, sync: int) -> bytes:
-        """The message as it goes out. Fault injectors override this."""
+        """Message as bytes. Fault injectors override this."""
         for observer in observers:
             observer.sending(message.message)
         return message.for_sync(sync)
 
     def close(self) -> None:
-        """Close the socket and every descriptor that nobody took."""
+        """Close the socket and the descriptors that were not taken."""
         for observer in observers:
             observer.pausing()
         self._socket.close()
@@ -253,12 +253,12 @@ _PREFIX = b"rl-ckpt 5 "
 
 
 def proof_of(token: bytes, role: Literal["sender", "receiver"], receiver_nonce: bytes, sender_nonce: bytes) -> bytes:
-    """What the end of this role sends, 32 bytes. The token itself never travels."""
+    """Proof of the token by the end with this role, 32 bytes. The token itself is never sent."""
     return hmac.digest(token, _PREFIX + role.encode() + receiver_nonce + sender_nonce, "sha256")
 
 
 def is_proof(
     mac: bytes, token: bytes, role: Literal["sender", "receiver"], receiver_nonce: bytes, sender_nonce: bytes
 ) -> bool:
-    """Whether that is what the end of this role would send, compared in constant time."""
+    """Whether a proof is valid for the end with this role; compared in constant time."""
     return hmac.compare_digest(mac, proof_of(token, role, receiver_nonce, sender_nonce))

@@ -1,4 +1,4 @@
-"""Runs the blocking half of an end, one call at a time: in the caller's thread, or for asyncio in one of its own."""
+"""`Worker`: runs an end's blocking calls one at a time, in the caller's thread or, for asyncio, in its own."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ENDING_S = 10.0
-"""Longest wait for a cancelled call to return before the next one begins; a source of weights may block."""
+"""Longest wait for a cancelled call to return before the next begins, seconds; a source may block."""
 
 
 class Worker:
-    """Calls blocking functions, never two at once. `run` keeps the order of threads: all its calls share one."""
+    """Runs blocking functions, never two at once. All calls of `run` share one thread."""
 
     def __init__(self, owner: str) -> None:
         self.canceller = Canceller()
@@ -34,31 +34,31 @@ class Worker:
         self._pool: ThreadPoolExecutor | None = None
         self._is_closed = False
         self._ending: asyncio.Future[Any] | None = None
-        """The call that was cancelled last, until it has returned: who cancels twice does not wait for that."""
+        """Cancelled call that has not returned yet."""
 
     def call(self, work: Callable[[], T]) -> T:
         """Call `work` in this thread.
 
         Raises:
-            UsageError: another call is under way, or this end is closed, or another process's.
+            UsageError: another call is running; or this end is closed, or belongs to another process.
         """
         self._enter()
         return self._finish(work)
 
     async def run(self, work: Callable[[], T], *, on_cancel: Callable[[], None] | None = None) -> T:
-        """Call `work` in the thread of this end. Cancelling the task ends its waits and waits until it has returned.
+        """Call `work` in the thread of this end. Cancelling the task cancels its waits, and waits until it returned.
 
-        What the task is cancelled with, if it is a sentence, is what its waits raise.
+        The message that the task is cancelled with becomes the message of the error that its waits raise.
 
         Raises:
-            UsageError: another call is under way, or this end is closed, or another process's.
+            UsageError: another call is running; or this end is closed, or belongs to another process.
         """
         if self._ending is not None and self._ending.get_loop() is asyncio.get_running_loop():
             await asyncio.wait([self._ending], timeout=ENDING_S)
         self._enter()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rl-ckpt {self._owner}")
-        # the caller's stream, in whatever order it has given work to its device: a thread begins with another
+        # The caller's CUDA stream, so that work stays in order: a new thread starts with the default stream.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def on_thread() -> T:
@@ -78,7 +78,7 @@ class Worker:
             raise
 
     def _enter(self) -> None:
-        """Begin a call; `_finish` ends it, in whatever thread."""
+        """Begin a call; `_finish` ends it, in any thread."""
         if os.getpid() != self._pid:
             raise UsageError(
                 f"{self._owner} was opened in process {self._pid} and does not survive a fork; open another with "
@@ -105,13 +105,13 @@ class Worker:
             raise UsageError(f"{self._owner} is closed; open another with rl_ckpt.connect")
 
     def _forget(self, future: asyncio.Future[T]) -> None:
-        """Let the next call wait again. What the cancelled one would have said is of no use to anybody."""
+        """Allow waits again after a cancelled call returned; its result is discarded."""
         self._ending = None
         future.exception()
         self.canceller.clear()
 
     def close(self, release: Callable[[], None], timeout_s: float) -> None:
-        """End the call under way, then call `release`. Idempotent, and nothing in a forked child.
+        """Cancel the running call, then call `release`. Idempotent; a no-op in a forked child.
 
         Raises:
             PeerTimeoutError: the call did not end within `timeout_s`, for example because the source of weights blocks.
@@ -155,7 +155,7 @@ class AsyncSource(Iterator[T]):
             raise StopIteration from None
 
     def cancel(self) -> None:
-        """End a wait for the next item: it raises `concurrent.futures.CancelledError`."""
+        """Cancel a wait for the next item, which raises `concurrent.futures.CancelledError`."""
         self._is_cancelled = True
         if self._pending is not None:
             self._pending.cancel()

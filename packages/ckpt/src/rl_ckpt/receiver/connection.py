@@ -1,4 +1,4 @@
-"""A receiver's connection to its sender: the greetings, and what is said over it, every wait with a deadline."""
+"""Receiver connection: dialling, handshake, messages of a sync; every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DYING_S = 1.0
-"""How much sooner the memory of a process that dies may be gone than its sockets."""
+"""Seconds by which the memory of a dying process may disappear before its sockets close."""
 PULL_PAUSE_S = 0.001
-"""Between two looks at a read of the sender's memory, which wakes nobody."""
+"""Poll interval for reads of the sender's memory, which signal no descriptor."""
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """The connection to a sender and what it has said about the session. Owns the channel and the streams."""
+    """Connection to a sender, with the state of the session. Owns the channel and the payload streams."""
 
     channel: Channel
     transport: ReceiveTransport
@@ -69,25 +69,25 @@ class Connection:
     address: str
     """URL of the session."""
     timeout_s: float
-    """Longest wait, where the caller has no deadline of its own."""
+    """Default deadline of waits, seconds."""
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
-    """What the sender must prove its knowledge of the token over."""
+    """Nonce over which the sender must prove the token."""
     session: Session | None = None
-    """What the sender said of it; None before."""
+    """Session parameters from the sender; None before the handshake."""
     reader: BucketReader | None = None
-    """Where its buckets come from; None before that is known."""
+    """Reader of bucket payloads; None before the handshake."""
     mapped_source: MappedSource | None = None
-    """Its registered source, if this end has mapped that."""
+    """Mapping of the sender's registered source, if it sent one."""
     inbox: deque[tuple[int, Message | Bucket]] = field(default_factory=deque[tuple[int, Message | Bucket]])
-    """`(sync, message)` that arrived and was not looked at."""
+    """Received `(sync, message)` pairs that were not handled yet."""
     _freed: list[int] = field(default_factory=list[int])
-    """Buckets that the consumer is done with, and the sender was not told of."""
+    """Freed buckets that were not reported to the sender yet."""
     _batch_ends: set[int] = field(default_factory=set[int])
-    """Buckets that were the last in the message that announced them."""
+    """Last bucket of each announcement message."""
     specs: list[TensorSpec] = field(default_factory=list[TensorSpec])
-    """The manifest so far."""
+    """Manifest received so far."""
     sync: int = 0
-    """Number of the sync that was asked for last."""
+    """Number of the sync requested last."""
 
     @property
     def peer(self) -> str:
@@ -95,18 +95,18 @@ class Connection:
         return self.channel.peer
 
     def begin_sync(self) -> None:
-        """Forget what is left of a sync that was given up, and number the next."""
+        """Discard messages of an earlier sync, and number the next one."""
         self.inbox.clear()
         self._freed.clear()
         self._batch_ends.clear()
         self.sync += 1
 
     def greet(self, deadline: Deadline) -> None:
-        """Say hello, and do not wait for the answer."""
+        """Send `Hello`, without waiting for the reply."""
         self.send_until(Hello(WIRE_VERSION, HelloRole.RECEIVER, os.getpid(), self.nonce), deadline)
 
     def join(self, deadline: Deadline) -> BucketReader:
-        """Hear the sender's greeting, and what the session is."""
+        """Complete the handshake: receive `Hello`, prove the token, and receive the session."""
         hello = self.next(deadline, "did not answer the greeting")
         if not isinstance(hello, Hello) or (hello.wire_version, hello.role) != (WIRE_VERSION, HelloRole.SENDER):
             raise ProtocolError(f"{self.peer} answered {hello}; this end speaks version {WIRE_VERSION} to a sender")
@@ -128,7 +128,7 @@ class Connection:
         return self.reader
 
     def _mapped(self, mapping: Callable[[], T]) -> T:
-        """What maps memory of the sender's; where that fails because the sender has died, its death is the error."""
+        """Run a mapping of the sender's memory; if it fails because the sender has died, raise PeerLostError."""
         try:
             return mapping()
         except BackendError as error:
@@ -148,7 +148,7 @@ class Connection:
         self.send_until(message, Deadline(self.timeout_s))
 
     def free(self, sequences: Sequence[int]) -> None:
-        """Tell the sender that the consumer is done with buckets: of those announced together, all in one message."""
+        """Report freed buckets to the sender; those announced together are reported in one message."""
         self._freed += sequences
         if not self._batch_ends.isdisjoint(sequences):
             self._tell_freed()
@@ -160,11 +160,11 @@ class Connection:
             self.send_until(Free(freed), Deadline(self.timeout_s))
 
     def receive(self, failing: str) -> Message | Bucket:
-        """The next message of this sync; see `next`."""
+        """Next message of this sync; see `next`."""
         return self.next(Deadline(self.timeout_s), failing)
 
     def abort(self, reason: AbortReason, text: str) -> bool:
-        """Call the sync off, without waiting. False if the connection is of no use any more."""
+        """Abort the sync, without waiting. False if the connection cannot be used any more."""
         if self.reader is not None:
             self.reader.close()
         is_told = not self.channel.is_closed and self.channel.try_send(Abort(reason, text), self.sync)
@@ -184,7 +184,7 @@ class Connection:
         self.channel.send(message, sync, canceller=self.canceller, deadline=deadline)
 
     def next(self, deadline: Deadline, failing: str) -> Message | Bucket:
-        """The next message of this sync. An abort or the sender's death is heard before what it makes worthless.
+        """Next message of this sync. An abort or the sender's death takes precedence over earlier messages.
 
         Raises:
             PeerTimeoutError, PeerLostError, ProtocolError, SyncAbortedError: see their names.
@@ -200,7 +200,7 @@ class Connection:
                 raise PeerTimeoutError(f"{self.peer} {failing} within {deadline.timeout_s:g} s")
 
     def readable(self, descriptor: int) -> None:
-        """Wait until a stream has more, and hear meanwhile if the sync is off."""
+        """Wait until a stream is readable; raises meanwhile if the sync is aborted."""
         deadline = Deadline(self.timeout_s)
         while True:
             self._read()
@@ -213,7 +213,7 @@ class Connection:
                 raise PeerTimeoutError(f"{self.peer} sent no more payload within {deadline.timeout_s:g} s")
 
     def until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until what is read of the sender's memory is here, and hear meanwhile if the sync is off."""
+        """Wait until a read of the sender's memory is complete; raises meanwhile if the sync is aborted."""
         deadline = Deadline(self.timeout_s)
         while not is_done():
             self._read()
@@ -224,7 +224,7 @@ class Connection:
             wait_for(self.canceller, Deadline(PULL_PAUSE_S), readable=[self.channel.fileno()])
 
     def until_woken(self, waker: Waker) -> None:
-        """Wait for another thread, whose own waits have deadlines, and hear meanwhile if the sync is off."""
+        """Wait for another thread, whose waits have deadlines; raises meanwhile if the sync is aborted."""
         ready: list[int] = []
         while waker.fileno() not in ready:
             self._read()
@@ -233,7 +233,7 @@ class Connection:
             ready = wait_for(self.canceller, Deadline(self.timeout_s), readable=[waker.fileno(), self.channel.fileno()])
 
     def ended(self) -> None:
-        """Hear why the sender has closed a stream."""
+        """Raise the reason why the sender closed a stream."""
         deadline = Deadline(self.timeout_s)
         while not self.channel.is_closed:
             self._read()
@@ -242,10 +242,10 @@ class Connection:
         raise PeerLostError(f"{self.peer} closed a connection for payload")
 
     def _read(self) -> None:
-        """Take in what is here. Manifests count whatever sync they came in; all else of an earlier one is stale.
+        """Read the available messages into the inbox. Of earlier syncs, only manifests count.
 
         Raises:
-            SyncAbortedError: the sender has called off the sync that was asked for last.
+            SyncAbortedError: the sender aborted the sync requested last.
         """
         try:
             messages = self.channel.receive()
@@ -276,7 +276,7 @@ class Connection:
         if abort is not None:
             self.inbox.clear()
             raise SyncAbortedError(f"{self.peer} called the sync off: {abort.text}")
-        if sources is not None:  # after what came behind it: if this fails, the session goes on
+        if sources is not None:  # after the messages behind it: if this fails, the session goes on
             told = sources.segments
             segments = self._mapped(lambda: self.transport.map_segments(told, self.channel))
             self.mapped_source = MappedSource(sources, segments, self.specs, self.peer)
@@ -291,33 +291,33 @@ _REASONS: dict[type[BaseException], AbortReason] = {
 
 
 def reason_of(error: BaseException) -> AbortReason:
-    """What a sender is told of an error."""
+    """Abort reason that an error is reported with."""
     return _REASONS.get(type(error), AbortReason.FAILED)
 
 
 class Connector:
-    """Owns the connection to the sender, one after the other."""
+    """Dials the sender, and reconnects when it is replaced; owns the current connection."""
 
     def __init__(self, config: SessionConfig, transport: ReceiveTransport, canceller: Canceller) -> None:
         self.connection: Connection | None = None
-        """The connection, while there is one."""
+        """Current connection, or None."""
         self._config = config
         self._transport = transport
         self._canceller = canceller
 
     def connect(self) -> None:
-        """Wait until there is a sender.
+        """Connect, waiting until there is a sender.
 
         Raises:
-            PeerTimeoutError: none came before the deadline.
+            PeerTimeoutError: there was none before the deadline.
         """
         self._dial(Deadline(self._config.timeout_s))
 
     def request_sync(self, ready: Ready) -> tuple[Connection, Begin]:
-        """Ask for the next sync, and wait until it begins. `opened` of the message is filled in.
+        """Request the next sync, and wait until it begins. Fills in `opened` of the message.
 
         Raises:
-            CkptError: it did not; the connection is closed.
+            CkptError: it did not begin; the connection is closed.
         """
         deadline = Deadline(self._config.timeout_s)
         while True:
@@ -325,7 +325,7 @@ class Connector:
                 connection = self._dial(deadline)
                 return connection, self._request_sync(connection, ready, deadline)
             except PeerLostError as error:
-                self.close()  # it died before this sync began: wait for its successor
+                self.close()  # the sender died before this sync began: wait for its successor
                 if not self._pause(deadline):
                     raise PeerTimeoutError(f"{error}, and none began a sync within {deadline.timeout_s:g} s") from error
             except BaseException as error:
@@ -334,7 +334,7 @@ class Connector:
                 raise
 
     def abort(self, reason: AbortReason, text: str) -> None:
-        """Tell the sender; close the connection if it cannot hear it, or if the two are out of step."""
+        """Report an abort to the sender; close the connection if that fails, or after a protocol error."""
         if self.connection is not None and not self.connection.abort(reason, text):
             self.close()
 
@@ -346,7 +346,7 @@ class Connector:
             self._transport.release()
 
     def _dial(self, deadline: Deadline) -> Connection:
-        """The connection, a new one if there is none."""
+        """Current connection, or a new one."""
         address = self._config.address
         while self.connection is None:
             channel = self._transport.dial()

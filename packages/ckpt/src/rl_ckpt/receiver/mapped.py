@@ -1,6 +1,6 @@
-"""The receiver's side of a registered source that is read where it is: the sender's memory, mapped, and copied from.
+"""Zero-copy receive of a registered source: the receiver maps the sender's memory and copies from it directly.
 
-What the sender says of it is in `rl_ckpt.transports.mapped_source`.
+The sender side is in `rl_ckpt.transports.mapped_source`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Route:
-    """From where to where the tensors of one message go, kept as long as the targets stay where they are."""
+    """Copy route of the tensors of one message, cached while the addresses of the targets stay the same."""
 
     addresses: list[int]
-    """Of the targets that are written as they are; 0 for those that have staging memory before them."""
+    """Addresses of targets that are written directly; 0 for those copied through staging memory."""
     pieces: list[Tensor]
     contents: list[Tensor]
 
 
 class MappedSource:
-    """The receiver's side: the sender's memory, mapped, and what lies in it."""
+    """Registered source of the sender as the receiver maps it: segments, and the tensors in them."""
 
     def __init__(self, sources: Sources, segments: Sequence[Tensor], specs: Sequence[TensorSpec], sender: str) -> None:
         self._sender = sender
@@ -50,7 +50,7 @@ class MappedSource:
             self._locations.append((spec, memory[offset : offset + spec.num_bytes]))
 
     def unpack(self, unpacker: Unpacker, message: Mapped) -> list[tuple[str, Tensor]]:
-        """Copy what is ready to where it belongs, or for a consumer that iterates to memory of its own; verify it.
+        """Copy announced tensors to their targets, or to new memory for a consumer that iterates, and verify them.
 
         Raises:
             ProtocolError, DigestError, TensorError: see their names.

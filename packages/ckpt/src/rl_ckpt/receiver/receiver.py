@@ -1,4 +1,4 @@
-"""The receiving end: finds the sender, checks every bucket, hands out its tensors, votes, and hears the verdict."""
+"""`Receiver`, the receiving end of a session: verifies buckets, yields tensors, votes, and learns the outcome."""
 
 from __future__ import annotations
 
@@ -52,27 +52,27 @@ if TYPE_CHECKING:
 
 
 NUM_HELD = 4
-"""Slots of which a consumer may hold all but one, however many the session has: a sender always uses so many."""
+"""Slots of which a consumer may hold all but one: the number that a sender uses at least."""
 
 
 class RelayPipe(Protocol):
-    """Who is told of all that has landed: a relay, which passes it on."""
+    """Relay that is notified of verified tensors, and passes them on."""
 
     @property
     def outcome(self) -> Waker:
-        """Woken when its own receivers have voted, or have failed to."""
+        """Waker that fires when its own receivers have voted or failed."""
         ...
 
     def landed(self) -> None:
-        """More may have landed; raises what ended the sync below."""
+        """Note that more tensors may be verified; raises the error that ended the sync below."""
         ...
 
     def end(self) -> None:
-        """All has landed."""
+        """Note that all tensors are verified."""
         ...
 
     def require_votes(self, digest: int) -> None:
-        """Raise if its receivers have not voted for this digest."""
+        """Raise unless its receivers voted for this digest."""
         ...
 
 
@@ -86,18 +86,18 @@ class Receiver(WeightReceiver):
         self._connector = Connector(config, transport, self._worker.canceller)
         self._unpacker: Unpacker | None = None
         self._pipe: RelayPipe | None = None
-        """Who is told of everything that has landed, where this is a relay."""
+        """Relay pipe that is notified of verified tensors; None unless this is a relay."""
         self._scratch = Scratch()
         self._staging = Staging()
         self._alias_check = AliasCheck()
         self._handed_at: float | None = None
-        """Since when the consumer has its tensors."""
+        """Time at which the consumer got its last tensors."""
         self._state = ReceiverState.IDLE
         self._version: int | None = None
         self._digest: int | None = None
         self._held: Callable[[], Mapping[str, Tensor] | None] | None = None
         self._base: Mapping[str, Tensor] | None = None
-        """What the last committed sync was received into, if it was, and differences can be applied to it."""
+        """Targets of the last committed sync, if deltas can be applied to them."""
 
     @property
     def digest(self) -> int | None:
@@ -111,34 +111,34 @@ class Receiver(WeightReceiver):
 
     @property
     def state(self) -> ReceiverState:
-        """Where this end stands."""
+        """State of this end."""
         return self._state
 
     async def prepare(self) -> Metadata:
-        """Nothing to allocate: the ring is the sender's."""
+        """Return the metadata; a receiver allocates nothing, as the ring is the sender's."""
         return Metadata(
             address=self.address, peer=f"receiver pid {os.getpid()}", bucket_bytes=self._config.bucket_bytes
         )
 
     async def connect(self, num_peers: int = 1) -> None:
-        """Wait until the sender exists, and join its session."""
+        """Wait for the sender and join its session."""
         if num_peers != 1:
             raise UsageError(f"num_peers is {num_peers}; a receiver has one peer, its sender")
         await self._worker.run(self._connector.connect)
 
     def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
-        """Look into the engine before every vote. See `WeightReceiver`."""
+        """Set the function that reads the engine's weights before every vote. See `WeightReceiver`."""
         self._held = held
 
     async def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield tensors as they land. See `WeightReceiver`."""
+        """Yield tensors as they arrive. See `WeightReceiver`."""
         async with aclosing(self._batches(clone)) as batches:
             async for batch in batches:
                 for item in batch:
                     yield item
 
     async def receive_batches(self, *, clone: bool = False) -> AsyncIterator[list[tuple[str, Tensor]]]:
-        """Yield the tensors of a bucket at a time. See `WeightReceiver`."""
+        """Yield tensors bucket by bucket. See `WeightReceiver`."""
         async with aclosing(self._batches(clone)) as batches:
             async for batch in batches:
                 yield batch
@@ -152,14 +152,14 @@ class Receiver(WeightReceiver):
             self._give_up(unpacker, AbortReason.FAILED, "its consumer stopped before the end")
 
     def hold(self) -> Hold:
-        """Keep the tensors that were handed out last. See `WeightReceiver`."""
+        """Keep the tensors that were yielded last. See `WeightReceiver`."""
         if self._unpacker is None:
             raise UsageError(f"hold() is for tensors of a sync that is under way; there is none at {self.address}")
         self._scratch.forget()
         return self._unpacker.held_buckets.hold()
 
     async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
-        """Write tensors where they belong. See `WeightReceiver`."""
+        """Receive one version into tensors of the caller. See `WeightReceiver`."""
         unpacker = await self.begin(targets, staged=staged)
         await self.take(unpacker, strict=strict)
         return unpacker.version
@@ -193,16 +193,16 @@ class Receiver(WeightReceiver):
         self._connector.close()
 
     async def begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Unpacker:
-        """Wait until a sync begins; whoever calls it goes on with `take`, or leaves it to `receive_into`."""
+        """Wait until a sync begins; to be followed by `take`."""
         try:
             return await self._worker.run(lambda: self._begin(targets, staged=staged))
         except asyncio.CancelledError:
-            if self._unpacker is not None:  # it began in the very moment of the cancellation
+            if self._unpacker is not None:  # the sync began at the moment of the cancellation
                 self._give_up(self._unpacker, AbortReason.FAILED, "it was cancelled")
             raise
 
     async def take(self, unpacker: Unpacker, *, strict: bool, pipe: RelayPipe | None = None) -> None:
-        """Land all of a sync that has begun in its targets, to the commit; tell a relay pipe of what has landed."""
+        """Receive a sync that has begun into its targets, up to the commit; notifies a relay pipe of progress."""
         self._pipe = pipe
         try:
             await self._worker.run(lambda: self._take_all(unpacker, strict))
@@ -211,7 +211,7 @@ class Receiver(WeightReceiver):
             self._give_up(unpacker, AbortReason.FAILED, "its consumer stopped before the end")
 
     def _begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Unpacker:
-        """Ask for the next sync and wait until it starts."""
+        """Request the next sync and wait until it begins."""
         if self._unpacker is not None:
             self._give_up(self._unpacker, AbortReason.FAILED, "its consumer began anew")
         held = NO_VERSION
@@ -223,7 +223,7 @@ class Receiver(WeightReceiver):
         connection, begin = self._connector.request_sync(ready)
         try:
             return self._land_on(connection, begin, targets, staging)
-        except BaseException as error:  # targets that nothing can be landed in front of
+        except BaseException as error:  # targets without memory to stage
             self._connector.abort(reason_of(error), str(error) or repr(error))
             raise
 
@@ -257,7 +257,7 @@ class Receiver(WeightReceiver):
             pass
 
     def _advance(self, unpacker: Unpacker, strict: bool) -> list[tuple[str, Tensor]] | None:
-        """Free the bucket handed out last; the tensors of the next one, or None after the commit."""
+        """Free the bucket yielded last; return the tensors of the next one, or None after the commit."""
         connection = self._connection_of(unpacker)
         if self._handed_at is not None:
             unpacker.install_s += time.perf_counter() - self._handed_at
@@ -285,7 +285,7 @@ class Receiver(WeightReceiver):
                     self._pipe.landed()
         except BaseException as error:
             self._give_up(unpacker, reason_of(error), str(error) or repr(error))
-            if not isinstance(error, Exception):  # an interrupt: what was heard may be lost, and the next sync with it
+            if not isinstance(error, Exception):  # an interrupt may lose received messages, and break the next sync
                 self._connector.close()
             raise
 
@@ -306,7 +306,7 @@ class Receiver(WeightReceiver):
         return self._connector.connection
 
     def _finish(self, connection: Connection, unpacker: Unpacker, seal: Seal, strict: bool) -> None:
-        """Vote, and wait for the verdict."""
+        """Check completeness, vote, and wait for the commit."""
         digest = unpacker.digest
         landed = (unpacker.num_buckets, len(unpacker.digests), unpacker.num_bytes, digest)
         if landed != (seal.num_buckets, seal.num_tensors, seal.num_bytes, seal.digest) or not unpacker.is_whole():
@@ -352,17 +352,17 @@ class Receiver(WeightReceiver):
         connection.channel.try_send(Committed(unpacker.version), connection.sync)
 
     def _attest(self, unpacker: Unpacker, vote: Staged) -> Staged:
-        """The vote, with what the engine holds."""
+        """Add the attestation to a vote: the digest of what the engine holds."""
         held = None if self._held is None else self._held()
         if held is None:
             return vote
         sent = {spec.name for spec in unpacker.digests}
         bound = [name for name in held if name in sent]
-        digest = tree_digest((name, held[name]) for name in bound)  # one by one: they may be read back from a device
+        digest = tree_digest((name, held[name]) for name in bound)  # one by one, as they may be copied from a device
         return replace(vote, is_attested=1, held_digest=digest, num_bound=len(bound), num_expected=len(held))
 
     def _give_up(self, unpacker: Unpacker, reason: AbortReason, text: str) -> None:
-        """Leave a sync that is not over. Tells the sender without waiting; never raises."""
+        """Abort a sync that is not over. Reports to the sender without waiting; never raises."""
         if unpacker.is_over:
             return
         unpacker.is_over = True
@@ -376,10 +376,10 @@ class Receiver(WeightReceiver):
             self._connector.abort(reason, text)
 
     def _restore(self, unpacker: Unpacker, staging: Staging) -> bool:
-        """Put back what was before. False if it may not be served: the version may be committed, or that failed."""
+        """Restore the old weights. False if they must not be served: the version may be committed, or undo failed."""
         is_in_doubt = self._state is ReceiverState.STAGED and not unpacker.is_called_off
         try:
             staging.undo()
-        except Exception:  # noqa: BLE001  # the error that ended the sync is the one to raise; the state tells of this one
+        except Exception:  # noqa: BLE001  # the error that ended the sync is raised; the state shows this one
             return False
         return not is_in_doubt

@@ -1,4 +1,4 @@
-"""Which buckets a consumer still looks at: the one handed out last, and those that it holds."""
+"""Held buckets: slots that the consumer still uses, the one yielded last and those under `hold`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POISON = 0xFF
-"""Every byte of a tensor that must not be looked at any more: NaN in all floating-point formats of 16 bits or more."""
+"""Byte that overwrites tensors which are no longer valid: NaN in all floating-point formats of 16 bits or more."""
 
 
 class HeldBuckets:
-    """The buckets of one sync, from being handed out to being free.
+    """Buckets of one sync from being yielded to being freed.
 
     Args:
-        num_slots: Of the session; one of them always goes on.
-        is_debug: Whether to hand out copies, and to overwrite them when they are not valid any more.
+        num_slots: Slots of the session; one of them cannot be held.
+        is_debug: Whether to yield copies, and to overwrite them once they are no longer valid.
     """
 
     def __init__(self, num_slots: int, *, is_debug: bool) -> None:
@@ -33,7 +33,7 @@ class HeldBuckets:
         self._copies: dict[int, list[Tensor]] = {}
 
     def hand_out(self, sequence: int, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """The tensors of a bucket for the consumer."""
+        """Tensors of a bucket for the consumer; copies in debug mode."""
         self._last = sequence
         if self._is_debug:
             tensors = [(name, tensor.clone()) for name, tensor in tensors]
@@ -41,7 +41,7 @@ class HeldBuckets:
         return tensors
 
     def hold(self) -> Hold:
-        """Keep the bucket that was handed out last.
+        """Hold the bucket that was yielded last.
 
         Raises:
             UsageError: there is none, or no slot would be left for the rest of the sync.
@@ -57,7 +57,7 @@ class HeldBuckets:
         return Hold(lambda: self._release(sequence))
 
     def recycle(self) -> list[int]:
-        """The buckets that are free now, because the consumer goes on or has released them."""
+        """Buckets that are free now: the consumer advanced or released them."""
         free, self._released = self._released, []
         if self._last is not None and self._last not in self._held:
             free.append(self._last)
@@ -68,7 +68,7 @@ class HeldBuckets:
         return free
 
     def close(self) -> list[int]:
-        """The buckets that are held when there are no more to come: nobody else's will be written over them."""
+        """Held buckets at the end of a sync, to be reported as free: nothing will overwrite them."""
         held, self._held = sorted(self._held), set()
         return held
 

@@ -1,4 +1,4 @@
-"""Host memory for a whole version of the weights: it lands there, and is put in force when all of it is verified."""
+"""Staging: host memory for a whole version of the weights, installed once all of it is verified."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 
 
 class Staging:
-    """Tensors of the sync under way, in memory that is kept from one sync to the next.
+    """Staging memory of the current sync, kept from one sync to the next.
 
-    Whoever knows the names and shapes that will come makes room for all (`open`), and later lets them change places
-    with the tensors of the consumer (`install`, `undo`). Whoever does not adds them one by one (`put`), and reads what
-    came from here (`incoming`, `merged`) and ends the sync by `commit`. `clear` ends any other.
+    If names and shapes are known, `open` allocates all tensors, and `install` and `undo` swap them with the consumer's.
+    Otherwise `put` adds tensors one by one, `incoming` and `merged` read them, and `commit` ends the sync. `clear` ends
+    a sync of the first kind, or a failed one.
     """
 
     def __init__(self) -> None:
         self.current: dict[str, Tensor] = {}
-        """What was committed here."""
+        """Committed tensors."""
         self.incoming: dict[str, Tensor] = {}
-        """The tensors of the sync under way, contiguous, on the CPU."""
+        """Tensors of the current sync, contiguous, on the CPU."""
         self.targets: Mapping[str, Tensor] = {}
-        """Where they are to be installed."""
+        """Tensors of the consumer that they will be installed in."""
         self._spare: dict[str, Tensor] = {}
         self._installed: list[str] = []
         self._torn: str | None = None
-        """The tensor that is changing places: if that is interrupted, its contents are in neither."""
+        """Tensor that is being swapped: if interrupted, neither copy is intact."""
 
     def open(self, targets: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Make room for a version for these targets: contiguous CPU tensors of the same names, dtypes and shapes.
+        """Allocate staging tensors for these targets: contiguous CPU tensors of the same names, dtypes and shapes.
 
         Raises:
-            TensorError: a target has no memory to install it in.
+            TensorError: a target has no memory of its own.
         """
         self.clear()
         for name, target in targets.items():
@@ -50,24 +50,24 @@ class Staging:
         return self.incoming
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Keep a copy of a tensor that has landed."""
+        """Add a copy of a received tensor."""
         self._make_room(name, tensor).copy_(tensor.detach())
 
     def merged(self) -> dict[str, Tensor]:
-        """What is here, each tensor as it landed last."""
+        """Committed tensors, updated by those of the current sync."""
         return {**self.current, **self.incoming}
 
     def install(self, names: Iterable[str]) -> None:
-        """Let what landed and the targets change places. What fails between two of them is undone by `undo`."""
+        """Swap staged tensors with the targets. After a failure between two tensors, call `undo`."""
         for name in names:
             self._exchange(name)
             self._installed.append(name)
 
     def undo(self) -> None:
-        """Let them change back, the last first: targets may share memory.
+        """Swap them back in reverse order, as targets may share memory.
 
         Raises:
-            TensorError: one was interrupted half way, so that it is neither.
+            TensorError: the swap of a tensor was interrupted, so that it may be mixed.
         """
         if self._torn is not None:
             raise TensorError(f"{self._torn!r} was interrupted while it was installed, and may be mixed")
@@ -76,12 +76,12 @@ class Staging:
             self._installed.pop()
 
     def commit(self, *, is_whole: bool = False) -> None:
-        """Make current what has come, in place of the tensors of the same names or, if it is whole, of all."""
+        """Commit the current sync: it replaces tensors of the same names, or with `is_whole` all tensors."""
         self._spare |= {name: tensor for name, tensor in self.current.items() if is_whole or name in self.incoming}
         self.current, self.incoming = self.incoming if is_whole else self.merged(), {}
 
     def clear(self) -> None:
-        """Forget the sync, but not its memory: it is off, or installed for good."""
+        """End the sync and keep its memory: it was aborted, or is installed for good."""
         self._spare |= self.incoming
         self.incoming, self.targets, self._installed, self._torn = {}, {}, [], None
 

@@ -1,7 +1,7 @@
-"""What lands of one sync: buckets in, verified tensors out, or into those of the consumer. Knows no sockets.
+"""`Unpacker`: verifies the buckets of one sync and yields their tensors, or writes them to targets. No sockets.
 
-Each piece of a bucket is verified before its tensor is handed out. Where the bytes go: a tensor that came in one piece
-is a view of the slot; one that came in several is put together in scratch memory, or where the consumer wants it.
+Each piece of a bucket is verified before its tensor is yielded. A tensor that came in one piece is a view of the slot;
+one that came in several is assembled in scratch memory, or directly in the consumer's target.
 """
 
 from __future__ import annotations
@@ -32,66 +32,66 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Unpacker:
-    """What has landed of one sync."""
+    """Receive state of one sync: verified tensors, digests and progress."""
 
     version: int
-    """What it will be."""
+    """Version that is being received."""
     previous: ReceiverState
-    """State to go back to as long as the consumer was given nothing."""
+    """State to return to if the sync is aborted before the consumer got anything."""
     sender: str
-    """Name, for messages."""
+    """Name of the sender, for messages."""
     bucket_bytes: int
-    """Size of a whole bucket."""
+    """Size of a full bucket, bytes."""
     specs: Sequence[TensorSpec]
-    """The manifest, which grows."""
+    """Manifest, which grows during the sync."""
     scratch: Scratch
-    """Of the session."""
+    """Scratch memory of the session."""
     held_buckets: HeldBuckets
-    """What the consumer looks at."""
+    """Buckets that the consumer still uses."""
     has_base: bool
-    """Whether differences are allowed."""
+    """Whether deltas are allowed."""
     targets: Mapping[str, Tensor] | None
-    """Where the consumer wants its tensors, or the staging memory before it; None: it iterates."""
+    """Tensors to write to, of the consumer or staging memory; None: the consumer iterates."""
     staging: Staging | None = None
-    """Where the whole version lands before the consumer's tensors are touched."""
+    """Staging memory that receives the whole version before the consumer's tensors change."""
     is_called_off: bool = False
-    """Whether the sender itself has said after the vote that the version is not committed."""
+    """Whether the sender aborted the version after the vote."""
     verify_s: float = 0.0
-    """Time in checking bytes, and in bringing them where they go in the same pass, seconds."""
+    """Time spent verifying bytes, and copying them in the same pass, seconds."""
     install_s: float = 0.0
-    """Time in doing with checked bytes what the consumer wants, and of the consumer itself, seconds."""
+    """Time spent installing verified bytes, including the consumer's own, seconds."""
     num_buckets: int = 0
-    """Buckets that landed."""
+    """Verified buckets."""
     num_bytes: int = 0
-    """Size of the tensors that landed, bytes."""
+    """Size of the verified tensors, bytes."""
     digests: dict[TensorSpec, int] = field(default_factory=dict[TensorSpec, int])
-    """Of the tensors that landed whole, computed here."""
+    """Digests of the complete tensors, computed here."""
     is_touched: bool = False
-    """Whether the consumer was given something."""
+    """Whether the consumer got any tensor, or a target was written."""
     is_over: bool = False
-    """Whether it was committed or given up."""
+    """Whether the sync was committed or aborted."""
     _names: set[str] = field(default_factory=set[str])
     _partial: Span | None = None
-    """The last piece of a tensor that is not whole yet."""
+    """Last piece of a tensor that is incomplete."""
     _pieces: list[int] = field(default_factory=list[int])
-    """Digests of the leaves of the pieces of the part that lands."""
+    """Leaf digests of the pieces of the current part."""
     _leaves: list[int] = field(default_factory=list[int])
-    """Digests of the leaves of its parts that are whole."""
+    """Leaf digests of the complete parts of the current tensor."""
     _last: int | None = None
-    """Index of the tensor that became whole last in the bucket that lands; others may be tied to it."""
+    """Index of the tensor completed last in the current bucket; aliases may refer to it."""
     _content: Tensor | None = None
-    """What it ended with, uint8; all of it, unless that is in its target."""
+    """Content of that tensor, uint8: all of it, or its last part if it is in its target."""
 
     @property
     def digest(self) -> int:
-        """Over all that landed."""
+        """Tree digest of all verified tensors."""
         return model_digest(self.digests.items())
 
     def unpack(self, bucket: Bucket, memory: BucketSource) -> list[tuple[str, Tensor]]:
-        """Verify the next bucket; return the tensors that are whole with it and were not put where they belong.
+        """Verify the next bucket; return the tensors that it completes, unless they were written to targets.
 
         Raises:
-            ProtocolError, DigestError, TensorError: see their names; nothing of this bucket may be used.
+            ProtocolError, DigestError, TensorError: nothing of this bucket may be used.
         """
         slots, sequence = memory.slots, self.num_buckets
         if bucket.sequence != sequence or bucket.slot >= len(slots) or bucket.used_bytes > self.bucket_bytes:
@@ -122,10 +122,10 @@ class Unpacker:
         return items
 
     def begin_mapped(self, sequence: int, specs: Sequence[TensorSpec]) -> list[Tensor] | None:
-        """Count a bucket of whole tensors that are copied from where the sender has them; where they belong, if said.
+        """Count a bucket of whole tensors that are read from the sender's memory; returns their targets, if any.
 
         Raises:
-            ProtocolError, TensorError: it is not its turn, a tensor came before, or the consumer has none like it.
+            ProtocolError, TensorError: it is out of order, repeats a tensor, or does not match the targets.
         """
         if sequence != self.num_buckets or self._partial is not None:
             raise ProtocolError(f"{self.sender} sent mapped tensors as bucket {sequence}; {self.num_buckets} is due")
@@ -140,7 +140,7 @@ class Unpacker:
         return targets
 
     def progress(self) -> tuple[TensorSpec, int] | None:
-        """The tensor that is not whole yet, and how many of its bytes are verified and where they belong."""
+        """Incomplete tensor, and how many of its bytes are verified and written to its target."""
         span = self._partial
         if span is None or self.targets is None:
             return None
@@ -152,11 +152,11 @@ class Unpacker:
         return spec, end_of(span, spec) if span.is_last else span.start
 
     def missing(self) -> list[str]:
-        """Tensors of the consumer that did not come."""
+        """Names of targets that were not received."""
         return [] if self.targets is None else [name for name in self.targets if name not in self._names]
 
     def is_whole(self) -> bool:
-        """Whether no tensor is begun and not ended."""
+        """Whether no tensor is incomplete."""
         return self._partial is None
 
     def _destinations(self, bucket: Bucket, device: torch.device, *, is_sender_memory: bool) -> list[Destination]:
@@ -181,7 +181,7 @@ class Unpacker:
         return destinations
 
     def _follows(self, span: Span, spec: TensorSpec) -> bool:
-        """Whether the span continues the tensor that is begun, or begins one."""
+        """Whether the span continues the incomplete tensor, or begins a new one."""
         before = self._partial
         if not self._is_sized(span, spec) or span.num_bytes > span.total_bytes - span.offset:
             return False
@@ -204,7 +204,7 @@ class Unpacker:
         )
 
     def _is_alias(self, span: Span, spec: TensorSpec) -> bool:
-        """Whether the span says that a tensor is the one before it once more."""
+        """Whether the span is a valid alias of the tensor completed last."""
         if spec.alias_of is None or spec.alias_of != self._last or spec.name in self._names:
             return False
         first = self.specs[spec.alias_of]
@@ -212,7 +212,7 @@ class Unpacker:
         return is_empty and (first.dtype, first.shape) == (spec.dtype, spec.shape)
 
     def _is_sized(self, span: Span, spec: TensorSpec) -> bool:
-        """Whether a part of this tensor can have this length."""
+        """Whether a part of this tensor can have the length of the span."""
         if span.codec == Codec.RAW and span.start == 0 and span.total_bytes == spec.num_bytes:
             return True
         if span.codec == Codec.ALIAS:
@@ -225,7 +225,7 @@ class Unpacker:
         return span.codec in (Codec.DELTA, Codec.DELTA_ZSTD) and 0 < span.total_bytes < num_bytes
 
     def _choose(self, span: Span, spec: TensorSpec, device: torch.device, *, is_sender_memory: bool) -> Destination:
-        """Decide where the piece goes."""
+        """Destination of a piece: target, scratch memory, new memory or the slot."""
         is_whole = span.num_bytes == span.total_bytes
         target = None if self.targets is None else self._target(spec)
         if span.codec == Codec.RAW and target is not None and is_plain_on(target, device):
@@ -256,7 +256,7 @@ class Unpacker:
     def _check(
         self, bucket: Bucket, destinations: Sequence[Destination], slot: Tensor, memory: BucketSource | None
     ) -> list[list[int]]:
-        """Bring pieces where they go, unless they were fetched there, and compare digests; return those of leaves."""
+        """Copy pieces to their destinations, unless fetched there, and verify them; returns leaf digests."""
         found = _bring(destinations, slot, is_fetched=memory is None)
         wrong = _differing(destinations, found)
         if wrong is not None and memory is not None and memory.refresh(bucket.slot):
@@ -273,7 +273,7 @@ class Unpacker:
         return found
 
     def _complete(self, destination: Destination, content: Tensor, items: list[tuple[str, Tensor]]) -> None:
-        """Do with a whole part what the consumer wants."""
+        """Finish a complete part: apply a delta, record digests, yield or copy the tensor."""
         span, spec = destination.span, destination.spec
         if span.codec == Codec.ALIAS:
             self._pieces = []
@@ -295,11 +295,11 @@ class Unpacker:
         elif span.codec == Codec.RAW and not destination.is_target:
             self.is_touched = True
             self._target(spec).detach().copy_(from_bytes(content, spec))
-            if content.is_cuda:  # the copy is only begun, and the sender may fill the slot again after this
+            if content.is_cuda:  # the copy is asynchronous, and the sender may refill the slot after this
                 torch.cuda.current_stream(content.device).synchronize()
 
     def _copy_alias(self, spec: TensorSpec, items: list[tuple[str, Tensor]]) -> None:
-        """Give a tensor the elements of the one that it is tied to, which has just become whole."""
+        """Copy an alias (tied tensor) from its original, which was just completed."""
         content = self._content
         if spec.alias_of is None or content is None:
             raise ProtocolError(f"{self.sender} tied {spec.name!r} to nothing")
@@ -326,7 +326,7 @@ class Unpacker:
             )
 
     def _apply(self, content: Tensor, span: Span, spec: TensorSpec) -> int:
-        """Apply a difference to a leaf; return the digest of what the leaf is then, read back from where it is."""
+        """Apply a delta to a leaf; returns the digest of the new leaf, read back from the target."""
         target = self._target(spec) if self.targets is not None else None
         if target is None or not is_plain_on(target):
             raise ProtocolError(f"{self.sender} sent {spec.name!r} as a difference, which this end did not ask for")
@@ -338,7 +338,7 @@ class Unpacker:
 
 
 def _bring(destinations: Sequence[Destination], slot: Tensor, *, is_fetched: bool) -> list[list[int]]:
-    """Copy pieces from the slot to where they go, if they are not there; return the digests of their leaves."""
+    """Copy pieces from the slot to their destinations, unless fetched; returns their leaf digests."""
     pieces = [
         (destination.content, destination.span.offset, destination.span.bucket_offset, destination.span.num_bytes)
         for destination in destinations
@@ -356,54 +356,54 @@ def _bring(destinations: Sequence[Destination], slot: Tensor, *, is_fetched: boo
 
 
 def _differing(destinations: Sequence[Destination], found: Sequence[list[int]]) -> int | None:
-    """The first piece whose digest is not what was sent."""
+    """Index of the first piece whose digest differs from the sender's; None if all match."""
     digests = enumerate(zip(destinations, found, strict=True))
     return next((i for i, (destination, leaves) in digests if combine(leaves) != destination.span.digest), None)
 
 
 class BucketSource(Protocol):
-    """Where the bytes of a bucket come from."""
+    """Source of bucket bytes: slots, or streams that fill them."""
 
     slots: Sequence[Tensor]
     """uint8 [bucket_bytes] each."""
     is_sender_memory: bool
-    """Whether they are the sender's own, and can be written: tensors in them are not handed out."""
+    """Whether the slots are writable memory of the sender: tensors in them are not yielded as views."""
 
     def fetch(self, bucket: Bucket, contents: Callable[[], Sequence[Tensor]]) -> bool:
-        """Read a bucket into `contents()`, uint8 each, one after the other; False if it is in its slot instead."""
+        """Read a bucket into the buffers `contents()`, uint8, in order; False if it is in its slot already."""
         ...
 
     def refresh(self, slot: int) -> bool:
-        """Undo what this process itself has written to a slot; False if that cannot hide what the sender wrote."""
+        """Discard this process's private writes to a slot; False if there can be none."""
         ...
 
 
 @dataclass(slots=True)
 class Scratch:
-    """Memory for tensors that came in several pieces, kept from one to the next."""
+    """Scratch memory for tensors that arrive in several pieces, reused from one to the next."""
 
     _memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def get(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 [num_bytes], the same memory as the last time where it is enough."""
+        """Scratch buffer uint8 [num_bytes], the same memory as before if it is large enough."""
         if self._memory.numel() < num_bytes or self._memory.device != device:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free it first
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._memory[:num_bytes]
 
     def forget(self) -> None:
-        """Use other memory from now on: who has a tensor in this keeps it."""
+        """Use new memory from now on, because the consumer holds a tensor in the present one."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the piece of a span goes."""
+    """Destination of the piece of a span."""
 
     span: Span
     spec: TensorSpec
     content: Tensor | None
-    """uint8 [total_bytes], of which it is a piece; None: it is whole, and is in the slot."""
+    """Buffer uint8 [total_bytes] of the part; None: the part is complete in the slot."""
     is_target: bool
     """Whether `content` is the memory of the consumer's own tensor."""
 
@@ -414,35 +414,35 @@ def leaf_bytes(span: Span, spec: TensorSpec) -> int:
 
 
 def end_of(span: Span, spec: TensorSpec) -> int:
-    """Where the part of a span ends in its tensor, bytes."""
+    """End of the part of a span in its tensor, bytes."""
     if span.codec == Codec.ALIAS:
         return spec.num_bytes
     return span.start + (span.total_bytes if span.codec == Codec.RAW else leaf_bytes(span, spec))
 
 
 def readable_codecs() -> int:
-    """A bit for every `Codec` that this end can read."""
+    """Bit mask of the `Codec`s that this end can read."""
     is_unreadable = {Codec.DELTA_ZSTD} if not delta.is_installed() else set[Codec]()
     return sum(1 << codec for codec in Codec if codec not in is_unreadable)
 
 
 def is_base(targets: Mapping[str, Tensor]) -> bool:
-    """Whether differences can be applied to all of these."""
+    """Whether deltas can be applied to all of these targets."""
     return all(is_plain_on(target) for target in targets.values())
 
 
 def piece_of(slot: Tensor, span: Span) -> Tensor:
-    """What a span means of a slot."""
+    """View of the piece of a span in a slot."""
     return slot[span.bucket_offset : span.bucket_offset + span.num_bytes]
 
 
 def part_of(content: Tensor, start: int, num_bytes: int) -> Tensor:
-    """A run of bytes; no view where it is all of them."""
+    """Run of bytes of a buffer; the buffer itself if it is all of it."""
     return content if num_bytes == content.numel() else content[start : start + num_bytes]
 
 
 def contents_of(bucket: Bucket, destinations: Sequence[Destination], slot: Tensor) -> list[Tensor]:
-    """The memory that the bytes of a bucket go to, in their order; the slot's own for what is not wanted elsewhere."""
+    """Buffers for the bytes of a bucket, in order; the slot itself for bytes without another destination."""
     contents: list[Tensor] = []
     in_slot = 0
     for destination in destinations:

@@ -1,4 +1,4 @@
-"""Receivers that send to others: a node of a chain or a tree while a version lands, and any holder of one later."""
+"""Relays: receivers that send on, as nodes of a chain or tree during a sync (`Relay`) or afterwards (`Holder`)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class Holder:
-    """Lets any receiver give the version that it holds to those who come late, also when the trainer is gone.
+    """Serves the version that a receiver holds to late receivers, even when the trainer is gone.
 
-    Those connect to the holder's own session, and to the trainer's for the syncs that follow. What the engine holds is
-    read for it, and must have the digest that the receiver was given the version with.
+    Late receivers connect to the holder's own session, and to the trainer's for later syncs. The holder reads the
+    engine's tensors, which must have the digest of the committed version.
 
     Args:
-        receiver: The receiving end, of any backend. It stays the caller's.
-        url: Of the session for late receivers; any backend with a transaction.
-        held: What the engine holds, under the names of the sender; as for `WeightReceiver.attest_with`.
+        receiver: Receiving end, of any backend; the caller closes it.
+        url: URL of the session for late receivers; any backend with votes.
+        held: Returns the engine's tensors under the sender's names; as for `WeightReceiver.attest_with`.
         timeout_s: Longest wait for a peer, seconds.
-        token: Of the session for late receivers, where its backend wants one.
-        bucket_bytes: Of that session.
+        token: Token of the session for late receivers, if its backend needs one.
+        bucket_bytes: Bucket size of that session.
     """
 
     def __init__(
@@ -55,27 +55,27 @@ class Holder:
 
     @property
     def address(self) -> str:
-        """URL for those who receive from it; whole after `prepare`."""
+        """URL for receivers; complete after `prepare`."""
         return self._sender.address
 
     async def prepare(self) -> None:
-        """Open the session for those who receive from it. Idempotent.
+        """Open the session for late receivers. Idempotent.
 
         Raises:
-            UsageError: it has no transaction.
+            UsageError: its backend has no votes.
         """
         _require_votes(self._sender)
         await self._sender.prepare()
 
     async def resend_current(self) -> SyncReport | None:
-        """Give the committed version to those who wait for it and do not have it. None: nobody waits.
+        """Send the committed version to receivers that wait and do not hold it. None: there are none.
 
         Call it between syncs of the receiver, as often as you like.
 
         Raises:
             UsageError: the receiver has none committed.
-            SyncAbortedError: those who waited did not take it, or what the engine holds is not that version, or is only
-                a part of the model with it (`receive_into(strict=False)`).
+            SyncAbortedError: a receiver failed; or the engine does not hold that version, or holds more than was
+                received (`receive_into(strict=False)`).
         """
         await self.prepare()
         version, digest = self._receiver.version, self._receiver.digest
@@ -87,7 +87,7 @@ class Holder:
         return await asyncio.to_thread(lambda: sender.resend_from(held.items(), version, digest))
 
     async def close(self) -> None:
-        """Leave the session for those who receive from it. Idempotent."""
+        """Close the session for late receivers. Idempotent."""
         await self._sender.close()
 
     async def __aenter__(self) -> Self:
@@ -100,20 +100,19 @@ class Holder:
 
 
 class Relay(Holder):
-    """A receiver that sends to others: the trainer sends a version once, however many take it.
+    """Receiver that sends on, in a chain or tree: the trainer sends a version once for any number of receivers.
 
-    The transaction spans the whole tree: a relay votes when everything has landed with it and all of its receivers have
-    voted, and decides for them as was decided for it. It passes on what has been verified, bucket by bucket, so each
-    level adds the time of a bucket; what it sends is read from its tensors again, and checked to have the digest of
-    what landed. A sender waits for the votes of all levels below, so give it a `timeout_s` that is enough for them.
-    `resend_current` gives the committed version, from this node's tensors.
+    The transaction spans the whole tree: a relay votes once it has verified everything and all of its receivers have
+    voted, and passes the outcome on. It forwards verified bytes bucket by bucket, so each level adds the time of one
+    bucket; it sends from its own tensors, whose digest must equal the received one. A sender waits for the votes of all
+    levels, so give it a `timeout_s` for them. `resend_current` sends the committed version from this node's tensors.
 
     Args:
         upstream: URL of the session to receive from.
-        downstream: URL of the session to send to; any backend with a transaction.
+        downstream: URL of the session to send to; any backend with votes.
         timeout_s: Longest wait for a peer, seconds.
-        token: Of both sessions, where their backends want one.
-        bucket_bytes: Of the session to send to.
+        token: Token of both sessions, if their backends need one.
+        bucket_bytes: Bucket size of the session to send to.
     """
 
     def __init__(
@@ -133,35 +132,35 @@ class Relay(Holder):
 
     @property
     def version(self) -> int | None:
-        """Version that is committed here, or being received."""
+        """Version that is committed or being received here."""
         return self._receiver.version
 
     @property
     def state(self) -> ReceiverState:
-        """Where this node stands, as a receiver."""
+        """State of this node as a receiver."""
         return self._receiver.state
 
     async def prepare(self) -> None:
         """Open both sessions. Idempotent.
 
         Raises:
-            UsageError: one of the two has no transaction.
+            UsageError: the backend of one of them has no votes.
         """
         _require_votes(self._receiver)
         await super().prepare()
         await self._receiver.prepare()
 
     def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
-        """Look into the engine before this node votes. See `WeightReceiver.attest_with`."""
+        """Set the function that reads the engine's weights before this node votes. See `WeightReceiver.attest_with`."""
         self._receiver.attest_with(held)
 
     async def receive_into(
         self, targets: Mapping[str, Tensor], *, num_peers: int = 1, strict: bool = True, staged: bool = False
     ) -> SyncReport:
-        """Receive one sync into tensors of the caller, and pass it on to `num_peers` receivers or more; their report.
+        """Receive one sync into tensors of the caller and send it on to at least `num_peers` receivers; their report.
 
-        See `WeightReceiver.receive_into` for the other arguments and the errors. If it fails, it has failed for all
-        below as well.
+        See `WeightReceiver.receive_into` for the other arguments and the errors. A failure aborts it for all levels
+        below.
         """
         await self.prepare()
         receiver, sender = cast("Receiver", self._receiver), cast("Sender", self._sender)
@@ -186,7 +185,7 @@ class Relay(Holder):
             await asyncio.to_thread(preparing.result().abort, text)
 
     async def close(self) -> None:
-        """Leave both sessions. Idempotent."""
+        """Close both sessions. Idempotent."""
         try:
             await self._receiver.close()
         finally:

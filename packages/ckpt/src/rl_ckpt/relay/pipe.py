@@ -1,6 +1,6 @@
-"""What lands at a relay, as the source of the session below it: each byte as soon as it has been verified.
+"""`RelayPipe`: connects a relay's receiver to its sender; verified bytes become available for sending at once.
 
-One thread receives and tells, another sends and asks. Each waits for the other by a waker beside its own sockets.
+One thread receives and notifies, another sends. Each waits for the other by a waker beside its own sockets.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
 
 
 class RelayPipe:
-    """One version on its way through a node."""
+    """Pipe of one version through a relay node."""
 
     def __init__(self, unpacker: Unpacker) -> None:
         self.news = Waker()
-        """Wakes the sending thread when more has arrived."""
+        """Wakes the sending thread when more bytes are verified."""
         self.outcome = Waker()
-        """Wakes the receiving thread when the receivers below have voted, or have failed to."""
+        """Wakes the receiving thread when the receivers below have voted or failed."""
         self.offer: PreparedVersion | None = None
-        """What those below have voted for."""
+        """Version that the receivers below voted for."""
         self._error: BaseException | None = None
         self._unpacker = unpacker
         self._progress: dict[TensorSpec, int] = {}
-        """Of each tensor the bytes that are in place."""
+        """Verified bytes of each tensor."""
         self._order: list[TensorSpec] = []
-        """In which they came."""
+        """Tensors in order of arrival."""
         self._num_whole = 0
         self._is_whole = False
         self._num_taken = 0
         self._aliases: dict[str, list[str]] = {}
-        """Names of tensors that have the elements of another, under the name of that."""
+        """Names of aliases (tied tensors), by the name of the original."""
 
     # ---- the receiving thread
 
     def landed(self) -> None:
-        """More may have landed.
+        """Publish tensors verified since the last call.
 
         Raises:
-            SyncAbortedError: those below do not take the version.
+            SyncAbortedError: the receivers below failed.
         """
         if self._error is not None:
             raise self._error
@@ -62,7 +62,7 @@ class RelayPipe:
         for spec in reversed(whole):
             if spec.alias_of is None:
                 told.append((spec, spec.num_bytes))
-            else:  # before it can be seen that the other one is whole
+            else:  # before the original is published as complete
                 self._aliases.setdefault(unpacker.specs[spec.alias_of].name, []).append(spec.name)
         if (progress := unpacker.progress()) is not None:
             told.append(progress)
@@ -73,16 +73,16 @@ class RelayPipe:
         self.news.wake()
 
     def end(self) -> None:
-        """All has landed."""
+        """Note that all tensors are verified."""
         self._is_whole = True
         self.news.wake()
 
     def require_votes(self, digest: int) -> None:
-        """Look at what those below have voted for, when the outcome is there.
+        """Check the votes of the receivers below, after `outcome`.
 
         Raises:
-            SyncAbortedError: they have not.
-            DigestError: what was sent to them is not what landed.
+            SyncAbortedError: they did not vote for the version.
+            DigestError: what was sent to them differs from what was received.
         """
         if self._error is not None:
             raise self._error
@@ -95,11 +95,11 @@ class RelayPipe:
     # ---- the sending thread
 
     def has_next(self) -> bool:
-        """Whether it is known which tensor is the next, or that there is none."""
+        """Whether the next tensor, or the end, is known."""
         return self._num_taken < len(self._order) or self._is_whole
 
     def take(self) -> tuple[TensorSpec, Tensor] | None:
-        """The next tensor, of which some bytes are in place, or None after the last."""
+        """Next tensor, of which some bytes are verified; None after the last."""
         if self._num_taken == len(self._order):
             return None
         spec = self._order[self._num_taken]
@@ -107,17 +107,17 @@ class RelayPipe:
         return spec, (self._unpacker.targets or {})[spec.name]
 
     def alias_of(self, name: str) -> Sequence[str]:
-        """The other names of a tensor, once it is whole."""
+        """Names of the aliases of a complete tensor."""
         return self._aliases.get(name, ())
 
     def num_landed(self, spec: TensorSpec) -> int:
-        """How many bytes of a tensor are in place, from its beginning."""
+        """Number of verified bytes of a tensor, from its beginning."""
         return self._progress.get(spec, 0)
 
     # ---- the event loop
 
     def set_result(self, preparing: Future[PreparedVersion]) -> None:
-        """Take the outcome of those below."""
+        """Set the outcome of the receivers below."""
         if preparing.cancelled():
             return
         self._error = preparing.exception()
@@ -126,6 +126,6 @@ class RelayPipe:
         self.outcome.wake()
 
     def close(self) -> None:
-        """Free both wakers."""
+        """Close both wakers."""
         self.news.close()
         self.outcome.close()

@@ -1,4 +1,4 @@
-"""The sender's buckets: tensors in, slots filled and announced. Knows no transaction."""
+"""`BucketPacker`: packs tensors into the slots of a sync and announces the buckets. Knows no transaction."""
 
 from __future__ import annotations
 
@@ -32,54 +32,54 @@ MANIFEST_CHUNK = 4096
 MAX_SPANS = 1 << 16
 """Most pieces in one Bucket message."""
 DIRECT_BYTES = 1 << 20
-"""From this size on, streams are written straight from the source's tensor where that saves a copy."""
+"""Tensors of at least this size are sent directly from the source's memory where that saves a copy."""
 _FILLING = memoryview(bytes(ALIGNMENT_BYTES))
 _NOTHING = rl_csrc.digest(b"")
 MAX_BATCH = 16
 """Most buckets that are announced in one message."""
 BATCH_SHARE = 16
-"""A batch for one receiver is this part of the buckets before it: it waits little for the first and the last."""
+"""Batch size for one receiver is the number of earlier buckets divided by this, so that the first ones go at once."""
 NUM_SLOTS = 4
-"""Slots used for buckets that are announced one by one: more would only be memory that is not in the cache."""
+"""Slots used while buckets are announced one by one: more would only be memory outside the CPU cache."""
 EAGER_BYTES = 256 << 10
-"""From this size on, a bucket of differences is sent to receivers that have nothing to do."""
+"""A bucket of deltas of at least this size is sent early to idle receivers."""
 
 
 class RelayPipe(Protocol):
-    """Weights that are still arriving, as a relay passes them on."""
+    """Weights that are still arriving at a relay, as its sender reads them."""
 
     @property
     def news(self) -> Waker:
-        """Woken when more has arrived."""
+        """Waker that fires when more bytes are verified."""
         ...
 
     def has_next(self) -> bool:
-        """Whether it is known which tensor is the next, or that there is none."""
+        """Whether the next tensor, or the end, is known."""
         ...
 
     def take(self) -> tuple[TensorSpec, Tensor] | None:
-        """The next tensor, of which some bytes are in place, or None after the last."""
+        """Next tensor, of which some bytes are verified; None after the last."""
         ...
 
     def alias_of(self, name: str) -> Sequence[str]:
-        """The other names of a tensor, once it is whole."""
+        """Names of the aliases of a complete tensor."""
         ...
 
     def num_landed(self, spec: TensorSpec) -> int:
-        """How many bytes of a tensor are in place, from its beginning."""
+        """Number of verified bytes of a tensor, from its beginning."""
         ...
 
 
 class BucketPacker:
-    """Fills the slots of one sync, and tells the receivers that take part what is in them.
+    """Packs the buckets of one sync into slots, and announces them to the participating receivers.
 
     Args:
-        peers: Of the session.
-        participants: Who takes part.
+        peers: Receivers of the session.
+        participants: Receivers that take part in the sync.
         slots: uint8 [bucket_bytes] each.
-        schema: The manifest.
-        clock: Counts the time.
-        pipe: Where the bytes come from, where this is a relay: each is waited for.
+        manifest: Specs of the tensors, by index.
+        clock: Measures the phases.
+        pipe: Source of the bytes if this is a relay; each byte is waited for.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class BucketPacker:
         pipe: RelayPipe | None,
     ) -> None:
         self.num_buckets = 0
-        """That were announced."""
+        """Buckets that were filled so far."""
         self.num_wire_bytes = 0
-        """Payload in them."""
+        """Bytes in these buckets."""
         self._peers = peers
         peers.num_freed.clear()
         self._participants = participants
@@ -104,16 +104,16 @@ class BucketPacker:
         self._pipe = pipe
         self._max_batch = max(1, min(MAX_BATCH, len(slots) // 2))
         self._batch: list[tuple[Bucket, list[ByteRun]]] = []
-        """Filled buckets that were not announced yet, and their payload on streams."""
+        """Filled buckets that are not announced yet, with their payload for streams."""
         self._has_streams = peers.session.num_streams > 0
         self._plan = BucketPlan(peers.session.bucket_bytes)
         self._slot = 0
         """Slot of the bucket being filled."""
         self._in_slot: dict[int, int] = {}
-        """The last bucket that each slot was given to."""
+        """Last bucket of each slot."""
         self._spans: list[Span] = []
         self._direct: dict[int, memoryview] = {}
-        """Pieces of the bucket being filled that are written from where they are, by their place in `_spans`."""
+        """Pieces of the bucket being filled that are sent from the source's memory, by index in `_spans`."""
 
     def add(
         self,
@@ -126,10 +126,10 @@ class BucketPacker:
         known: int | None = None,
         aliases: Callable[[], Iterable[int]] = tuple,
     ) -> list[int]:
-        """Put the content of a part of a tensor into buckets; return the digests of its leaves.
+        """Pack a part of a tensor into buckets; returns its leaf digests.
 
-        `stays`: it does not change before the sync ends. `known` is the digest of content that is one leaf, where it
-        was made before. `aliases` says, when all of it is there, which tensors are tied to that which ends with it.
+        `stays`: the content does not change before the sync ends. `known`: the digest of content that is a single leaf,
+        if it was computed already. `aliases` is called at the end, and returns the indexes of tied tensors.
         """
         total = raw.numel()
         is_direct = self._peers.transport.is_direct and total >= DIRECT_BYTES and raw.device.type == "cpu"
@@ -137,7 +137,7 @@ class BucketPacker:
         if len(self._spans) == MAX_SPANS:
             self._plan.close()
         if self._spans and self._pipe is not None and not self._has_landed(self._pipe, index, total):
-            self.close()  # what is there does not wait for what is not
+            self.close()  # do not hold back verified bytes
         for piece in self._plan.place(total):
             if piece.bucket > self.num_buckets:
                 self._publish()
@@ -159,9 +159,9 @@ class BucketPacker:
             self._spans.append(
                 Span(index, codec, start, piece.offset, piece.bucket_offset, piece.num_bytes, total, digest)
             )
-        for alias in aliases():  # in the bucket that the tensor ends in
+        for alias in aliases():  # in the last bucket of the tensor
             self._spans.append(Span(alias, Codec.ALIAS, 0, 0, self._plan.offset, 0, 0, _NOTHING))
-        if self._plan.offset == self._plan.bucket_bytes:  # nothing fits it any more: the source may take its time
+        if self._plan.offset == self._plan.bucket_bytes:  # full: do not wait for the next tensor
             self._publish()
             self._plan.close()
         if is_direct and not stays:
@@ -174,23 +174,23 @@ class BucketPacker:
         return leaves if is_cut_into_leaves else leaves_of(raw)
 
     def _copy(self, raw: Tensor, piece: Placement, known: int | None) -> list[int]:
-        """Copy a piece into the slot; return the digests of its leaves."""
+        """Copy a piece into the slot; returns its leaf digests."""
         slot = self._slots[self._slot]
         if known is None or piece.num_bytes < raw.numel():
             return pack_leaves(raw, piece.offset, slot, piece.bucket_offset, piece.num_bytes)
         slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].copy_(raw)
-        if slot.is_cuda:  # the copy is only begun, and no digest waits for it
+        if slot.is_cuda:  # the copy is asynchronous, and no digest waits for it
             torch.cuda.current_stream(slot.device).synchronize()
         return [known]
 
     def close(self) -> None:
-        """Announce all buckets, also the one that is being filled, as it is."""
+        """Close the bucket being filled, and announce all buckets."""
         self._publish()
         self._plan.close()
         self.flush()
 
     def flush(self) -> None:
-        """Announce filled buckets, after the tensors that a receiver does not know yet."""
+        """Announce filled buckets, after the specs that a receiver does not know yet."""
         if not self._batch:
             return
         batch, self._batch = self._batch, []
@@ -208,7 +208,7 @@ class BucketPacker:
                 self._peers.transport.publish(slot if is_full else slot[: bucket.used_bytes])
 
     def announce(self, mapped: Mapped, num_bytes: int) -> None:
-        """Count a bucket of tensors that receivers read where they are."""
+        """Announce tensors that receivers read from the source's memory, as one bucket."""
         message = Encoded(mapped)
         for peer in self._participants:
             self._peers.send(peer, message)
@@ -218,7 +218,7 @@ class BucketPacker:
         self.num_wire_bytes += num_bytes
 
     def close_if_awaited(self) -> None:
-        """Do not let a receiver wait that has taken all that was sent, if there is something to send."""
+        """Send a partial bucket early if a receiver is idle."""
         if self._plan.offset < EAGER_BYTES:
             return
         self._peers.poll()
@@ -226,7 +226,7 @@ class BucketPacker:
             self.close()
 
     def declare(self, peer: Peer) -> None:
-        """Tell a receiver of the tensors that it does not know yet."""
+        """Send a receiver the specs that it does not know yet."""
         specs = self._manifest.specs
         while peer.num_declared < len(specs) and peer.error is None:
             first = peer.num_declared
@@ -235,13 +235,13 @@ class BucketPacker:
             peer.num_declared += len(chunk)
 
     def wait(self, is_done: Callable[[Peer], bool], doing: str) -> None:
-        """Wait until every receiver has done it."""
+        """Wait until the condition holds for every receiver."""
         self.flush()
         with self._clock("wire_s"):
             self._peers.wait_for_all(self._participants, is_done, doing)
 
     def wait_to_land(self, pipe: RelayPipe, is_there: Callable[[], bool], what: str) -> None:
-        """Wait until a relay has what it is to pass on."""
+        """Wait until a relay has the bytes to send on."""
         if not is_there():
             self.flush()
         with self._clock("export_s"):
@@ -251,7 +251,7 @@ class BucketPacker:
         return pipe.num_landed(self._manifest.specs[index]) >= num_bytes
 
     def _publish(self) -> None:
-        """Close the bucket that is filled; announce it with those before it, when they are enough."""
+        """Close the filled bucket; announce it with earlier ones once they are a batch."""
         if not self._spans:
             return
         sequence, slot, last = self.num_buckets, self._slot, self._spans[-1]
@@ -265,11 +265,11 @@ class BucketPacker:
             self.flush()
 
     def _batch_size(self) -> int:
-        """How many buckets are announced together now: more as the sync grows, sooner to many receivers."""
+        """Current batch size: grows with the sync, and faster with many receivers."""
         return min(self._max_batch, 1 + self.num_buckets * len(self._participants) // BATCH_SHARE)
 
     def _payload(self, slot: int, used_bytes: int) -> list[ByteRun]:
-        """What the streams carry of this bucket: its bytes in order, from the slot or from where they are."""
+        """Byte runs of a bucket for streams, in order, from the slot or the source's memory."""
         runs: list[ByteRun] = []
         packed = 0
         for i, view in self._direct.items():
@@ -284,7 +284,7 @@ class BucketPacker:
         return [run for run in (*runs, ByteRun(used_bytes - packed, slot, packed)) if run.num_bytes]
 
     def _wait_for_slot(self) -> None:
-        """Choose a slot that no receiver looks at any more for the next bucket."""
+        """Choose a slot that all receivers have freed for the next bucket."""
         while (slot := self._free_slot()) is None:
             if self._is_anyone_idle():
                 self.flush()
@@ -293,7 +293,7 @@ class BucketPacker:
         self._in_slot[self._slot] = self.num_buckets
 
     def _wait_for_free(self, in_use: set[int]) -> None:
-        """Wait until one of these buckets is free, or a receiver has nothing to do that could be announced."""
+        """Wait until one of these buckets is free, or a receiver is idle while filled buckets are unannounced."""
         with self._clock("wire_s"):
             self._peers.wait_until(
                 self._participants,
@@ -303,7 +303,7 @@ class BucketPacker:
             )
 
     def _is_anyone_idle(self) -> bool:
-        """Whether buckets wait to be announced, and a receiver may have no other: those it was told of it may hold."""
+        """Whether buckets are unannounced and a receiver may be idle (it may hold those announced to it)."""
         return bool(self._batch) and any(peer.num_sent - len(peer.freed) < NUM_SLOTS for peer in self._participants)
 
     def _free_slot(self) -> int | None:

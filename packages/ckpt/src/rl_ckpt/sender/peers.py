@@ -1,4 +1,4 @@
-"""The receivers of a session as the sender sees them: who is there, what each has said, and waiting for all of them."""
+"""Receivers of a session at the sender: admission, their state in a sync, and waits for all of them."""
 
 from __future__ import annotations
 
@@ -57,57 +57,57 @@ _ERRORS = {
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One receiver, and what it has said about the sync that it takes part in."""
+    """Receiver, and its state in the current sync."""
 
     channel: Channel
     writer: StreamWriter
-    """Its streams."""
+    """Writer of its payload streams."""
     deadline: Deadline
-    """Until when it must have introduced itself."""
+    """Deadline of its handshake."""
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
-    """What it must prove its knowledge of the token over."""
+    """Nonce over which it must prove the token."""
     ticket: int = field(default_factory=lambda: secrets.randbits(64))
-    """By which its streams are known."""
+    """Random id by which its streams are matched."""
     hello: Hello | None = None
-    """Its greeting."""
+    """Its `Hello`; None before."""
     waiting: int = 0
-    """Its number of the sync that its consumer waits for; 0 when there is no consumer."""
+    """Its number of the sync it requested; 0 if none."""
     held: int = NO_VERSION
-    """Version that the tensors it receives into hold."""
+    """Version that its targets hold, as a base for deltas."""
     committed: tuple[int, int] = (NO_VERSION, 0)
-    """Version that its consumer has, and its tree digest."""
+    """Version committed there, and its tree digest."""
     is_complete: bool = False
-    """Whether it was sent every tensor of the snapshot."""
+    """Whether it has every tensor of the base copy."""
     opened: int = 0
-    """Generation of its streams that it will read."""
+    """Generation of the streams that it reads."""
     codecs: int = 0
-    """A bit for every `Codec` that it can read."""
+    """Bit mask of the `Codec`s that it can read."""
     sync: int = 0
-    """Its number of the sync that it takes part in; 0 for none."""
+    """Its number of the current sync; 0: it takes part in none."""
     mapped: int = 0
-    """Generation of the registered source that it was told of; 0 for none."""
+    """Generation of the registered source that it has mapped; 0: none."""
     num_declared: int = 0
-    """Tensors of the manifest that it was told."""
+    """Number of specs sent to it."""
     num_sent: int = 0
-    """Buckets that it was told of."""
+    """Number of buckets announced to it."""
     freed: set[int] = field(default_factory=set[int])
-    """Those of them that its consumer is done with."""
+    """Buckets that it has freed."""
     staged: Staged | None = None
-    """Its vote."""
+    """Its vote; None before."""
     is_committed: bool = False
     """Whether it confirmed the commit."""
     error: CkptError | None = None
-    """Why it can take no further part in this sync."""
+    """Error that ended its part in this sync."""
     is_gone: bool = False
     """Whether its connection is closed."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name, for messages."""
         return self.channel.peer
 
     def join(self) -> None:
-        """Take part in the sync that its consumer waits for."""
+        """Reset its state for the sync that it requested."""
         self.sync, self.waiting = self.waiting, 0
         self.num_sent, self.staged, self.is_committed, self.error = 0, None, False, None
         self.freed.clear()
@@ -115,7 +115,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Peers:
-    """All receivers of a session. Whatever one of them does wrong is kept in its `error` until somebody asks."""
+    """Receivers of a session. A failure of one is kept in its `error` until a wait raises it."""
 
     transport: SendTransport
     session: Session
@@ -123,30 +123,30 @@ class Peers:
     timeout_s: float
     pid: int
     all: list[Peer] = field(default_factory=list[Peer])
-    """Who is in the session."""
+    """Admitted receivers."""
     unauthenticated: list[Peer] = field(default_factory=list[Peer])
-    """Who has connected and not introduced itself. Nobody waits for them."""
+    """Connections whose handshake is not complete. Syncs do not wait for them."""
 
     num_freed: Counter[int] = field(default_factory=Counter[int])
-    """Of each bucket of the sync, how many receivers are done with it."""
+    """Per bucket of the sync, the number of receivers that freed it."""
     _written: Waker = field(default_factory=Waker)
-    """Woken by the threads of streams that have failed, or have written all they had while that is waited for."""
+    """Woken by stream threads that failed, or are idle while that is awaited."""
     _awaits_streams: bool = False
     _failed: deque[tuple[Channel, OSError]] = field(default_factory=deque[tuple[Channel, OSError]])
-    """Errors of streams that nobody has looked at, with the channel of the receiver."""
+    """Unhandled stream errors, with the channel of the receiver."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    """Who is waited for: kept from wait to wait, because there may be many."""
+    """Selector of all connections, kept between waits because they may be many."""
 
     def __post_init__(self) -> None:
-        """Wait for new connections, and for who cancels, from now on."""
+        """Register the listener and the wakers."""
         self._selector.register(self.canceller.fileno(), selectors.EVENT_READ)
         self._selector.register(self.transport.fileno(), selectors.EVENT_READ)
         self._selector.register(self._written.fileno(), selectors.EVENT_READ)
 
     def pump(self, deadline: Deadline, wakers: Sequence[int] = ()) -> bool:
-        """Wait for messages of any receiver and read them, or for its streams. False when the deadline passed.
+        """Wait for events of any receiver and handle them. False: the deadline passed.
 
-        A waker is a descriptor that ends the wait when it can be read.
+        Wakers are further descriptors that end the wait when readable.
         """
         self._drop_unauthenticated()
         for waker in wakers:
@@ -168,15 +168,15 @@ class Peers:
         return bool(ready)
 
     def poll(self) -> None:
-        """Take in what is here now."""
+        """Handle all pending events, without waiting."""
         while self.pump(Deadline(0)):
             pass
 
     def wait_for_count(self, num_peers: int) -> None:
-        """Wait until `num_peers` receivers have come. Who has greeted counts: its proof may wait for its first sync.
+        """Wait until `num_peers` receivers have connected and sent `Hello`; their proof may come with the first sync.
 
         Raises:
-            PeerTimeoutError: they were fewer.
+            PeerTimeoutError: there were fewer.
         """
         self.poll()
         deadline = Deadline(self.timeout_s)
@@ -187,10 +187,10 @@ class Peers:
                 raise PeerTimeoutError(f"{late} within {self.timeout_s:g} s")
 
     def wait_for_ready(self, num_peers: int) -> list[Peer]:
-        """Every receiver of the session, as soon as there are `num_peers` and all wait for a sync.
+        """Wait until there are `num_peers` receivers and all of them request a sync; returns all receivers.
 
         Raises:
-            PeerTimeoutError: they were fewer, or some did not call `receive_weights`; those are dropped.
+            PeerTimeoutError: there were fewer, or some did not call `receive_weights`; those are dropped.
         """
         self.poll()
         deadline = Deadline(self.timeout_s)
@@ -202,16 +202,16 @@ class Peers:
         return list(self.all)
 
     def out_of_date(self, committed_versions: set[tuple[int, int]]) -> list[Peer]:
-        """Receivers that wait for a sync and have none of these versions and digests."""
+        """Receivers that request a sync and hold none of these (version, digest) pairs."""
         self.poll()
         return [peer for peer in self.all if self._is_ready(peer) and peer.committed not in committed_versions]
 
     def wait_for_all(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], doing: str) -> None:
-        """Wait until every one of `peers` has done it. Raises as `wait_until` does."""
+        """Wait until a condition holds for each of `peers`. Raises as `wait_until` does."""
         self.wait_until(peers, lambda: all(map(is_done, peers)), lambda peer: not is_done(peer), doing)
 
     def wait_for_streams(self, peers: Sequence[Peer]) -> None:
-        """Wait until the kernel has taken all payload, so that tensors may change. Raises as `wait_until` does."""
+        """Wait until the kernel has accepted all payload, so that tensors may change. Raises as `wait_until` does."""
         self._awaits_streams = True
         try:
             self.wait_for_all(peers, lambda peer: peer.writer.is_empty, "take the bytes of a tensor")
@@ -221,11 +221,11 @@ class Peers:
     def wait_until(
         self, peers: Sequence[Peer], is_done: Callable[[], bool], is_late: Callable[[Peer], bool], doing: str
     ) -> None:
-        """Wait until something is done that all of `peers` take part in.
+        """Wait until a condition holds that depends on `peers`.
 
         Raises:
-            CkptError: what one of them did wrong instead.
-            PeerTimeoutError: names those that did nothing; they are dropped.
+            CkptError: the failure of one of them.
+            PeerTimeoutError: the deadline passed; names the late ones, which are dropped.
         """
         deadline = Deadline(self.timeout_s)
         while True:
@@ -242,11 +242,11 @@ class Peers:
                 raise PeerTimeoutError(f"{names} did not {doing} within {self.timeout_s:g} s")
 
     def wait_for_news(self, peers: Sequence[Peer], news: Waker, is_there: Callable[[], bool], missing: str) -> None:
-        """Wait for something that another thread announces by a waker, and serve `peers` meanwhile.
+        """Wait for a condition that another thread signals by a waker, and handle events of `peers` meanwhile.
 
         Raises:
-            CkptError: what one of the peers did wrong.
-            PeerTimeoutError: `missing` did not come.
+            CkptError: the failure of one of the peers.
+            PeerTimeoutError: the deadline passed; names what is `missing`.
         """
         deadline = Deadline(self.timeout_s)
         while True:
@@ -260,7 +260,7 @@ class Peers:
                 raise PeerTimeoutError(f"{missing} did not come within {self.timeout_s:g} s")
 
     def send(self, peer: Peer, message: Message | Encoded, descriptors: Sequence[int] = ()) -> None:
-        """Send to one receiver; what goes wrong becomes its `error`."""
+        """Send a message to one receiver; a failure becomes its `error`."""
         if peer.error is not None:
             return
         sync = 0 if isinstance(message, Hello | Proof | Session) else peer.sync
@@ -272,31 +272,31 @@ class Peers:
             self.drop(peer, error)
         except PeerLostError as error:
             if not peer.is_gone:
-                self._read(peer)  # it may have said why
+                self._read(peer)  # it may have sent the reason
             self.drop(peer, error)
 
     def put(self, peer: Peer, payloads: Sequence[tuple[int, Sequence[ByteRun]]]) -> None:
-        """Begin to write the payload of buckets, `(sequence, runs)` each, to one receiver's streams."""
+        """Queue the payload of buckets, `(sequence, runs)` each, on one receiver's streams."""
         if peer.error is None:
             peer.writer.put(payloads, is_alone=len(self.all) == 1)
 
     def new_group(self, peers: Sequence[Peer]) -> None:
-        """Have the transport make a group of these receivers, where it sends to all at once."""
+        """Create the transport's process group of these receivers, if it broadcasts."""
         messages = self.transport.new_group([(peer.ticket, peer.opened, peer.channel) for peer in peers])
         for peer, message in zip(peers, messages, strict=False):
             self.send(peer, message)
 
     def abort(self, peers: Sequence[Peer], reason: AbortReason, text: str) -> None:
-        """Tell those that can still hear it, without waiting, that the sync is off."""
+        """Send `Abort` to all receivers that can still get it, without waiting."""
         for peer in peers:
             if peer.error is None and not peer.channel.try_send(Abort(reason, text), peer.sync):
                 self.drop(peer)
             peer.writer.close()
-            peer.sync = peer.mapped = 0  # it may not have mapped what it was told of
+            peer.sync = peer.mapped = 0  # it may not have mapped the source
         self.transport.leave_group()
 
     def drop(self, peer: Peer, error: CkptError | None = None) -> None:
-        """Take a receiver out of the session; when it wants to, it comes back by itself."""
+        """Remove a receiver from the session; it may reconnect."""
         peer.error = peer.error or error or PeerLostError(f"{peer.name} was dropped from the session")
         peer.writer.close()
         if not peer.is_gone:
@@ -340,12 +340,12 @@ class Peers:
             self.drop(peer)
 
     def _note_idle(self) -> None:
-        """Called by the thread of a stream."""
+        """Callback of a stream thread."""
         if self._awaits_streams:
             self._written.wake()
 
     def _note_failure(self, channel: Channel, error: OSError) -> None:
-        """Called by the thread of a stream."""
+        """Callback of a stream thread."""
         self._failed.append((channel, error))
         self._written.wake()
 
@@ -354,7 +354,7 @@ class Peers:
         while self._failed:
             channel, cause = self._failed.popleft()
             for peer in [peer for peer in self.all if peer.channel is channel]:
-                self._read(peer)  # it may have said why
+                self._read(peer)  # it may have sent the reason
                 self.drop(peer, PeerLostError(f"{peer.name} takes no payload any more: {cause}"))
 
     def _read(self, peer: Peer) -> None:
@@ -364,7 +364,7 @@ class Peers:
         except ProtocolError as error:
             self.drop(peer, ProtocolError(f"{peer.name}: {error}"))
             return
-        except BaseException:  # an interrupt: what it has said may be lost, and it would wait for an answer
+        except BaseException:  # an interrupt may lose messages, whose replies it would wait for
             self.drop(peer)
             raise
         if peer.channel.is_closed:
@@ -380,7 +380,7 @@ class Peers:
         elif isinstance(message, Abort) and sync == peer.waiting:
             peer.waiting = 0
         elif sync != peer.sync:
-            return  # about a sync that is over for one of the two
+            return  # of a sync that is over for one side
         elif isinstance(message, Free):
             freed = set(message.sequences)
             if len(freed) < len(message.sequences) or not freed.isdisjoint(peer.freed) or max(freed) >= peer.num_sent:
@@ -399,7 +399,7 @@ class Peers:
             raise ProtocolError(f"it sent {type(message).__name__}, which only a sender may")
 
     def _authenticate(self, peer: Peer, message: Message) -> None:
-        """Hello, then Proof where there is a token, and it is in the session; Stream, and it is part of another."""
+        """Handle a handshake message: `Hello` and, with a token, `Proof` admit a receiver; `Stream` adds to another."""
         token = self.transport.token
         if isinstance(message, Hello) and peer.hello is None:
             self._greet(peer, message)
@@ -438,7 +438,7 @@ class Peers:
             self.all.append(peer)
 
     def _attach(self, peer: Peer, stream: Stream) -> None:
-        """Hand the connection over to the receiver that holds the ticket."""
+        """Attach a stream connection to the receiver with its ticket."""
         owner = next((known for known in self.all if known.ticket == stream.ticket), None)
         if owner is None or stream.index >= self.session.num_streams:
             raise ProtocolError(f"it offered {stream}, which belongs to no receiver of this session")

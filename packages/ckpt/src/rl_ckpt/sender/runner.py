@@ -1,4 +1,4 @@
-"""Runs one sync after the other for a sending end: the source, its failures, and the caller's thread or event loop."""
+"""`SourceSender`: base class of sending ends that runs syncs of a source in a thread or for an event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SourceSender(WeightSender):
-    """Sending end whose subclass says how one sync of a source is done (`_run`), and how it is closed."""
+    """Base class of sending ends; a subclass implements one sync (`_run`) and the release of its resources."""
 
     def __init__(self, config: SessionConfig) -> None:
         self.address = config.address
@@ -69,27 +69,27 @@ class SourceSender(WeightSender):
         return self._worker.call(lambda: self._sync(weights, version))
 
     def register_source(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """Declare once what is sent. See `WeightSender`."""
+        """Register a source once for all syncs. See `WeightSender`."""
         self._registered = RegisteredSource(named_tensors)
 
     async def close(self) -> None:
-        """Leave the session and free its buffers. Idempotent."""
+        """Close the session and free its buffers. Idempotent."""
         await asyncio.to_thread(self._worker.close, self._release, self._config.timeout_s)
 
     @abstractmethod
     def _require(self, num_peers: int | None) -> None:
-        """Check how many receivers a sync needs, and remember it."""
+        """Check and store the number of receivers that a sync needs."""
 
     @abstractmethod
     def _run(self, source: Source, version: int, clock: Clock) -> SyncReport:
-        """Do one sync of a source. What it raises means that nothing was committed."""
+        """Run one sync of a source. An error means that nothing was committed."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Free all that the end holds."""
+        """Free all resources."""
 
     def _sync(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> SyncReport:
-        """One sync in this thread; if it fails, the source is drained to its end."""
+        """Run one sync in this thread; if it fails, the source is drained to its end."""
         clock = Clock()
         source = Source(() if weights is None else weights, clock)
         try:

@@ -1,4 +1,4 @@
-"""The sending end of a session: opens it once, runs one sync after the other."""
+"""`Sender`, the sending end of a session: opens it once, and runs one transaction per sync."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ _REASONS: dict[type[BaseException], AbortReason] = {
 
 @dataclass(frozen=True, slots=True)
 class PreparedVersion:
-    """A version that all receivers of a session have voted for. Exactly one of the two must be called."""
+    """Prepared version: all receivers voted for it. Call exactly one of `commit` and `abort`."""
 
     digest: int
-    """Tree digest of what was sent."""
+    """Tree digest of the version."""
     commit: Callable[[], SyncReport]
-    """Commits it."""
+    """Commits the version."""
     abort: Callable[[str], None]
-    """Calls it off, and says why."""
+    """Aborts the version, with a reason."""
 
 
 class Sender(SourceSender):
@@ -77,20 +77,20 @@ class Sender(SourceSender):
         self._limit_gb_per_s: float | None = None
         self._num_peers = 1
         self._committed: set[tuple[int, int]] = set()
-        """The committed version, with the digest of each sync that brought it."""
+        """(version, digest) of the committed version, for each sync that sent it."""
 
     async def prepare(self) -> Metadata:
-        """Take the name and allocate the ring. Idempotent."""
+        """Bind the address and allocate the ring of buckets. Idempotent."""
         await self._worker.run(self._open)
         return Metadata(address=self.address, peer=f"sender pid {os.getpid()}", bucket_bytes=self._bucket_bytes)
 
     async def connect(self, num_peers: int = 1) -> None:
-        """Wait until `num_peers` receivers are in the session, and require as many in every later sync."""
+        """Wait until `num_peers` receivers have joined, and require as many in every later sync."""
         self._require(num_peers)
         await self._worker.run(lambda: self._open().wait_for_count(num_peers))
 
     async def resend_current(self) -> SyncReport | None:
-        """Send the committed version again, to those alone who wait and do not have it. See `CheckpointEngine`."""
+        """Send the committed version to receivers that wait and do not hold it. See `WeightSender`."""
         return await self._worker.run(self._resend_current)
 
     def _release(self) -> None:
@@ -108,7 +108,7 @@ class Sender(SourceSender):
         if self._peers is None:
             try:
                 self._peers = self._open_transport()
-            except BaseException:  # an interrupt, no memory: or the next attempt would find the name taken, by this end
+            except BaseException:  # else the next attempt would find the address in use, by this end
                 self._slots = []
                 self._transport.close()
                 raise
@@ -127,11 +127,11 @@ class Sender(SourceSender):
         )
 
     def _run(self, source: Source, version: int, clock: Clock) -> SyncReport:
-        """One sync, from the first wait to the last confirmation."""
+        """Run one sync, from waiting for receivers to the last confirmation."""
         return self._commit(self._attempt(source, version, clock))
 
     def _attempt(self, source: Source, version: int, clock: Clock, pipe: RelayPipe | None = None) -> Transaction:
-        """One sync as far as the votes."""
+        """Run one sync up to the votes."""
         last = -1 if self._version is None else self._version
         version = checked_version(version, last, MAX_VERSION)
         peers = self._open()
@@ -148,10 +148,10 @@ class Sender(SourceSender):
         weights: Iterable[tuple[str, Tensor]] = (),
         pipe: RelayPipe | None = None,
     ) -> PreparedVersion:
-        """Send `weights`, or what lands at a relay, as far as the votes, and leave the decision to the caller.
+        """Send `weights`, or what arrives at a relay, up to the votes; the caller decides on commit or abort.
 
         Raises:
-            SyncAbortedError: it failed, and is off.
+            SyncAbortedError: it failed, and was aborted.
         """
         self._require(num_peers)
         clock = Clock()
@@ -172,7 +172,7 @@ class Sender(SourceSender):
         try:
             await self._worker.run(attempt)
         except asyncio.CancelledError as error:
-            if prepared:  # all have voted in the very moment of the cancellation, and wait for a verdict
+            if prepared:  # all voted at the moment of the cancellation, and wait for the outcome
                 await asyncio.to_thread(abort, str(error))
             raise
         return PreparedVersion(
@@ -182,7 +182,7 @@ class Sender(SourceSender):
         )
 
     def resend_from(self, weights: Iterable[tuple[str, Tensor]], version: int, digest: int) -> SyncReport | None:
-        """`resend_current`, in this thread, from these weights of this version, whose tree digest is checked."""
+        """`resend_current` in this thread from the given weights of a version, whose tree digest is checked."""
 
         def serve() -> SyncReport | None:
             if (version, digest) not in self._committed:
@@ -198,7 +198,7 @@ class Sender(SourceSender):
                     raise UsageError(f"{peer.name} cannot read zstd; there: pip install 'rl-ckpt[zstd]'")
 
     def _resend_current(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> SyncReport | None:
-        """Send the committed version, from the copy of it or from these weights, to who waits and does not have it."""
+        """Send the committed version, from the base copy or these weights, to receivers that do not hold it."""
         version = self._version
         if weights is None and self._base_copy is None:
             raise UsageError(f"{self.address} keeps no copy of the weights to give to late receivers: pass delta=True")
@@ -240,7 +240,7 @@ class Sender(SourceSender):
         base_copy: BaseCopy | None,
         pipe: RelayPipe | None = None,
     ) -> Transaction:
-        """One sync with these receivers, as far as their votes."""
+        """Run one sync with these receivers up to their votes."""
         for peer in participants:
             peer.join()
         sync = Transaction(
@@ -260,9 +260,9 @@ class Sender(SourceSender):
                 sync.stream()
                 sync.stage()
             except DigestError:
-                source.require_unchanged()  # what is read where it is differs if it was written to,
+                source.require_unchanged()  # a source read in place differs if it was modified,
                 if source.registered is not None:
-                    source.registered.mapped = None  # or if it was freed and is other memory at the same address
+                    source.registered.mapped = None  # or if it was freed and its address reused
                 raise
         except BaseException as error:
             sync.abort(_REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
@@ -270,7 +270,7 @@ class Sender(SourceSender):
         return sync
 
     def _commit(self, sync: Transaction, *, is_new: bool = True) -> SyncReport:
-        """All have voted: the version is committed."""
+        """Commit a transaction that all receivers voted for."""
         self._version = sync.version
         report = sync.commit()
         self._committed = {(sync.version, report.digest)} | (set() if is_new else self._committed)

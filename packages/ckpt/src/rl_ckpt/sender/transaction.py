@@ -1,4 +1,4 @@
-"""One sync as the sender drives it: what is sent of each tensor, the votes, the commit. Knows no threads."""
+"""`Transaction`: one sync at the sender, as a two-phase commit (stream, votes, commit). Knows no threads."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Transaction:
-    """One version on its way to the receivers that take part.
+    """Two-phase commit of one version with the participating receivers.
 
-    Errors of `stream` and `stage` mean that nothing is committed. After `stage` the decision stands, and `commit`
-    raises nothing.
+    Errors of `stream` and `stage` mean that nothing is committed. After `stage` the version can be committed, and
+    `commit` raises nothing.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class Transaction:
         source_map = self._map(source)
         items = source if source_map is None else self._tell(source_map)
         for name, tensor in items if self._pipe is None else self._pass_on(self._pipe):
-            if name not in source.alias_of:  # it went with another
+            if name not in source.alias_of:  # else it was sent with its original
                 self._pack(spec_of(name, tensor), tensor)
                 source.require_unchanged([name, *source.aliases.get(name, ())])
             if not source.is_at_rest and self._pipe is None:
-                self._packer.flush()  # the next item may take its time, or wait for what receivers do with this one
+                self._packer.flush()  # the next item may be slow, or depend on what receivers do with this one
         if not self._names:
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
         self._packer.close()
 
     def stage(self) -> None:
-        """Wait until every receiver holds all of it, and compare what each attests."""
+        """Wait for the votes of all receivers, and check what each attests."""
         with self._clock("verify_s"):
             self.digest = model_digest(self._digests.items())
         seal = Seal(self._packer.num_buckets, len(self._names), self._num_bytes, self.digest)
@@ -101,7 +101,7 @@ class Transaction:
                 self._examine(peer.name, peer.staged)
 
     def commit(self) -> SyncReport:
-        """Tell every receiver, without waiting, that the version is committed; then wait for their confirmations."""
+        """Send `Commit` to every receiver without waiting; then wait for their confirmations."""
         for peer in self._participants:
             if peer.error is None and not peer.channel.try_send(Commit(self.version), peer.sync):
                 self._peers.drop(peer)
@@ -137,11 +137,11 @@ class Transaction:
         )
 
     def abort(self, reason: AbortReason, text: str) -> None:
-        """Tell every receiver, without waiting, that the sync is off."""
+        """Send `Abort` to every receiver, without waiting."""
         self._peers.abort(self._participants, reason, text)
 
     def _choose_base(self) -> int | None:
-        """The version that differences are told from, if all who take part hold all of it; the snapshot is open."""
+        """Base version for deltas, if all participants hold all of it; opens the base copy."""
         if self._base_copy is None:
             return None
         base = self._base_copy.open()
@@ -152,7 +152,7 @@ class Transaction:
         )
 
     def _examine(self, name: str, staged: Staged) -> None:
-        """Compare a vote with what was sent."""
+        """Check a vote against what was sent."""
         if (staged.version, staged.digest, staged.num_tensors) != (self.version, self.digest, len(self._names)):
             raise DigestError(
                 f"{name} attests {staged}; sent were {len(self._names)} tensors with digest {self.digest:#018x}"
@@ -177,7 +177,7 @@ class Transaction:
         )
 
     def _map(self, source: Source) -> SourceMap | None:
-        """What of the source the receivers can read where it is; they are told where, if they do not know."""
+        """Map of the source tensors that receivers can read in place, announced to those that do not know it."""
         registered = source.registered
         if registered is None or self._base_copy is not None:
             return None
@@ -195,7 +195,7 @@ class Transaction:
         return found
 
     def _tell(self, source_map: SourceMap) -> Iterator[tuple[str, Tensor]]:
-        """Say what is ready to be read where it is; yield, in their place, the tensors that have to be packed."""
+        """Announce tensors that can be read in place; yields those that have to be packed, in order."""
         with self._clock("export_s"):
             self._peers.transport.synchronize()
         for step in source_map.steps:
@@ -213,10 +213,10 @@ class Transaction:
             self._num_bytes += sum(spec.num_bytes for spec in step.specs)
 
     def _pass_on(self, pipe: RelayPipe) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a relay, each when its first bytes have landed, or all of them where it is not one memory."""
+        """Tensors of a relay, each once its first bytes are verified."""
         while True:
             if not pipe.has_next():
-                self._packer.close()  # rather than let those below wait until the bucket is full
+                self._packer.close()  # so that receivers do not wait for a full bucket
             self._packer.wait_to_land(pipe, pipe.has_next, "the next tensor")
             taken = pipe.take()
             if taken is None:
@@ -236,7 +236,7 @@ class Transaction:
             return [self._manifest.index(alias, index) for alias in aliases]
 
         if self._base_copy is None:
-            stays = self._is_stable and raw.data_ptr() == tensor.data_ptr()  # and not a copy made here
+            stays = self._is_stable and raw.data_ptr() == tensor.data_ptr()  # not a copy made here
             has_aliases = self._pipe is not None or spec.name in self._source.aliases
             found = self._packer.add(
                 index, 0, Codec.RAW, raw, stays=stays, aliases=add_aliases if has_aliases else tuple
@@ -260,14 +260,14 @@ class Transaction:
             self._num_bytes += sent.num_bytes
 
     def _aliases_of(self, name: str) -> Sequence[str]:
-        """The other names of a tensor that is there."""
+        """Names of the aliases of a tensor."""
         pipe = self._pipe
         return self._source.aliases.get(name, ()) if pipe is None else pipe.alias_of(name)
 
     def _tell_differences(
         self, index: int, spec: TensorSpec, raw: Tensor, base_copy: BaseCopy, add_aliases: Callable[[], Iterable[int]]
     ) -> int:
-        """Send a tensor leaf by leaf, so that the receivers work on one while the next is looked through."""
+        """Send deltas of a tensor leaf by leaf, so that receivers apply one while the next is computed."""
         parts = base_copy.advance(spec, raw)
         leaves: list[int] = []
         is_different = False
@@ -300,7 +300,7 @@ class Transaction:
                 if not self._peers.pump(deadline):
                     break
         except SyncAbortedError:
-            pass  # cancelled or closed while waiting: the commit stands, and who did not confirm is reported as lost
+            pass  # cancelled or closed while waiting: the commit stands, and unconfirmed receivers are reported as lost
         for peer in self._participants:
             if not peer.is_committed:
                 self._peers.drop(peer)

@@ -1,4 +1,4 @@
-"""Tensors of a consumer that share memory: tied weights, or views into a fused tensor. They cannot differ."""
+"""Check of targets that share memory (tied weights, views into a fused tensor) and so cannot differ."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class AliasCheck:
-    """Of the targets of an end: found out again when one of them is elsewhere than before, or is read otherwise."""
+    """Alias check of an end's targets; overlaps are cached until a target's address, shape or strides change."""
 
     def __init__(self) -> None:
         self._layouts: dict[str, tuple[object, ...]] = {}
         self._groups: list[list[str]] = []
 
     def require_equal(self, targets: Mapping[str, Tensor], landed: Iterable[tuple[TensorSpec, int]]) -> None:
-        """Look whether targets that share memory hold what was sent for each, `landed`: `(what, digest)`.
+        """Check that targets which share memory hold what was sent for each; `landed` has `(spec, digest)` pairs.
 
         Raises:
-            TensorError: one was written over by another, that was sent with other contents.
+            TensorError: a target was overwritten by another one with different contents.
         """
         sent: dict[str, int] = {}
         layouts: dict[str, tuple[object, ...]] = {}
@@ -52,7 +52,7 @@ class AliasCheck:
 
 
 def _groups_of(targets: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names whose memory overlaps, directly or by others between them; or may overlap itself, alone."""
+    """Groups of names whose memory overlaps, transitively; a tensor that may overlap itself is a group."""
     layouts = sorted((str(target.device), *_extent_of(target), name) for name, target in targets.items())
     groups: list[list[str]] = []
     where, end = "", 0
@@ -69,7 +69,7 @@ def _groups_of(targets: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _may_overlap_itself(tensor: Tensor) -> bool:
-    """Whether the strides do not rule out that two elements are one memory."""
+    """Whether two elements may share memory, by the strides."""
     if tensor.is_contiguous():
         return False
     reach = 0
@@ -81,7 +81,7 @@ def _may_overlap_itself(tensor: Tensor) -> bool:
 
 
 def _extent_of(tensor: Tensor) -> tuple[int, int]:
-    """From where to where its elements lie, bytes."""
+    """(start, end) address of its elements, bytes."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), tensor.data_ptr()
     num_elements = end_of(tensor) - int(tensor.storage_offset())

@@ -1,4 +1,4 @@
-"""What a bucket says of its content: spans of tensors and their codecs. `rl_csrc.buffers.bucket` places them."""
+"""`Span` and `Codec`: description of a bucket's content. `rl_csrc.buffers.bucket` plans the placement."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ from enum import IntEnum
 from typing import NamedTuple
 
 ALIGNMENT_BYTES = 256
-"""Every tensor starts at a multiple of this in its bucket."""
+"""Alignment of tensors in a bucket, bytes."""
 
 
 class Codec(IntEnum):
-    """How the bytes of a span stand for a tensor."""
+    """Encoding of a span's bytes."""
 
     RAW = 0
-    """They are its elements."""
+    """Elements of the tensor."""
     DELTA = 1
-    """They say which elements of a leaf differ from the base version, and what they are now."""
+    """Delta of a leaf against the base version: positions and new values of changed elements."""
     DELTA_ZSTD = 2
-    """The same, compressed by Zstandard."""
+    """Delta compressed by Zstandard."""
     ALIAS = 3
-    """There are none: the tensor has the elements of the one before it, to which its manifest says it is tied."""
+    """No bytes: the tensor is an alias (tied, by the manifest) of the one before it."""
 
 
 class Span(NamedTuple):
-    """One contiguous piece of the content of one part of a tensor, in one bucket. Fields in the order of WIRE.md.
+    """Contiguous piece of a part of a tensor, in one bucket. Fields in the order of WIRE.md.
 
-    A tensor is one part, raw; or, where differences are told, one part for each of its leaves, raw or a difference.
+    A tensor is one raw part; or, with deltas, one part per leaf, raw or a delta.
     """
 
     tensor: int
     """Index of the tensor in the session's manifest."""
     codec: int
-    """A `Codec`: what the content is."""
+    """`Codec` of the content."""
     start: int
-    """Where the part starts in the tensor, bytes; a multiple of a leaf."""
+    """Start of the part in the tensor, bytes; a multiple of the leaf size."""
     offset: int
-    """Where the piece starts in the content of the part, bytes."""
+    """Start of the piece in the content of the part, bytes."""
     bucket_offset: int
-    """Where it starts in the bucket, bytes; a multiple of 256."""
+    """Start of the piece in the bucket, bytes; a multiple of 256."""
     num_bytes: int
-    """Length of the piece; 0 for a tensor without elements."""
+    """Size of the piece, bytes; 0 for a tensor without elements."""
     total_bytes: int
-    """Length of the content of the part."""
+    """Size of the content of the part, bytes."""
     digest: int
-    """Of the piece."""
+    """Digest of the piece."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the part is whole with it."""
+        """Whether it is the last piece of its part."""
         return self.offset + self.num_bytes == self.total_bytes

@@ -1,8 +1,8 @@
-"""Digests of tensors and of whole models, the same for equal weights whatever carried them. WIRE.md defines them.
+"""Leaf, tensor and tree digests, equal for equal weights whatever the transport. Defined in WIRE.md.
 
 A tensor's content is cut into leaves of 4 MiB; a leaf has the digest of `rl_csrc.digest`, a tensor that of its leaves'
-digests, a model that of its tensors' names, dtypes, shapes and digests. So a tensor can be checked while it lands, in
-the pass that copies it, and a model without an order of its tensors.
+digests, a model that of its tensors' names, dtypes, shapes and digests. So a tensor can be verified in the
+same pass that copies it, and a model in any order of its tensors.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _HEAD = struct.Struct("<HBB")
 
 
 def combine(leaves: Sequence[int]) -> int:
-    """The digest over the digests of leaves, in order."""
+    """Digest of a tensor, from its leaf digests in order."""
     return leaves[0] if len(leaves) == 1 else rl_csrc.digest(struct.pack(f"<{len(leaves)}Q", *leaves))
 
 
 def leaves_of(raw: Tensor) -> list[int]:
-    """The digests of the leaves of uint8 [num_bytes]; one for content without bytes."""
+    """Leaf digests of uint8 [num_bytes]; a single one for empty content."""
     return rl_csrc.digest_many(_leaves(raw))
 
 
 def digests_of(contents: Sequence[Tensor]) -> list[int]:
-    """The digests of many contents, uint8 [num_bytes] each: together, because a device has to be waited for."""
+    """Tensor digests of many contents, uint8 [num_bytes] each, with a single synchronization on a device."""
     leaves = [_leaves(content) for content in contents]
     found = iter(rl_csrc.digest_many([leaf for of_one in leaves for leaf in of_one]))
     return [combine([next(found) for _ in of_one]) for of_one in leaves]
 
 
 def pack_leaves(content: Tensor, offset: int, slot: Tensor, bucket_offset: int, num_bytes: int) -> list[int]:
-    """Copy a piece of `content` into `slot`, uint8 both, and return the digests of its leaves, in one pass."""
+    """Copy a piece of `content` into `slot`, both uint8, and return its leaf digests, in one pass."""
     if content.device.type != "cpu" or slot.device.type != "cpu":
         into = slot[bucket_offset : bucket_offset + num_bytes].copy_(content[offset : offset + num_bytes])
         return leaves_of(into)
@@ -51,11 +51,11 @@ def pack_leaves(content: Tensor, offset: int, slot: Tensor, bucket_offset: int, 
 
 
 def unpack_leaves(slot: Tensor, pieces: list[tuple[Tensor, int, int, int]]) -> list[list[int]]:
-    """Copy pieces of a slot into contents; the digests of the leaves of what was read or, on a device, of the copies.
+    """Copy pieces of a slot into contents; returns leaf digests of the bytes read or, on a device, of the copies.
 
     Args:
         slot: uint8 [bucket_bytes].
-        pieces: Content, uint8, where the piece starts in it and in the slot, and its length, bytes.
+        pieces: (content uint8, offset in it, offset in the slot, size), in bytes.
     """
     if slot.device.type == "cpu" and all(piece[0].device.type == "cpu" for piece in pieces):
         return bucket.unpack_leaves(slot, pieces, leaf_nbytes=LEAF_BYTES)
@@ -67,7 +67,7 @@ def unpack_leaves(slot: Tensor, pieces: list[tuple[Tensor, int, int, int]]) -> l
 
 
 def model_digest(tensors: Iterable[tuple[TensorSpec, int]]) -> int:
-    """The digest over `(what, digest)` of tensors in any order; names must differ."""
+    """Tree digest of a model, from `(spec, digest)` of its tensors in any order; names must be unique."""
     records: list[bytes] = []
     for spec, digest in sorted(tensors, key=lambda item: item[0].name):
         name = spec.name.encode()
@@ -77,13 +77,13 @@ def model_digest(tensors: Iterable[tuple[TensorSpec, int]]) -> int:
 
 
 def tree_digest(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> int:
-    """64-bit digest of named tensors: what a `Receipt`, a `SyncReport` and `CheckpointEngine.digest` hold of them.
+    """Tree digest (64 bits) of named tensors, as in a `Receipt`, a `SyncReport` and `CheckpointEngine.digest`.
 
     It depends on names, dtypes, shapes and bits, and not on the order of the tensors, their strides, their device, or
-    how they were sent. WIRE.md defines it. It detects damage and mistakes, not malice: there is no secret in it.
+    how they were sent. WIRE.md defines it. It detects corruption and mistakes, not tampering: there is no secret in it.
 
     Raises:
-        TensorError: an item cannot be sent, and so has no digest; or a name comes twice.
+        TensorError: an item cannot be sent, and so has no digest; or a name is repeated.
     """
     items = cast("Mapping[str, Tensor]", named_tensors).items() if isinstance(named_tensors, Mapping) else named_tensors
     found = [(spec_of(name, tensor), combine(leaves_of(as_bytes(tensor)))) for name, tensor in items]

@@ -1,7 +1,7 @@
-"""Tree digest of a model that no process holds whole: the shares of slices add up, however the model is cut.
+"""Tree digest of a sharded model from partial digests of its slices, which add up however the model is cut.
 
-`rl_csrc.digest` sums mixed 64-bit words before it finishes, so that a slice has a share in each leaf that it touches.
-A word that a cut goes through is told as it is, and joined from its halves.
+`rl_csrc.digest` sums mixed 64-bit words before it finishes, so that a slice contributes a partial sum to each leaf. A
+word that is cut by a slice boundary is kept as bytes, and joined from its parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a sync takes from its caller, and where its time goes."""
+"""Sources of weights: an iterable or a registered source, its manifest and aliases; the clock of a sync."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 _AT_REST = (type({}.items()), type(OrderedDict[str, torch.Tensor]().items()))
-"""Items that a mapping holds; other mappings may make each when it is asked for, all in one memory."""
+"""Items views of real dicts; other mappings may create each item on request, in the same memory."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Of other kinds of tensors it is not known what their memory means."""
+"""Tensor classes with known memory semantics."""
 
 
 def checked_version(version: object, last: int, limit: int) -> int:
-    """A version as a plain int, after a look at it.
+    """Validated version, as a plain int.
 
     Raises:
-        VersionError: it is no integer, or not above the last one and at most the limit.
+        VersionError: it is not an integer, or not above the last one and at most the limit.
     """
     try:
         number = index(version)  # pyright: ignore[reportArgumentType]  # whether it is one is to be found out
@@ -46,7 +46,7 @@ def checked_version(version: object, last: int, limit: int) -> int:
 
 @dataclass(slots=True)
 class Clock:
-    """Where the time of a sync went, seconds. `with clock("pack_s"): ...` adds to a field."""
+    """Clock of a sync: seconds per phase. `with clock("pack_s"): ...` adds to a field."""
 
     export_s: float = 0.0
     pack_s: float = 0.0
@@ -76,7 +76,7 @@ class Lap:
 
 
 def copy_gb_per_s(one: Tensor, other: Tensor) -> float:
-    """What this thread copies from one slot to another, 1e9 bytes per second: the best of three, the first to warm."""
+    """Copy bandwidth of this thread between two slots, 1e9 bytes per second: the best of three after a warm-up."""
     times: list[float] = []
     for _ in range(4):
         since = time.perf_counter()
@@ -88,19 +88,19 @@ def copy_gb_per_s(one: Tensor, other: Tensor) -> float:
 
 
 class Source:
-    """The caller's weights, taken one by one: of a call, or of what stays as it is meanwhile.
+    """Source of one sync: an iterator over the caller's weights, with checks for changes and tied tensors.
 
-    Tensors that are all there when the sync begins (a registered source, the items of a mapping) have to be one
-    version: one that changes before its turn is an error. What tells is torch's count of changes in place, and that an
-    optimizer has begun a step on it (fused ones are not counted). Other kernels, and `.data`, go unseen.
+    Tensors that all exist when the sync begins (a registered source, the items of a mapping) must stay one version: a
+    change before a tensor's turn is an error. It is detected by torch's version counter, and by optimizer steps (except
+    fused ones). Writes by other kernels or through `.data` are not detected.
 
-    Of a registered source and the items of a dict it is known which are tied. Of others it is not: the memory that one
-    item leaves may be that of the next.
+    Tied tensors are known for a registered source and the items of a dict. For other iterables they are not: the memory
+    of one item may be reused for the next.
 
     Args:
-        weights: Of the call.
-        clock: Counts the waits for them.
-        registered: Where they come from, if that is a registered source.
+        weights: Iterable of the call.
+        clock: Measures the waits for items.
+        registered: The registered source that they come from, or None.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class Source:
         is_there = registered is not None or isinstance(weights, ItemsView)
         there = list(weights) if is_there else []
         self.is_at_rest = registered is not None or type(weights) in _AT_REST
-        """Whether all items are there, so that none is waited for."""
+        """Whether all items exist already, so that none is waited for."""
         self.aliases = aliases_of(there) if self.is_at_rest else {}
-        """Names of the tensors that have the memory of another before them, under the name of that; read-only."""
+        """Names of tied tensors, by the name of the first tensor with the same memory; read-only."""
         self.alias_of = {name: first for first, names in self.aliases.items() for name in names}
-        """The other way round."""
+        """Name of a tied tensor to the name of the first one."""
         self._counts = {name: (tensor, _num_changes(tensor)) for name, tensor in there if _is_dense(tensor)}
         self._stepped: set[int] = set()
-        """Addresses of storages that an optimizer has written to since."""
+        """Addresses of storages that an optimizer has written to since the sync began."""
         self._hook = register_optimizer_step_pre_hook(self._note_step) if is_there else None
         self._iterator = iter(there if self.is_at_rest else weights)
         self._clock = clock
@@ -138,10 +138,10 @@ class Source:
         return item
 
     def require_unchanged(self, names: Iterable[str] | None = None) -> None:
-        """Look whether these tensors, or all that were there when the sync began, are as they were then.
+        """Check that these tensors, or all of the source, were not modified since the sync began.
 
         Raises:
-            TensorError: one has been written to since.
+            TensorError: one was modified.
         """
         for name in self._counts if names is None else names:
             if name not in self._counts:
@@ -160,18 +160,18 @@ class Source:
                     self._stepped.add(parameter.untyped_storage().data_ptr())
 
     def close(self) -> None:
-        """The sync is over, for good or ill."""
+        """End the sync."""
         if self._hook is not None:
             self._hook.remove()
 
     def drain(self, error: Exception) -> None:
-        """Take what is left after an error: the other ranks of a collective export wait for this one at each tensor."""
+        """Consume the remaining items after an error, for which other ranks of a collective export wait."""
         try:
             while not self._is_over:
                 self._take()
         except StopIteration:
             pass
-        except Exception as another:  # noqa: BLE001  # the source is the caller's; the first error is the one to report
+        except Exception as another:  # noqa: BLE001  # of the caller's source; the first error is reported
             error.add_note(f"draining the rest of the source failed as well: {another!r}")
 
     def _take(self) -> object:
@@ -188,12 +188,12 @@ def _is_dense(tensor: object) -> bool:
 
 
 def _num_changes(tensor: Tensor) -> int | None:
-    """How often torch has written to a tensor in place, as far as it counts."""
+    """Version counter of torch for in-place writes; None if the tensor has none."""
     return None if tensor.is_inference() else tensor._version
 
 
 def aliases_of(items: Iterable[tuple[str, Tensor]]) -> dict[str, list[str]]:
-    """Which of these tensors, all alive, are one memory: the names that come later, under the first."""
+    """Tied tensors among these, which all exist: later names by the first name with the same memory."""
     by_address: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in items:
         is_plain = type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested
@@ -211,14 +211,14 @@ def aliases_of(items: Iterable[tuple[str, Tensor]]) -> dict[str, list[str]]:
 
 
 class ManifestIndex:
-    """The manifest of a session: every tensor of any sync so far, in the order of first appearance."""
+    """Manifest of a session at the sender: specs of all tensors so far, by index."""
 
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
         self._index: dict[tuple[TensorSpec, int | None], int] = {}
 
     def index(self, spec: TensorSpec, alias_of: int | None = None) -> int:
-        """The number of a tensor, a new one if it is new, or is tied to another than before."""
+        """Index of a tensor; a new one if the tensor is new, or tied to another than before."""
         index = self._index.get((spec, alias_of))
         if index is None:
             index = self._index[spec, alias_of] = len(self.specs)
@@ -228,23 +228,23 @@ class ManifestIndex:
 
 _AGAIN = "; call register_source again after whatever replaces storages (an offload, .data = ..., resize_)"
 _Place: TypeAlias = tuple[TensorSpec, int, tuple[int, ...]]
-"""What a tensor is, its address, and its strides."""
+"""Spec, address and strides of a tensor."""
 
 
 class RegisteredSource:
-    """What `CheckpointEngine.register_source` was given. It is asked again for every sync, and compared.
+    """Source given to `WeightSender.register_source`; evaluated for every sync and compared with the first time.
 
     Args:
-        named_tensors: A mapping, or what returns `(name, tensor)` whenever it is called. Names differ.
+        named_tensors: A mapping, or a function that returns `(name, tensor)` pairs. Names must be unique.
 
     Raises:
-        TensorError: an item cannot be sent, a name comes twice, or there is none.
+        TensorError: an item cannot be sent, a name is repeated, or there are no items.
     """
 
     def __init__(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self._named = named_tensors.items if isinstance(named_tensors, Mapping) else named_tensors
         self.mapped: object = None
-        """What a transport has made of it, kept from sync to sync."""
+        """A transport's map of it, kept between syncs."""
         self._layouts: dict[str, _Place] = {}
         for name, tensor in self._named():
             if name in self._layouts:
@@ -254,10 +254,10 @@ class RegisteredSource:
             raise TensorError("no tensor was registered; give a function that returns (name, tensor), or a mapping")
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """Its tensors as they are now.
+        """Present tensors of the source.
 
         Raises:
-            TensorError: one is not where it was, or they are not the same.
+            TensorError: a tensor was moved, or the set of tensors changed.
         """
         items = list(self._named())
         if len(items) != len(self._layouts):
@@ -279,10 +279,10 @@ def _layout_of(name: str, tensor: Tensor) -> _Place:
 
 
 def items_of(registered: RegisteredSource | None) -> list[tuple[str, Tensor]]:
-    """The tensors of a source, if one was registered.
+    """Tensors of the registered source.
 
     Raises:
-        UsageError: none was.
+        UsageError: there is none.
         TensorError: see `RegisteredSource.items`.
     """
     if registered is None:

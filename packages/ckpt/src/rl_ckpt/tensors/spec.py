@@ -1,4 +1,4 @@
-"""Tensors as bytes and back: dtype codes, and views that copy nothing where nothing must be copied."""
+"""`TensorSpec`, dtype codes, and conversion between tensors and bytes without copies where possible."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rl_csrc.buffers.frames import DTYPES
 
 CPU = torch.device("cpu")
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
-"""The code of a dtype on the wire. Codes are never reused; WIRE.md lists them."""
+"""Wire code of each dtype. Codes are never reused; WIRE.md lists them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """What a receiver must know to turn bytes into a tensor."""
+    """Spec of a tensor: name, dtype and shape."""
 
     name: str
-    """Under which the tensor is handed out."""
+    """Name of the tensor."""
     dtype: torch.dtype
     """One of `DTYPES`."""
     shape: tuple[int, ...]
     """Elements along each axis; () for a scalar."""
     alias_of: int | None = field(default=None, compare=False)
-    """In a manifest: the index of the tensor before it whose elements are its too."""
+    """In a manifest: index of the earlier tensor of which it is an alias."""
     num_bytes: int = field(init=False, repr=False, compare=False)
     """Size of the elements, bytes."""
 
@@ -39,10 +39,10 @@ class TensorSpec:
 
 
 def spec_of(name: object, tensor: object) -> TensorSpec:
-    """Describe one item of a source.
+    """Spec of an item of a source.
 
     Raises:
-        TensorError: it is not a name and a dense tensor with memory of its own, of a dtype that has a code.
+        TensorError: it is not a name with a dense tensor that has memory and a supported dtype.
     """
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
         raise TensorError(f"the source yielded ({name!r}, {type(tensor).__name__}); it must yield (str, torch.Tensor)")
@@ -61,7 +61,7 @@ def spec_of(name: object, tensor: object) -> TensorSpec:
 
 
 def require_memory(name: str, tensor: torch.Tensor) -> None:
-    """Look whether the elements of a tensor that is to be read or written are there.
+    """Check that a tensor has memory that can be read or written.
 
     Raises:
         TensorError: it is a meta tensor, a subclass that only wraps others, or its storage was freed (by FSDP, an
@@ -70,7 +70,7 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
     try:
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes() if storage.data_ptr() else 0
-    except (RuntimeError, NotImplementedError):  # wrappers have no storage to look at, nor do sparse layouts
+    except (RuntimeError, NotImplementedError):  # wrappers and sparse layouts have no storage
         num_bytes = 0
     if num_bytes < end_of(tensor) * tensor.itemsize:
         raise TensorError(
@@ -81,7 +81,7 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def end_of(tensor: torch.Tensor) -> int:
-    """Where in its storage a tensor's last element ends, elements; 0 for one without elements."""
+    """End of a tensor's last element in its storage, in elements; 0 for an empty tensor."""
     num_elements = tensor.numel()
     if not num_elements:
         return 0
@@ -92,12 +92,12 @@ def end_of(tensor: torch.Tensor) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _spec(name: str, dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
-    """The same from sync to sync: made once, because a model has many."""
+    """Spec, cached between syncs because a model has many tensors."""
     return TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in row-major order as uint8 [num_bytes], on the same device. Copies only what is not contiguous."""
+    """Elements in row-major order as uint8 [num_bytes], on the same device; a view if contiguous."""
     plain = tensor.detach()
     if type(plain) is not torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
@@ -112,7 +112,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_plain_on(target: torch.Tensor, device: torch.device = CPU) -> bool:
-    """Whether a tensor's memory can be written as bytes, from that device."""
+    """Whether a tensor is plain memory on that device, so that it can be written as bytes."""
     return (
         target.device == device
         and target.layout == torch.strided
@@ -122,7 +122,7 @@ def is_plain_on(target: torch.Tensor, device: torch.device = CPU) -> bool:
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a dense tensor's elements are: the same for two that are alive at once is the same memory, read alike."""
+    """Key of a dense tensor's memory: equal keys of two existing tensors mean the same memory with the same layout."""
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -135,12 +135,12 @@ def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def from_bytes(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The tensor whose elements are `raw`, uint8 [num_bytes], contiguous. A view."""
+    """View of `raw`, uint8 [num_bytes], contiguous, as a tensor of this spec."""
     return raw.view(spec.dtype).view(spec.shape)
 
 
 def buffer_tensor(buffer: Any, *, offset: int, num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes] over a writable buffer, which it keeps alive."""
+    """Tensor uint8 [num_bytes] over a writable buffer, which it keeps alive."""
     return torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=num_bytes)
 
 

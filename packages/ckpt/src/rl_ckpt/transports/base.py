@@ -1,4 +1,4 @@
-"""The seam of a backend: `Transport` moves payload; handshake, commit, digests, votes and differences stay rl-ckpt's.
+"""`Transport`, the plug-in interface of backends: it moves payload; rl-ckpt does handshake, votes, digests, deltas.
 
 A backend is a subclass of `Transport` that an entry point of the group `rl_ckpt.backends` names by its URL scheme.
 """
@@ -27,15 +27,15 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Transport(ABC):
-    """Data plane of a URL scheme: makes one end of it. Has no state of its own, and an `__init__` without arguments.
+    """Data plane of a URL scheme: a stateless factory of its ends, with an `__init__` without arguments.
 
-    Raise `AddressError` for what a URL must not say, and `BackendError` for what this machine lacks. Touch no peer yet.
+    Raise `AddressError` for an invalid URL, and `BackendError` for what this machine lacks. Contact no peer yet.
     """
 
     options: ClassVar[Mapping[str, str]] = {}
     """URL options (`?name=value`), with one line on each; `connect` refuses others. Read them by `config.option`."""
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
-    """All of them: they are rl-ckpt's own work. An engine without the transaction declares what it has."""
+    """All capabilities by default, as rl-ckpt implements them. A backend without the transaction declares its own."""
 
     @abstractmethod
     def sender(self, config: SessionConfig) -> SendTransport:
@@ -62,125 +62,125 @@ def require_name(config: SessionConfig) -> None:
 
 
 class PayloadWaits(Protocol):
-    """How a receiver waits for payload: each returns when that is so, and raises what ends the sync meanwhile."""
+    """Waits of a receiver for payload; each raises if the sync ends meanwhile."""
 
     def readable(self, descriptor: int) -> None:
-        """A descriptor has something to read."""
+        """Wait until a descriptor is readable."""
         ...
 
     def until(self, is_done: Callable[[], bool]) -> None:
-        """It says True; it is asked again and again."""
+        """Poll until the function returns True."""
         ...
 
     def ended(self) -> None:
-        """Never: nothing more will come, and the sender is about to say why."""
+        """Raise the reason why the sender ended the stream; never returns."""
         ...
 
 
 class SendTransport(ABC):
-    """The sender's side: a name to be found under, and a ring of slots."""
+    """Sending side of a transport: an address, and a ring of slots."""
 
     address: str
-    """URL under which it is found."""
+    """URL of the session."""
     bucket_bytes: int = 8 << 20
-    """Size of a bucket where the caller asked for none: few messages, and the other end is not kept waiting long."""
+    """Default bucket size: large enough for few messages, small enough for low latency."""
     num_streams: int = 0
-    """Connections per receiver that payload is written to; 0 where receivers see the ring itself."""
+    """Payload connections per receiver; 0 if receivers map the ring."""
     num_slots: int = 4
     """Slots of the ring. With more than 4, buckets are announced several in a message as a sync grows."""
     is_direct: bool = False
-    """Whether a stream may be written straight from a tensor, because the kernel copies what it takes."""
+    """Whether streams may be written directly from a tensor, because the kernel copies the bytes."""
     token: bytes | None = None
-    """Secret that receivers must know; None where the kernel vouches for them."""
+    """Secret that receivers must prove; None if the kernel authenticates them."""
 
     @abstractmethod
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-        """Take the name and allocate the ring: `num_slots` writable CPU tensors, uint8 [bucket_bytes].
+        """Bind the address and allocate the ring: `num_slots` writable tensors, uint8 [bucket_bytes].
 
         Raises:
-            AddressError: another sender has the name.
+            AddressError: another sender has the address.
         """
 
     @abstractmethod
     def fileno(self) -> int:
-        """Becomes readable when a receiver dials."""
+        """Descriptor that becomes readable when a receiver connects."""
 
     @abstractmethod
     def accept(self) -> Channel | None:
-        """The next receiver that dialled, without waiting."""
+        """Accept the next receiver, without waiting; None if there is none."""
 
     def descriptors(self) -> Sequence[int]:
-        """File descriptors that go with the `Session` message."""
+        """File descriptors sent with the `Session` message."""
         return ()
 
     def write(self, connection: socket.socket, slot: int, start: int, end: int) -> int:
-        """Put bytes `start` to `end` of a slot on a stream and return how many went. Only for sessions with streams.
+        """Write bytes `start` to `end` of a slot to a stream; returns the byte count. Only for sessions with streams.
 
-        Each stream has a thread that calls this on a blocking socket, several streams at once. The slot does not
-        change before the receiver has freed its bucket, so the kernel may refer to it till then.
+        Each stream has a thread that calls this on a blocking socket. The slot does not change before the receiver has
+        freed its bucket, so the kernel may refer to it until then.
 
         Raises:
-            OSError: the receiver is gone, or the socket was shut down because the sync is off.
+            OSError: the receiver is gone, or the socket was shut down because the sync was aborted.
         """
         raise NotImplementedError(f"{type(self).__name__} has no streams")
 
     def memory(self) -> bytes:
-        """What a receiver must know to read the ring from afar; goes with the `Session` message."""
+        """Metadata for remote reads of the ring; sent with the `Session` message."""
         return b""
 
     def new_group(self, members: Sequence[tuple[int, int, Channel]]) -> Sequence[NewGroup]:
-        """Prepare for a sync with receivers, `(ticket, generation, channel)` each; what to tell each, if anything.
+        """Create the process group of a sync's receivers, `(ticket, generation, channel)` each; a message for each.
 
-        For transports that send to all at once. `generation` is what the receiver's transport last said it has.
+        For transports that broadcast. `generation` is that of the receiver's present group.
         """
         del members
         return ()
 
     def publish(self, content: Tensor) -> None:
-        """Begin to send the payload of a bucket, which every receiver was just told of, to all at once."""
+        """Start the broadcast of a bucket's payload, after its announcement."""
         del content
 
     def map_source(self, items: Sequence[tuple[str, Tensor]]) -> SourceMap | None:
-        """Of a registered source, what receivers can read where it is; None where they can read nothing so."""
+        """Map of the tensors of a registered source that receivers can read in place; None if there are none."""
         del items
         return None
 
     def synchronize(self) -> None:  # noqa: B027  # most transports have nothing to do here
-        """Wait until what was begun on the source's device is in its memory."""
+        """Wait until pending work on the source's device is complete."""
 
     def leave_group(self) -> None:  # noqa: B027  # most transports have nothing to do here
-        """The sync is off: forget what `new_group` made. Idempotent."""
+        """Leave the process group after an aborted sync. Idempotent."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the name and the ring back. Idempotent."""
+        """Free the address and the ring. Idempotent."""
 
 
 class Listener(Protocol):
-    """Socket that holds an address and accepts connections, without waiting."""
+    """Non-blocking listening socket of a session."""
 
     config: SessionConfig
-    """Of the session, with the address that it is reached at."""
+    """Session configuration, with the final address."""
 
     def listen(self) -> None:
-        """Accept connections from now on."""
+        """Start listening."""
         ...
 
     def fileno(self) -> int:
-        """Becomes readable when a receiver connects."""
+        """Descriptor that becomes readable when a receiver connects."""
         ...
 
     def accept(self) -> Channel | None:
-        """The next connection."""
+        """Accept the next connection; None if there is none."""
         ...
 
     def close(self) -> None:
-        """Give the address back."""
+        """Close the socket and free the address."""
         ...
 
 
 class ListeningSend(SendTransport):
-    """Sending end that receivers connect to, at a listener. Give it `listener` and `allocate`."""
+    """Sending side with a listener; a subclass implements `listener` and `allocate`."""
 
     def __init__(self, config: SessionConfig) -> None:
         self.address = config.address
@@ -188,7 +188,7 @@ class ListeningSend(SendTransport):
         self._listener: Listener | None = None
 
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-        """Take the address, allocate, and only then accept: who connects finds all of it ready."""
+        """Bind the address, allocate the ring, and only then listen, so that a receiver finds a complete session."""
         self._listener = listener = self.listener(self._config)
         self._config = listener.config
         self.address = listener.config.address
@@ -198,57 +198,57 @@ class ListeningSend(SendTransport):
 
     @abstractmethod
     def listener(self, config: SessionConfig) -> Listener:
-        """Take the address; raises `AddressError` if another sender has it."""
+        """Bind the address; raises `AddressError` if another sender has it."""
 
     @abstractmethod
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-        """Make the ring: `num_slots` writable tensors, uint8 [bucket_bytes]."""
+        """Allocate the ring: `num_slots` writable tensors, uint8 [bucket_bytes]."""
 
     def fileno(self) -> int:
-        """The listening socket."""
+        """Descriptor of the listening socket."""
         if self._listener is None:
             raise AddressError(f"{self.address} is not open")
         return self._listener.fileno()
 
     def accept(self) -> Channel | None:
-        """The next connection."""
+        """Accept the next connection; None if there is none."""
         return None if self._listener is None else self._listener.accept()
 
     def close(self) -> None:
-        """Give the address back. Extend it to give the ring back."""
+        """Free the address. Extend it to free the ring."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
 
 class ReceiveTransport(ABC):
-    """A receiver's side: how to reach the sender, and how to see its ring."""
+    """Receiving side of a transport: connects to the sender and gives access to its ring."""
 
     token: bytes | None = None
-    """Secret that the sender must know; None where the kernel vouches for it."""
+    """Secret that the sender must prove; None if the kernel authenticates it."""
     is_sender_memory: bool = False
-    """Whether slots are the sender's own memory, which a consumer could write to."""
+    """Whether slots are the sender's own memory, writable by a consumer."""
 
     @abstractmethod
     def dial(self) -> Channel | None:
-        """Connect without waiting; None while there is no sender of this name.
+        """Connect without waiting; None if there is no sender yet.
 
         Raises:
-            AddressError: who answers under the name is not to be trusted.
+            AddressError: the process at that address belongs to another user.
         """
 
     @abstractmethod
     def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
-        """The sender's slots, uint8 [bucket_bytes] each. Takes the descriptors it needs out of `channel`.
+        """Map the sender's slots, uint8 [bucket_bytes] each. Takes the descriptors it needs from `channel`.
 
-        With streams: memory of this process for one bucket at a time, as many slots as the transport likes.
+        With streams: slots in memory of this process, any number of them.
 
         Raises:
-            ProtocolError: what came with the session is not a ring of this size.
+            ProtocolError: the session's descriptors or metadata are not a ring of this size.
         """
 
     def dial_stream(self) -> socket.socket:
-        """Connect once more to the sender, for payload. Only for sessions with streams.
+        """Open a payload connection to the sender. Only for sessions with streams.
 
         Raises:
             ConnectionError: the sender is gone.
@@ -257,69 +257,69 @@ class ReceiveTransport(ABC):
 
     @property
     def generation(self) -> int:
-        """Of the group that this end is in; 0 where there is none."""
+        """Generation of this end's process group; 0: none."""
         return 0
 
     def new_group(self, message: NewGroup, channel: Channel) -> None:
-        """The sender has made a group for the sync that begins."""
+        """Join the process group that the sender created for the sync."""
         raise ProtocolError(f"{channel.peer} sent {message} on a transport without groups")
 
     def pull(self, slot: int, content: Tensor, waits: PayloadWaits) -> None:
-        """Bring what the sender has put into a slot here. Nothing where receivers see the ring itself.
+        """Read the content of a slot from the sender. A no-op if receivers map the ring.
 
         Args:
             slot: Number of the slot.
-            content: uint8 [used_bytes], this end's own slot of that number.
-            waits: How to wait for it.
+            content: uint8 [used_bytes], this end's slot with that number.
+            waits: Waits that raise if the sync ends.
         """
         del slot, content, waits
 
     def map_segments(self, segments: Sequence[tuple[bytes, int]], channel: Channel) -> Sequence[Tensor]:
-        """Map memory of the sender's, uint8 [size] each, in place of what was mapped before.
+        """Map segments of the sender's memory, uint8 [size] each, in place of earlier ones.
 
         Args:
-            segments: The handle and the size of each, bytes.
-            channel: Who sent them.
+            segments: (handle, size in bytes) of each.
+            channel: Channel that they came from.
 
         Raises:
-            ProtocolError: this transport has no such memory.
+            ProtocolError: this transport cannot map memory.
         """
         del segments
         raise ProtocolError(f"{channel.peer} offered memory to map on a transport where none can be")
 
     def leave_group(self) -> None:  # noqa: B027  # most transports have nothing to do here
-        """The sync is off: forget what `new_group` made. Idempotent."""
+        """Leave the process group after an aborted sync. Idempotent."""
 
     def release(self) -> None:  # noqa: B027  # most transports have nothing to do here
-        """Let go of the slots; the connection they came with is closed. Idempotent."""
+        """Release the slots after the connection was closed. Idempotent."""
 
     def refresh(self, slot: int) -> bool:
-        """Undo what this process itself has written to a slot; False if that cannot hide what the sender wrote."""
+        """Discard this process's private writes to a slot; False if there can be none."""
         del slot
         return False
 
 
 class ConnectingReceive(ReceiveTransport):
-    """Receiving end that connects a socket to its sender. Give it `connect`, `channel_of` and `map_slots`."""
+    """Receiving side over a socket; a subclass implements `connect`, `channel_of` and `map_slots`."""
 
     def __init__(self, config: SessionConfig) -> None:
         self._config = config
 
     @abstractmethod
     def connect(self) -> socket.socket | None:
-        """A connection to the sender, or None while there is none."""
+        """Connection to the sender; None if there is none yet."""
 
     @abstractmethod
     def channel_of(self, connection: socket.socket) -> Channel:
-        """The control channel over a connection."""
+        """Control channel over a connection."""
 
     def dial(self) -> Channel | None:
-        """Connect, if there is a sender."""
+        """Connect if there is a sender."""
         connection = self.connect()
         return None if connection is None else self.channel_of(connection)
 
     def dial_stream(self) -> socket.socket:
-        """Connect once more."""
+        """Open a payload connection."""
         connection = self.connect()
         if connection is None:
             raise ConnectionRefusedError(f"nobody answers at {self._config.address}")

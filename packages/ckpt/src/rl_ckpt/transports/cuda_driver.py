@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that sharing memory between processes takes. Knows no sessions.
+"""CUDA driver calls for sharing device memory between processes. Knows no sessions.
 
-The driver and not the runtime, because it tells which allocation an address lies in: torch carves many tensors out of
-one, and a handle is of the whole. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
+The driver API and not the runtime, because it gives the allocation of an address: torch places many tensors in one
+allocation, and a handle is for all of it. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _ENABLE_PEER_ACCESS = 1
 
 
 class Driver(Protocol):
-    """What sharing takes; `rl_ckpt.testing.FakeGpu` is another, for machines without a GPU."""
+    """Interface of memory sharing; `rl_ckpt.testing.FakeGpu` implements it for machines without a GPU."""
 
     def is_on_device(self, tensor: Tensor) -> bool:
-        """Whether the memory of a tensor is that of the session's device."""
+        """Whether a tensor is on the session's device."""
         ...
 
     def allocation_of(self, tensor: Tensor) -> tuple[int, int]:
         """Address and size, bytes, of the allocation that a tensor lies in.
 
         Raises:
-            BackendError: it is of a kind that cannot be shared; says what to set.
+            BackendError: such an allocation cannot be shared; the message says what to set.
         """
         ...
 
@@ -54,16 +54,16 @@ class Driver(Protocol):
         ...
 
     def close(self, mapped: Tensor) -> None:
-        """Give a mapping back."""
+        """Unmap memory of another process."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for everything that was begun on the device."""
+        """Wait for all pending work on the device."""
         ...
 
     @property
     def device_id(self) -> str:
-        """The same in every process that sees this device, 36 characters."""
+        """Id of the device, 36 characters, the same in every process."""
         ...
 
 
@@ -72,10 +72,10 @@ class _Handle(ctypes.Structure):
 
 
 class CudaDriver:
-    """The real one.
+    """The CUDA driver of a device.
 
     Args:
-        device_id: UUID of the device; None: the current one of torch.
+        device_id: UUID of the device; None: torch's current device.
 
     Raises:
         BackendError: there is no CUDA here, or this process does not see that device.
@@ -88,7 +88,7 @@ class CudaDriver:
         self._library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
         index = torch.cuda.current_device() if device_id is None else _index_of(device_id)
         self._device = torch.device("cuda", index)
-        torch.zeros(1, device=self._device)  # from here on there is a context
+        torch.zeros(1, device=self._device)  # creates the context
 
     @property
     def device_id(self) -> str:
@@ -149,7 +149,7 @@ class CudaDriver:
 
     @contextmanager
     def _context(self) -> Generator[None]:
-        """Make the device's context that of this thread, which the driver does not by itself; put back what was."""
+        """Make the device's context current in this thread, and restore the previous one."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
             yield
@@ -163,7 +163,7 @@ class CudaDriver:
 
 
 class _Array:
-    """Memory at an address, as torch takes it."""
+    """Device memory with the CUDA array interface, which torch wraps without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

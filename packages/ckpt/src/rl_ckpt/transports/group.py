@@ -1,6 +1,6 @@
-"""One group of torch.distributed at a time, worked by a thread of its own: an operation that hangs is left behind.
+"""Broadcast transports over torch.distributed process groups (gloo on CPUs, NCCL on GPUs).
 
-Of gloo on the CPU, or of NCCL on a device.
+A group runs in its own thread, so that an operation that hangs can be abandoned.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SessionConfig
 
 _FATAL = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
-"""What lets NCCL's process group end the whole process: when a peer dies, and when an abort does not come back."""
+"""Variables by which NCCL's process group ends the whole process when a peer dies or an abort hangs."""
 
 
 def _dist() -> Any:
-    """torch.distributed, whose type stubs lack the stores and what gloo is made of. Imported when it is needed."""
+    """torch.distributed, imported on first use; `Any`, as its stubs lack the stores and gloo's classes."""
     import torch.distributed
 
     return torch.distributed
 
 
 def require_gloo(address: str) -> None:
-    """Raise `BackendError` where this torch has none."""
+    """Raise `BackendError` if this torch has no gloo."""
     if not (_dist().is_available() and _dist().is_gloo_available()):
         raise BackendError(f"{address} needs a torch that was built with torch.distributed and gloo; use tcp instead")
 
 
 def require_nccl(address: str) -> None:
-    """Raise `BackendError` where there is none, or no GPU to use it with."""
+    """Raise `BackendError` if there is no NCCL or no GPU."""
     dist = _dist()
     if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
         raise BackendError(f"{address} needs NCCL and a GPU, and torch has not both here; use gloo or tcp instead")
 
 
 def serve_store(host: str, timeout_s: float) -> tuple[Any, int]:
-    """A `TCPStore`, where the members of groups find each other, on a free port of this host; and the port."""
+    """Start a `TCPStore` for the rendezvous of groups on a free port; returns the store and the port."""
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = int(listener.getsockname()[1])
     store = _dist().TCPStore(
@@ -71,16 +71,16 @@ def serve_store(host: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def dial_store(host: str, port: int, timeout_s: float) -> Any:
-    """The same from another process; waits until it answers, `timeout_s` at most."""
+    """Connect to the sender's `TCPStore`, waiting `timeout_s` at most."""
     timeout = timedelta(seconds=timeout_s)
     return _dist().TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 @contextmanager
 def _surviving() -> Generator[None]:
-    """Let a process group of NCCL that is made inside not end this process when a peer dies, as it does by default.
+    """Keep an NCCL process group created inside from ending this process when a peer dies, its default.
 
-    It is aborted instead, by `BroadcastGroup.leave`. torch reads the variables when a group is made.
+    `BroadcastGroup.leave` aborts the group instead. torch reads the variables when a group is made.
     """
     before = {name: os.environ.get(name) for name in _FATAL}
     os.environ.update(dict.fromkeys(_FATAL, "0"))
@@ -95,16 +95,16 @@ def _surviving() -> Generator[None]:
 
 
 class BroadcastGroup:
-    """The members of a sync. The constructor waits for nothing: the thread joins, then does what `broadcast` asks for.
+    """Process group of a sync. The constructor does not wait: a thread joins, then runs the broadcasts.
 
     Args:
-        store: Makes the store, in the thread.
+        store: Returns the store; called in the thread.
         generation: Number of the group in the session.
-        rank: Of this end; the sender's is 0.
-        size: How many there are.
-        host: Address of this end, that the others connect to.
-        timeout_s: Longest time of one operation, seconds; after it the thread of a group that was left ends.
-        device: Where the contents are: the CPU for gloo, a GPU for NCCL.
+        rank: Rank of this end; 0 for the sender.
+        size: Number of members.
+        host: Address of this end, for connections of the others.
+        timeout_s: Timeout of one operation, seconds; the thread of a group that was left ends after it.
+        device: Device of the contents: the CPU for gloo, a GPU for NCCL.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class BroadcastGroup:
     ) -> None:
         self.generation = generation
         self.error: Exception | None = None
-        """Why it does nothing any more."""
+        """Error after which it does nothing more."""
         self.num_pending = 0
-        """Broadcasts that were asked for and not taken."""
+        """Broadcasts that were started and not taken."""
         self._is_left = False
         self._store = store
         self._place = (rank, size, host, timeout_s)
@@ -135,26 +135,26 @@ class BroadcastGroup:
         threading.Thread(target=self._work, name=name, daemon=True).start()  # a hung operation must not hang the exit
 
     def fileno(self) -> int:
-        """Becomes readable when an operation has ended, well or not."""
+        """Descriptor that becomes readable when an operation has ended."""
         return self._waker_out.fileno()
 
     def broadcast(self, content: Tensor) -> None:
-        """Begin to send (rank 0) or to receive uint8 [num_bytes] on the device, after what was asked for before."""
+        """Start to send (rank 0) or receive uint8 [num_bytes] on the device, after earlier broadcasts."""
         self.num_pending += 1
         self._jobs.put(content)
 
     def take(self) -> None:
-        """Note that one operation has ended; raises what it raised."""
+        """Take the result of one operation; raises its error."""
         self._waker_out.recv(1)
         self.num_pending -= 1
         if self.error is not None:
             raise self.error
 
     def leave(self) -> None:
-        """Do nothing more. What is under way ends by itself, at the latest by its timeout, and is heard by nobody.
+        """Leave the group. A running operation ends by its timeout at the latest, and its result is discarded.
 
-        NCCL would hold its device until then, so its communicator is aborted; in a thread, because an abort may itself
-        wait for peers.
+        NCCL would occupy its device until then, so its communicator is aborted; in a thread, because the abort may wait
+        for peers.
         """
         self._is_left = True
         self._jobs.put(None)
@@ -202,26 +202,26 @@ class BroadcastGroup:
 
 
 MARGIN_S = 30.0
-"""How much later than the session's own deadlines, which name the peer, those of gloo are."""
+"""Seconds by which gloo's timeouts exceed the session's deadlines, whose errors name the peer."""
 
 
 class GroupSend(TcpSend):
-    """Sending end that broadcasts each bucket: rank 0 of every group."""
+    """Sending side that broadcasts each bucket, as rank 0 of every group."""
 
     bucket_bytes = 4 << 20
     device = torch.device("cpu")
-    """Where the ring is."""
+    """Device of the ring."""
     _store: tuple[Any, int] | None = None
     _group: BroadcastGroup | None = None
     _members: tuple[int, ...] = ()
     _generation = 0
 
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-        """The ring, on the device."""
+        """Allocate the ring on the device."""
         return [torch.empty(bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(num_slots)]
 
     def new_group(self, members: Sequence[tuple[int, int, Channel]]) -> list[NewGroup]:
-        """Make a group of these, unless it is there."""
+        """Create a group of these members, unless the present one has them."""
         tickets = tuple(ticket for ticket, _, _ in members)
         is_whole = all(generation == self._generation for _, generation, _ in members)
         if self._group is not None and self._group.error is None and tickets == self._members and is_whole:
@@ -235,7 +235,7 @@ class GroupSend(TcpSend):
         size = len(tickets) + 1
         timeout_s = self._config.timeout_s
 
-        def store() -> Any:  # of its own: a group that was left may wait in its own for long
+        def store() -> Any:  # its own connection: an abandoned group may block its store for long
             return dial_store(mine, port, timeout_s)
 
         self._group = BroadcastGroup(
@@ -244,7 +244,7 @@ class GroupSend(TcpSend):
         return [NewGroup(self._generation, rank, size, port) for rank in range(1, size)]
 
     def publish(self, content: Tensor) -> None:
-        """Broadcast it. What goes wrong is seen by the receivers, and by the deadline for their answers."""
+        """Broadcast a bucket. Failures are reported by the receivers, or by the deadline for their replies."""
         if self._group is not None:
             self._group.broadcast(content)
 
@@ -255,17 +255,17 @@ class GroupSend(TcpSend):
             self._group = None
 
     def close(self) -> None:
-        """Leave the group, and give the ports back."""
+        """Leave the group, and free the ports."""
         self.leave_group()
         self._store = None
         super().close()
 
 
 class GroupReceive(TcpReceive):
-    """Receiving end of broadcasts: any other rank. Buckets arrive in slots of its own."""
+    """Receiving side of broadcasts, as another rank. Buckets arrive in slots of its own."""
 
     device = torch.device("cpu")
-    """Where they are."""
+    """Device of the slots."""
     _group: BroadcastGroup | None = None
 
     def __init__(self, config: SessionConfig) -> None:
@@ -274,11 +274,11 @@ class GroupReceive(TcpReceive):
 
     @property
     def generation(self) -> int:
-        """Of the group that it is in."""
+        """Generation of its group."""
         return 0 if self._group is None or self._group.error is not None else self._group.generation
 
     def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
-        """Memory for what is broadcast."""
+        """Allocate slots for broadcast buckets."""
         if session.num_streams or not 0 < session.bucket_bytes <= MAX_BUCKET_BYTES:
             raise ProtocolError(f"{channel.peer} announced {session}, which is not a session of broadcasts")
         num_slots = min(session.num_slots, MAX_SLOTS)
@@ -322,7 +322,7 @@ class GroupReceive(TcpReceive):
                 raise reason from error
 
     def leave_group(self) -> None:
-        """Leave the group, and any memory that a broadcast which is under way may still write to."""
+        """Leave the group, and drop the slots that a running broadcast may still write to."""
         if self._group is not None:
             if self._group.num_pending:
                 self._slots[:] = [torch.empty_like(slot) for slot in self._slots]

@@ -1,8 +1,8 @@
-"""A registered source that receivers read where it is: which of its tensors, where, and what is said of them per sync.
+"""`SourceMap`: zero-copy send of a registered source, which receivers map and read in place.
 
-The sender says once which memory of its own can be mapped, and what lies where in it (`Sources`); then, for each sync,
-only that tensors are ready, and their digests (`Mapped`). A receiver copies them straight to where they belong, and
-compares the digests of what is there then.
+The sender announces once its memory segments and the tensors in them (`Sources`); then, for each sync, only that
+tensors are ready, with their digests (`Mapped`). A receiver copies them directly to its targets and compares the
+digests there.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ if TYPE_CHECKING:
 
 
 CHUNK_BYTES = 256 << 20
-"""Tensors of so much are told of together: a receiver that iterates has a copy of as much."""
+"""Size of tensors announced together, bytes: a receiver that iterates needs a copy of as much."""
 MAX_TOLD = 1 << 14
-"""Most tensors that are told of together."""
+"""Most tensors announced together."""
 _generations = count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class MappedChunk:
-    """Consecutive tensors of a source that are told of together."""
+    """Consecutive tensors of a source that are announced together."""
 
     first: int
-    """Number of the first among all that can be mapped."""
+    """Index of the first among all mappable tensors."""
     specs: tuple[TensorSpec, ...]
-    """What they are."""
+    """Specs of the tensors."""
     contents: tuple[Tensor, ...]
-    """uint8 [num_bytes] each: their memory."""
+    """Memory of the tensors, uint8 [num_bytes] each."""
 
 
 @dataclass(slots=True)
 class SourceMap:
-    """What of a registered source receivers can map. Made once for each call of `register_source`."""
+    """Map of the tensors of a registered source that receivers can read in place; made once per registration."""
 
     items: Sequence[tuple[str, Tensor]]
-    """The source, as it was when this was made."""
+    """Items of the source at that time."""
     segments: list[tuple[bytes, int]] = field(default_factory=list[tuple[bytes, int]])
-    """Handle and size of each piece of memory, bytes."""
+    """(handle, size in bytes) of each memory segment."""
     locations: list[tuple[TensorSpec, int, int]] = field(default_factory=list[tuple[TensorSpec, int, int]])
-    """Of each tensor that can be mapped: what it is, its segment, and where it starts there, bytes."""
+    """(spec, segment, offset in bytes) of each mappable tensor."""
     steps: list[MappedChunk | tuple[str, Tensor]] = field(default_factory=list["MappedChunk | tuple[str, Tensor]"])
-    """The source in its order: what is told of together, and single tensors that have to be packed."""
+    """The source in order: chunks announced together, and single tensors that have to be packed."""
     generation: int = field(default_factory=lambda: next(_generations))
-    """By which it is known who was told of it."""
+    """Generation, by which receivers that know the map are recognized."""
 
 
 def map_source(
@@ -59,12 +59,12 @@ def map_source(
     segment_of: Callable[[str, Tensor], tuple[int, int] | None],
     export: Callable[[int], bytes],
 ) -> SourceMap:
-    """Find out what of a source can be mapped: one handle for each piece of memory, however many tensors lie in it.
+    """Build the map of a source, with one handle per allocation, however many tensors are in it.
 
     Args:
-        items: The source.
-        segment_of: The address and the size, bytes, of the allocation that a tensor lies in; None: it is none to map.
-        export: The handle of the allocation at an address.
+        items: Items of the source.
+        segment_of: Returns address and size in bytes of a tensor's allocation; None: it cannot be mapped.
+        export: Returns the handle of the allocation at an address.
     """
     found = SourceMap(items)
     numbers: dict[int, int] = {}

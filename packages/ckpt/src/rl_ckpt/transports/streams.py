@@ -1,4 +1,4 @@
-"""What transports without shared memory have in common: payload on streams, into memory of the receiver's own."""
+"""Payload streams, for transports without shared memory: `StreamWriter` and `BucketReader`."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SessionConfig
 
 MAX_BUCKET_BYTES = 1 << 30
-"""A receiver allocates a bucket before it knows the sender well."""
+"""Largest bucket that a receiver allocates on behalf of a sender."""
 MAX_STREAMS = 64
 MAX_SLOTS = 64
 
 
 def stream_count(config: SessionConfig) -> int:
-    """The option `streams` of a URL.
+    """Number of streams from the option `streams` of a URL.
 
     Raises:
-        AddressError: it is no number from 1 to 64.
+        AddressError: it is not a number from 1 to 64.
     """
     text = config.option("streams", "1")
     if not (text.isdecimal() and 1 <= int(text) <= MAX_STREAMS):
@@ -49,14 +49,14 @@ def stream_count(config: SessionConfig) -> int:
 
 
 class StreamSend(ListeningSend):
-    """Sending end that writes payload to streams; small tensors are packed into slots in ordinary memory.
+    """Sending side that writes payload to streams; small tensors are packed into slots in ordinary memory.
 
     Mix it into `UnixSend` or `TcpSend`.
     """
 
     is_direct = True
     bucket_bytes = 4 << 20
-    """Small enough that what was read for its digest is still in the cache when it is sent."""
+    """Small enough that a bucket is still in the CPU cache from its digest when it is sent."""
     num_slots = 32
 
     def __init__(self, config: SessionConfig) -> None:
@@ -65,19 +65,19 @@ class StreamSend(ListeningSend):
         self._views: list[memoryview] = []
 
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-        """Take the address and allocate."""
+        """Check the bucket size, bind the address and allocate."""
         if bucket_bytes > MAX_BUCKET_BYTES:
             raise AddressError(f"bucket_bytes is {bucket_bytes}; on streams at most {MAX_BUCKET_BYTES} are allowed")
         return super().open(num_slots, bucket_bytes)
 
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-        """The ring, in memory of this process."""
+        """Allocate the ring in private memory."""
         slots = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(num_slots)]
         self._views = [memory_of(slot) for slot in slots]
         return slots
 
     def write(self, connection: socket.socket, slot: int, start: int, end: int) -> int:
-        """Let the kernel copy it."""
+        """Send bytes of a slot; the kernel copies them."""
         return connection.send(self._views[slot][start:end])
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class StreamSend(ListeningSend):
 
 
 class StreamReceive(ConnectingReceive):
-    """Receiving end that reads streams into slots of its own. Mix it into `UnixReceive` or `TcpReceive`."""
+    """Receiving side that reads streams into its own slots. Mix it into `UnixReceive` or `TcpReceive`."""
 
     def __init__(self, config: SessionConfig) -> None:
         super().__init__(config)
@@ -95,7 +95,7 @@ class StreamReceive(ConnectingReceive):
         self._slots: list[Tensor] = []
 
     def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
-        """As many slots of its own as the sender has; memory that is never written to costs nothing."""
+        """Allocate as many slots as the sender has; untouched memory costs nothing."""
         if not (1 <= session.num_streams <= MAX_STREAMS and 0 < session.bucket_bytes <= MAX_BUCKET_BYTES):
             raise ProtocolError(f"{channel.peer} announced {session}, which is not a session with streams")
         num_slots = min(session.num_slots, MAX_SLOTS)
@@ -107,15 +107,15 @@ class StreamReceive(ConnectingReceive):
 ENDING_S = 10.0
 """Longest wait for a thread whose socket was shut down, seconds."""
 BUFFER_BYTES = 4 << 20
-"""Wish for the kernel's buffer of a UNIX socket; net.core.wmem_max bounds it."""
+"""Requested kernel buffer of a UNIX socket; limited by net.core.wmem_max."""
 PATIENCE_S = 0.02
-"""Longest stay in one call to the kernel, after which an end looks up: at its deadline, its caller."""
+"""Longest blocking system call, seconds, after which deadlines and cancellation are checked."""
 THREAD_PATIENCE_S = 1.0
-"""The same of a thread that only writes: `close` wakes it, and each call that ends in the middle costs CPU time."""
+"""Longest blocking call of a writer thread, seconds: `close` wakes it, and interrupted calls cost CPU time."""
 
 
 def set_patience(connection: socket.socket, patience_s: float = PATIENCE_S) -> None:
-    """Let calls on a socket wait inside the kernel, which moves a bucket in one call, and end by `patience_s`."""
+    """Set a socket's timeouts in the kernel: calls block, so that one moves a bucket, for `patience_s` at most."""
     connection.setblocking(True)
     seconds = int(patience_s)
     patience = struct.pack("ll", seconds, int((patience_s - seconds) * 1e6))
@@ -125,19 +125,19 @@ def set_patience(connection: socket.socket, patience_s: float = PATIENCE_S) -> N
 
 @dataclass(frozen=True, slots=True)
 class ByteRun:
-    """Bytes of a slot, or of a tensor of the source."""
+    """Run of bytes of a slot or of a source tensor."""
 
     num_bytes: int
-    """How many."""
+    """Size in bytes."""
     slot: int = 0
     """Number of the slot."""
     start: int = 0
-    """Where they start in the slot."""
+    """Start in the slot, bytes."""
     view: memoryview | None = None
-    """The tensor's memory, instead."""
+    """Memory of the tensor; None: the slot."""
 
     def after(self, num_bytes: int) -> ByteRun:
-        """What is left behind so many bytes."""
+        """Rest of the run after `num_bytes`."""
         view = None if self.view is None else self.view[num_bytes:]
         return ByteRun(self.num_bytes - num_bytes, self.slot, self.start + num_bytes, view)
 
@@ -147,12 +147,12 @@ MAX_BUFFERS = 512
 
 
 class StreamWriter:
-    """Writes the payload of one receiver to its streams, each in a thread that waits in the kernel. Owns the sockets.
+    """Writer of one receiver's payload streams, with a blocking thread per stream. Owns the sockets.
 
     Args:
-        write: Of the transport: puts bytes `start` to `end` of a slot on a stream and returns how many went.
-        on_idle: Called by a thread that has written all it was given.
-        on_error: Called by a thread with the error of its stream, which then takes nothing more.
+        write: `SendTransport.write`.
+        on_idle: Called by a stream thread that has written everything.
+        on_error: Called by a stream thread with the error that ended its stream.
     """
 
     def __init__(
@@ -168,29 +168,28 @@ class StreamWriter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything was taken by the kernel, so that tensors may change."""
+        """Whether the kernel has accepted everything, so that tensors may change."""
         return all(stream.is_idle for stream in self._streams.values())
 
     def attach(self, index: int, opened: int, connection: socket.socket) -> None:
-        """Use a connection for stream `index`, in place of an earlier one. `opened` tells generations apart."""
-        if connection.family == socket.AF_UNIX:  # TCP finds its own size
+        """Use a connection for stream `index`, replacing an earlier one. `opened` is its generation."""
+        if connection.family == socket.AF_UNIX:  # TCP tunes its buffers itself
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         if index in self._streams:
             self._streams[index].close()
         self._streams[index] = _OutStream(connection, opened, self)
 
     def is_open(self, num_streams: int, opened: int) -> bool:
-        """Whether all streams of a generation are there."""
+        """Whether all streams of a generation are attached."""
         return num_streams == 0 or {i: stream.opened for i, stream in self._streams.items()} == dict.fromkeys(
             range(num_streams), opened
         )
 
     def put(self, payloads: Sequence[tuple[int, Sequence[ByteRun]]], *, is_alone: bool = False) -> None:
-        """Queue the payload of buckets, `(sequence, runs)` each, which are dealt to the streams in turn.
+        """Queue the payload of buckets, `(sequence, runs)` each, distributed over the streams round-robin.
 
-        Slots must not change before their bucket is freed, tensors before they are taken. For a receiver that is alone
-        this thread writes what the kernel takes without much of a wait: it has nothing better to do, and a thread less
-        to wake.
+        Slots must not change before their bucket is freed, tensors before the kernel has accepted them. For a single
+        receiver this thread itself writes what the kernel accepts quickly, which saves waking a thread.
         """
         num_streams = len(self._streams)
         for index, stream in self._streams.items():
@@ -212,9 +211,9 @@ class StreamWriter:
             self._on_error(error)
 
     def write_some(self, connection: socket.socket, runs: deque[ByteRun]) -> bool:
-        """Write what a socket takes in one call, of a slot or of tensors as many as follow; leave the rest.
+        """Write as much as a socket takes in one call, from a slot or consecutive tensors; the rest stays in `runs`.
 
-        False if the kernel took a part of a run, because its patience was over.
+        False if the kernel took only a part of a run before the timeout.
         """
         run = runs[0]
         if run.view is None:
@@ -229,12 +228,12 @@ class StreamWriter:
         return not num_bytes
 
     def write_all(self, stream: _OutStream) -> None:
-        """The work of a stream's thread."""
+        """Loop of a stream thread."""
         try:
             while (left := stream.jobs.get()) is not None:
                 stream.set_patience(THREAD_PATIENCE_S)
                 while left and not stream.is_closed:
-                    with suppress(BlockingIOError, InterruptedError):  # its patience is over, and it has nothing else
+                    with suppress(BlockingIOError, InterruptedError):  # timeout, and nothing else to do
                         self.write_some(stream.connection, left)
                 stream.num_done += 1
                 if stream.is_idle:
@@ -244,7 +243,7 @@ class StreamWriter:
                 self._on_error(error)
 
     def close(self) -> None:
-        """Close the streams; what was not written is gone."""
+        """Close the streams, dropping unwritten payload."""
         streams = list(self._streams.values())
         self._streams.clear()
         for stream in streams:
@@ -252,13 +251,13 @@ class StreamWriter:
 
 
 class _OutStream:
-    """One stream of a writer, and the thread that writes to it."""
+    """Stream of a writer, with the thread that writes to it."""
 
     def __init__(self, connection: socket.socket, opened: int, writer: StreamWriter) -> None:
         self.connection = connection
         self.opened = opened
         self.jobs: queue.SimpleQueue[deque[ByteRun] | None] = queue.SimpleQueue()
-        """Emptied by the thread as it writes, so that it keeps no tensor while it waits for the next."""
+        """Jobs, emptied by the thread while it writes, so that it keeps no tensor alive while idle."""
         self.num_done = 0
         self.is_closed = False
         self._num_put = 0
@@ -268,39 +267,39 @@ class _OutStream:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all it was given is written."""
+        """Whether everything is written."""
         return self.num_done == self._num_put
 
     def set_patience(self, patience_s: float) -> None:
-        """Let a write wait so long; called by whoever writes next, the thread or, while that is idle, the caller."""
+        """Set the write timeout; called by the next writer: the thread or, while it is idle, the caller."""
         if patience_s != self._patience_s:
             set_patience(self.connection, patience_s)
             self._patience_s = patience_s
 
     def put(self, runs: deque[ByteRun]) -> None:
-        """Write these after what was put before."""
+        """Queue runs after earlier ones."""
         self._num_put += 1
         self.jobs.put(runs)
 
     def close(self) -> None:
-        """End the thread, also in the middle of a write, and close the socket."""
+        """End the thread, even during a write, and close the socket."""
         self.is_closed = True
         self.jobs.put(None)
-        with suppress(OSError):  # the other end may have left first
+        with suppress(OSError):  # the peer may have closed first
             self.connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(ENDING_S)
-        if not self._thread.is_alive():  # its descriptor must not become another's while it may write
+        if not self._thread.is_alive():  # the descriptor must not be reused while the thread may write
             self.connection.close()
 
 
 class BucketReader:
-    """The `BucketSource` of a session. Owns its streams.
+    """`BucketSource` of a session: reads bucket payloads from streams, or from the ring. Owns the streams.
 
     Args:
-        transport: Dials the streams, and knows the ring.
-        session: What the sender said of it.
+        transport: Opens the streams, and pulls from the ring.
+        session: Session parameters of the sender.
         slots: uint8 [bucket_bytes] each.
-        waits: How to wait for payload.
+        waits: Waits for payload.
     """
 
     def __init__(
@@ -320,11 +319,11 @@ class BucketReader:
 
     @property
     def opened(self) -> int:
-        """Number of the sync for which the streams were opened; or generation of the group."""
+        """Number of the sync for which the streams were opened; or the generation of the process group."""
         return self._opened if self._session.num_streams else self._transport.generation
 
     def open(self, sync: int, timeout_s: float) -> None:
-        """Open the streams if they are not.
+        """Open the streams if they are closed.
 
         Raises:
             ConnectionError: the sender is gone.
@@ -363,16 +362,16 @@ class BucketReader:
                     views.appendleft(view[num_bytes:])
                     break
                 num_bytes -= view.nbytes
-            if views:  # a slow sender: look up between two calls
+            if views:  # a slow sender: check deadlines between calls
                 self._waits.readable(stream.fileno())
         return True
 
     def refresh(self, slot: int) -> bool:
-        """Undo what this process has written to a slot. See `rl_ckpt.receiver.unpacker.BucketSource`."""
+        """Discard private writes to a slot. See `rl_ckpt.receiver.unpacker.BucketSource`."""
         return self._transport.refresh(slot)
 
     def close(self) -> None:
-        """Close the streams. What was not read is gone; the next sync opens new ones."""
+        """Close the streams, dropping unread payload; the next sync opens new ones."""
         for stream in self._streams:
             stream.close()
         self._streams = []

@@ -1,4 +1,4 @@
-"""Connections over TCP: a port to listen on, dialling it, and the token that both ends must know."""
+"""TCP connections of a session: listening, connecting, and the shared token."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _HOST_AND_PORT = re.compile(r"\[?(?P<host>[^\[\]]+?)\]?:(?P<port>[0-9]{1,5})")
 
 
 def token_of(config: SessionConfig) -> bytes:
-    """The secret of a session that is reached over TCP, whose URL has a host and a port.
+    """Token of a TCP session; also checks that the URL has a host and a port.
 
     Raises:
-        AddressError: there is none, or the URL has no host and port.
+        AddressError: there is no token, or the URL has no host and port.
     """
     host_and_port(config)
     token = config.token if config.token is not None else os.environ.get(TOKEN_VARIABLE)
@@ -40,10 +40,10 @@ def token_of(config: SessionConfig) -> bytes:
 
 
 def host_and_port(config: SessionConfig) -> tuple[str, int]:
-    """What stands behind the scheme.
+    """Host and port of the URL.
 
     Raises:
-        AddressError: it is something else.
+        AddressError: it has none.
     """
     found = _HOST_AND_PORT.fullmatch(config.name)
     if found is None or int(found["port"]) > 65535:  # the last port
@@ -67,7 +67,7 @@ def _address_text(address: tuple[object, ...]) -> str:
 
 
 def _tune(connection: socket.socket, timeout_s: float) -> socket.socket:
-    """Small messages go at once; a machine that is gone is noticed although nothing is being said."""
+    """Set socket options: no delay for small messages, and keep-alive to detect a dead machine."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -97,54 +97,56 @@ class TcpListener:
         self.config = replace(config, name=name, address=f"{config.address.partition(':')[0]}://{name}")
 
     def listen(self) -> None:
-        """Nothing: it does so since it was made."""
+        """A no-op: it listens since its creation."""
 
     def fileno(self) -> int:
-        """Becomes readable when somebody connects."""
+        """Descriptor that becomes readable when a receiver connects."""
         return self._socket.fileno()
 
     def accept(self) -> Channel | None:
-        """The next connection, whoever made it: it has to prove that it knows the token."""
+        """Accept the next connection; its peer has to prove the token."""
         try:
             connection, found = self._socket.accept()
-        except OSError:  # nobody, or somebody who has left again
+        except OSError:  # none, or closed again
             return None
         address = _address_text(found)
         return Channel(_tune(connection, self._timeout_s), f"receiver at {address}", address=address)
 
     def close(self) -> None:
-        """Give the port back."""
+        """Free the port."""
         self._socket.close()
 
 
 class TcpSend(ListeningSend):
-    """Sending end at a port, a free one for port 0; receivers prove that they know the token. Give it `allocate`."""
+    """Sending side at a port (0: a free one); receivers prove the token. A subclass implements `allocate`."""
 
     def __init__(self, config: SessionConfig) -> None:
         self.token = token_of(config)
         super().__init__(config)
 
     def listener(self, config: SessionConfig) -> TcpListener:
-        """Take the port."""
+        """Bind the port."""
         return TcpListener(config)
 
 
 class TcpReceive(ConnectingReceive):
-    """Receiving end of a `TcpSend`. Give it `map_slots`."""
+    """Receiving side of a `TcpSend`. A subclass implements `map_slots`."""
 
     def __init__(self, config: SessionConfig) -> None:
         self.token = token_of(config)
         super().__init__(config)
 
     def connect(self) -> socket.socket | None:
-        """Connect to the sender; None while nobody answers."""
+        """Connect to the sender; None if it does not answer."""
         family, address = _resolve(self._config)
         connection = socket.socket(family, socket.SOCK_STREAM)
         connection.settimeout(min(DIAL_S, self._config.timeout_s))
         try:
             connection.connect(address)
-            is_answered = connection.getsockname() != connection.getpeername()  # a free local port may dial itself
-        except OSError:  # refused, unreachable, late, gone again: it may come yet; the caller's deadline says if not
+            is_answered = (
+                connection.getsockname() != connection.getpeername()
+            )  # a free local port may connect to itself
+        except OSError:  # refused or late: the caller retries until its deadline
             is_answered = False
         if not is_answered:
             connection.close()
@@ -152,9 +154,9 @@ class TcpReceive(ConnectingReceive):
         return _tune(connection, self._config.timeout_s)
 
     def channel_of(self, connection: socket.socket) -> Channel:
-        """The channel of a connection."""
+        """Control channel of a connection."""
         try:
             address = _address_text(connection.getpeername())
-        except OSError:  # it is gone again, as whoever reads will hear
+        except OSError:  # closed again, which the next read reports
             return Channel(connection, "sender")
         return Channel(connection, f"sender at {address}", address=address)

@@ -1,6 +1,6 @@
-"""Meeting on one Linux host: sockets in the abstract namespace, whose other end the kernel vouches for.
+"""UNIX-socket connections of a session on one Linux host, in the abstract namespace, with kernel authentication.
 
-Such a name vanishes with the process that holds it, so that not even SIGKILL leaves anything behind.
+An abstract name vanishes with the process that holds it, so that not even SIGKILL leaves anything behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKLOG = 128
 
 
 def require_linux(config: SessionConfig) -> None:
-    """Raise `BackendError` elsewhere."""
+    """Raise `BackendError` on other systems than Linux."""
     if sys.platform != "linux":
         raise BackendError(f"{config.address} needs abstract sockets and SO_PEERCRED of Linux; this is {sys.platform}")
 
@@ -46,15 +46,15 @@ class UnixListener:
             ) from error
 
     def listen(self) -> None:
-        """Accept connections from now on."""
+        """Start listening."""
         self._socket.listen(BACKLOG)
 
     def fileno(self) -> int:
-        """Becomes readable when a receiver connects."""
+        """Descriptor that becomes readable when a receiver connects."""
         return self._socket.fileno()
 
     def accept(self) -> Channel | None:
-        """The next process of this user that connected; one of another user is turned away."""
+        """Accept the next process of this user; connections of other users are closed."""
         while (found := ipc.accept(self._socket)) is not None:
             connection, credentials = found
             if credentials.is_same_user:
@@ -63,12 +63,12 @@ class UnixListener:
         return None
 
     def close(self) -> None:
-        """Give the name back."""
+        """Free the name."""
         self._socket.close()
 
 
 class UnixSend(ListeningSend):
-    """Sending end found under a name on this host, by processes of this user. Give it `allocate`."""
+    """Sending side at an abstract name, for processes of this user. A subclass implements `allocate`."""
 
     def __init__(self, config: SessionConfig) -> None:
         require_linux(config)
@@ -76,12 +76,12 @@ class UnixSend(ListeningSend):
         super().__init__(config)
 
     def listener(self, config: SessionConfig) -> UnixListener:
-        """Take the name."""
+        """Bind the name."""
         return UnixListener(config)
 
 
 class UnixReceive(ConnectingReceive):
-    """Receiving end of a `UnixSend`. Give it `map_slots`."""
+    """Receiving side of a `UnixSend`. A subclass implements `map_slots`."""
 
     def __init__(self, config: SessionConfig) -> None:
         require_linux(config)
@@ -89,7 +89,7 @@ class UnixReceive(ConnectingReceive):
         super().__init__(config)
 
     def connect(self) -> socket.socket | None:
-        """Connect to the sender of that name without waiting; None while there is none.
+        """Connect to the sender at that name without waiting; None if there is none yet.
 
         Raises:
             AddressError: a process of another user holds the name.
@@ -103,5 +103,5 @@ class UnixReceive(ConnectingReceive):
         return connection
 
     def channel_of(self, connection: socket.socket) -> Channel:
-        """The channel of a connection, which the kernel names the other process of."""
+        """Control channel of a connection; the kernel gives the peer's process id."""
         return Channel(connection, f"sender pid {ipc.peer_credentials(connection).pid}")
