@@ -26,15 +26,7 @@ def digest_sum_async(raw: Tensor, offset: int = 0) -> Tensor:
     """Unfinished digest as an int64 scalar on the device (the bits of the sum), without synchronization."""
     total = torch.empty(1, dtype=torch.int64, device=raw.device)
     partials = torch.empty(native.digest_blocks(raw.numel()), dtype=torch.int64, device=raw.device)
-    native.digest(
-        raw,
-        raw.numel(),
-        offset // 8,
-        total,
-        partials,
-        counter_on(raw.device),
-        stream_of(raw),
-    )
+    native.digest(raw, raw.numel(), offset // 8, total, partials, counter_on(raw.device), stream_of(raw))
     return total[0]
 
 

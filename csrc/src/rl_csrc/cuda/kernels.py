@@ -125,15 +125,7 @@ def stats_merge(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs, entropy, sum of squared probabilities and log-sum-exp of `[W, T, 5]`, merged in rank order."""
     stats = stats.contiguous()
     scored, entropies, squares, lse = (new_floats(stats, stats.shape[1]) for _ in range(4))
-    native.stats_merge(
-        stats,
-        *stats.shape[:2],
-        scored,
-        entropies,
-        squares,
-        lse,
-        stream_of(stats),
-    )
+    native.stats_merge(stats, *stats.shape[:2], scored, entropies, squares, lse, stream_of(stats))
     return scored, entropies, squares, lse
 
 
@@ -264,15 +256,7 @@ def masked_moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tens
 def _moments(x: Tensor, mask: Tensor | None) -> Tensor:
     found = torch.empty(3, dtype=torch.float64, device=x.device)
     partials = torch.empty(3 * native.moments_blocks(x.numel()), dtype=torch.float64, device=x.device)
-    native.masked_moments(
-        x,
-        mask,
-        x.numel(),
-        found,
-        partials,
-        counter_on(x.device),
-        stream_of(x),
-    )
+    native.masked_moments(x, mask, x.numel(), found, partials, counter_on(x.device), stream_of(x))
     return found
 
 

@@ -133,12 +133,7 @@ def linear_logprobs_forward(
         logits = head.logits(rows)
         arguments = logits_arguments(logits, labels[rows], rows_of(temperature, rows), softcap, ignore_index, None)
         native.logprobs(
-            arguments,
-            scored[rows],
-            rows_of(entropies, rows),
-            rows_of(squares, rows),
-            lse[rows],
-            stream_of(hidden),
+            arguments, scored[rows], rows_of(entropies, rows), rows_of(squares, rows), lse[rows], stream_of(hidden)
         )
     return scored, entropies, squares, lse
 
