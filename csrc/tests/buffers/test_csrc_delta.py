@@ -103,7 +103,7 @@ def test_apply_bumps_the_version_and_refuses_strangers():
         assert torch.equal(target, kept)
     with pytest.raises(ArgumentError, match="contiguous"):
         delta.apply(torch.zeros(20, 10).t()[:10], d)
-    with pytest.raises(ArgumentError, match="same dtype and shape"):
+    with pytest.raises(ArgumentError, match="same dtype, shape and device"):
         delta.encode(torch.zeros(3), torch.zeros(4))
 
 
