@@ -20,6 +20,7 @@ from rl_engine.finetune.distill import train as distill
 from rl_engine.finetune.preferences import DpoConfig, RmConfig
 from rl_engine.finetune.preferences import train as judge
 from rl_engine.finetune.preferences import train as prefer
+from rl_engine.finetune.record import run_folder
 from rl_engine.finetune.sft import SftConfig
 from rl_engine.finetune.sft import train as fine_tune
 from rl_engine.testing import write_tiny_model
@@ -38,6 +39,7 @@ SHARED = {
     "eval_path": ("OTHER.jsonl", "evaluated"),
     "eval_every": (1, "lines"),
     "steps": (3, "steps"),
+    "epochs": (2, "steps"),
     "batch_size": (3, "weights"),
     "lr": (1e-3, "weights"),
     "warmup_steps": (1, "weights"),
@@ -47,9 +49,15 @@ SHARED = {
     "precision": ("bfloat16", "engine"),
     "matmul_precision": ("highest", "engine"),
     "activation_checkpointing": (True, "engine"),
+    "lora_rank": (2, "engine"),
+    "lora_alpha": (8.0, "engine"),
+    "lora_dropout": (0.5, "engine"),
+    "lora_target_modules": ("q_proj,v_proj", "engine"),
+    "lora_export": ("adapter", "engine"),
     "seed": (1, "weights"),
     "save_every": (1, "files"),
     "log_every": (1, "lines"),
+    "trackers": ("tensorboard", "record"),
     "backend": ("megatron", "backend"),
 }
 OWN = {
@@ -80,9 +88,11 @@ BESIDE = {
     "target_sequence_accuracy": {"log_every": 1},
     "desirable_weight": {"loss": "kto"},
     "undesirable_weight": {"loss": "kto"},
+    **{f"lora_{key}": {"lora_rank": 2} for key in ("alpha", "dropout", "target_modules", "export")},
     "forward_weight": {"loss": "mixed"},
 }
-ELSEWHERE_TESTED = {"resume"}  # test_a_resumed_run_is_the_run_that_was_not_interrupted
+# test_a_resumed_run_is_the_run_that_was_not_interrupted, test_what_is_there_is_not_overwritten
+ELSEWHERE_TESTED = {"resume", "overwrite"}
 CASES = [(SftConfig, key, *what) for key, what in SHARED.items()]
 CASES += [(kind, key, *what) for kind, keys in OWN.items() for key, what in keys.items()]
 
@@ -115,6 +125,8 @@ def config_of(kind, place, changes):
         "model_path": "model", "data_path": RUNS[kind][1], "output_dir": "out", "steps": 2, "batch_size": 4,
         "lr": 1e-2, "warmup_steps": 0,
     }  # fmt: skip
+    if "epochs" in changes:  # which stands in the place of steps
+        del base["steps"]
     if kind is DistillConfig:
         base["teacher_path"] = "model"
     values = {
@@ -140,7 +152,8 @@ def look(kind, config, place, monkeypatch):
         except (EngineError, ValueError) as error:
             return seen | {"refusal": str(error)}
     output = place / config.output_dir
-    weights = load_file(output / "model.safetensors")
+    file = output / "model.safetensors"
+    weights = load_file(file if file.is_file() else output / "adapter_model.safetensors")
     return seen | {
         "refusal": None,
         "lines": len(lines),
@@ -149,6 +162,7 @@ def look(kind, config, place, monkeypatch):
         "weights": weights,
         "shapes": {name: tuple(tensor.shape) for name, tensor in weights.items()},
         "files": sorted(path.name for path in output.parent.iterdir()),
+        "record": sorted(path.name for path in run_folder(config.output_dir).iterdir()),
     }
 
 

@@ -204,7 +204,10 @@ def test_a_pair_may_come_twice_in_one_step(tmp_path, model):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for config, train in ((DpoConfig, train_dpo), (RmConfig, train_rm)):
         pairs, out = str(tmp_path / "pairs.jsonl"), str(tmp_path / "out")
-        run = config(model_path=str(model), data_path=pairs, eval_path=pairs, output_dir=out, steps=2, batch_size=5)
+        run = config(
+            model_path=str(model), data_path=pairs, eval_path=pairs, output_dir=out, steps=2, batch_size=5,
+            overwrite=True,
+        )  # fmt: skip
         assert train(run).steps == 2
 
 
@@ -244,6 +247,55 @@ def test_dpo_starts_at_log_two_because_the_reference_is_the_model_itself(tmp_pat
     outcome = train_dpo(config, lambda _: None)
     assert outcome.metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert outcome.metrics["margin"] == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21 reads it
+def test_an_adapter_of_a_reward_model_learns_its_head_too(tmp_path, model):
+    peft = pytest.importorskip("peft")
+    pairs = vowels_are_better(tmp_path / "train.jsonl", 256, 0)
+
+    def config(name, **more):
+        return RmConfig(
+            model_path=str(model), data_path=pairs, eval_path=pairs, output_dir=str(tmp_path / name), steps=30,
+            batch_size=64, lr=5e-3, log_every=30, lora_rank=4, **more,
+        )  # fmt: skip
+
+    merged = train_rm(config("merged"), lambda _: None)
+    assert merged.eval_metrics["accuracy"] > 0.7, "a head of zeros that stays one tells nothing apart"
+    alone = train_rm(config("alone", lora_export="adapter"), lambda _: None)
+    assert alone.eval_metrics == pytest.approx(merged.eval_metrics)
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "alone")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert loaded(ids).logits.item() == pytest.approx(whole(ids).logits.item(), abs=1e-4)
+
+
+def test_pairs_are_texts_or_two_chats_that_differ_in_their_last_turn(tmp_path, model):
+    asked = [{"role": "user", "content": "1+1="}]
+
+    def says(text):
+        return [{"role": "assistant", "content": text}]
+
+    def tokens(name, row):
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+        columns = tokenize_pairs(tmp_path / name, model).columns
+        return [columns[part].values().tolist() for part in ("prompt_token_ids", "completion_token_ids")]
+
+    want = tokens("texts.jsonl", {"prompt": asked, "chosen": "2", "rejected": "3"})
+    for row in (
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"chosen": asked + says("2"), "rejected": asked + says("3")},
+        {"prompt": asked, "chosen": says("2"), "rejected": says("3")},
+    ):
+        assert tokens("other.jsonl", row) == want
+    for row, told in (
+        ({"chosen": "2", "rejected": "3"}, "row 1 has no prompt"),
+        ({"chosen": says("1") + says("2"), "rejected": asked + says("3")}, "begin with different messages"),
+        ({"chosen": says("2") + asked, "rejected": says("2") + asked}, "have to end with a message of the assistant"),
+    ):
+        with pytest.raises(DataError, match=told):
+            tokens("bad.jsonl", row)
 
 
 def test_a_reward_model_ranks_pairs_not_seen_and_loads_elsewhere(tmp_path, model):

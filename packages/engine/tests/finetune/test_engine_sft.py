@@ -1,10 +1,13 @@
 import io
 import json
+import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_engine import ConfigError, DataError, EngineConfig, create_engine
 from rl_engine.finetune.cli import parse_config, sft_main
@@ -41,7 +44,11 @@ def test_it_learns_and_saves_a_folder_that_loads(tmp_path, model):
         steps=60, batch_size=25, lr=1e-2, log_every=10,
     )  # fmt: skip
     outcome = train(config, lines.append)
-    assert len(lines) == 6
+    assert lines[0] == (
+        "25 rows, 200 tokens, longest row 8; 25 rows a step, packed without padding into micro-batches of at most "
+        "8192 tokens"
+    )
+    assert len(lines) == 7
     assert lines[-1].startswith("step 60/60  loss ")
     assert outcome.metrics["loss"] < 0.7  # 4.4 at first
     assert (outcome.steps, outcome.num_rows) == (60, 25)
@@ -151,8 +158,11 @@ def test_every_row_comes_once_before_any_comes_again():
             "row 1 has 1 of loss_mask for 2 tokens",
         ),
         ('{"messages": [{"role": "user", "content": "1"}]}', "row 1: messages has no assistant turn"),
-        ('{"prompt": "1+1=", "completion": "2"}', 'row 1: prompt is "1\\+1="; wanted a list of chat messages'),
-        ('{"prompt": [{"role": "user", "content": "1"}], "completion": 2}', "row 1: completion is 2; wanted text"),
+        ('{"prompt": 1, "completion": "2"}', "row 1: prompt is 1; wanted text or a list of chat messages"),
+        (
+            '{"prompt": [{"role": "user", "content": "1"}], "completion": 2}',
+            "row 1: completion is 2; wanted text or a list",
+        ),
         (
             '{"prompt_token_ids": [1.5], "completion_token_ids": [1]}',
             r"row 1: prompt_token_ids is \[1\.5\]; wanted a list",
@@ -197,7 +207,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(capsys, arguments, message):
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith(f"rl-sft: {message}")
-    assert err.count("\n") == 1
+    assert err.endswith("\n  more in packages/engine/docs/finetune.md\n")
+    assert err.count("\n") == 2
 
 
 def test_a_folder_without_tokenizer_is_bad_input(capsys, tmp_path):
@@ -234,10 +245,10 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_is_shown_a_bar_and_everything_else_lines(capsys, monkeypatch, tmp_path, model):
-    config = resumable(tmp_path, model, steps=2)
+    config = resumable(tmp_path, model, steps=2, overwrite=True)
     train(config)
     plain = capsys.readouterr()
-    assert plain.out.startswith("step 1/2  loss ")
+    assert "\nstep 1/2  loss " in plain.out
     assert "2/2" not in plain.err
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
@@ -275,12 +286,110 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, model):
         train(resumable(tmp_path / "b", model), stop)
     outcome = train(resumable(tmp_path / "b", model, resume=True), stopped.append)
     assert outcome.steps == 8
-    assert stopped[6] == "resumed after step 4"
+    assert "resumed after step 4" in stopped
     again = []
     assert train(resumable(tmp_path / "b", model, resume=True), again.append).steps == 8
     assert again == ["resumed after step 8, the last"]
     losses = [[line.split("  ")[:4] for line in lines if line.startswith("step")] for lines in (straight, stopped)]
     assert losses[1][6:] == losses[0][4:]
+    measured = [[json.loads(line)["metrics"] for line in metrics_of(tmp_path / name)] for name in "ab"]
+    assert [each["loss"] for each in measured[0]] == pytest.approx([each["loss"] for each in measured[1]])
+    assert len(measured[0]) == 8, "steps 5 and 6 were taken twice, and stand there once"
+
+
+def metrics_of(folder):
+    return (folder / "out.run" / "metrics.jsonl").read_text().splitlines()
+
+
+def test_what_is_there_is_not_overwritten(tmp_path, model):
+    train(resumable(tmp_path, model, steps=1), lambda _: None)
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="out has files in it; overwrite=true replaces them, or choose another"):
+        train(resumable(tmp_path, model, steps=2), lambda _: None)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    train(resumable(tmp_path, model, steps=2, overwrite=True), lambda _: None)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() != before
+
+
+def test_a_run_leaves_config_metrics_summary_and_curve_beside_the_model(tmp_path, model):
+    pytest.importorskip("matplotlib")
+    config = resumable(tmp_path, model, steps=3, save_every=0, trackers="tensorboard")
+    outcome = train(replace(config, eval_path=config.data_path, eval_every=2), lambda _: None)
+    folder = tmp_path / "out.run"
+    lines = [json.loads(line) for line in metrics_of(tmp_path)]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert ["held_out_loss" in line["metrics"] for line in lines] == [False, True, True]
+    assert lines[-1]["metrics"]["held_out_loss"] == outcome.eval_metrics["loss"]
+    assert {"loss", "grad_norm", "lr", "tokens_per_s"} <= lines[0]["metrics"].keys()
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (written["name"], written["steps"], written["batch_size"]) == ("rl-sft", 3, 6)
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+    assert (folder / "learning_curve.png").stat().st_size > 1000
+    assert list((folder / "tensorboard").iterdir())
+    assert not (tmp_path / "out" / "metrics.jsonl").exists(), "the model folder holds a model"
+
+
+def test_what_is_not_reached_is_said(tmp_path, model):
+    lines = []
+    config = resumable(tmp_path, model, steps=2, save_every=0, warmup_steps=5, target_loss=1e-6)
+    train(replace(config, eval_path=config.data_path, eval_every=7), lines.append)
+    assert "warmup_steps=5 is cut to 1, half of 2 steps" in lines
+    assert "eval_every=7 is beyond 2 steps: held-out rows are scored at the end" in lines
+    assert re.fullmatch(r"target_loss=1e-06 was not reached: loss is \d\.\d{4}", lines[-1])
+
+
+def test_epochs_stand_in_the_place_of_steps(tmp_path, model):
+    config = replace(resumable(tmp_path, model, save_every=0), steps=300, epochs=2)  # 16 rows, 6 a step
+    assert train(config, lambda _: None).steps == 6
+    with pytest.raises(ConfigError, match="epochs is 2 and steps 7; both say how long: leave one out"):
+        train(replace(config, steps=7), lambda _: None)
+
+
+def test_a_key_of_an_adapter_or_a_tracker_that_is_none_is_refused(tmp_path, model):
+    with pytest.raises(ConfigError, match=r"lora.alpha does nothing without lora.rank"):
+        train(resumable(tmp_path, model, lora_alpha=3.0), lambda _: None)
+    with pytest.raises(ConfigError, match="trackers names 'tensorbord'; wanted tensorboard or wandb"):
+        train(resumable(tmp_path, model, trackers="tensorbord"), lambda _: None)
+    config = parse_config(
+        SftConfig, ["model.path=m", "data.path=d", "output_dir=o", "lora.rank=4", "lora.export=adapter"]
+    )
+    assert (config.lora.rank, config.lora.export) == (4, "adapter")
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21 reads it
+def test_an_adapter_alone_is_a_folder_that_peft_loads(tmp_path, model):
+    peft = pytest.importorskip("peft")
+    config = resumable(tmp_path, model, steps=4, save_every=0, lora_rank=2, lora_export="adapter")
+    train(config, lambda _: None)
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    base = AutoModelForCausalLM.from_pretrained(model)
+    ids = torch.tensor([[5, 6, 7]])
+    before = base(ids).logits
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out")
+    assert not torch.allclose(loaded(ids).logits, before)
+
+
+def test_rows_of_parquet_and_text_are_those_of_chats(tmp_path, model):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    want = tokenize_file(write(tmp_path / "rows.jsonl", [chat("1+1=", "2"), chat("1+2=", "3")]), model)
+    said = [{"prompt": "1+1=", "completion": "2"}, chat("1+2=", [{"role": "assistant", "content": "3"}])]
+    got = tokenize_file(write(tmp_path / "text.jsonl", said), model)
+    assert torch.equal(got["prompt_token_ids"].values(), want["prompt_token_ids"].values())
+    assert torch.equal(got["completion_token_ids"].values(), want["completion_token_ids"].values())
+    parquet.write_table(
+        pa.table({"prompt": ["1+1=", "1+2="], "completion": ["2", "3"], "messages": [None, None]}),
+        tmp_path / "rows.parquet",
+    )
+    got = tokenize_file(tmp_path / "rows.parquet", model)
+    assert torch.equal(got["completion_token_ids"].values(), want["completion_token_ids"].values())
+    (tmp_path / "no.parquet").write_text("PAR2")
+    with pytest.raises(DataError, match="no.parquet cannot be read as parquet"):
+        tokenize_file(tmp_path / "no.parquet", model)
 
 
 def test_another_run_is_not_resumed(tmp_path, model):
@@ -296,7 +405,7 @@ def test_a_run_that_never_saved_is_not_resumed_from_the_checkpoint_of_the_one_be
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(resumable(tmp_path, model, lr=1e-3), stop)
+        train(resumable(tmp_path, model, lr=1e-3, overwrite=True), stop)
     with pytest.raises(ConfigError, match=r"written with lr=0.01, this run has 0.001"):
         train(resumable(tmp_path, model, lr=1e-3, resume=True), lambda _: None)
 

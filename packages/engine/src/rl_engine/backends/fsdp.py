@@ -183,7 +183,7 @@ def _scorer_of(
         BackendError: a setting needs a package that is not installed.
         ConfigError: a setting that the model does not allow.
     """
-    peft = None if config.lora is None else lora.add_adapter(model, config.lora, config.seed)
+    peft = None if config.lora is None else lora.add_adapter(model, config.lora, config.seed, config.head)
     if config.activation_checkpointing:
         _recompute_layers(model)
     if config.head == Head.LM:

@@ -70,7 +70,7 @@ def _main(program: str, module: str, config_name: str, arguments: Sequence[str] 
         with _held(config):
             outcome = found.train(config)
     except _BAD_INPUT as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {error}\n  more in packages/engine/docs/finetune.md", file=sys.stderr)
         return 2
     loss = f", loss {outcome.metrics['loss']:.4f}" if outcome.metrics else ""
     if os.environ.get("RANK", "0") == "0":
@@ -138,9 +138,9 @@ def _parse(key: str, text: str, kind: Any) -> Any:
 
 
 def _spelled(name: str) -> str:
-    """`model.path` and `data.path` are written as in rl-train."""
+    """`model.path`, `data.path` and `lora.rank` are written as in rl-train."""
     dotted = ("model_path", "data_path", "eval_path", "teacher_path")
-    return name.replace("_", ".") if name in dotted else name
+    return name.replace("_", ".", 1) if name in dotted or name.startswith("lora_") else name
 
 
 def _key_lines(config_class: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""JSONL files of chats and token ids as the columns that an engine takes."""
+"""JSONL and parquet files of chats and token ids as the columns that an engine takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_engine.batch.packed import ragged_batch
 from rl_engine.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from tensordict import TensorDict
@@ -43,13 +43,23 @@ class ChatTokenizer:
         self._model_path = model_path
         self._loaded: Any = None
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A chat up to where the assistant speaks."""
-        return self.ids(self._render(messages, is_open=True))
+    def prompt(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """A chat up to where the assistant speaks; text alone is what the user says."""
+        return self.ids(self._render(_as_chat(messages), is_open=True))
 
-    def completion(self, text: str) -> list[int]:
-        """What the assistant says, ended by eos."""
-        return [*self.ids(text), self._tokenizer().eos_token_id]
+    def completion(self, said: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """What the assistant says, as text or as a chat of that one message, ended by eos.
+
+        Raises:
+            DataError: the chat is not one message of the assistant.
+        """
+        if not isinstance(said, str):
+            if len(said) != 1 or said[0].get("role") != "assistant":
+                raise DataError(
+                    "a completion given as a chat is one message of the assistant; give several in messages"
+                )
+            said = str(said[0].get("content", ""))
+        return [*self.ids(said), self._tokenizer().eos_token_id]
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int], list[int]]:
         """Prompt, completion and loss mask of a whole chat: 1 on what the assistant says, its eos included.
@@ -102,7 +112,7 @@ class ChatTokenizer:
 
 
 def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mapping[str, Any]]:
-    """The rows of a JSONL file, each with all fields of one of `shapes`.
+    """The rows of a .jsonl or .parquet file, each with all fields of one of `shapes`.
 
     Raises:
         DataError: no file, no rows, or a row (counted from 1) that has none of the shapes.
@@ -110,7 +120,14 @@ def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mappi
     path = Path(path)
     if not path.is_file():
         raise DataError(f"Data file {path} does not exist.")
-    rows: list[Mapping[str, Any]] = []
+    read = _parquet_rows if path.suffix == ".parquet" else _jsonl_rows
+    rows = [_checked(row, path, number, shapes) for number, row in read(path)]
+    if not rows:
+        raise DataError(f"Data file {path} has no rows.")
+    return rows
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -119,10 +136,46 @@ def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mappi
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(f"{path}: line {number} is not JSON: {error}.") from error
-            rows.append(_checked(row, path, number, shapes))
-    if not rows:
-        raise DataError(f"Data file {path} has no rows.")
-    return rows
+            yield number, row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows with the fields that have a value: a column that other rows have is no field of this one."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DataError(f"{path}: reading parquet needs pyarrow ({error}); try: pip install pyarrow") from error
+    try:
+        batches = parquet.ParquetFile(path).iter_batches()
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield number, {name: value for name, value in row.items() if value is not None}
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+
+
+def pair_of(row: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], str, str]:
+    """Prompt, preferred and rejected answer of a pair: texts after a prompt, or two chats that differ in the last turn.
+
+    Raises:
+        DataError: the chats do not begin alike, or do not end with the assistant.
+    """
+    prompt = _as_chat(row.get("prompt", ()))
+    if isinstance(row["chosen"], str) and isinstance(row["rejected"], str):
+        return prompt, row["chosen"], row["rejected"]
+    chats: list[list[Mapping[str, Any]]] = []
+    for name in ("chosen", "rejected"):
+        said = row[name]
+        chats.append([*prompt, *([{"role": "assistant", "content": said}] if isinstance(said, str) else said)])
+    (*before, chosen), (*other, rejected) = chats
+    if before != other:
+        raise DataError("chosen and rejected begin with different messages; they may differ in the last one alone")
+    if {chosen.get("role"), rejected.get("role")} != {"assistant"}:
+        raise DataError("chosen and rejected have to end with a message of the assistant")
+    return before, str(chosen.get("content", "")), str(rejected.get("content", ""))
+
+
+def _as_chat(prompt: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def refuse_empty(path: str | Path, columns: Columns, numbers: Sequence[int] = ()) -> None:
@@ -148,7 +201,7 @@ def _checked(row: Any, path: Path, number: int, shapes: Sequence[tuple[str, ...]
     if isinstance(row, dict) and any(all(name in row for name in shape) for shape in shapes):
         has_ids = "prompt_token_ids" in row  # texts beside them are not read
         for name, (is_right, wanted) in _FIELDS.items():
-            is_read = name in row and not (has_ids and is_right in (_is_chat, _is_text))
+            is_read = name in row and not (has_ids and is_right in (_is_chat, _is_text, _is_chat_or_text))
             if is_read and not is_right(row[name]):
                 raise DataError(f"{path}: row {number}: {name} is {_shortened(row[name])}; wanted {wanted}.")
         return row  # pyright: ignore[reportUnknownVariableType] - JSON
@@ -170,16 +223,20 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_chat_or_text(value: Any) -> bool:
+    return _is_text(value) or _is_chat(value)
+
+
 def _list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(is_right, value))  # pyright: ignore[reportUnknownArgumentType]
 
 
 _CHAT = (_is_chat, 'a list of chat messages, such as [{"role": "user", "content": "text"}]')
-_TEXT = (_is_text, "text")
+_EITHER = (_is_chat_or_text, f"text or {_CHAT[1]}")
 _IDS = (_list_of(lambda one: type(one) is int), "a list of whole numbers")
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("prompt", "messages"), _CHAT),
-    **dict.fromkeys(("completion", "chosen", "rejected"), _TEXT),
+    "messages": _CHAT,
+    **dict.fromkeys(("prompt", "completion", "chosen", "rejected"), _EITHER),
     **{f"{name}_token_ids": _IDS for name in ("prompt", "completion", "chosen", "rejected")},
     "loss_mask": (_list_of(lambda one: type(one) is int and one in (0, 1)), "a list of 0 and 1"),
     "steps": (_list_of(_is_text), "a list of texts"),

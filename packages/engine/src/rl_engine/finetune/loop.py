@@ -6,11 +6,12 @@ A program is a subclass of `RunConfig`: its keys, and the methods by which they 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,18 @@ from rl_engine.batch.row_batch import RowBatch
 from rl_engine.checkpoint.hf_folder import previous_folder
 from rl_engine.distributed.world import expected_size, gather_values
 from rl_engine.errors import ConfigError, DataError
+from rl_engine.finetune.record import RunRecord, tracker_names
 from rl_engine.registry import check as check_engine
-from rl_engine.types import EngineConfig, Head, MatmulPrecision, ModelInit, OptimizerConfig, Precision
+from rl_engine.types import (
+    EngineConfig,
+    Head,
+    LoraConfig,
+    LoraExport,
+    MatmulPrecision,
+    ModelInit,
+    OptimizerConfig,
+    Precision,
+)
 from rl_engine.worker import TrainingWorker
 
 if TYPE_CHECKING:
@@ -35,8 +46,11 @@ if TYPE_CHECKING:
 
     from rl_engine.base import LossFunction
 
-_FREE_ON_RESUME = ("resume", "save_every", "eval_every", "eval_path", "log_every", "max_tokens_per_gpu", "backend")
-"""Keys that change nothing of what is learned."""
+_FREE_ON_RESUME = (
+    "resume", "overwrite", "save_every", "eval_every", "eval_path", "log_every", "max_tokens_per_gpu", "backend",
+    "trackers", "epochs",
+)  # fmt: skip
+"""Keys that change nothing of what is learned; `epochs` has become `steps`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +60,20 @@ class RunConfig(ABC):
     model_path: str
     """A Hugging Face model folder with a tokenizer."""
     data_path: str
-    """A JSONL file."""
+    """A .jsonl or .parquet file."""
     output_dir: str
-    """Where the trained model folder is written; checkpoints go to `OUTPUT_DIR.checkpoint`."""
+    """Where the trained model folder is written. Beside it: `OUTPUT_DIR.checkpoint`, and `OUTPUT_DIR.run` with
+    config, metrics and curve."""
+    overwrite: bool = False
+    """Replace what is in `output_dir`; a folder with files is refused otherwise."""
     eval_path: str | None = None
-    """A JSONL file of held-out rows."""
+    """A .jsonl or .parquet file of held-out rows."""
     eval_every: int = 0
     """Steps between two evaluations; 0: at the end alone."""
     steps: int = 300
     """Optimizer steps."""
+    epochs: int = 0
+    """Passes over the data, in the place of `steps`; 0: `steps` counts."""
     batch_size: int = 256
     """Rows (or pairs) per step, over all ranks."""
     lr: float = 1e-3
@@ -74,6 +93,16 @@ class RunConfig(ABC):
     """Of matrix products inside float32."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass."""
+    lora_rank: int = 0
+    """Train a low-rank adapter of so many columns; 0: the whole model."""
+    lora_alpha: float = 32.0
+    """The adapter is scaled by alpha / rank."""
+    lora_dropout: float = 0.0
+    """Of the adapter's input while training."""
+    lora_target_modules: str = ""
+    """Names of linear layers with commas, such as q_proj,v_proj; empty: every linear layer but the head."""
+    lora_export: LoraExport = LoraExport.MERGED
+    """`adapter` writes a folder that peft loads, of the adapter alone."""
     seed: int = 0
     """Of initialisation, dropout and the order of rows."""
     save_every: int = 0
@@ -82,6 +111,8 @@ class RunConfig(ABC):
     """Go on from the checkpoint, or start where there is none; a run with other keys is refused."""
     log_every: int = 20
     """Steps between two progress lines."""
+    trackers: str = ""
+    """tensorboard, wandb, or both with a comma; `metrics.jsonl` is always written."""
     backend: str = "fsdp"
     """Engine backend."""
 
@@ -126,6 +157,10 @@ class RunConfig(ABC):
         """Whether to stop early, by the mean metrics of the last `log_every` steps."""
         return False
 
+    def not_reached(self, means: Mapping[str, float]) -> str | None:
+        """A sentence on a target that the last steps did not reach; None if there was none."""
+        return None
+
     def engine_with(self, *, head: Head = Head.LM, init: ModelInit = ModelInit.PRETRAINED) -> EngineConfig:
         """The engine of a run, with this head and these weights."""
         return EngineConfig(
@@ -144,7 +179,21 @@ class RunConfig(ABC):
             matmul_precision=self.matmul_precision,
             max_tokens_per_gpu=self.max_tokens_per_gpu,
             activation_checkpointing=self.activation_checkpointing,
+            lora=self.lora,
             seed=self.seed,
+        )
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapter that is trained; None trains the whole model."""
+        if not self.lora_rank:
+            return None
+        return LoraConfig(
+            rank=self.lora_rank,
+            alpha=self.lora_alpha,
+            dropout=self.lora_dropout,
+            target_modules=tuple(name.strip() for name in self.lora_target_modules.split(",") if name.strip()),
+            export=self.lora_export,
         )
 
 
@@ -177,6 +226,11 @@ class Rows:
     mismatched: RowBatch | None = None
     """By row, its prompt with the completion of another row; for the reference point of KTO alone."""
 
+    @property
+    def num_items(self) -> int:
+        """Rows, or pairs."""
+        return len(self.columns) // self.rows_per_item
+
 
 def train(config: RunConfig, report: Callable[[str], None] = print) -> RunReport:
     """Run a program and write `output_dir`. Every rank calls it; `report` takes a progress line at a time, on rank 0.
@@ -192,6 +246,8 @@ def train(config: RunConfig, report: Callable[[str], None] = print) -> RunReport
     started = time.perf_counter()
     _check(config)
     files = [config.read(path) for path in (config.data_path, config.eval_path) if path is not None]
+    if config.epochs:
+        config = replace(config, steps=math.ceil(config.epochs * files[0].num_items / config.batch_size))
     config.score_files(files)
     with TrainingWorker(config.engine, config.backend) as worker:
         data, *held_out = [config.prepare(worker, rows) for rows in files]
@@ -213,11 +269,18 @@ def _check(config: RunConfig) -> None:
         ("log_every", 1),
         ("save_every", 0),
         ("eval_every", 0),
+        ("epochs", 0),
+        ("lora_rank", 0),
     ):
         if getattr(config, name) < low:
             raise ConfigError(f"{name} is {getattr(config, name)}; it must be at least {low}.")
     if Path(config.output_dir).is_file():
         raise ConfigError(f"output_dir {config.output_dir} is a file; give a folder.")
+    _refuse_idle(config)
+    if not (config.overwrite or config.resume) and _is_filled(Path(config.output_dir)):
+        raise ConfigError(
+            f"output_dir {config.output_dir} has files in it; overwrite=true replaces them, or choose another folder."
+        )
     if config.eval_every and config.eval_path is None:
         raise ConfigError(f"eval_every is {config.eval_every}, but there is no eval_path to evaluate on.")
     if config.resume and not config.save_every:
@@ -228,6 +291,27 @@ def _check(config: RunConfig) -> None:
             raise DataError(f"Data file {path} does not exist.")
     for engine in (config.engine, *config.other_engines):
         check_engine(config.backend, engine, expected_size())
+
+
+def _refuse_idle(config: RunConfig) -> None:
+    """Refuse keys that would do nothing beside the others.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    usual = {name: field.default for name, field in type(config).__dataclass_fields__.items()}
+    if config.epochs and config.steps != usual["steps"]:
+        raise ConfigError(f"epochs is {config.epochs} and steps {config.steps}; both say how long: leave one out.")
+    for name in ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_export"):
+        if not config.lora_rank and getattr(config, name) != usual[name]:
+            raise ConfigError(
+                f"{name.replace('_', '.', 1)} does nothing without lora.rank; set it, or leave {name} out."
+            )
+    tracker_names(config.trackers)
+
+
+def _is_filled(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def checkpoint_folder(config: RunConfig) -> Path:
@@ -259,9 +343,15 @@ def _run(
     say = bar.write if has_bar else report if rank == 0 else _say_nothing
     if done:
         say(f"resumed after step {done}" + (", the last" if done >= config.steps else ""))
+    for line in _facts(config, lengths, num_items) if done < config.steps else ():
+        say(line)
+    record = None
+    if rank == 0:
+        record = RunRecord(config.output_dir, _described(config), tracker_names(config.trackers), done=done)
     for step, items in enumerate(batches(num_items, config.batch_size, config.seed, config.steps), start=1):
         if step <= done:
             continue
+        step_started = time.perf_counter()
         chosen = rows_of(items[rank::size], data.rows_per_item)
         mine = config.complete(worker, data, chosen, _taken(source, chosen, data.rows_per_item))
         recent.append(worker.forward_backward(mine, config.loss_function).metrics)
@@ -270,6 +360,9 @@ def _run(
         bar.set_postfix_str(f"loss {recent[-1]['loss']:.4f}", refresh=False)
         bar.update()
         means = {name: fmean(entry[name] for entry in recent) for name in recent[-1]}
+        step_s = time.perf_counter() - step_started
+        measured = recent[-1] | {"grad_norm": outcome.grad_norm, "lr": outcome.lr}
+        measured["tokens_per_s"] = sum(lengths[row] for row in rows_of(items, data.rows_per_item)) / step_s
         is_last = step == config.steps or (len(recent) == config.log_every and config.is_reached(means))
         if step % config.log_every == 0 or is_last:
             speed = tokens / (time.perf_counter() - started)
@@ -280,13 +373,18 @@ def _run(
         if held_out is not None and (is_last or (config.eval_every and step % config.eval_every == 0)):
             evaluated = _evaluate(config, worker, held_out)
             say(f"step {step}/{config.steps}  held out: {_shown(evaluated)}")
+            measured |= {f"held_out_{name}": value for name, value in evaluated.items()}
+        if record is not None:
+            record.add(step, measured, step_s)
         if config.save_every and (step % config.save_every == 0 or is_last):
             _save(config, worker, num_items)
         if is_last:
             break
     bar.close()
+    if (told := config.not_reached(means)) is not None and worker.step >= config.steps:
+        say(told)
     worker.save_weights(config.output_dir)
-    return RunReport(
+    outcome = RunReport(
         steps=worker.step,
         metrics=means,
         eval_metrics=evaluated,
@@ -294,6 +392,32 @@ def _run(
         tokens=tokens,
         wall_s=time.perf_counter() - started,
     )
+    if record is not None:
+        record.close(asdict(outcome))
+    return outcome
+
+
+def _facts(config: RunConfig, lengths: Sequence[int], num_items: int) -> list[str]:
+    """What is said before the first step: the data, how they are packed, and what a key cannot reach."""
+    what = "rows" if len(lengths) == num_items else "pairs"
+    told = [
+        f"{num_items} {what}, {sum(lengths)} tokens, longest row {max(lengths)}; {config.batch_size} {what} a step, "
+        f"packed without padding into micro-batches of at most {config.max_tokens_per_gpu} tokens"
+    ]
+    warmup = min(config.warmup_steps, config.steps // 2)
+    if warmup < config.warmup_steps:
+        told.append(f"warmup_steps={config.warmup_steps} is cut to {warmup}, half of {config.steps} steps")
+    if config.eval_every > config.steps:
+        told.append(
+            f"eval_every={config.eval_every} is beyond {config.steps} steps: held-out rows are scored at the end"
+        )
+    return told
+
+
+def _described(config: RunConfig) -> dict[str, Any]:
+    """The keys as they are written in a command, and what `rl-view` calls the run."""
+    program = type(config).__name__.removesuffix("Config").lower()
+    return {"name": f"rl-{program}"} | json.loads(json.dumps(asdict(config)))
 
 
 def _identity(config: RunConfig, num_items: int) -> dict[str, Any]:

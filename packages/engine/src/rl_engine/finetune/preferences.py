@@ -25,7 +25,7 @@ import torch
 from rl_engine.batch.packed import ragged
 from rl_engine.batch.row_batch import RowBatch
 from rl_engine.errors import ConfigError, DataError
-from rl_engine.finetune.data import ChatTokenizer, Columns, read_rows, refuse_empty
+from rl_engine.finetune.data import ChatTokenizer, Columns, pair_of, read_rows, refuse_empty
 from rl_engine.finetune.loop import Rows, RunConfig, score_all, train
 from rl_engine.losses import DpoKind, DpoLoss, KtoLoss, process_reward_loss, reward_loss, row_log_ratio, row_mean
 from rl_engine.types import Head
@@ -52,7 +52,7 @@ __all__ = [
     "train",
 ]
 
-_PAIRS = (("prompt", "chosen", "rejected"), ("prompt_token_ids", "chosen_token_ids", "rejected_token_ids"))
+_PAIRS = (("chosen", "rejected"), ("prompt_token_ids", "chosen_token_ids", "rejected_token_ids"))
 _LABELLED = (("prompt", "completion", "label"), ("prompt_token_ids", "completion_token_ids", "label"), *_PAIRS)
 
 
@@ -148,12 +148,11 @@ def tokenize_pairs(path: str | Path, model_path: str | Path) -> Rows:
         DataError: names the row (from 1) and what is wrong with it.
     """
     columns, tokenizer = Columns(), ChatTokenizer(model_path)
-    for row in read_rows(path, _PAIRS):
+    for number, row in enumerate(read_rows(path, _PAIRS), start=1):
         if "prompt_token_ids" in row:
             prompt, both = row["prompt_token_ids"], (row["chosen_token_ids"], row["rejected_token_ids"])
         else:
-            prompt = tokenizer.prompt(row["prompt"])
-            both = (tokenizer.completion(row["chosen"]), tokenizer.completion(row["rejected"]))
+            prompt, *both = _tokenized_pair(row, tokenizer, path, number)
         for completion in both:
             columns.add(prompt, completion)
     index = torch.arange(len(columns.prompts))
@@ -169,8 +168,7 @@ def tokenize_labelled(path: str | Path, model_path: str | Path) -> Rows:
     """
     columns, tokenizer, labels, numbers = Columns(), ChatTokenizer(model_path), list[bool](), list[int]()
     for number, row in enumerate(read_rows(path, _LABELLED), start=1):
-        prompt = row["prompt_token_ids"] if "prompt_token_ids" in row else tokenizer.prompt(row["prompt"])
-        for completion, label in _judged(row, tokenizer):
+        for prompt, completion, label in _judged(row, tokenizer, path, number):
             if not isinstance(label, bool):
                 raise DataError(f"{path}: row {number} has label {label!r}; wanted true or false.")
             columns.add(prompt, completion)
@@ -195,13 +193,31 @@ def _mismatched(rows: Rows, seed: int) -> TensorDict:
     return columns.batch()
 
 
-def _judged(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Sequence[tuple[list[int], Any]]:
+def _judged(
+    row: Mapping[str, Any], tokenizer: ChatTokenizer, path: str | Path, number: int
+) -> Sequence[tuple[list[int], list[int], Any]]:
+    """(prompt, completion, whether it is good) of each completion of a row."""
     if "chosen_token_ids" in row:
-        return (row["chosen_token_ids"], True), (row["rejected_token_ids"], False)
+        prompt = row["prompt_token_ids"]
+        return (prompt, row["chosen_token_ids"], True), (prompt, row["rejected_token_ids"], False)
     if "chosen" in row:
-        return (tokenizer.completion(row["chosen"]), True), (tokenizer.completion(row["rejected"]), False)
-    given = row["completion_token_ids"] if "prompt_token_ids" in row else tokenizer.completion(row["completion"])
-    return ((given, row["label"]),)
+        prompt, chosen, rejected = _tokenized_pair(row, tokenizer, path, number)
+        return (prompt, chosen, True), (prompt, rejected, False)
+    if "prompt_token_ids" in row:
+        return ((row["prompt_token_ids"], row["completion_token_ids"], row["label"]),)
+    return ((tokenizer.prompt(row["prompt"]), tokenizer.completion(row["completion"]), row["label"]),)
+
+
+def _tokenized_pair(
+    row: Mapping[str, Any], tokenizer: ChatTokenizer, path: str | Path, number: int
+) -> tuple[list[int], list[int], list[int]]:
+    try:
+        prompt, chosen, rejected = pair_of(row)
+    except DataError as error:
+        raise DataError(f"{path}: row {number}: {error}.") from error
+    if not prompt:
+        raise DataError(f"{path}: row {number} has no prompt; give prompt, or chosen and rejected as whole chats.")
+    return tokenizer.prompt(prompt), tokenizer.completion(chosen), tokenizer.completion(rejected)
 
 
 class RewardKind(StrEnum):

@@ -63,6 +63,17 @@ class SftConfig(RunConfig):
             accuracy is not None and means["sequence_accuracy"] >= accuracy
         )
 
+    def not_reached(self, means: Mapping[str, float]) -> str | None:
+        """See `RunConfig`."""
+        wanted = {"target_loss": "loss", "target_sequence_accuracy": "sequence_accuracy"}
+        set_ones = {key: name for key, name in wanted.items() if getattr(self, key) is not None}
+        if not set_ones or not means or self.is_reached(means):
+            return None
+        return "; ".join(
+            f"{key}={getattr(self, key)} was not reached: {name.replace('_', ' ')} is {means[name]:.4f}"
+            for key, name in set_ones.items()
+        )
+
 
 def tokenize_file(path: str | Path, model_path: str | Path) -> TensorDict:
     """Read a JSONL file into the jagged columns that an engine takes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from rl_engine.checkpoint.hf_folder import publish
 from rl_engine.checkpoint.sharded import whole
 from rl_engine.errors import BackendError, ConfigError
+from rl_engine.types import Head
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
@@ -22,10 +24,12 @@ if TYPE_CHECKING:
     from rl_engine.types import LoraConfig
 
 _ADAPTER = "default"  # peft's own name for the only one
+_SCORE = "score"
+"""The scalar head, as transformers' sequence classifiers name it."""
 
 
-def add_adapter(model: nn.Module, config: LoraConfig, seed: int) -> dict[str, Any]:
-    """Put an adapter into `model`, in place, and freeze the rest; peft's configuration of it.
+def add_adapter(model: nn.Module, config: LoraConfig, seed: int, head: Head = Head.LM) -> dict[str, Any]:
+    """Put an adapter into `model`, in place, and freeze the rest but a scalar head; peft's configuration of it.
 
     Raises:
         BackendError: peft is not installed.
@@ -40,15 +44,23 @@ def add_adapter(model: nn.Module, config: LoraConfig, seed: int) -> dict[str, An
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] - any number does
         lora_dropout=config.dropout,
         target_modules=list(config.target_modules) or "all-linear",
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if head == Head.LM else "SEQ_CLS",
+        modules_to_save=None if head == Head.LM else [_SCORE],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            peft.inject_adapter_in_model(known, model, adapter_name=_ADAPTER)
+            peft.inject_adapter_in_model(known if head == Head.LM else _within(known), model, adapter_name=_ADAPTER)
         except ValueError as error:
             raise ConfigError(f"lora.target_modules is {list(config.target_modules)}: {error}") from error
+    if head != Head.LM:
+        model.get_submodule(_SCORE).requires_grad_(True)
     return json.loads(json.dumps(known.to_dict(), default=_plain))
+
+
+def _within(known: Any) -> Any:
+    """The configuration without the head that is trained whole, which stays the module that it is."""
+    return replace(known, modules_to_save=None, exclude_modules=[_SCORE])
 
 
 @contextmanager
@@ -84,7 +96,7 @@ def merged_weights(model: nn.Module, named: Mapping[str, Tensor]) -> Iterator[tu
 def adapter_weights(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The adapter's tensors under the names that peft writes into adapter_model.safetensors."""
     for name, tensor in named.items():
-        if ".lora_" in name:
+        if ".lora_" in name or name == f"{_SCORE}.weight":
             yield f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}", whole(tensor)
 
 
