@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import threading
+import urllib.error
 import urllib.request
 from http.server import ThreadingHTTPServer
 
@@ -18,6 +19,15 @@ from rl_trainer.commands import view
 from rl_trainer.errors import DataError
 from rl_trainer.samples import FOLDER, file_of, write_samples
 
+RECEIPT = {
+    "digest": "00c0ffee",
+    "tensors": 3,
+    "bytes": 2e9,
+    "wire_bytes": 5e6,
+    "confirmed": 2,
+    "pause_s": 0.1,
+    "wall_s": 1,
+}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -32,6 +42,10 @@ def make_run(folder, *, steps=6, samples=(1, 3, 5), seed=0, size=3):
         phases = {"generate": 1.0, "update": 0.5, "weight_sync": 0.1}
         line = {"step": step, "reward": step / 10, "accuracy": None, "num_tokens": 50, "tokens_per_s": 9.0}
         line |= {"wall_s": 2.0, "metrics": metrics, "phase_s": phases, "failures": {"timeout": 2} if step == 2 else {}}
+        line |= {
+            "last_failure": "no answer within 60 s" if step == 2 else "",
+            "weights": RECEIPT | {"version": step + 1},
+        }
         lines.append(line)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + '{"step": 7, "reward": 0.')  # torn by a kill
@@ -69,7 +83,8 @@ def test_a_killed_run_is_shown_up_to_its_last_whole_line(tmp_path):
     assert "wall_s" in data["curves"]
     assert data["curves"]["wall_s"][0][0] == 1, "an evaluation is no training step"
     assert any("was killed, or still goes on. Its last step is 6" in told for told in data["told"])
-    assert data["failures"] == [[2, {"timeout": 2}]]
+    assert data["failures"] == [[2, {"timeout": 2}, "no answer within 60 s"]]
+    assert [(step, weights["version"]) for step, weights in data["weights"]] == [(n, n + 1) for n in range(1, 7)]
     assert data["staleness"][1] == [1, {"0": 0.75, "2": 0.25}]
 
 
@@ -116,8 +131,8 @@ def test_a_folder_without_a_run_and_a_run_without_samples(tmp_path, capsys):
     assert any("tracking.keep_samples=true" in told for told in data_of((run / "view.html").read_text())["told"])
 
 
-def test_it_is_served_anew_at_every_request(tmp_path, monkeypatch):
-    run, servers = make_run(tmp_path / "run"), []
+def test_a_served_page_has_new_steps_and_reads_samples_when_they_are_looked_at(tmp_path, monkeypatch):
+    run, servers = make_run(tmp_path / "run", size=400), []
 
     class Noted(ThreadingHTTPServer):
         def __init__(self, *args):
@@ -130,10 +145,27 @@ def test_it_is_served_anew_at_every_request(tmp_path, monkeypatch):
     try:
         while not servers:
             thread.join(0.01)
-        with urllib.request.urlopen(f"http://127.0.0.1:{servers[0].server_port}/", timeout=30) as answer:
-            data = data_of(answer.read().decode())
+
+        def get(path):
+            with urllib.request.urlopen(f"http://127.0.0.1:{servers[0].server_port}/{path}", timeout=30) as answer:
+                return answer.read()
+
+        page = get("").decode()
+        data = data_of(page)
         assert data["live"] is True
         assert len(data["curves"]["reward"]) == 6
+        assert data["sampleSteps"] == [1, 3, 5], "whatever they weigh"
+        assert 'id="samples-' not in page, "they are asked for"
+        assert len(json.loads(gzip.decompress(get("samples/3")))) == 4
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get("samples/4")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('\n{"step": 8, "reward": 0.9, "metrics": {}}\n')
+        shutil.copy(file_of(run / FOLDER, 5), file_of(run / FOLDER, 8))
+        fresh = json.loads(get("data.json"))
+        assert fresh["curves"]["reward"][-1] == [8, 0.9]
+        assert fresh["sampleSteps"] == [1, 3, 5, 8]
+        assert fresh["prompts"] == [["hard", 4, [0.0] * 4]], "counted once for each step"
     finally:
         servers[0].shutdown()
         thread.join(30)
@@ -149,7 +181,8 @@ def test_it_is_served_anew_at_every_request(tmp_path, monkeypatch):
         ("samples", ["group 1", "teaches nothing", "⟨0⟩", "background:"]),
         ("prompts", ["hard"]),
         ("staleness", ["25.0%"]),
-        ("failures", ["timeout: 2"]),
+        ("failures", ["timeout: 2", "no answer within 60 s"]),
+        ("weights", ["00c0ffee", "2.00 GB", "5.0 MB"]),
         ("configuration", ["data.path", "What differs from"]),
     ],
 )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rl_trainer.algorithms import estimator_named
 from rl_trainer.algorithms.kl_controller import TOKEN_ENTROPY, AdaptiveEntropy, AdaptiveKl
 from rl_trainer.errors import StaleWeightsError
-from rl_trainer.metrics import PhaseTimer, StepRecord
+from rl_trainer.metrics import PhaseTimer, StepRecord, receipt_of
 from rl_trainer.pipeline.rollout_source import Generated, hash_seed
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.plan import has_old_pass
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rl_trainer.metrics import HeldGroup
     from rl_trainer.pipeline.ema_reference import EmaReference
     from rl_trainer.pipeline.replay_buffer import Replay
-    from rl_trainer.pipeline.replicas import AgentReplicas
+    from rl_trainer.pipeline.replicas import AgentReplicas, SomeSamples
     from rl_trainer.pipeline.rollout_source import RolloutSource
     from rl_trainer.pipeline.teachers import Teachers
     from rl_trainer.pipeline.weight_sync import WeightSync
@@ -71,8 +71,8 @@ class Components:
     """The agent workers."""
     eval_rows: Sequence[Row]
     """Held-out rows."""
-    samples: SampleWorker | None = None
-    """Writes the samples of every step to disk; None: they are not kept."""
+    samples: SampleWorker | SomeSamples | None = None
+    """Writes samples to disk; None: none are kept."""
     replay: Replay | None = None
     """The replay buffer; None: every group is learned from once."""
     held: tuple[HeldGroup, ...] = ()
@@ -121,7 +121,6 @@ def steps_of(
     source.resume(components.held)
     lag = schedule.lag if components.held else 0  # the first batch was not generated ahead: it is of these weights
     for step in range(first, config.steps + 1):
-        # Generate and learn: the whole batch, or with `batch.stream` mini-batch by mini-batch.
         parts: list[Generated] = []
         updates, ages = list[dict[str, float]](), dict[str, float]()
         for size in sizes_of(config):
@@ -142,15 +141,11 @@ def steps_of(
         if components.ema_reference is not None:
             with timer.phase("update_reference"):
                 components.ema_reference.follow(step)
-
-        # Sync weights.
         if schedule.settles_before_sync and not schedule.is_on_policy:
             with timer.phase("wait_generate"):
                 source.settle()
         with timer.phase("weight_sync"):
-            components.weights.sync(step + 1)
-
-        # Free the rows, release what may run ahead, evaluate.
+            receipt = receipt_of(components.weights.sync(step + 1))
         if replay is not None:
             replay.keep(generated.batch, generated.groups, step + 1)
         for part in parts:
@@ -158,7 +153,8 @@ def steps_of(
         if schedule.releases_after_sync:
             source.release(step + 1)
         accuracy = evaluate(components, eval_rows, timer) if is_eval_due(config, step) else None
-        yield record_of(step, generated, source, ages, updates, accuracy, timer.take())
+        record = record_of(step, generated, source, ages, updates, accuracy, timer.take())
+        yield replace(record, weights=receipt)
         lag = schedule.lag
 
 
@@ -334,6 +330,7 @@ def record_of(
         num_tokens=sum([tag["num_tokens"] for tag in tags]),
         num_truncated=num_truncated(tags),
         failures=generated.failures,
+        last_failure=generated.last_failure,
         metrics=metrics,
         phase_s=phase_s,
         rows=tuple(group.row_index for group in generated.groups),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
     from pathlib import Path
 
+    from rl_ckpt.types import SyncReport
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldGroup:
@@ -65,6 +67,10 @@ class StepRecord:
     """Completions that hit the length limit."""
     failures: Mapping[str, int]
     """Failed rollouts per kind."""
+    last_failure: str = ""
+    """What the last of them said."""
+    weights: Mapping[str, int | float | str] = field(default_factory=dict[str, int | float | str])
+    """Receipt of the weights that were sent after the step: version, digest, bytes, how many confirmed, seconds."""
     metrics: Mapping[str, float]
     """Loss, KL, clip fractions, gradient norm, learning rate."""
     phase_s: Mapping[str, float]
@@ -109,6 +115,20 @@ class StepRecord:
             metrics={},
             phase_s=phase_s,
         )
+
+
+def receipt_of(report: SyncReport) -> dict[str, int | float | str]:
+    """What `StepRecord.weights` tells of a weight sync."""
+    return {
+        "version": report.version,
+        "digest": f"{report.digest:016x}",
+        "tensors": report.num_tensors,
+        "bytes": report.num_bytes,
+        "wire_bytes": report.num_wire_bytes,
+        "confirmed": len(report.receipts),
+        "pause_s": report.pause_s,
+        "wall_s": report.wall_s,
+    }
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
 """`rl-view OUTPUT_DIR`: everything that a run left, as one HTML file that needs no network and no server.
 
-Curves, phases, samples token by token, groups, prompts that never teach, staleness, failures, and the configuration
-beside another run's. Works on a run that was killed or is still going. A step's samples are a compressed chunk that the
-browser unpacks when it is looked at; `--budget-mb` bounds them, evenly over the steps.
+Curves, phases, samples token by token, groups, prompts that never teach, staleness, failures, weights, and the
+configuration beside another run's. Works on a run that was killed or is still going. A step's samples are a compressed
+chunk that the browser unpacks when it is looked at; `--budget-mb` bounds them, evenly over the steps. With `--serve`
+the page asks for a step's samples when they are looked at, all of them, and for new numbers every ten seconds.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from operator import itemgetter
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _PER_TOKEN = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "weight_versions")
 _PER_SAMPLE = ("group_id", "reward", "finish_reason", "weight_version_min", "weight_version_max", "num_turns")
+_NO_SAMPLES = "The run kept no samples: tracking.keep_samples=true keeps them, `some` a few."
 _MOST_TOKENS = 4096
 """Tokens of one sample that are shown."""
 
@@ -42,47 +44,97 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--against", metavar="RUN", help="another run: curves beside, and what differs in their keys")
     parser.add_argument("--output", metavar="FILE", help="the page; OUTPUT_DIR/view.html by default")
     parser.add_argument("--budget-mb", type=float, default=64.0, help="most megabytes of samples in the page")
-    parser.add_argument("--serve", type=int, metavar="PORT", help="serve it on loopback, anew at every request")
+    parser.add_argument("--serve", type=int, metavar="PORT", help="serve it on loopback, and keep it up to date")
     arguments = parser.parse_args(argv)
-    make = partial(page, arguments.run, against=arguments.against, budget_bytes=int(arguments.budget_mb * 1e6))
     try:
-        text = make()
+        if arguments.serve is not None:
+            _serve(arguments.serve, LivePage(arguments.run, arguments.against))
+            return 0
+        text = page(arguments.run, against=arguments.against, budget_bytes=int(arguments.budget_mb * 1e6))
     except InputError as error:
         print(f"rl-view: {error}", file=sys.stderr)
         return 2
-    if arguments.serve is not None:
-        _serve(arguments.serve, lambda: make(is_live=True))
-        return 0
     file = Path(arguments.output or Path(arguments.run) / "view.html")
     file.write_text(text)
     print(f"{file}, {len(text) / 1e6:.1f} MB")
     return 0
 
 
-def page(
-    run: str | Path, *, against: str | Path | None = None, budget_bytes: int = 64_000_000, is_live: bool = False
-) -> str:
+def page(run: str | Path, *, against: str | Path | None = None, budget_bytes: int = 64_000_000) -> str:
     """The page of a run.
 
     Args:
         run: Its `output_dir`.
         against: Another run's, for comparison.
         budget_bytes: Most bytes of samples; steps are left out evenly.
-        is_live: Reload every ten seconds.
 
     Raises:
         DataError: the folder holds no run.
     """
-    about: dict[str, Any] = {**overview(Path(run)), "live": is_live}
-    if against is not None:
-        about["other"] = {"name": str(against), "curves": curves(records(Path(against)))}
-        about["difference"] = difference(Path(run), Path(against))
+    about = _about(Path(run), against)
     chunks, told, prompts = _chunks(Path(run), budget_bytes)
     about |= {"sampleSteps": [step for step, _ in chunks], "told": [*about["told"], *told], "prompts": prompts}
     scripts = "".join(
         f'<script type="text/plain" id="samples-{step}">{base64.b64encode(chunk).decode()}</script>\n'
         for step, chunk in chunks
     )
+    return _filled(about, scripts)
+
+
+class LivePage:
+    """The page of a run that goes on: its parts as they are asked for.
+
+    Args:
+        run: Its `output_dir`.
+        against: Another run's, for comparison.
+
+    Raises:
+        DataError: a folder holds no run.
+    """
+
+    def __init__(self, run: str | Path, against: str | Path | None = None) -> None:
+        self._run, self._against = Path(run), against
+        self._piece: Callable[[int], str] | None = None
+        self._seen, self._counted = dict[str, list[Any]](), set[int]()
+        self.about()
+
+    def about(self) -> dict[str, Any]:
+        """Everything but samples; of those that are new, prompts and rewards alone are read."""
+        about = _about(self._run, self._against)
+        steps = steps_of(self._run)
+        for step in (step for step in steps if step not in self._counted):
+            columns = ["group_id", "prompt", "reward"]
+            try:
+                _note_prompts(self._seen, read_samples(self._run, steps=[step], columns=columns).to_pylist())
+            except (DataError, OSError, ValueError) as error:
+                about["told"].append(f"The samples of step {step} cannot be read: {error}")
+            self._counted.add(step)
+        about["told"] += [] if steps else [_NO_SAMPLES]
+        return about | {"live": True, "sampleSteps": steps, "prompts": _never(self._seen)}
+
+    def html(self) -> str:
+        """The page, without samples."""
+        return _filled(self.about(), "")
+
+    def samples(self, step: int) -> bytes:
+        """Those of one step, gzip of JSON.
+
+        Raises:
+            DataError: there are none.
+        """
+        self._piece = self._piece or _pieces(self._run)
+        return _chunk(self._run, step, self._piece)
+
+
+def _about(run: Path, against: str | Path | None) -> dict[str, Any]:
+    about: dict[str, Any] = {**overview(run), "live": False}
+    if against is not None:
+        about["other"] = {"name": Path(against).name, "curves": curves(records(Path(against)))}
+        about["difference"] = difference(run, Path(against))
+    return about
+
+
+def _filled(about: Mapping[str, Any], scripts: str) -> str:
     template = (files("rl_trainer") / "view.html").read_text()
     return template.replace("<!--SAMPLES-->", scripts).replace("/*DATA*/null", _script(about))
 
@@ -120,7 +172,10 @@ def overview(run: Path) -> dict[str, Any]:
             [line["step"], {n.removeprefix("staleness_"): v for n, v in line.get("metrics", {}).items() if _is_age(n)}]
             for line in found
         ],
-        "failures": [[line["step"], line["failures"]] for line in found if line.get("failures")],
+        "failures": [
+            [line["step"], line["failures"], line.get("last_failure", "")] for line in found if line.get("failures")
+        ],
+        "weights": [[line["step"], line["weights"]] for line in found if line.get("weights")],
         "told": told,
     }
 
@@ -192,7 +247,7 @@ def _chunks(run: Path, budget_bytes: int) -> tuple[list[tuple[int, bytes]], list
     """(step, compressed samples), what to tell, and the prompts whose groups never differed in reward."""
     there, told = steps_of(run), list[str]()
     if not there:
-        return [], ["The run kept no samples: tracking.keep_samples=true keeps them."], []
+        return [], [_NO_SAMPLES], []
     piece, seen = _pieces(run), dict[str, list[Any]]()
     sizes = {step: (run / "samples" / f"step-{step:06d}.parquet").stat().st_size for step in there}
     wanted = _evenly(there, sizes, budget_bytes)
@@ -204,7 +259,7 @@ def _chunks(run: Path, budget_bytes: int) -> tuple[list[tuple[int, bytes]], list
             told.append(f"The samples of step {step} cannot be read: {error}")
             continue
         _note_prompts(seen, rows)
-        chunk = gzip.compress(json.dumps(_finite([_sample(row, piece) for row in rows])).encode(), 6)
+        chunk = _compressed(rows, piece)
         if spent + len(chunk) * 4 / 3 > budget_bytes:
             told.append(f"From step {step} on samples are left out: --budget-mb={budget_bytes / 1e6:g} is full.")
             break
@@ -212,8 +267,20 @@ def _chunks(run: Path, budget_bytes: int) -> tuple[list[tuple[int, bytes]], list
         chunks.append((step, chunk))
     if len(wanted) < len(there):
         told.append(f"Samples of {len(wanted)} of {len(there)} steps are in this page (--budget-mb).")
+    return chunks, told, _never(seen)
+
+
+def _never(seen: Mapping[str, Sequence[Any]]) -> list[list[Any]]:
     never = [[prompt, groups, rewards] for prompt, (groups, taught, rewards) in seen.items() if not taught]
-    return chunks, told, sorted(never, key=itemgetter(1), reverse=True)[:500]
+    return sorted(never, key=itemgetter(1), reverse=True)[:500]
+
+
+def _chunk(run: Path, step: int, piece: Callable[[int], str]) -> bytes:
+    return _compressed(read_samples(run, steps=[step]).to_pylist(), piece)
+
+
+def _compressed(rows: Sequence[Mapping[str, Any]], piece: Callable[[int], str]) -> bytes:
+    return gzip.compress(json.dumps(_finite([_sample(row, piece) for row in rows])).encode(), 6)
 
 
 def _evenly(steps: Sequence[int], sizes: Mapping[int, int], budget_bytes: int) -> list[int]:
@@ -266,12 +333,29 @@ def _pieces(run: Path) -> Callable[[int], str]:
     return piece
 
 
-def _serve(port: int, make: Callable[[], str]) -> None:
+def _serve(port: int, live: LivePage) -> None:
+    lock = Lock()  # the browser asks for several things at a time
+
+    def answer(path: str) -> tuple[str, bytes]:
+        name = path.partition("?")[0].strip("/")
+        if name == "":
+            return "text/html; charset=utf-8", live.html().encode()
+        if name == "data.json":
+            return "application/json", json.dumps(_finite(live.about())).encode()
+        if name.startswith("samples/") and name.removeprefix("samples/").isdecimal():
+            return "application/gzip", live.samples(int(name.removeprefix("samples/")))
+        raise DataError(f"there is no {path}")
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = make().encode()
+            try:
+                with lock:
+                    kind, body = answer(self.path)
+            except DataError as error:
+                self.send_error(404, str(error))
+                return
             self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

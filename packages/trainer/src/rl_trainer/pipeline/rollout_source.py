@@ -59,6 +59,8 @@ class Generated:
     """Mean over all completions that were scored since the batch before, those of dropped groups too."""
     failures: dict[str, int]
     """Failed rollouts per kind; their prompts were replaced by others."""
+    last_failure: str = ""
+    """The sentence of the last of them."""
     dropped_groups: int
     """Groups that were replaced because of their rewards (`batch.dynamic_sampling`, `batch.filter`)."""
     stopped_groups: int = 0
@@ -83,6 +85,7 @@ class Generated:
             batch=type(parts[0].batch).concat([part.batch for part in parts]),
             reward=sum(part.reward * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes),
             failures=dict(failures),
+            last_failure=next((part.last_failure for part in reversed(parts) if part.last_failure), ""),
             dropped_groups=sum(part.dropped_groups for part in parts),
             groups=tuple(group for part in parts for group in part.groups),
         )
@@ -237,6 +240,7 @@ class RolloutSource:
             groups=learned,
             reward=fmean([*outcome.rewards, *_sampled_rewards(batch)]),
             failures=dict(outcome.failures),
+            last_failure=outcome.last_failure,
             dropped_groups=outcome.num_dropped,
             stopped_groups=outcome.num_stopped,
             late_groups=outcome.num_late,
@@ -281,18 +285,19 @@ class RolloutSource:
             self._polled_at = time.monotonic()
 
     def evaluate(self, rows: Sequence[Row]) -> float:
-        """Evaluate: mean reward of one completion per held-out row, at `rollout.eval_temperature`.
+        """Evaluate: mean reward of `rollout.eval_samples` completions per held-out row, at `eval_temperature`.
 
         Raises:
             RolloutFailedError: more than one in ten failed, so the mean would say little.
         """
         sampling = self.sampling("eval", temperature=self._config.rollout.eval_temperature)
-        reports = self._agents.evaluate(list(rows), sampling)
+        asked = list(rows) * self._config.rollout.eval_samples
+        reports = self._agents.evaluate(asked, sampling)
         rewards = [reward for report in reports for reward in report.rewards]
         num_failed = sum(report.num_failed for report in reports)
-        if num_failed * 10 > len(rows):
+        if num_failed * 10 > len(asked):
             reason = next(report.last_failure for report in reports if report.last_failure)
-            raise RolloutFailedError(f"{num_failed} of {len(rows)} evaluation rollouts failed; one of them: {reason}")
+            raise RolloutFailedError(f"{num_failed} of {len(asked)} evaluation rollouts failed; one of them: {reason}")
         return sum(rewards) / len(rewards)
 
     def draw(self, count: int, first_place: int = 0) -> list[Job]:
