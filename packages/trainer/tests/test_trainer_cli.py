@@ -50,7 +50,8 @@ def refused(capsys, *argv):
     assert cli.main([str(a) for a in argv]) == 2
     error = capsys.readouterr().err
     assert error.startswith("rl-train: ")
-    assert error.count("\n") == 1
+    assert error.count("\n") == 2
+    assert error.endswith("\n  more in docs/reference/commands.md\n")
     return error
 
 

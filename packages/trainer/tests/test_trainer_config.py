@@ -1,3 +1,4 @@
+import json
 from dataclasses import fields
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import yaml
 from rl_engine.types import EngineConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.config import RECIPES, as_tree, load_config
-from rl_trainer.errors import ConfigError
+from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.planning.plan import server_config
 from rl_trainer.planning.validate import make_plan
+from rl_trainer.run import counted
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -65,6 +67,34 @@ def test_an_unknown_recipe_lists_the_shipped_ones():
         load_config("quikstart")
 
 
+def test_a_section_given_as_a_mapping_leaves_earlier_overrides_of_it_alone():
+    before = load_config("quickstart").engine
+    keys = ["engine.optimizer.lr=1e-4", "engine={backend: torchtitan}", "data.options={task: x}"]
+    config = load_config("quickstart", keys)
+    assert (config.engine.backend, config.engine.optimizer.lr) == ("torchtitan", 1e-4)
+    assert config.engine.max_tokens_per_gpu == before.max_tokens_per_gpu, "the recipe's"
+    assert config.data.options == {"task": "x"}, "options are a value, and replaced"
+    keys = ["reward.parts.a.kind=loop", "reward.parts={b: {kind: loop}}", "reward.parts.b={weight: 2.0}"]
+    parts = load_config("quickstart", keys).reward.parts
+    assert {name: (part.kind, part.weight) for name, part in parts.items()} == {"b": ("loop", 2.0)}
+
+
+def test_epochs_say_how_many_steps_there_are(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    row = {"prompt": "1 + 1 =", "answer": "2"}
+    file.write_text("".join(json.dumps(row) + "\n" for _ in range(50)))
+    keys = ["data.format=rows", "data.options={}", f"data.path={file}", "data.eval_size=5", "batch.batch_size=20"]
+    config = counted(load_config("quickstart", [*keys, "epochs=2", "batch.mini_batch_size=20"]))
+    assert (config.steps, config.epochs) == (5, 0), "twice 45 rows, 20 a step"
+    with pytest.raises(ConfigError, match="steps and epochs both say how long the run is; leave one out"):
+        load_config("quickstart", ["epochs=2", "steps=3"])
+
+
+def test_greedy_completions_are_not_sampled_twice():
+    with pytest.raises(PlanError, match=r"rollout.eval_samples=4 greedy completions of a row are all the same"):
+        load_config("quickstart", ["rollout.eval_samples=4"])
+
+
 def test_a_recipe_file_of_ones_own(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("name: mine\nmodel: {path: /m}\n")
@@ -93,7 +123,7 @@ def test_the_number_of_keys_does_not_grow_unnoticed():
     for section, component in (("engine", EngineConfig), ("rollout", ServerConfig)):
         for field in fields(component):
             tree[section].pop(field.name, None)
-    assert count(tree) <= 96
+    assert count(tree) <= 99
 
 
 def test_the_tree_that_is_printed_is_read_again(tmp_path):

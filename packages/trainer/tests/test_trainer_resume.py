@@ -109,6 +109,21 @@ def test_killed_at_a_named_point_every_prompt_is_used_once(tmp_path, pipeline, k
         assert any(state.held for state in states), "no finished group outlived a process: the test shows nothing"
 
 
+def test_old_checkpoints_are_removed_once_a_newer_one_is_whole(tmp_path):
+    sizes = [f"batch.batch_size={BATCH}", "batch.mini_batch_size=4", "batch.group_size=2", f"steps={STEPS}"]
+    how = [f"output_dir={tmp_path}", "save_every=1", "eval_every=0", "timeout_s=5", "keep_checkpoints=2"]
+    settings = load_config("quickstart", [*how, *sizes])
+    assert one_process(settings, tmp_path, ("before the state file", 4), seed=0) < STEPS
+    there = sorted(folder.name for folder in tmp_path.glob("checkpoint-*"))
+    assert there == ["checkpoint-2", "checkpoint-3", "checkpoint-4"], "one that is not whole makes none old"
+    assert one_process(settings, tmp_path, seed=1) == STEPS
+    assert [folder.name for folder in checkpoints.complete(tmp_path)] == [
+        f"checkpoint-{STEPS}",
+        f"checkpoint-{STEPS - 1}",
+    ]
+    assert sorted(used(tmp_path)) == list(range(BATCH * STEPS))
+
+
 def test_rows_that_were_written_after_the_step_are_cleared_and_missing_ones_are_told():
     settings = load_config("quickstart", ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2"])
     held = HeldGroup(group_id=2, row_index=0, place=0, released=1, attempt=1)

@@ -7,10 +7,12 @@ import pytest
 import torch
 from rich.console import Console
 
+import rl_tq
 from rl_trainer import checkpoints
 from rl_trainer.cli import main_sample
 from rl_trainer.config import load_config
 from rl_trainer.errors import DataError
+from rl_trainer.pipeline.replicas import SomeSamples
 from rl_trainer.run import run
 from rl_trainer.samples import FOLDER, file_of, read_samples, steps_of, write_samples
 
@@ -73,7 +75,7 @@ def test_rl_sample_shows_the_best_of_the_last_step(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["{run}"], "holds no samples: only runs with tracking.keep_samples=true keep them"),
+        (["{run}"], "holds no samples: tracking.keep_samples=true keeps them all, `some` a few"),
         (["{run}", "--samples", "2"], "is a run: --samples, --url and key=value are of a recipe"),
         (["quickstart"], "model.path is not set"),
         (["quickstart", "--step", "2"], "--step is of a run"),
@@ -84,6 +86,23 @@ def test_rl_sample_shows_the_best_of_the_last_step(tmp_path, capsys):
 def test_rl_sample_refuses_in_a_sentence(tmp_path, capsys, argv, words):
     assert main_sample([word.format(run=tmp_path) for word in argv]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_some_samples_are_eight_groups_of_a_hundred_steps_and_of_the_last(tmp_path):
+    written = []
+
+    class Agents:
+        def write_samples(self, batch, step, folder):
+            written.append((step, {tags["group_id"] for tags in batch.tags}, folder))
+
+    with rl_tq.serve("inproc://") as queue:
+        tags = [{"group_id": index // 2} for index in range(20)]
+        batch = queue.put({"x": list(range(20))}, partition="train", tags=tags)
+        some = SomeSamples(Agents(), tmp_path, num_steps=250)
+        for step in range(1, 251):
+            some.write(batch, step)
+    assert all(groups == set(range(8)) for _, groups, _ in written)
+    assert [step for step, _, _ in written] == [1, *range(3, 250, 3), 250]
 
 
 def test_a_run_keeps_every_sample_and_a_policy_can_be_asked_for_fresh_ones(model, tmp_path, capsys):
@@ -110,6 +129,9 @@ def test_a_run_keeps_every_sample_and_a_policy_can_be_asked_for_fresh_ones(model
     for step in (1, 2):
         rewards = [row["reward"] for row in table.to_pylist() if row["step"] == step]
         assert sum(rewards) / 8 == pytest.approx(records[step]["reward"])
+    some = tmp_path / "some"
+    run(load_config("quickstart", [*settings, f"output_dir={some}"]), Console(quiet=True))
+    assert read_samples(some)["step"].to_pylist() == [1] * 8 + [2] * 8, "by default those of eight groups"
     capsys.readouterr()
     assert main_sample([str(out)]) == 0
     assert capsys.readouterr().out.count("reward ") == 4

@@ -1,11 +1,32 @@
 """The supervised training before a run, in a process of its own."""
 
 import sys
+from dataclasses import replace
 
 import pytest
+from safetensors.numpy import load_file
 
+from rl_trainer.config import load_config
+from rl_trainer.data import load_datasets, warmup
 from rl_trainer.data.warmup import _run
 from rl_trainer.errors import TrainerError
+
+
+def test_the_quickstart_starts_from_the_model_that_is_shipped(tmp_path, monkeypatch):
+    """As long as recipe, data and seed are those that it was made of; else it would be made on the spot."""
+    monkeypatch.setattr(warmup, "_run", lambda *_: pytest.fail("it is trained"))
+    config = load_config("quickstart")
+    rows = load_datasets(config.data, seed=config.seed).train
+    folder = warmup.make_small_model(
+        tmp_path, config.model.warmup, rows, seed=config.seed, timeout_s=1, on_line=lambda line: None
+    )
+    weights = load_file(folder / "model.safetensors")
+    assert {array.dtype.name for array in weights.values()} == {"float32"}
+    assert sum(array.size for array in weights.values()) == 1_228_416
+    assert {"config.json", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+    for other in (replace(config.model.warmup, lr=1e-3), config.model.warmup):
+        digest = warmup.digest_of(other, tmp_path / "sft.jsonl", seed=1 if other is config.model.warmup else 0)
+        assert digest != warmup._shipped_digest()
 
 
 def python(code):

@@ -10,6 +10,7 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.metrics import HeldGroup
+from rl_trainer.pipeline.replicas import SomeSamples
 from rl_trainer.runtime.inline import InlineRuntime
 from rl_trainer.setup import place
 from rl_trainer.workers.agent import AgentWorker
@@ -99,7 +100,8 @@ def test_a_plain_job_has_its_policy_and_servers_and_nothing_beside(placed):
     assert not agents.has_baseline
     assert {each.timeout_s for each in made.values()} == {77}
     assert {each.queue_address for each in (actor, agents)} == {components.queue.address}
-    nothing = ("reference", "ema_reference", "teacher", "critic", "samples", "replay")
+    assert isinstance(components.samples, SomeSamples), "which an agent worker writes"
+    nothing = ("reference", "ema_reference", "teacher", "critic", "replay")
     assert {getattr(components, name) for name in nothing} == {None}
     assert "seed" in components.source.sampling("1/0")
 

@@ -241,6 +241,15 @@ def save(components: Components, folder: Path, state: Mapping[str, Any]) -> None
     write_manifest(folder / STATE_FILE, state, digest_files(folder, names))
 
 
+def prune(output_dir: Path, keep: int) -> list[Path]:
+    """Remove complete checkpoints but the `keep` newest, and return their folders; 0 keeps all."""
+    old = complete(output_dir)[keep:] if keep else []
+    for folder in old:
+        (folder / STATE_FILE).unlink()  # first: what is half removed is no checkpoint
+        shutil.rmtree(folder, ignore_errors=True)
+    return old
+
+
 def finish(components: Components) -> None:
     """Wait for asynchronous checkpoints and free the engines, at the end of a run.
 

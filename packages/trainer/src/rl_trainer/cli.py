@@ -69,17 +69,17 @@ def _command(program: str) -> Callable[[_Main], _Main]:
 
 
 def _answered(program: str, body: _Main, argv: Sequence[str] | None) -> int:
-    from rl_trainer.errors import InputError, sentence_of
+    from rl_trainer.errors import InputError, page_of, sentence_of
 
     try:
         return body(argv)
     except InputError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {error}\n  more in {page_of(error)}", file=sys.stderr)
         return 2
     except Exception as error:
         if (told := sentence_of(error)) is None:
             raise
-        print(f"{program}: {told}", file=sys.stderr)
+        print(f"{program}: {told}\n  more in {page_of(error)}", file=sys.stderr)
         return 1
 
 
@@ -143,7 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.console import Console
 
     from rl_trainer.run import plan, resumed, run
+    from rl_trainer.runtime.processes import quiet_libraries
 
+    quiet_libraries()
     console = Console(quiet=arguments.quiet)
     if arguments.dry_run:
         config = resumed(config) if arguments.resume else config

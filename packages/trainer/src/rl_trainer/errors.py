@@ -69,6 +69,26 @@ class RolloutFailedError(TrainerError, RuntimeError):
     """Too many rollouts failed to fill a batch."""
 
 
+PAGES: dict[type[Exception], str] = {
+    ConfigError: "docs/reference/commands.md",
+    DataError: "docs/tutorials/own-data.md",
+    PlanError: "docs/tutorials/debugging.md",
+    InputError: "docs/tutorials/debugging.md",
+    PlacementError: "docs/concepts.md",
+    WorkerDiedError: "docs/tutorials/debugging.md",
+    WorkerTimeoutError: "docs/tutorials/debugging.md",
+    RewardError: "docs/tutorials/own-reward.md",
+    StaleWeightsError: "docs/tutorials/async.md",
+    RolloutFailedError: "docs/tutorials/debugging.md",
+}
+"""By kind of error, the page that says more, in the repository."""
+
+
+def page_of(error: BaseException) -> str:
+    """The page of the documentation that says more about an error, whatever it was made into on the way."""
+    return next((PAGES[kind] for kind in type(error).__mro__ if kind in PAGES), "docs/tutorials/debugging.md")
+
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 _NUMBER = re.compile(r"\((?:os error|errno) (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import signal
 import threading
 import time
@@ -21,7 +22,7 @@ from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
-from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDiedError, sentence_of
+from rl_trainer.errors import ConfigError, InputError, PlacementError, PlanError, WorkerDiedError, sentence_of
 from rl_trainer.metrics import Report
 from rl_trainer.planning import preflight
 from rl_trainer.planning.gpus import gpu_facts, gpu_gib, settle
@@ -66,7 +67,7 @@ def plan(
     """
     from rl_trainer.setup import check_gpus
 
-    config = settle(config)
+    config = settle(counted(config))
     counts = make_plan(config)
     check_gpus(config)
     datasets = load_datasets(config.data, seed=config.seed)
@@ -76,6 +77,21 @@ def plan(
     rehearsed = rehearse(config, datasets.train or datasets.eval) if is_rehearsed else []
     show_plan(console or Console(), counts, [*_facts(config, datasets), *_resumed(config), *backends, *rehearsed])
     return datasets
+
+
+def counted(config: Config) -> Config:
+    """The configuration with the steps that its `epochs` come to, and the same where it has none.
+
+    Raises:
+        PlanError: the rows are streamed, so that nobody can count them.
+    """
+    if not config.epochs:
+        return config
+    datasets = load_datasets(config.data, seed=config.seed)
+    if datasets.stream is not None:
+        raise PlanError(f"epochs={config.epochs} of rows that are streamed cannot be counted; set steps instead")
+    steps = math.ceil(config.epochs * len(datasets.train) / config.batch.batch_size)
+    return replace(config, steps=steps, epochs=0)
 
 
 def resumed(config: Config, console: Console | None = None) -> Config:
@@ -136,7 +152,7 @@ def run(
     with ExitStack() as stack:
         if config.output_dir is not None and Path(config.output_dir).is_dir():
             stack.enter_context(_held(Path(config.output_dir)))
-        config = resumed(config, console) if resume else config
+        config = counted(resumed(config, console) if resume else config)
         if resume and (told := finished(config)) is not None:
             console.print(f"rl-train: {told}", highlight=False, soft_wrap=True)
             return {"interrupted": False, "checkpoint": config.resume_from, "output_dir": config.output_dir}
@@ -412,6 +428,7 @@ def follow(
         if is_due and record.step > state.step:  # the first record is of what was there before
             checkpoint = output_dir / f"checkpoint-{record.step}"
             checkpoints.save(components, checkpoint, state.after(record, components, config))
+            checkpoints.prune(output_dir, config.keep_checkpoints)
         if is_last:
             break
     return checkpoint

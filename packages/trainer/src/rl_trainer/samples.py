@@ -1,7 +1,8 @@
 """Kept samples of a run: a parquet file per step, a row per sample, a ragged list per column of tokens.
 
-Written with `tracking.keep_samples=true`. Columns: `prompt`, `completion` (text), `reward`, `finish_reason`, and the
-queue's own, such as `completion_token_ids`, `loss_mask`, `rollout_logprobs`, `advantages`, `weight_version_min`.
+Of some groups of some steps, or of all with `tracking.keep_samples=true`. Columns: `prompt`, `completion` (text),
+`reward`, `finish_reason`, and the queue's own, such as `completion_token_ids`, `loss_mask`, `rollout_logprobs`,
+`advantages`, `weight_version_min`.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def read_samples(run: str | Path, *, steps: Sequence[int] | None = None, columns
         raise DataError("reading samples needs pyarrow: pip install 'rl-post-trainer[parquet]'") from error
     kept = steps_of(run)
     if not kept:
-        raise DataError(f"{run} holds no samples: only runs with tracking.keep_samples=true keep them")
+        raise DataError(f"{run} holds no samples: tracking.keep_samples=true keeps them all, `some` a few")
     wanted = kept if steps is None else list(steps)
     if missing := set(wanted) - set(kept):
         raise DataError(

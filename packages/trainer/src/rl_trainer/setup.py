@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import rl_tq
@@ -19,7 +20,7 @@ from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipeline import ema_reference
 from rl_trainer.pipeline.ema_reference import EmaReference
 from rl_trainer.pipeline.replay_buffer import Replay
-from rl_trainer.pipeline.replicas import AgentReplicas
+from rl_trainer.pipeline.replicas import AgentReplicas, SomeSamples
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.pipeline.teachers import Teachers
@@ -163,10 +164,10 @@ def place(
     capabilities = _answers(rollout, RolloutWorker.capabilities)
     for can in capabilities:
         check_started(config, can, has_images=has_images)
-    samples = create_samples(config, runtime, model_path, queue_address, output_dir)
     agents = AgentReplicas(create_agents(config, runtime, model_path, queue_address, addresses), addresses)
     if rewards is not None and not config.rollout.colocated:
         agents.use_rewards(rewards.wake())
+    samples = create_samples(config, runtime, model_path, queue_address, output_dir, agents)
     prompts = make_prompts(config, datasets, agents.prompt_lengths, position=state.position, returned=state.pending)
     if state.order:
         prompts.order.load_state_dict({**state.order, "position": state.position, "returned": state.pending})
@@ -300,9 +301,17 @@ def create_reference(
 
 
 def create_samples(
-    config: Config, runtime: Runtime, model_path: Path, queue_address: str, output_dir: Path | None
-) -> SampleWorker | None:
-    """Place the sample writer, if samples are kept."""
+    config: Config,
+    runtime: Runtime,
+    model_path: Path,
+    queue_address: str,
+    output_dir: Path | None,
+    agents: AgentReplicas,
+) -> SampleWorker | SomeSamples | None:
+    """Place the sample writer, if samples are kept: some of them on one machine alone, with the workers."""
+    if config.tracking.keep_samples == "some":
+        is_whole = runtime.num_machines == 1 and not config.batch.stream and find_spec("pyarrow") is not None
+        return SomeSamples(agents, output_dir / FOLDER, config.steps) if output_dir and is_whole else None
     if not config.tracking.keep_samples:
         return None
     assert output_dir is not None, "a run that keeps samples has a folder"

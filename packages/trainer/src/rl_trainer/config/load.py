@@ -38,6 +38,9 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     losses = [value.strip() for key, _, value in (each.partition("=") for each in overrides) if key == "algorithm.loss"]
     if losses and yaml.safe_load(losses[-1]) != algorithm.get("loss", AlgorithmConfig().loss):
         algorithm.pop("loss_options", None)  # they are the options of the recipe's own loss
+    given = [override.partition("=")[0].strip() for override in overrides]
+    if {"steps", "epochs"} <= set(given):
+        raise ConfigError("steps and epochs both say how long the run is; leave one out")
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator:
@@ -115,6 +118,7 @@ def _laid_over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key. A section given as a mapping leaves the keys alone that it does not name; options are replaced."""
     *parents, last = key.split(".")
     for parent in parents:
         child = tree.get(parent)
@@ -123,7 +127,25 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"override {key!r}: {parent!r} is a value, not a section")
         tree = child
-    tree[last] = value
+    below = tree.get(last)
+    is_laid_over = isinstance(value, dict) and isinstance(below, dict) and _is_section(key)
+    tree[last] = _laid_over(below, value) if is_laid_over else value
+
+
+def _is_section(key: str) -> bool:
+    """Whether a key is a section of the configuration, and not a value of its own such as `data.options`."""
+    section: type | None = Config
+    parts = key.split(".")
+    while parts:
+        name = parts.pop(0)
+        if section is None or name not in get_type_hints(section):
+            return False
+        is_by_name = _is_by_name(section, name)
+        section = _section_of(section, name)
+        if is_by_name and section is not None and not parts:
+            return False  # sections under names of the user's own: the mapping says which there are
+        del parts[: int(is_by_name)]
+    return section is not None
 
 
 def _problem(error: ErrorDetails) -> str:

@@ -297,7 +297,10 @@ class BatchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupConfig:
-    """A small character-level model, made on the spot and taught a little by supervision before RL takes over."""
+    """A small character-level model, made on the spot and taught a little by supervision before RL takes over.
+
+    The one of the quickstart as it is shipped is there already.
+    """
 
     hidden_size: Positive = 224
     """Width."""
@@ -382,6 +385,8 @@ class RolloutSection(ServerConfig):
     """Sampling temperature; the trainer's log-probs use the same."""
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature on held-out rows; 0 is greedy."""
+    eval_samples: Positive = 1
+    """Completions per held-out row, whose mean counts; more than one needs eval_temperature above 0."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus mass."""
     max_new_tokens: Positive = 256
@@ -398,6 +403,13 @@ class RolloutSection(ServerConfig):
     api_token: str | None = field(init=False, default=None)
     seed: int = field(init=False, default=0)
     timeout_s: float = field(init=False, default=600.0)
+
+    def __post_init__(self) -> None:
+        if self.eval_samples > 1 and self.eval_temperature == 0:
+            raise PlanError(
+                f"rollout.eval_samples={self.eval_samples} greedy completions of a row are all the same; set "
+                "rollout.eval_temperature, or leave eval_samples out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -634,8 +646,9 @@ class TrackingSection:
     or names with options, such as {console: {}, wandb: {project: math, mode: offline}}."""
     profile: bool = False
     """Write `trace.json`, the spans of every process, for Perfetto; what it is made of stays in `trace/`."""
-    keep_samples: bool = False
-    """Keep every sample of every step in `samples/`, one parquet file per step; `rl-sample OUTPUT_DIR` shows them."""
+    keep_samples: bool | Literal["some"] = "some"
+    """Keep what is learned from in `samples/`, a parquet file per step, for `rl-view` and `rl-sample`. `true`: every
+    sample of every step; `some`: eight groups of at most a hundred steps; `false`: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -661,6 +674,9 @@ class Config:
     """Seeds data order, sampling and initialisation."""
     steps: Positive = 100
     """Training steps."""
+    epochs: NonNegative = 0
+    """Passes over the training prompts, which then say how many steps there are, whatever `steps` is; 0: `steps`
+    counts."""
     output_dir: str | None = None
     """Output folder; None makes `outputs/<name>-<date>-<time>`."""
     runtime: Literal["ray", "inline"] = "ray"
@@ -673,6 +689,8 @@ class Config:
     """Steps between evaluations on held-out rows; 0 evaluates only first and last."""
     save_every: NonNegative = 0
     """Steps between checkpoints; 0 saves only the last."""
+    keep_checkpoints: NonNegative = 0
+    """Complete checkpoints that are kept, the newest; older ones are removed once a newer one is whole. 0 keeps all."""
     resume_from: str | None = None
     """A `checkpoint-N` folder of an earlier run with the same configuration; training goes on after its step."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0

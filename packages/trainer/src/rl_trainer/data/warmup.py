@@ -1,7 +1,9 @@
 """Warm-up: the small model of the quickstart and the calculator's recipe, a tiny Qwen3 with a tokenizer of characters.
 
 The result is an ordinary Hugging Face folder, loaded by the same code as any other. The little supervision it gets is
-`rl-sft`, rl-engine's own command, in a process of its own; nothing here knows how a model is trained.
+`rl-sft`, rl-engine's own command, in a process of its own; nothing here knows how a model is trained. What that gives
+for the quickstart as it is shipped lies beside its recipe, in float16: a run of it does not wait for a minute.
+`python -m rl_trainer.data.warmup` makes that file anew.
 """
 
 from __future__ import annotations
@@ -9,6 +11,10 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout import ChildProcess
@@ -16,11 +22,12 @@ from rl_trainer.errors import InputError, TrainerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from rl_trainer.config import WarmupConfig
     from rl_trainer.data import Row
 
+SHIPPED = Path(__file__).parents[1] / "recipes" / "quickstart.safetensors"
+"""The quickstart's model after its warm-up; its metadata have the digest of what it was made of."""
 _SPECIAL = ("<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 _CHARACTERS = ("\n", *map(chr, range(32, 127)))
 _CALL = ("<tool_call>", '{"name": "calculator", "arguments": {"expression": "', '"}}', "</tool_call>")
@@ -52,7 +59,7 @@ def make_small_model(
     timeout_s: float,
     on_line: Callable[[str], None],
 ) -> Path:
-    """Build the model under `folder` and teach it a little; returns the model's folder.
+    """Build the model under `folder` and teach it a little, or take the one that is shipped; returns its folder.
 
     Args:
         folder: Working folder; gets `untrained/`, `sft.jsonl` and `model/`.
@@ -75,6 +82,9 @@ def make_small_model(
             width = _WIDTH if config.calculator_share else 0
             chat = demonstration(row, has_call=choose.random() < config.calculator_share, width=width)
             file.write(json.dumps({"messages": chat}) + "\n")
+    if digest_of(config, data, seed) == _shipped_digest():
+        _unpack(model, config)
+        return model
     settings = {
         "model.path": untrained,
         "init": "random",
@@ -91,6 +101,51 @@ def make_small_model(
         [sys.executable, "-m", "rl_engine.finetune.cli", *(f"{k}={v}" for k, v in settings.items())], timeout_s, on_line
     )
     return model
+
+
+def digest_of(config: WarmupConfig, data: Path, seed: int) -> str:
+    """What a model is made of, as one word: its size and training, the demonstrations, the seed."""
+    about = json.dumps([asdict(config), seed], sort_keys=True).encode()
+    return blake2b(about + data.read_bytes(), digest_size=16).hexdigest()
+
+
+def _shipped_digest() -> str | None:
+    from safetensors import safe_open
+
+    if not SHIPPED.is_file():
+        return None
+    with safe_open(SHIPPED, framework="numpy") as file:
+        return file.metadata()["made_of"]
+
+
+def _unpack(folder: Path, config: WarmupConfig) -> None:
+    """The shipped model as the folder that `rl-sft` would have written."""
+    from safetensors.numpy import load_file, save_file
+
+    write_tokenizer(folder)
+    write_config(folder, config)
+    weights = {name: array.astype("float32") for name, array in load_file(SHIPPED).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def ship() -> None:
+    """Make the quickstart's model, and write it to `SHIPPED`."""
+    from safetensors.numpy import load_file, save_file
+
+    from rl_trainer.config import load_config
+    from rl_trainer.data import load_datasets
+
+    config = load_config("quickstart")
+    assert config.model.warmup is not None, "the recipe has one"
+    rows = load_datasets(config.data, seed=config.seed).train
+    SHIPPED.unlink(missing_ok=True)
+    with TemporaryDirectory() as folder:
+        made = make_small_model(
+            Path(folder), config.model.warmup, rows, seed=config.seed, timeout_s=3600.0, on_line=print
+        )
+        made_of = digest_of(config.model.warmup, Path(folder) / "sft.jsonl", config.seed)
+        weights = {name: array.astype("float16") for name, array in load_file(made / "model.safetensors").items()}
+    save_file(weights, SHIPPED, metadata={"made_of": made_of})
 
 
 def demonstration(row: Row, *, has_call: bool, width: int = 0) -> list[dict[str, str]]:
@@ -183,3 +238,7 @@ def write_tokenizer(folder: Path, *, has_calculator: bool = False) -> None:
         "chat_template": _CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    ship()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,13 +13,17 @@ from rl_trainer.workers.agent import AgentWorker, EvalReport, FailureReport, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from rl_rollout.types import ServerAddress
+    from rl_tq import BatchMeta
     from rl_trainer.data.rows import Row
     from rl_trainer.runtime.base import ReplicaSet
 
 
 R = TypeVar("R")
+_GROUPS_KEPT, _STEPS_KEPT = 8, 100
+"""With `tracking.keep_samples=some`; the first step and the last one are kept beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,11 @@ class AgentReplicas:
     def evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:
         """Score one completion per row; nothing enters the queue."""
         return self._map(AgentWorker.evaluate, rows, sampling_params)
+
+    def write_samples(self, batch: BatchMeta, step: int, folder: str) -> None:
+        """Have one member write these rows of the queue; where it died there are none of this step."""
+        first = min(self._members())
+        self._raise_unless_dead(self.replica_set.call(AgentWorker.write_samples, {first: (batch, step, folder)}))
 
     def _map(self, method: Callable[..., list[R]], items: list[Any], *rest: Any) -> list[R]:
         """Map a method over a list that is split over the members, in order."""
@@ -142,6 +152,28 @@ class AgentReplicas:
         for answer in answers.values():
             if isinstance(answer, Exception) and not isinstance(answer, WorkerDiedError):
                 raise answer
+
+
+class SomeSamples:
+    """Keeps a few groups of a few steps. An agent worker writes them, so that it takes no process.
+
+    Args:
+        agents: The workers, on the machine of the folder.
+        folder: Of the files.
+        num_steps: Of the run.
+    """
+
+    def __init__(self, agents: AgentReplicas, folder: Path, num_steps: int) -> None:
+        self._agents, self._folder = agents, folder
+        self._num_steps, self._every = num_steps, math.ceil(num_steps / _STEPS_KEPT)
+
+    def write(self, batch: BatchMeta, step: int) -> None:
+        """Keep the first groups of a step that is one of those to keep."""
+        if step % self._every and step not in (1, self._num_steps):
+            return
+        chosen = list(dict.fromkeys(tags["group_id"] for tags in batch.tags))[:_GROUPS_KEPT]
+        rows = [index for index, tags in enumerate(batch.tags) if tags["group_id"] in chosen]
+        self._agents.write_samples(batch.reorder(rows), step, str(self._folder))
 
 
 def _once_more(submission: _Submission) -> _Submission:

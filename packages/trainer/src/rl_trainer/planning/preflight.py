@@ -121,7 +121,7 @@ def check_loop_options(agent: AgentSection) -> None:
 
 def check_tracking(tracking: TrackingSection) -> None:
     """Check that samples can be written."""
-    if tracking.keep_samples and not _is_installed("pyarrow"):
+    if tracking.keep_samples is True and not _is_installed("pyarrow"):
         raise ConfigError("tracking.keep_samples needs pyarrow: pip install 'rl-post-trainer[parquet]'")
 
 

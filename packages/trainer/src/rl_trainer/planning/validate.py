@@ -272,7 +272,7 @@ def _check_stream(config: Config, schedule: Schedule) -> None:
         ),
         "batch.over_sampling, which stops what comes last": batch.over_sampling > 0,
         "batch.replay, which is added to a whole batch": batch.replay is not None,
-        "tracking.keep_samples, which writes a file per batch": config.tracking.keep_samples,
+        "tracking.keep_samples, which writes a file per batch": config.tracking.keep_samples is True,
         "critic, whose values change between mini-batches": config.critic is not None,
         "algorithm.old_logprobs=recompute, which asks the engine before its first update: set it to rollout": (
             algorithm.old_logprobs == "recompute"

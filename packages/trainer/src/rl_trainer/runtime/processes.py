@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import re
 import signal
@@ -15,12 +16,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+NOISY = ("torch.fx._symbolic_trace",)
+"""Loggers that warn of what is none of a run's business: torch 2.13 of a name of its own, whenever a jagged tensor is
+made. Delete when no torch does."""
 DUMP_SIGNAL = signal.SIGUSR2
 """Signal on which a worker process writes the stacks of its threads, by a C handler without the interpreter lock."""
 DUMP_WAIT_S = 3.0
 _NUM_STACK_LINES = 60
 _IDLE = re.compile(r"(concurrent/futures/thread\.py|/ray/.*\.py)\"")
 """Top frames of threads that wait for work."""
+
+
+def quiet_libraries() -> None:
+    """Have the loggers in `NOISY` report errors alone; called where a process begins."""
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def enable_stack_dumps() -> str:

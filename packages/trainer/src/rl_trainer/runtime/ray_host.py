@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.runtime.heartbeat import Whereabouts, description_of, on_machine_of
 from rl_trainer.runtime.network import free_address
-from rl_trainer.runtime.processes import enable_stack_dumps, end_sessions
+from rl_trainer.runtime.processes import enable_stack_dumps, end_sessions, quiet_libraries
 from rl_trainer.runtime.tracing import span
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Host:
         self.numbers = itertools.count()
         self.is_over = threading.Event()
         self.dumps = enable_stack_dumps()
+        quiet_libraries()
 
     def whereabouts(self) -> Whereabouts:
         """Location of this process."""

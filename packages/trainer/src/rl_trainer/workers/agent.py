@@ -28,6 +28,7 @@ from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.tracing import trace_requests
 from rl_trainer.workers.columns import GIVEN, ROLLOUT, TEACHER_PROMPT, ImageReader, takes_images, to_columns
 from rl_trainer.workers.loop_thread import LoopThread
+from rl_trainer.workers.queue import write_step
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from rl_agent.types import Message, Tokenizer
     from rl_rollout.base import RolloutServer
     from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
+    from rl_tq import BatchMeta
     from rl_trainer.config import AgentSection, RewardSection, TeacherSection
     from rl_trainer.data import Row
     from rl_trainer.runtime.base import WorkerContext
@@ -367,6 +369,11 @@ class AgentWorker:
             num_failed=len(failures),
             last_failure=failures[-1].message if failures else "",
         )
+
+    def write_samples(self, batch: BatchMeta, step: int, folder: str) -> int:
+        """As `write_step`, with this worker's tokenizer and queue; returns the bytes on disk."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return write_step(self._queue, self._tokenizer, Path(folder), batch, step)
 
     def close(self) -> None:
         """Cancel running rollouts, close servers and queue, and stop the event loop."""

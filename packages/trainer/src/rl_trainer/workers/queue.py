@@ -13,7 +13,25 @@ from rl_trainer.samples import file_of, write_samples
 from rl_trainer.workers.columns import EXPERTS, IMAGES
 
 if TYPE_CHECKING:
+    from rl_agent.types import Tokenizer
+    from rl_tq import TransferQueue
     from rl_tq.types import BatchMeta
+
+
+def write_step(queue: TransferQueue, tokenizer: Tokenizer, folder: Path, batch: BatchMeta, step: int) -> int:
+    """Write a batch's columns, its texts and its finish reasons; returns the bytes on disk.
+
+    Images and routed experts are left out: they are larger than all else.
+    """
+    names = [name for name in batch.columns if name not in (*EXPERTS, *IMAGES)]
+    data = queue.get(batch, names)
+    columns: dict[str, Any] = {name: data[name] for name in names}
+    for owner in ("prompt", "completion"):
+        rows = columns[f"{owner}_token_ids"].unbind()
+        columns[owner] = [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows]
+    for tag in ("reward", "finish_reason"):
+        columns[tag] = [tags[tag] for tags in batch.tags]
+    return write_samples(file_of(folder, step), columns)
 
 
 class SampleWorker:
@@ -30,19 +48,8 @@ class SampleWorker:
 
     @register(Dispatch.RANK_ZERO)
     def write(self, batch: BatchMeta, step: int) -> int:
-        """Write a batch's columns, its texts and its finish reasons; returns the bytes on disk.
-
-        Images and routed experts are left out: they are larger than all else.
-        """
-        names = [name for name in batch.columns if name not in (*EXPERTS, *IMAGES)]
-        data = self._queue.get(batch, names)
-        columns: dict[str, Any] = {name: data[name] for name in names}
-        for owner in ("prompt", "completion"):
-            rows = columns[f"{owner}_token_ids"].unbind()
-            columns[owner] = [self._tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows]
-        for tag in ("reward", "finish_reason"):
-            columns[tag] = [tags[tag] for tags in batch.tags]
-        return write_samples(file_of(self._folder, step), columns)
+        """As `write_step`."""
+        return write_step(self._queue, self._tokenizer, self._folder, batch, step)
 
     def close(self) -> None:
         """Close the connection to the queue."""

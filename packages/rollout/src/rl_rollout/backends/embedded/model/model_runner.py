@@ -242,7 +242,10 @@ def device_memory(device: torch.device) -> Callable[[int], Memory] | None:
 
 def _load_module(path: str, dtype: torch.dtype) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.utils import logging
 
+    had_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would stand among the lines of a run
     try:
         kind = type(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
         has_text_alone = kind in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -253,6 +256,9 @@ def _load_module(path: str, dtype: torch.dtype) -> Any:
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelFolderError(f"model folder {path!r} cannot be loaded: {error}") from error
+    finally:
+        if had_bar:
+            logging.enable_progress_bar()
     if missing := sorted(info["missing_keys"]):
         raise ModelFolderError(
             f"model folder {path!r} lacks {len(missing)} weights of {type(module).__name__}, e.g. {missing[0]!r}"
