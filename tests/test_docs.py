@@ -23,6 +23,23 @@ WITH_CODE = [
     for file in [*(DOCS / page for page in PAGES), TRAINER / "README.md", *sorted(TRAINER.glob("docs/*.md"))]
     if re.search(r"^```(python|bash)", file.read_text(), re.MULTILINE)
 ]
+RUN_HERE = [
+    "csrc/README.md",
+    "csrc/docs/buffers.md",
+    "packages/rollout/README.md",
+    "packages/rollout/docs/third_party.md",
+    "packages/tq/docs/guide.md",
+]
+"""Pages of packages whose Python is run by a test below."""
+RUN_BY_PACKAGES = {
+    "packages/agent": "tests/test_agent_readme.py",
+    "packages/ckpt": "tests/test_ckpt_readme.py",
+    "packages/engine": "tests/test_engine_readme.py",
+    "packages/tq": "tests/test_readme.py",
+    "packages/tq-compat": "tests/test_readme.py",
+    "packages/trainer": "tests/test_trainer_pages.py",
+}
+"""Tests of packages that run their other pages."""
 ENDS_AT_ONCE = ("--dry-run", "--print-config", "--explain", "--list", "--from-verl", "--completion")
 
 
@@ -113,6 +130,44 @@ def run(line):
     if words[0] in ("quickstart", "tool_calculator") and not any("data." in word for word in words):
         words += ["data.options.num_rows=2000", "data.eval_size=16"]
     assert cli.main(words) == 0, line
+
+
+@pytest.mark.parametrize("page", RUN_HERE)
+def test_the_python_of_a_package_page_runs_as_it_stands(page, folder, tmp_path, monkeypatch):
+    (tmp_path / "path/to").mkdir(parents=True)
+    (tmp_path / "path/to/model").symlink_to(folder / "Qwen3-0.6B")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "page"}
+    blocks = [text for language, _, text in _BLOCK.findall((ROOT / page).read_text()) if language == "python"]
+    for text in blocks:
+        exec(compile(text, page, "exec"), names)
+    assert blocks
+
+
+def test_the_python_of_every_page_is_run_by_a_test():
+    """Those of `docs/` above; of the repository's README the line is an excerpt of an example that a test runs."""
+    files = [*ROOT.glob("csrc/*.md"), *ROOT.glob("csrc/docs/*.md"), *ROOT.glob("packages/*/docs/*.md")]
+    files += [*ROOT.glob("packages/*/*.md")]
+    pages = [str(file.relative_to(ROOT)) for file in files if re.search(r"^```python", file.read_text(), re.MULTILINE)]
+    tests = {page: "/".join(page.split("/")[:2]) for page in pages if page not in RUN_HERE}
+    missing = [page for page, package in tests.items() if not (ROOT / package / RUN_BY_PACKAGES[package]).is_file()]
+    assert missing == []
+    for page, package in tests.items():
+        text = (ROOT / package / RUN_BY_PACKAGES[package]).read_text()
+        assert Path(page).name in text or '"docs").glob("*.md")' in text or 'glob("docs/*.md")' in text, page
+    example = "examples/train_sums.py"
+    assert example in (ROOT / "README.md").read_text()
+    assert "train_sums" in (ROOT / "packages/trainer/tests/test_trainer_pages.py").read_text()
+
+
+def test_every_error_leads_to_a_page():
+    from rl_trainer import errors
+
+    kinds = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.TrainerError)]
+    assert [each for each in kinds if not (ROOT / errors.page_of(each("x"))).is_file()] == []
+    assert errors.page_of(errors.DataError("x")) == "docs/tutorials/own-data.md"
+    assert errors.page_of(OSError("x")) == "docs/tutorials/debugging.md"
+    assert (ROOT / "packages/engine/docs/finetune.md").is_file()
 
 
 def test_every_page_is_in_the_navigation():
