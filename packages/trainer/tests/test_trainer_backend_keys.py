@@ -65,6 +65,10 @@ EFFECTS = {
     "rollout.parallel.pp": ("2", "server"),
     "rollout.parallel.dp": ("2", "server"),
     "rollout.parallel.ep": ("2", "server"),
+    "rollout.elastic.max_replicas": ("4", "pools"),  # what the others do: test_trainer_elastic_policy.py
+    "rollout.elastic.min_replicas": ("2", "elastic"),
+    "rollout.elastic.policy": ("mine", "elastic"),
+    "rollout.elastic.patience": ("2", "elastic"),
     "rollout.temperature": ("0.5", "sampling"),
     "rollout.eval_temperature": ("0.5", "evaluation"),
     "rollout.top_p": ("0.5", "sampling"),
@@ -88,6 +92,9 @@ EFFECTS = {
 # what a key's configuration has beside it, and the one that it is compared with
 BESIDE = {key: ["engine.lora={}"] for key in EFFECTS if key.startswith("engine.lora.")}
 BESIDE |= {f"engine.parallel.{axis}": ["engine.world_size=2"] for axis in ("tp", "pp", "cp")}
+BESIDE |= {
+    f"rollout.elastic.{key}": ["rollout.elastic.max_replicas=4"] for key in ("min_replicas", "policy", "patience")
+}
 BESIDE["engine.optimizer.total_steps"] = ["engine.lr_schedule=constant"]
 BESIDE["engine.optimizer.min_lr_ratio"] = ["engine.lr_schedule=constant", "engine.optimizer.total_steps=9"]
 
@@ -122,12 +129,13 @@ def built(*overrides):
     return {
         "engine": {
             name: value
-            for name, value in create_engine(config, Recorder(), Path("m"), "q", None, is_trained=True).items()
+            for name, value in create_engine(config, Recorder(), Path("m"), "q", None).items()
             if name in ("backend", "config", "inputs")
         },
         "server": server_config(config, Path("m")),
         "server's kind": config.rollout.backend,
         "pools": resource_pools(config),
+        "elastic": config.rollout.elastic,
         "sampling": manager.sampling("1/0"),
         "evaluation": told,
         "addresses": [address_of(name, "n", ("h", 1)) for name in (config.weights_transport, config.queue_storage)],

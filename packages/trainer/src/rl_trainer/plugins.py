@@ -1,7 +1,7 @@
 """Plug-in look-up: by entry point, `FILE.py:NAME`, `MODULE:NAME`, or as a Python object given to `rl_trainer.train`.
 
-Advantages, policy losses, stages, filters, staleness policies, schedules, agent loops, datasets, rewards and trackers
-are looked up here. Their code is the user's, and runs with the rights of the process that loads it.
+Advantages, policy losses, stages, filters, staleness and elastic policies, schedules, agent loops, datasets, rewards
+and trackers are looked up here. Their code is the user's, and runs with the rights of the process that loads it.
 """
 
 from __future__ import annotations

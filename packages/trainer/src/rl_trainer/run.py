@@ -24,9 +24,11 @@ from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, InputError, PlacementError, PlanError, WorkerDiedError, sentence_of
 from rl_trainer.metrics import Report
+from rl_trainer.pipeline.elastic import Elastic
 from rl_trainer.planning import preflight
-from rl_trainer.planning.gpus import gpu_facts, gpu_gib, settle
-from rl_trainer.planning.memory import memory_facts
+from rl_trainer.planning.gpus import count_gpus, gpu_facts, gpu_gib, settle
+from rl_trainer.planning.memory import memory_facts, memory_of_pools
+from rl_trainer.planning.placement import placement_facts
 from rl_trainer.planning.plan import show_plan
 from rl_trainer.planning.rehearsal import rehearse, reward_source
 from rl_trainer.planning.validate import make_plan
@@ -234,6 +236,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
         ("components", f"{components}, weights by {config.weights_transport}, samples by {config.queue_storage}"),
         *gpu_facts(config),
+        *placement_facts(config, memory_of_pools(config), gpus=count_gpus(config)),
         *memory_facts(config, there=gpu_gib()),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
         ("reward", reward_source(config.reward, [*datasets.train, *datasets.eval])),
@@ -362,6 +365,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
         if config.resume_from is not None:
             checkpoints.load(components, Path(config.resume_from))
         start_s = time.perf_counter() - start
+        elastic = create_elastic(config, components)
         with _stop_when_asked(console, run.stop):
             records = run_loop(components, config, components.eval_rows, start_step=state.step)
 
@@ -371,6 +375,8 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
                 run.on_step(record)
                 replica_sets = {"agent": components.agents.replica_set, "rollout": components.weights.servers}
                 wanted = resize_as_asked(replica_sets, output_dir)
+                if elastic is not None and not wanted:
+                    wanted = elastic.follow(record)
                 for line in (
                     *wanted,
                     *(news for replica_set in replica_sets.values() for news in replica_set.take_news()),
@@ -452,6 +458,14 @@ def resize_as_asked(replica_sets: Mapping[str, ReplicaSet[Any]], output_dir: Pat
     finally:
         file.unlink()
     return [f"{file.name}: {', '.join(f'{name} {count}' for name, count in wanted.items())}"]
+
+
+def create_elastic(config: Config, components: Components) -> Elastic | None:
+    """What has the replicas follow `rollout.elastic`; None without it."""
+    section, servers = config.rollout.elastic, components.weights.servers
+    if section is None:
+        return None
+    return Elastic(section, servers, num_replicas=config.rollout.num_replicas, batch_size=config.batch.batch_size)
 
 
 @contextmanager

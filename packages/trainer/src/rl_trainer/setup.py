@@ -12,6 +12,7 @@ from rl_trainer.algorithms import Aggregation, ValueLossFunction, estimator_name
 from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.algorithms.kl_controller import AdaptiveEntropy, AdaptiveKl
 from rl_trainer.checkpoints import queue_snapshot
+from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.data import shows_images
 from rl_trainer.data.sampler import make_prompts
 from rl_trainer.errors import DataError, PlanError
@@ -32,11 +33,13 @@ from rl_trainer.pipeline.weight_transfer import (
     session_pattern,
     write_start_adapter,
 )
-from rl_trainer.planning.gpus import count_gpus, why_apart
+from rl_trainer.planning.gpus import count_gpus, named, why_apart
+from rl_trainer.planning.placement import home_of, is_in_turn, pools_of, reward_models
 from rl_trainer.planning.plan import (
     actor_config,
     candidates_of,
     critic_config,
+    engine_of,
     frozen_config,
     has_old_pass,
     has_process_rewards,
@@ -72,19 +75,17 @@ R = TypeVar("R")
 
 
 def resource_pools(config: Config) -> list[ResourcePool]:
-    """The pools of a job: for engines, agent loops, the queue, and, unless colocated, servers and reward models."""
-    num_gpus = 1.0 if count_gpus(config) > 0 else 0.0
-    pools = [
-        ResourcePool(name="engine", num_workers=config.engine.world_size, num_gpus=num_gpus),
-        ResourcePool(name="agent", num_workers=config.agent.num_workers),
-        ResourcePool(name="queue", num_workers=1),
+    """The pools of a job, with a GPU for each that they ask for where there are any."""
+    has_gpus = count_gpus(config) > 0
+    return [
+        ResourcePool(
+            name=pool.name,
+            num_workers=pool.num_workers,
+            num_gpus=float(pool.gpus_per_worker * has_gpus),
+            is_elastic=pool.name == "rollout" and config.rollout.elastic is not None,
+        )
+        for pool in pools_of(config)
     ]
-    if not config.rollout.colocated:
-        per_replica = num_gpus * config.rollout.parallel.num_ranks  # of one node: a bundle of Ray's is never spread
-        pools.append(ResourcePool(name="rollout", num_workers=config.rollout.num_replicas, num_gpus=per_replica))
-        if reward_models(config):
-            pools.append(ResourcePool(name="reward", num_workers=1, num_gpus=num_gpus))
-    return pools
 
 
 def check_gpus(config: Config) -> None:
@@ -96,19 +97,13 @@ def check_gpus(config: Config) -> None:
     there = count_gpus(config)
     wanted = {pool.name: round(pool.num_workers * pool.num_gpus) for pool in resource_pools(config)}
     if config.runtime == "ray" and sum(wanted.values()) > there:
-        asked = ", ".join(f"{name} {count}" for name, count in wanted.items() if count)
+        asked = named({name: count for name, count in wanted.items() if count})
         obstacle = why_apart(config, there) or "rollout.colocated=false keeps servers on their own: leave it out"
         where, more = ("the cluster", "a larger one") if "RAY_ADDRESS" in os.environ else ("this machine", "a cluster")
         raise PlanError(
             f"the run asks for {sum(wanted.values())} GPUs ({asked}), and "
             f"{where} has {there}, which they cannot share because {obstacle}; or set RAY_ADDRESS of {more}"
         )
-
-
-def reward_models(config: Config) -> dict[str, str]:
-    """Folders of the reward models that the run serves, by reward part."""
-    terms = config.reward.parts.items()
-    return {name: term.path for name, term in terms if term.kind == "classifier" and term.path is not None}
 
 
 def place(
@@ -131,7 +126,7 @@ def place(
     runtime.start(resource_pools(config))
     for key, backend in (("weights_transport", config.weights_transport), ("queue_storage", config.queue_storage)):
         check_reach(key, backend, runtime.num_machines)
-    weights_address = address_of(config.weights_transport, f"{job}-weights", runtime.free_address("engine"))
+    weights_address = address_of(config.weights_transport, f"{job}-weights", runtime.free_address(ENGINE_POOL))
     snapshot = queue_snapshot(config, state)
     store = runtime.create_group(
         QueueWorker, "queue", storage=config.queue_storage, name=f"{job}-queue", snapshot=snapshot
@@ -147,17 +142,16 @@ def place(
         if config.rollout.colocated:  # one after the other: neither counts on memory that the other will take
             put_to_sleep(servers.result())
         rewards = create_rewards(config, runtime)
-        actor = create_engine(config, runtime, model_path, queue_address, weights_address, is_trained=True)
+        actor = create_engine(config, runtime, model_path, queue_address, weights_address)
         reference, moving = create_reference(config, runtime, actor, model_path, queue_address, output_dir)
         teacher = create_teacher(config, runtime, actor, queue_address)
         critic = create_critic(config, runtime, model_path, queue_address)
         rollout = servers.result()
     finally:
         threads.shutdown(wait=False)  # where one side fails, the other's start is ended with the workers
-    if config.rollout.colocated:
-        for engine in (reference, teacher, critic):
-            if engine is not None and engine is not actor:
-                engine.offload()
+    for role, engine in (("reference", reference), ("teacher", teacher), ("critic", critic)):
+        if engine is not None and engine is not actor and is_in_turn(config, role):
+            engine.offload()
     check_given(datasets.train, config.batch.given)
     addresses = _answers(rollout, RolloutWorker.address)
     has_images = any(shows_images(row) for row in (*datasets.train, *datasets.eval))
@@ -165,7 +159,7 @@ def place(
     for can in capabilities:
         check_started(config, can, has_images=has_images)
     agents = AgentReplicas(create_agents(config, runtime, model_path, queue_address, addresses), addresses)
-    if rewards is not None and not config.rollout.colocated:
+    if rewards is not None and not is_in_turn(config, "reward"):
         agents.use_rewards(rewards.wake())
     samples = create_samples(config, runtime, model_path, queue_address, output_dir, agents)
     prompts = make_prompts(config, datasets, agents.prompt_lengths, position=state.position, returned=state.pending)
@@ -204,7 +198,7 @@ def place(
             rollout,
             agents,
             create_transfer(config, actor, weights_address, capabilities),
-            rewards=rewards,
+            rewards=rewards if is_in_turn(config, "reward") else None,
             is_colocated=bool(config.rollout.colocated),
         ),
         queue=queue,
@@ -245,7 +239,7 @@ def create_servers(
     """Place the rollout replicas."""
     return runtime.create_replicas(
         RolloutWorker,
-        "engine" if config.rollout.colocated else "rollout",
+        ENGINE_POOL if config.rollout.colocated else "rollout",
         owns_pool=not config.rollout.colocated,
         ranks_per_member=config.rollout.parallel.num_ranks if config.rollout.colocated else 1,
         backend=config.rollout.backend,
@@ -291,12 +285,12 @@ def create_reference(
     if is_own_reference(config):
         return actor, None
     start, ema = ema_reference.start_of(config, model_path), config.algorithm.ref_ema
-    reference = create_engine(config, runtime, start, queue_address, None, is_trained=False)
+    reference = create_engine(config, runtime, start, queue_address, None, role="reference")
     if ema is None:
         return reference, None
     assert output_dir is not None, "a run whose reference moves has a folder"
     folder, moved = output_dir / ema_reference.FOLDER, cast("ReferenceWorker", reference)
-    is_colocated = bool(config.rollout.colocated)
+    is_colocated = is_in_turn(config, "reference")
     return reference, EmaReference(actor, moved, ema, folder=folder, start=start, is_colocated=is_colocated)
 
 
@@ -348,12 +342,12 @@ def create_rewards(config: Config, runtime: Runtime) -> RewardServers | None:
     folders = reward_models(config)
     if not folders:
         return None
-    pool = "engine" if config.rollout.colocated else "reward"
+    pool = home_of(config, "reward")
     heartbeat_s = None if config.runtime == "inline" else config.heartbeat_s
     rewards = runtime.create_group(
         RewardServers, pool, folders=folders, timeout_s=config.timeout_s, heartbeat_s=heartbeat_s
     )
-    if config.rollout.colocated:
+    if is_in_turn(config, "reward"):
         rewards.wake()  # what cannot be loaded is told now
         rewards.sleep()
     return rewards
@@ -382,18 +376,21 @@ def create_engine(
     queue_address: str,
     weights_address: str | None,
     *,
-    is_trained: bool,
+    role: str | None = None,
     num_candidates: int = 0,
 ) -> EngineWorker:
-    """Place the actor, the reference or the teacher on the engine pool."""
+    """Place the actor, or as `role` the reference or the teacher, in its pool."""
+    section = config.engine if role is None else engine_of(config, role)
     inputs = IMAGES if takes_images(model_path) else ()
-    if is_trained and config.engine.router_replay:  # a reference chooses its own
+    if role is None and config.engine.router_replay:  # a reference chooses its own
         inputs += EXPERTS
     return runtime.create_group(
-        EngineWorker if is_trained else ReferenceWorker,
-        "engine",
-        backend=config.engine.backend,
-        config=actor_config(config, model_path) if is_trained else frozen_config(config, model_path, num_candidates),
+        EngineWorker if role is None else ReferenceWorker,
+        ENGINE_POOL if role is None else home_of(config, role),
+        backend=section.backend,
+        config=actor_config(config, model_path)
+        if role is None
+        else frozen_config(config, role, model_path, num_candidates),
         algorithm=config.algorithm,
         has_old_pass=has_old_pass(config),
         has_given=config.batch.given > 0,
@@ -409,7 +406,7 @@ def create_engine(
 def create_teacher(
     config: Config, runtime: Runtime, actor: EngineWorker, queue_address: str
 ) -> EngineWorker | ServedTeacherWorker | Teachers | None:
-    """Place the teachers, if the run has any: on the engine pool, laid out like the policy, or behind a server.
+    """Place the teachers, if the run has any: in their pool, or behind a server.
 
     The policy's own engine, where it is its own teacher.
     """
@@ -424,15 +421,15 @@ def create_teacher(
         )
     engines = {
         source: create_engine(
-            config, runtime, path, queue_address, None, is_trained=False, num_candidates=candidates_of(teacher)
+            config, runtime, path, queue_address, None, role="teacher", num_candidates=candidates_of(teacher)
         )
         for source, path in teacher_folders(teacher).items()
     }
-    return Teachers(engines, config.engine.world_size) if len(engines) > 1 else engines[""]
+    return Teachers(engines, engine_of(config, "teacher").world_size) if len(engines) > 1 else engines[""]
 
 
 def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_address: str) -> CriticWorker | None:
-    """Place the critic on the engine pool, laid out like the policy, if the run has one."""
+    """Place the critic in its pool, if the run has one."""
     section = config.critic
     if section is None:
         return None
@@ -440,8 +437,8 @@ def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_addr
     aggregation = Aggregation(name=config.algorithm.aggregation, norm_constant=config.rollout.max_new_tokens)
     return runtime.create_group(
         ProcessRewardWorker if is_process else CriticWorker,
-        "engine",
-        backend=config.engine.backend,
+        home_of(config, "critic"),
+        backend=engine_of(config, "critic").backend,
         config=critic_config(config, section, model_path),
         loss=ProcessRewardLoss() if is_process else ValueLossFunction(clip=section.clip, aggregation=aggregation),
         inputs=IMAGES if takes_images(model_path) else (),

@@ -28,6 +28,7 @@ _GROUPS = {
     "batch.filter": "rl_trainer.filters",
     "pipeline (installed)": "rl_trainer.schedules",
     "staleness.policy (installed)": "rl_trainer.staleness",
+    "rollout.elastic.policy (installed)": "rl_trainer.elastic",
     "data.format (installed)": "rl_trainer.datasets",
     "reward.path": "rl_trainer.rewards",
 }

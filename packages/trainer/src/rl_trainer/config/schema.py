@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from rl_engine.types import EngineConfig, Head, ModelInit, OptimizerConfig
+from rl_engine.types import EngineConfig, Head, MatmulPrecision, ModelInit, OptimizerConfig, ParallelConfig, Precision
 from rl_rollout.types import ServerConfig
 from rl_trainer.errors import PlanError
 
@@ -54,6 +54,8 @@ def _default(section: Any, key: str) -> Any:
     return found.default if found.default_factory is MISSING else found.default_factory()
 
 
+ENGINE_POOL = "engine"
+"""The policy's pool, of `engine.world_size` processes."""
 ADAPTER = "policy"
 """Name of the trained adapter on the servers, where the adapter alone is sent."""
 
@@ -371,6 +373,26 @@ class EngineSection(EngineConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticSection:
+    """Replicas are added and taken away while the run goes on, with a pipeline that generates ahead."""
+
+    max_replicas: Positive
+    """Replicas at most; those beyond rollout.num_replicas are placed when a policy asks for them."""
+    min_replicas: Positive = 1
+    """Replicas at least."""
+    policy: str = "wait_share"
+    """Who decides: `wait_share`, by the share of a step that learning waits for groups, or a plug-in."""
+    patience: Positive = 3
+    """Steps in a row that have to ask for a change before it is made."""
+
+    def __post_init__(self) -> None:
+        if self.min_replicas > self.max_replicas:
+            raise PlanError(
+                f"rollout.elastic.min_replicas={self.min_replicas} is more than max_replicas={self.max_replicas}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection(ServerConfig):
     """Rollout servers: rl-rollout's `ServerConfig`, less what the run fills in."""
 
@@ -381,6 +403,8 @@ class RolloutSection(ServerConfig):
     colocated: bool | None = None
     """Servers share the GPUs of the engine, all of them: they give their memory back while it trains, and it gives its
     back while they generate. With pipeline=sync. None: where there are fewer GPUs than the roles ask for."""
+    elastic: ElasticSection | None = None
+    """Add and take away replicas by a policy; None: as many as num_replicas says, or `replicas.json` in output_dir."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the trainer's log-probs use the same."""
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -410,6 +434,91 @@ class RolloutSection(ServerConfig):
                 f"rollout.eval_samples={self.eval_samples} greedy completions of a row are all the same; set "
                 "rollout.eval_temperature, or leave eval_samples out"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleEngineSection:
+    """What a role's engine has in the place of the keys of `engine`; None: the policy's."""
+
+    backend: str | None = None
+    """As `engine.backend`."""
+    precision: Precision | None = None
+    """As `engine.precision`."""
+    matmul_precision: MatmulPrecision | None = None
+    """As `engine.matmul_precision`."""
+    max_tokens_per_gpu: Positive | None = None
+    """As `engine.max_tokens_per_gpu`."""
+    parallel: ParallelConfig | None = None
+    """As `engine.parallel`, the whole of it."""
+    cpu_offload: bool | None = None
+    """As `engine.cpu_offload`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSection:
+    """The pool of processes that a role lives in."""
+
+    pool: str = ENGINE_POOL
+    """Its name: roles that name the same pool share its processes and GPUs; `engine` is the policy's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSection(PoolSection):
+    """The pool of processes that a role lives in, and what its engine has that the policy's has not."""
+
+    num_gpus: Positive | None = None
+    """Processes of that pool, each with a GPU where there are any. One role of the pool says it, or all say the same;
+    if none does, there are `engine.world_size`."""
+    engine: RoleEngineSection = field(default_factory=RoleEngineSection)
+    """Backend, layout and number format of this role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementSection:
+    """Which roles share a pool of processes and their GPUs; by default all of them that of the policy.
+
+    Servers have GPUs of their own, or with `rollout.colocated` the policy's; agent workers and the queue have none.
+    """
+
+    reference: RoleSection = field(default_factory=RoleSection)
+    """The start policy of the KL penalty."""
+    critic: RoleSection = field(default_factory=RoleSection)
+    """The value function, or the process reward model of prime."""
+    teacher: RoleSection = field(default_factory=RoleSection)
+    """The teacher of a distillation, unless a server at `teacher.url` has it."""
+    reward: PoolSection | None = None
+    """The reward models that the run serves. None: with `rollout.colocated` the policy's pool, in turn with it, else a
+    pool `reward` of one process."""
+
+    def __post_init__(self) -> None:
+        sizes: dict[str, tuple[str, int]] = {}
+        for role in ROLES:
+            if (section := getattr(self, role)) is None:
+                continue
+            key = f"placement.{role}"
+            if section.pool in _POOLS_OF_OTHERS or not section.pool.isidentifier():
+                raise PlanError(
+                    f"{key}.pool={section.pool!r} cannot be: a pool has a name of letters, digits and underscores, and "
+                    f"{', '.join(_POOLS_OF_OTHERS)} are those of other roles; choose another name, or {ENGINE_POOL}"
+                )
+            if (size := getattr(section, "num_gpus", None)) is None:
+                continue
+            if section.pool == ENGINE_POOL:
+                raise PlanError(
+                    f"{key}.num_gpus={size} does nothing in the policy's pool, which has engine.world_size processes; "
+                    f"leave it out, or set {key}.pool"
+                )
+            other, same = sizes.setdefault(section.pool, (key, size))
+            if size != same:
+                raise PlanError(
+                    f"{other}.num_gpus={same} and {key}.num_gpus={size} are of the same pool {section.pool!r}; make "
+                    "them equal, or give each role a pool"
+                )
+
+
+ROLES = ("reference", "critic", "teacher", "reward")
+"""That `placement` places."""
+_POOLS_OF_OTHERS = ("agent", "queue", "rollout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -714,6 +823,7 @@ class Config:
     staleness: StalenessSection = field(default_factory=StalenessSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
     weights: WeightsSection = field(default_factory=WeightsSection)
+    placement: PlacementSection = field(default_factory=PlacementSection)
     weights_transport: str | None = None
     """Name of an installed rl-ckpt backend, or a whole address, such as tcp://HOST:PORT, with its options. None:
     cuda-ipc where engine and server are processes on one GPU, else shm."""

@@ -8,9 +8,12 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from rl_trainer.pipeline.staleness import create_schedule
+from rl_trainer.planning.placement import pools_of
 from rl_trainer.runtime.network import SHARED_MEMORY
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rl_trainer.config import Config
 
 _IPC = "cuda-ipc"
@@ -26,7 +29,7 @@ def settle(config: Config) -> Config:
     - `weights_transport`: `cuda-ipc` between two processes that share a GPU of this machine, else `shm`.
     """
     if config.rollout.colocated is None:
-        wanted, there = sum(gpu_roles(config).values()), count_gpus(config)
+        wanted, there = sum(gpu_pools(config, colocated=False).values()), count_gpus(config)
         is_shared = 0 < there < wanted and why_apart(config, there) is None
         config = replace(config, rollout=replace(config.rollout, colocated=is_shared))
     if config.weights_transport is None:
@@ -34,12 +37,16 @@ def settle(config: Config) -> Config:
     return config
 
 
-def gpu_roles(config: Config) -> dict[str, int]:
-    """Number of GPUs per role where none is shared."""
-    per_replica = config.rollout.parallel.num_ranks
-    roles = {"engine": config.engine.world_size, "rollout": config.rollout.num_replicas * per_replica}
-    has_reward_model = any(term.kind == "classifier" and term.path is not None for term in config.reward.parts.values())
-    return roles | ({"reward": 1} if has_reward_model else {})
+def gpu_pools(config: Config, *, colocated: bool | None = None) -> dict[str, int]:
+    """GPUs that each pool asks for.
+
+    Args:
+        config: Of the run; where it leaves colocation to the machine, servers have their own.
+        colocated: In the place of `rollout.colocated`; None: as the configuration has it.
+    """
+    if colocated is not None:
+        config = replace(config, rollout=replace(config.rollout, colocated=colocated))
+    return {pool.name: pool.num_gpus for pool in pools_of(config) if pool.num_gpus}
 
 
 def why_apart(config: Config, num_gpus: int) -> str | None:
@@ -55,7 +62,15 @@ def why_apart(config: Config, num_gpus: int) -> str | None:
         return f"{replicas} and engine.world_size={world_size} differ: make them equal"
     if world_size > num_gpus:
         return f"the engine alone asks for {world_size}: make engine.world_size and rollout.num_replicas {num_gpus}"
+    shared = gpu_pools(config, colocated=True)
+    if sum(shared.values()) > num_gpus:
+        return f"the pools of placement ask for {named(shared)} without them: make those smaller"
     return None
+
+
+def named(counts: Mapping[str, int]) -> str:
+    """`engine 8, rollout 4`."""
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def count_gpus(config: Config) -> int:
@@ -111,7 +126,7 @@ def gpu_facts(config: Config) -> list[tuple[str, str]]:
     there = count_gpus(config)
     if not there:
         return []
-    roles = ", ".join(f"{name} {count}" for name, count in gpu_roles(config).items())
+    roles = named(gpu_pools(config, colocated=False))
     if config.rollout.colocated:
         return [("GPUs", f"{there} for {roles}: colocated, in turn; who waits keeps its memory on the host")]
     return [("GPUs", f"{there} for {roles}: each its own" if config.runtime == "ray" else f"1 for {roles}")]

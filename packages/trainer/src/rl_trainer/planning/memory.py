@@ -1,11 +1,12 @@
 """Memory plan: GiB that every role takes of a GPU, by the model's config.json and the run's layout; touches no GPU.
 
-Engine: 4 bytes per parameter for the weights, 4 for the gradients and 8 for AdamW's moments (float32), cut over the
-ranks, and two gathered blocks in the number format of the passes; with LoRA, gradients and moments of the adapter
-alone. Activations of the longest micro-batch are what torch keeps of a block's norms, heads and MLP, within a fifth;
-with `engine.activation_checkpointing` the inputs of all blocks, and the whole of the one that is computed again.
-Logits, the allocator's slack and CUDA itself come on top. Server: its weights, and keys and values of one sequence of
-the greatest length; it takes more for keys and values where there is more, and lets requests wait where there is not.
+Engine: 4 bytes per parameter for the weights, 4 for the gradients and 8 for AdamW's moments (float32; twice that with
+float64), cut over the ranks, and two gathered blocks in the number format of the passes; with LoRA, gradients and
+moments of the adapter alone. A frozen engine has its weights in the number format of its passes. Activations of the
+longest micro-batch are what torch keeps of a block's norms, heads and MLP, within a fifth; with
+`engine.activation_checkpointing` the inputs of all blocks, and the whole of the one that is computed again. Logits,
+the allocator's slack and CUDA itself come on top. Server: its weights, and keys and values of one sequence of the
+greatest length; it takes more for keys and values where there is more, and lets requests wait where there is not.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.errors import PlanError
-from rl_trainer.planning.plan import has_reference, longest_sequence, model_config, teacher_folders
+from rl_trainer.planning.placement import has, home_of
+from rl_trainer.planning.plan import engine_of, longest_sequence, model_config, pool_size, teacher_folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
 
 _GIB = 2.0**30
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -36,25 +39,36 @@ class MemoryPlan:
     num_parameters: int
     """Parameters of the policy."""
     engine: Mapping[str, float]
-    """GiB of an engine rank: `weights`, `gradients`, `optimizer`, `gathered blocks`, `activations`, other models."""
+    """GiB of an engine rank: the policy's `weights`, `gradients`, `optimizer`, `gathered blocks` and `activations`, and
+    other roles of its pool."""
     server: Mapping[str, float]
     """GiB of a GPU of a replica: `weights`, `keys and values`."""
+    others: Mapping[str, Mapping[str, float]]
+    """GiB of a rank by role, for each other pool of `placement`."""
     is_colocated: bool = False
-    """Whether both have the same GPU in turn."""
+    """Whether engine and server have the same GPU in turn."""
 
     def fullest(self) -> tuple[str, float]:
-        """Peak phase of a step, and the GiB that a GPU holds in it."""
+        """Peak phase of a step, or the name of another pool, and the GiB that a GPU holds in it."""
         phases = {"training": sum(self.engine.values()), "generation": sum(self.server.values())}
         if self.is_colocated:  # the engine sends from the GPU what the server takes there
             phases["weight sync"] = self.engine["weights"] + self.engine.get("adapter", 0.0) + self.server["weights"]
+        phases |= {f"pool {name}": sum(roles.values()) for name, roles in self.others.items()}
         return max(phases.items(), key=lambda phase: phase[1])
+
+    def groups(self) -> Iterator[tuple[str, Mapping[str, float]]]:
+        """(whose GPU, GiB by what they are for)."""
+        yield "engine rank", self.engine
+        yield "server GPU", self.server
+        for name, roles in self.others.items():
+            yield f"pool {name}", roles
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Lines of the plan: (role, GiB)."""
         yield "parameters", f"{self.num_parameters:,}"
-        for role, parts in (("memory, engine rank", self.engine), ("memory, server GPU", self.server)):
+        for whose, parts in self.groups():
             of = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items())
-            yield role, f"{sum(parts.values()):.1f} GiB: {of}"
+            yield f"memory, {whose}", f"{sum(parts.values()):.1f} GiB: {of}"
 
 
 def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int | None = None) -> MemoryPlan:
@@ -73,22 +87,22 @@ def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int
     width, layers, precision = model["hidden_size"], model["num_hidden_layers"], _BYTES[str(engine.precision)]
     embeddings = model["vocab_size"] * width * (1 if model.get("tie_word_embeddings") else 2)
     adapter = 0 if engine.lora is None else adapter_parameters(model, engine.lora.rank, engine.lora.target_modules)
-    learns = (count if engine.lora is None else adapter) / ranks / _GIB
+    learns, wide = (count if engine.lora is None else adapter) / ranks / _GIB, max(precision, 4)
     tokens = max(engine.max_tokens_per_gpu, longest_sequence(config)[0]) / _GIB
     kept, block = precision * width, block_activations(model, precision)
     parts = {
-        "weights": 4 * count / ranks / _GIB,
-        "gradients": 4 * learns,
-        "optimizer": 8 * learns,
+        "weights": wide * count / ranks / _GIB,
+        "gradients": wide * learns,
+        "optimizer": 2 * wide * learns,
         "gathered blocks": 2 * precision * (count - embeddings) / layers / _GIB if ranks > 1 else 0.0,
         "activations": tokens * (layers * kept + block if engine.activation_checkpointing else layers * block),
     }
     if engine.lora is not None:
-        parts["adapter"] = 4 * learns
-    if has_reference(config) and engine.lora is None:
-        parts["reference"] = 4 * count / ranks / _GIB
-    if config.critic is not None:
-        parts["critic"] = 16 * count / ranks / _GIB
+        parts["adapter"] = wide * learns
+    others: dict[str, dict[str, float]] = {}
+    for role, gib in _roles(config, count):
+        pool = home_of(config, role)
+        (parts if pool == ENGINE_POOL else others.setdefault(pool, {}))[role] = gib
     served = config.rollout.parallel.tp * config.rollout.parallel.pp
     per_token = _BYTES.get(config.rollout.dtype, precision) * 2 * layers * _kv_width(model)
     server = {
@@ -96,7 +110,20 @@ def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int
         "keys and values": per_token * longest_sequence(config)[0] / served / _GIB,
     }
     is_colocated = bool(config.rollout.colocated)
-    return MemoryPlan(num_parameters=count, engine=parts, server=server, is_colocated=is_colocated)
+    return MemoryPlan(num_parameters=count, engine=parts, server=server, others=others, is_colocated=is_colocated)
+
+
+def _roles(config: Config, count: int) -> Iterator[tuple[str, float]]:
+    """(role, GiB of one rank) of the engines beside the policy's: the weights, and of a critic what it learns with."""
+    for role in ("reference", "critic", "teacher"):
+        if not has(config, role):
+            continue
+        own, size = engine_of(config, role), count
+        if role == "teacher":
+            size = sum(stored_parameters(folder) or 0 for folder in teacher_folders(config.teacher).values())
+        each = _BYTES[str(own.precision)]
+        if size:
+            yield role, (4 * max(each, 4) if role == "critic" else each) * size / own.world_size / _GIB
 
 
 def block_activations(model: Mapping[str, Any], itemsize: int) -> int:
@@ -137,16 +164,27 @@ def check_memory(plan: MemoryPlan, config: Config, gib: float) -> None:
     Raises:
         PlanError: one has not; says what to change.
     """
-    for role, parts, key, size in (
-        ("an engine rank", plan.engine, "engine.world_size", config.engine.world_size),
-        ("a server's GPU", plan.server, "rollout.parallel.tp", config.rollout.parallel.tp),
-    ):
+    sizes = {"engine rank": ("engine.world_size", config.engine.world_size)}
+    sizes |= {"server GPU": ("rollout.parallel.tp", config.rollout.parallel.tp)}
+    for whose, parts in plan.groups():
+        key, size = sizes.get(whose) or _size_key(config, whose.removeprefix("pool "))
         if (needs := sum(parts.values())) > gib:
             of = ", ".join(f"{name} {each:.1f}" for name, each in parts.items())
             raise PlanError(
-                f"{role} takes {needs:.1f} GiB of a GPU that has {gib:g} ({of}); raise {key}={size}"
-                + (", or lower engine.max_tokens_per_gpu" if key == "engine.world_size" else "")
+                f"{_ARTICLES.get(whose, f'a GPU of {whose}')} takes {needs:.1f} GiB of a GPU that has {gib:g} ({of}); "
+                f"raise {key}={size}" + (", or lower engine.max_tokens_per_gpu" if key == "engine.world_size" else "")
             )
+
+
+_ARTICLES = {"engine rank": "an engine rank", "server GPU": "a server's GPU"}
+
+
+def _size_key(config: Config, pool: str) -> tuple[str, int]:
+    """The key that makes a pool of `placement` larger, and what it is."""
+    roles = [role for role in ("reference", "critic", "teacher") if has(config, role)]
+    return f"placement.{next(role for role in roles if home_of(config, role) == pool)}.num_gpus", pool_size(
+        config, pool
+    )
 
 
 def memory_facts(config: Config, gib: float | None = None, *, there: float | None = None) -> list[tuple[str, str]]:
@@ -168,12 +206,23 @@ def memory_facts(config: Config, gib: float | None = None, *, there: float | Non
         check_memory(plan, config, gib)
     phase, most = plan.fullest()
     verdict = "" if there is None else f" of {there:.1f}: it fits" if most <= there else f" of {there:.1f}: too much"
-    lines = [*plan.lines(), ("a GPU at its fullest", f"{most:.1f} GiB ({phase}){verdict}")]
-    for source, path in teacher_folders(config.teacher).items():
-        size = stored_parameters(path)
-        each = "unknown" if size is None else f"{4 * size / config.engine.world_size / _GIB:.1f} GiB"
-        lines.append((f"the teacher's engine rank{source and f' ({source})'}", each))
-    return lines
+    return [*plan.lines(), ("a GPU at its fullest", f"{most:.1f} GiB ({phase}){verdict}")]
+
+
+def memory_of_pools(config: Config) -> dict[str, dict[str, float]]:
+    """By pool and role, GiB of a GPU; empty where the model's sizes are not known."""
+    if config.model.path is None:
+        return {}
+    folder = Path(config.model.path)
+    try:
+        plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
+    except KeyError:
+        return {}
+    roles = {role: plan.engine[role] for role in ("reference", "critic", "teacher") if role in plan.engine}
+    engine = {"policy": sum(plan.engine.values()) - sum(roles.values()), **roles}
+    served = {"rollout": sum(plan.server.values())}
+    pools: dict[str, dict[str, float]] = {name: dict(each) for name, each in plan.others.items()}
+    return pools | ({ENGINE_POOL: engine | served} if plan.is_colocated else {ENGINE_POOL: engine, "rollout": served})
 
 
 def count_parameters(model: Mapping[str, Any]) -> int:

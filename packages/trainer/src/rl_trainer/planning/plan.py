@@ -12,7 +12,7 @@ from rich.table import Table
 from rl_engine.types import EngineConfig, Head, LoraExport, OptimizerConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named, loss_named
-from rl_trainer.config.schema import ADAPTER
+from rl_trainer.config.schema import ADAPTER, ENGINE_POOL
 from rl_trainer.errors import PlanError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rl_trainer.config import Config
-    from rl_trainer.config.schema import CriticSection, TeacherSection
+    from rl_trainer.config.schema import CriticSection, EngineSection, RoleSection, TeacherSection
 
 
 _ONE_GENERATION = ("single_turn", "reasoning_gym")
@@ -112,6 +112,33 @@ def longest_sequence(config: Config) -> tuple[int, str]:
     return config.rollout.max_model_len, f"(agent.loop={agent.loop} sets no bound) rollout.max_model_len"
 
 
+def engine_of(config: Config, role: str) -> EngineSection:
+    """The keys of `engine` for a role of `placement` that has one, with what that role has of its own.
+
+    Raises:
+        PlanError: the layout does not divide the processes of its pool.
+    """
+    section: RoleSection = getattr(config.placement, role)
+    own = {f.name: value for f in fields(section.engine) if (value := getattr(section.engine, f.name)) is not None}
+    size, layout = pool_size(config, section.pool), own.get("parallel", config.engine.parallel)
+    if size % (ranks := layout.tp * layout.pp * layout.cp):
+        raise PlanError(
+            f"the {role} has {size} processes in pool {section.pool!r}, which is no multiple of tp x pp x cp = "
+            f"{layout.tp} x {layout.pp} x {layout.cp}; set placement.{role}.engine.parallel, or "
+            f"placement.{role}.num_gpus to a multiple of {ranks}"
+        )
+    return replace(config.engine, world_size=size, **own)
+
+
+def pool_size(config: Config, pool: str) -> int:
+    """Processes of a pool of engines: as many as a role of it says, or else as the policy has."""
+    if pool == ENGINE_POOL:
+        return config.engine.world_size
+    sections = (config.placement.reference, config.placement.critic, config.placement.teacher)
+    sizes = (section.num_gpus for section in sections if section.pool == pool and section.num_gpus is not None)
+    return next(sizes, config.engine.world_size)
+
+
 def has_reference(config: Config) -> bool:
     """Whether the run has a reference, frozen or EMA."""
     return config.algorithm.kl_coef > 0 or has_process_rewards(config)
@@ -160,16 +187,17 @@ def actor_config(config: Config, model_path: Path) -> EngineConfig:
     )
 
 
-def frozen_config(config: Config, model_path: Path, num_candidates: int = 0) -> EngineConfig:
-    """Engine configuration of a reference or teacher."""
-    return _engine_config(config, model_path, optimizer=None, num_candidates=num_candidates)
+def frozen_config(config: Config, role: str, model_path: Path, num_candidates: int = 0) -> EngineConfig:
+    """Engine configuration of the `reference` or the `teacher`."""
+    return _engine_config(config, model_path, role, optimizer=None, num_candidates=num_candidates)
 
 
 def critic_config(config: Config, section: CriticSection, model_path: Path) -> EngineConfig:
     """Engine configuration of the critic."""
     path = Path(section.path) if section.path is not None else model_path
     head = Head.LM if has_process_rewards(config) else Head.VALUE
-    return _engine_config(config, path, optimizer=replace(_optimizer(config), lr=section.lr), head=head)
+    optimizer = replace(_optimizer(config), lr=section.lr)
+    return _engine_config(config, path, "critic", optimizer=optimizer, head=head)
 
 
 def is_self(teacher: TeacherSection) -> bool:
@@ -189,9 +217,14 @@ def candidates_of(teacher: TeacherSection) -> int:
     return 0 if teacher.divergence == "reverse" else teacher.num_candidates
 
 
-def _engine_config(config: Config, model_path: Path, **values: Any) -> EngineConfig:
-    """Engine configuration: keys of `engine`, of other sections, and `values` of this engine."""
-    keys: dict[str, Any] = {f.name: getattr(config.engine, f.name) for f in fields(EngineConfig)}
+def _engine_config(config: Config, model_path: Path, role: str | None = None, **values: Any) -> EngineConfig:
+    """Engine configuration: keys of `engine` or of the role's own, of other sections, and `values` of this engine.
+
+    Raises:
+        PlanError: the layout does not divide the role's ranks.
+    """
+    engine = config.engine if role is None else engine_of(config, role)
+    keys: dict[str, Any] = {f.name: getattr(engine, f.name) for f in fields(EngineConfig)}
     keys |= {"model_path": str(model_path), "temperature": config.rollout.temperature}
     keys |= {"seed": config.seed, "timeout_s": config.timeout_s, "lora": None, "router_aux_loss_coef": 0.0}
     keys |= values

@@ -30,10 +30,12 @@ from rl_trainer.checkpoints import check_output_dir
 from rl_trainer.data import shows_images
 from rl_trainer.equivalents import hint
 from rl_trainer.errors import ConfigError, InputError
+from rl_trainer.planning.placement import has
 from rl_trainer.planning.plan import (
     actor_config,
     candidates_of,
     critic_config,
+    engine_of,
     frozen_config,
     longest_sequence,
     model_config,
@@ -74,6 +76,11 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False) -> None:
     """
     for group, name, key in (
         ("rl_engine.backends", config.engine.backend, "engine.backend"),
+        *(
+            ("rl_engine.backends", engine_of(config, role).backend, f"placement.{role}.engine.backend")
+            for role in ("reference", "critic", "teacher")
+            if has(config, role)
+        ),
         ("rl_rollout.backends", config.rollout.backend, "rollout.backend"),
         ("rl_ckpt.backends", scheme_of(config.weights_transport), "weights_transport"),
         ("rl_tq.storage", scheme_of(config.queue_storage), "queue_storage"),
@@ -455,21 +462,24 @@ def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[st
         ConfigError: the backend refuses; in its words.
     """
     teacher, critic = config.teacher, config.critic
-    engines = {"the policy": actor_config(config, model_path)}
+    engines = {"policy": (config.engine, actor_config(config, model_path))}
+    if has(config, "reference"):
+        engines["reference"] = (engine_of(config, "reference"), frozen_config(config, "reference", model_path))
     for source, path in teacher_folders(teacher).items():
         assert teacher is not None, "it has folders"
-        name = "the teacher" + (source and f" of {source}")
-        engines[name] = frozen_config(config, path, candidates_of(teacher))
+        frozen = frozen_config(config, "teacher", path, candidates_of(teacher))
+        engines["teacher" + (source and f" of {source}")] = (engine_of(config, "teacher"), frozen)
     if critic is not None:
-        engines["the critic"] = critic_config(config, critic, model_path)
+        engines["critic"] = (engine_of(config, "critic"), critic_config(config, critic, model_path))
     found: dict[str, dict[str, str]] = {}
-    for name, engine in engines.items():
+    for role, (section, engine) in engines.items():
         init = engine.init if is_made or engine.model_path != str(model_path) else ModelInit.RANDOM
         try:
-            found[name] = rl_engine.check(config.engine.backend, replace(engine, init=init), config.engine.world_size)
+            found[role] = rl_engine.check(section.backend, replace(engine, init=init), section.world_size)
         except EngineError as error:
-            raise ConfigError(f"engine.backend={config.engine.backend} cannot be used for {name}: {error}") from error
-    left = found["the policy"]
+            key = "engine" if section.backend == config.engine.backend else f"placement.{role.partition(' ')[0]}.engine"
+            raise ConfigError(f"{key}.backend={section.backend} cannot be used for the {role}: {error}") from error
+    left = found["policy"]
     row_term = PolicyLossFunction(config=config.algorithm, teacher=teacher).row_term
     if row_term is not None and left.get("loss_in_head", "no").startswith("yes"):
         left["loss_in_head"] = f"no: {row_term}"

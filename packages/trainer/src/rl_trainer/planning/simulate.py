@@ -28,8 +28,9 @@ from rl_trainer.errors import ConfigError
 from rl_trainer.loop import Components, run_loop
 from rl_trainer.pipeline.rollout_source import PARTITION, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.planning.gpus import gpu_roles, why_apart
-from rl_trainer.planning.memory import memory_facts
+from rl_trainer.planning.gpus import gpu_pools, named, why_apart
+from rl_trainer.planning.memory import memory_facts, memory_of_pools
+from rl_trainer.planning.placement import placement_facts
 from rl_trainer.samples import read_samples, steps_of
 from rl_trainer.workers.engine import AdvantageReport, UpdateReport
 
@@ -482,12 +483,11 @@ def _placed(config: Config, cluster: str) -> tuple[Config, list[tuple[str, str]]
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", cluster)
     if found is None:
         raise ConfigError(f"cluster={cluster} is not of the form NODESxGPUS, such as 8x8, or NODESxGPUSxGIB")
-    there, roles = int(found[1]) * int(found[2]), gpu_roles(config)
+    there, apart = int(found[1]) * int(found[2]), gpu_pools(config, colocated=False)
     if config.rollout.colocated is None:
-        is_shared = there < sum(roles.values()) and why_apart(config, there) is None
+        is_shared = there < sum(apart.values()) and why_apart(config, there) is None
         config = replace(config, rollout=replace(config.rollout, colocated=is_shared))
-    taken = max(roles.values()) if config.rollout.colocated else sum(roles.values())
-    names = ", ".join(f"{name} {count}" for name, count in roles.items())
+    taken, names = sum(gpu_pools(config).values()), named(apart)
     if taken > there:
         raise ConfigError(f"cluster={cluster} has {there} GPUs, and the run asks for {taken} ({names})")
     how = "in turn" if config.rollout.colocated else "each its own"
@@ -498,7 +498,13 @@ def _placed(config: Config, cluster: str) -> tuple[Config, list[tuple[str, str]]
             f"a replica of rollout.parallel takes {per_replica} GPUs of one node, and a node of cluster={cluster} has "
             f"{per_node}; make rollout.parallel smaller"
         )
-    return config, [line, *memory_facts(config, None if found[3] is None else float(found[3]))]
+    if config.rollout.colocated and per_node % per_replica and taken > per_node:
+        raise ConfigError(
+            f"colocated replicas of {per_replica} GPUs do not divide the {per_node} GPUs of a node of cluster={cluster}"
+            ", so that one would be on two nodes; choose rollout.parallel by which they do"
+        )
+    placed = placement_facts(config, memory_of_pools(config), gpus=there)
+    return config, [line, *placed, *memory_facts(config, None if found[3] is None else float(found[3]))]
 
 
 def read_rates(given: Mapping[str, str]) -> Rates:

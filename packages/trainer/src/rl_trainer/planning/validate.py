@@ -16,13 +16,16 @@ from rl_trainer.algorithms.losses import check_loss
 from rl_trainer.config.schema import CriticSection, StalenessSection, refuse_unused
 from rl_trainer.data.datasets import check_data
 from rl_trainer.errors import ConfigError, PlanError
+from rl_trainer.pipeline.elastic import create_policy as create_elastic
 from rl_trainer.pipeline.staleness import Schedule, create_schedule
+from rl_trainer.planning.placement import check_placement
 from rl_trainer.planning.plan import BatchPlan
 from rl_trainer.rewards.scorer import check_rule
 
 if TYPE_CHECKING:
     from rl_trainer.algorithms.advantages import Need
     from rl_trainer.config import AlgorithmConfig, Config
+    from rl_trainer.config.schema import ElasticSection
 
 _OF_REWARDS = (
     "advantage",
@@ -61,6 +64,7 @@ def make_plan(config: Config) -> BatchPlan:
     _check_correction(config.algorithm)
     _check_pipeline(config)
     _check_layout(config)
+    check_placement(config)
     return plan
 
 
@@ -345,6 +349,8 @@ def _check_layout(config: Config) -> None:
             f"{num_replicas} of tp x pp x dp = {replica.num_ranks} GPUs and engine.world_size="
             f"{config.engine.world_size}; make the product equal to it"
         )
+    if config.rollout.elastic is not None:
+        _check_elastic(config, config.rollout.elastic, schedule)
     lora = config.engine.lora
     if lora is not None and lora.export == LoraExport.ADAPTER and config.rollout.colocated:
         raise PlanError(
@@ -357,3 +363,20 @@ def _check_layout(config: Config) -> None:
             raise PlanError(f"{key}={size} needs processes of its own: use runtime=ray")
     if config.runtime == "inline" and not schedule.is_on_policy:
         raise PlanError(f"pipeline={config.pipeline} generates and trains at the same time, which takes runtime=ray")
+
+
+def _check_elastic(config: Config, section: ElasticSection, schedule: Schedule) -> None:
+    create_elastic(section)
+    num_replicas = config.rollout.num_replicas
+    if not section.min_replicas <= num_replicas <= section.max_replicas:
+        raise PlanError(
+            f"rollout.num_replicas={num_replicas}, with which the run begins, is not within rollout.elastic's "
+            f"{section.min_replicas} to {section.max_replicas}; change one of them"
+        )
+    for is_so, what in (
+        (config.runtime == "inline", "runtime=inline, which has one process"),
+        (bool(config.rollout.colocated), "rollout.colocated=true, whose replicas have the GPUs of the engine"),
+        (schedule.is_on_policy, f"pipeline={config.pipeline}, in which generation and learning take turns"),
+    ):
+        if is_so:
+            raise PlanError(f"rollout.elastic does not go with {what}; leave it out")

@@ -94,6 +94,8 @@ class ResourcePool:
     """CPUs reserved for each process."""
     num_gpus: float = 0.0
     """GPUs reserved for each process."""
+    is_elastic: bool = False
+    """Whether processes come and go: each is reserved on its own, and what one had is free when it has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +152,10 @@ class ReplicaSet(ABC, Generic[W]):
     def resize(self, num_members: int) -> None:
         """Resize the set: start members in the background, or end those that joined last.
 
+        `take_news` tells of one that found no room.
+
         Raises:
-            PlacementError: there is no room for them.
+            PlacementError: the processes are shared with others, so that none can join or leave.
         """
 
     @abstractmethod

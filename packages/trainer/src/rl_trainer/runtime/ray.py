@@ -79,11 +79,11 @@ class RayRuntime(Runtime):
         if not ray.is_initialized():
             self._init_ray(pools)
         _require_room(pools)
-        groups = {pool.name: self._reserve(pool) for pool in pools}
+        bundles = {pool.name: self._reserve_bundles(pool) for pool in pools}
         for pool in pools:
             self._pools[pool.name] = pool
             self._hosts[pool.name] = [
-                self._launch(pool, rank, groups[pool.name], rank) for rank in range(pool.num_workers)
+                self._launch(pool, rank, group, index) for rank, (group, index) in enumerate(bundles[pool.name])
             ]
         for name, hosts in self._hosts.items():
             places = self.get([host.actor.whereabouts.remote() for host in hosts], hosts, "start", _START_TIMEOUT_S)
@@ -132,11 +132,19 @@ class RayRuntime(Runtime):
         host = self._hosts_of(pool)[0]
         return self.get([host.actor.free_address.remote()], [host], "find a port")[0]
 
+    def _reserve_bundles(self, pool: ResourcePool) -> list[tuple[PlacementGroup, int]]:
+        """By rank, a placement group and the bundle of it that the process gets."""
+        if pool.is_elastic:
+            alone = replace(pool, num_workers=1)
+            return [(self._reserve(alone), 0) for _ in range(pool.num_workers)]
+        group = self._reserve(pool)
+        return [(group, index) for index in range(pool.num_workers)]
+
     def _reserve(self, pool: ResourcePool) -> PlacementGroup:
         bundle = _bundle(pool)
         name = f"{pool.name}-{os.getpid()}-{next(self._numbers)}"
         group = placement_group([bundle] * pool.num_workers, strategy="PACK", name=name)
-        if not group.wait(_PLACEMENT_TIMEOUT_S):
+        if not self._is_reserved(group):
             there = {k: v for k, v in ray.available_resources().items() if k in {"CPU", "GPU"}}
             remove_placement_group(group)
             raise PlacementError(
@@ -145,6 +153,15 @@ class RayRuntime(Runtime):
             )
         self._placements.append(group)
         return group
+
+    def _is_reserved(self, group: PlacementGroup) -> bool:
+        """Whether Ray finds room in time, for a run that goes on."""
+        deadline = time.monotonic() + _PLACEMENT_TIMEOUT_S
+        with self.waiting():
+            while not self.is_over and time.monotonic() < deadline:
+                if group.wait(_LOOK_S):
+                    return True
+        return False
 
     def _launch(self, pool: ResourcePool, rank: int, group: PlacementGroup, bundle: int) -> PlacedHost:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
@@ -205,17 +222,25 @@ class RayRuntime(Runtime):
         """Restart a host process that died."""
         return self._located(self._launch(host.pool, host.rank, host.group, host.bundle))
 
-    def reserve_host(self, pool: str) -> Callable[[], PlacedHost]:
-        """Reserve room for one more process of a pool; returns what starts it."""
-        alone = replace(self._pools[pool], num_workers=1)
-        group = self._reserve(alone)
-        return lambda: self._located(self._launch(alone, 0, group, 0))
+    def add_host(self, pool: str) -> PlacedHost:
+        """Start one more process of a pool.
 
-    def end_host(self, host: PlacedHost) -> None:
-        """Close a process's workers, then end it."""
+        Raises:
+            PlacementError: there is no room for it.
+        """
+        alone = replace(self._pools[pool], num_workers=1)
+        return self._located(self._launch(alone, 0, self._reserve(alone), 0))
+
+    def end_host(self, host: PlacedHost) -> bool:
+        """Close a process's workers, then end it; returns whether what it had is free for others now."""
         self._heartbeat.forget(host)
         ray.wait([host.actor.close.remote()], timeout=_CLOSE_TIMEOUT_S)
         ray.kill(host.actor)
+        if host.group.bundle_count > 1:
+            return False
+        self._placements.remove(host.group)
+        remove_placement_group(host.group)
+        return True
 
     # ---- waiting
 
@@ -502,6 +527,7 @@ class RayReplicas(ReplicaSet[W]):
         self._lock = threading.RLock()
         self._hosts: dict[int, PlacedHost] = {}
         self._starting: set[threading.Thread] = set()
+        self._left: list[PlacedHost] = []
         self._num_replacements = 0
         self._is_closed = False
         self._news: list[str] = []
@@ -629,11 +655,14 @@ class RayReplicas(ReplicaSet[W]):
                     f"cannot have {num_members} members"
                 )
             for _ in range(num_members - len(self._hosts) - len(self._starting)):
-                place = self._runtime.reserve_host(self._pool)
-                self._start(place)
+                if self._left:  # what a member had that has left is still reserved
+                    self._start(partial(self._runtime.restart_host, self._left.pop()))
+                else:
+                    self._start(partial(self._runtime.add_host, self._pool))
             for member in [*self._hosts][num_members:]:
                 host = self._hosts.pop(member)
-                self._runtime.end_host(host)
+                if not self._runtime.end_host(host):
+                    self._left.append(host)
                 self._news.append(f"member {member} of {self._name} has left")
 
     def take_news(self) -> list[str]:
