@@ -1,6 +1,12 @@
 """Which process gets which rank, node and GPUs: the order of ranks, and the pools of recipes in Ray's own tables."""
 
+import json
+import os
 import random
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +76,46 @@ def test_colocated_replicas_that_do_not_cover_the_engines_gpus_are_refused():
     sizes = ["rollout.colocated=true", "rollout.parallel.tp=4", "engine.world_size=8", "rollout.num_replicas=3"]
     with pytest.raises(PlanError, match=r"num_replicas=3 of tp x pp x dp = 4 GPUs and engine.world_size=8"):
         make_plan(load_config("quickstart", sizes))
+
+
+def on_a_fake_cluster(what, num_nodes):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, str(Path(__file__).with_name("fake_cluster.py")), what, str(num_nodes)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1100, check=False)
+    found = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert found, (done.stdout + done.stderr)[-3000:]
+    return json.loads(found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ray_places_every_recipe_as_planned_on_four_nodes_of_eight_gpus():
+    """The driver's node has no GPU: the cluster's are counted."""
+    found = on_a_fake_cluster("recipes", 4)
+    one = {"agent": [1], "queue": [1], "nodes shared by engine and others": 0}
+    assert found["qwen2.5-7b"] == {"engine": [8], **one}
+    assert found["qwen2.5-32b"] == found["qwen3-30b-a3b"] == {"engine": [8, 8], **one}
+    apart = found["qwen2.5-7b apart"]
+    assert (apart["engine"], apart["frozen"], sum(apart["rollout"])) == ([8], [2], 4)
+    assert apart["nodes shared by engine and others"] == 0
+    assert "asks for 64 GPUs (engine 64), and the cluster has 32" in found["llama3.1-70b"]
+    assert "asks for 128 GPUs (engine 128), and the cluster has 32" in found["qwen3-235b-a22b"]
+    started = found["processes"]
+    assert started["ranks"] == [[rank, [str(rank)]] for rank in range(8)]
+    assert started["as in the table"]
+    assert started["replicas of four"] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_replicas_of_a_lost_node_are_placed_on_another_and_what_has_left_is_free():
+    found = on_a_fake_cluster("lost", 3)
+    assert found["moved"], found
+    assert found["kept"], found
+    news = "\n".join(found["news"])
+    assert re.search(r"^member 0 of Idle-\d+ died", news)
+    assert re.search(
+        r"a new member of Idle-\d+ did not start: pool 'rollout' asks for 1 x {'CPU': 1.0, 'GPU': 8.0}", news
+    )
+    assert news.count("has joined") == 2
+    assert news.count("has left") == 1

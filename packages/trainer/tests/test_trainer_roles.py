@@ -189,7 +189,7 @@ def test_a_pool_that_its_gpus_do_not_hold_is_refused_with_its_key(tmp_path):
 
 SMALL = [
     "steps=2", "eval_every=0", "data.options.num_rows=200", "data.eval_size=4", "timeout_s=300", "batch.batch_size=4",
-    "batch.mini_batch_size=2", "batch.group_size=4", "engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0",
+    "batch.mini_batch_size=2", "batch.group_size=2", "engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0",
     "engine.matmul_precision=highest", "algorithm.entropy_coef=0.1", "algorithm.kl_coef=0.1",
     "engine.optimizer.eps=1e-3",  # AdamW would make steps of gradients that are rounding errors
 ]  # fmt: skip
@@ -200,6 +200,7 @@ def losses(output_dir):
     return [(line["metrics"]["policy_loss"], line["metrics"]["kl"]) for line in lines]
 
 
+@pytest.mark.timeout(900)
 def test_a_reference_and_a_critic_of_their_own_change_no_loss(model, tmp_path):
     def trained(name, *overrides):
         own = ["runtime=inline", f"model.path={model}", f"output_dir={tmp_path / name}"]
