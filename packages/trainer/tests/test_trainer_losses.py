@@ -1,5 +1,6 @@
 """Losses in plain torch, and what masks or reweighs any loss: values and gradients worked by hand."""
 
+import dataclasses
 import math
 
 import pytest
@@ -12,10 +13,12 @@ from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import PolicyLossFunction
 from rl_trainer.algorithms.kl_controller import AdaptiveEntropy
 from rl_trainer.algorithms.selection import beyond_moment, high_entropy
+from rl_trainer.checkpoints import RunState
 from rl_trainer.config import AlgorithmConfig, load_config
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.planning.plan import has_old_pass
 from rl_trainer.planning.validate import make_plan
+from rl_trainer.setup import entropy_of
 
 
 def learned(lengths, *, ratios, advantages, old=-2.0, entropy=None, columns=None, per_row=None, **keys):
@@ -244,6 +247,15 @@ def test_the_adaptive_coefficient_of_the_entropy_by_hand():
     fixed = AdaptiveEntropy(coef=0.3, target=0.0, step=0.005)
     fixed.update(5.0)
     assert fixed.weight == 0.3
+
+
+def test_a_resumed_run_goes_on_with_the_coefficient_where_it_stood():
+    config = load_config("gsm8k", ["algorithm.entropy_target=0.2", "algorithm.entropy_coef=0.1"])
+    state = RunState(seed=0, num_rows=1)
+    assert entropy_of(config, state).coef == 0.1
+    assert entropy_of(config, dataclasses.replace(state, entropy_coef=0.0)).coef == 0.0
+    fixed = load_config("gsm8k", ["algorithm.entropy_coef=0.1"])
+    assert entropy_of(fixed, dataclasses.replace(state, entropy_coef=0.5)).coef == 0.1
 
 
 def test_the_entropy_that_is_followed_is_a_mean_over_tokens():
