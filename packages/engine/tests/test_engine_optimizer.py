@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from rl_engine import BatchCounts, ModelOutput, NonFiniteError, OptimizerConfig
+from rl_engine import BatchCounts, ConfigError, ModelOutput, NonFiniteError, OptimizerConfig, OptimizerKind
 from rl_engine.losses import sft_loss
-from rl_engine.optimizer import ClippedAdamW, clip_grad_norm, learning_rate
+from rl_engine.optimizer import ClippedAdamW, clip_grad_norm, learning_rate, module_optimizer
 from rl_engine.testing import ragged_batch
 
 
@@ -29,6 +29,29 @@ def test_the_first_step_moves_by_the_rate_against_the_sign():
     weight.grad = torch.tensor([[4.0, -3.0], [2.0, 0.0]])
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.tensor([[-0.1, 0.1], [-0.1, 0.0]]))
+
+
+def test_muon_steps_matrices_by_their_singular_values_and_the_rest_by_adamw():
+    """The gradient 3 * I becomes I / |I|, then five times a polynomial; the update is scaled by 0.2 * sqrt(2)."""
+    matrix, table = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.zeros(2, 2))
+    config = OptimizerConfig(kind=OptimizerKind.MUON, lr=0.1, weight_decay=0.5, max_grad_norm=1e9)
+    optimizer = module_optimizer([matrix, table], [matrix], config)
+    matrix.grad, table.grad = 3 * torch.eye(2), torch.tensor([[4.0, -3.0], [2.0, -1.0]])
+    assert optimizer.clip_and_step() == pytest.approx((2 * 9 + 16 + 9 + 4 + 1) ** 0.5)
+    value = 0.5**0.5
+    for _ in range(5):
+        value = 3.4445 * value - 4.7750 * value**3 + 2.0315 * value**5
+    want = 0.95 * torch.ones(2, 2) - 0.1 * 0.2 * 2**0.5 * value * torch.eye(2)
+    torch.testing.assert_close(matrix.detach(), want, rtol=0, atol=1e-3)  # torch orthogonalises in bfloat16
+    torch.testing.assert_close(table.detach(), torch.tensor([[-0.1, 0.1], [-0.1, 0.1]]), rtol=1e-5, atol=1e-6)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+
+
+def test_muons_momentum_is_refused_of_adamw():
+    with pytest.raises(ConfigError, match=r"^optimizer.momentum is 0.9; it must be left out without kind=muon"):
+        OptimizerConfig(momentum=0.9)
+    with pytest.raises(ConfigError, match=r"^optimizer.kind is 'sgd'; allowed are adamw, muon"):
+        OptimizerConfig(kind="sgd")
 
 
 def test_clipping_is_global_and_returns_the_norm_before():

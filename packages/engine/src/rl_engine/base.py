@@ -94,7 +94,7 @@ class Engine(ABC):
         """Like `train_mode` for forward passes only: no dropout, no gradients."""
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """Forward passes inside see the model without its LoRA adapter: a reference for nothing.
+        """Turn the LoRA adapter off inside: reference log-probs at no extra memory.
 
         Raises:
             ConfigError: the engine has no adapter.
@@ -154,7 +154,7 @@ class Engine(ABC):
         """
 
     def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
-        """This rank's part of the weights, nothing gathered: where it lies in which tensor, and the part itself.
+        """Shards of this rank, nothing gathered: the box of each in its tensor, and its numbers.
 
         Names, number format and lifetime are those of `get_per_tensor_param`. Over all ranks the parts cover every
         tensor; ranks that hold the same part all give it. A tensor that a rank has nothing of may be left out.

@@ -124,9 +124,9 @@ class KtoLoss:
     beta: float = 0.1
     """Weight of staying near the reference."""
     desirable_weight: float = 1.0
-    """Of good rows."""
+    """Weight of good rows."""
     undesirable_weight: float = 1.0
-    """Of bad ones."""
+    """Weight of bad rows."""
 
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the mean over rows."""
@@ -144,7 +144,7 @@ class KtoLoss:
 
 
 class DistillKind(StrEnum):
-    """Which way a student is pulled towards its teacher."""
+    """Direction of a distillation divergence."""
 
     FORWARD = "forward"
     """KL(teacher, student) over the teacher's likeliest tokens and the rest of the vocabulary as one (Hinton et al.,
@@ -167,9 +167,9 @@ class DistillLoss:
     """
 
     kind: DistillKind = DistillKind.FORWARD
-    """Which way."""
+    """Direction of the divergence."""
     forward_weight: float = 0.5
-    """Of the forward part, with `mixed`."""
+    """Weight of the forward part, with `mixed`."""
 
     @property
     def is_token_local(self) -> bool:

@@ -1,8 +1,9 @@
-"""AdamW, its schedule, and clipping that refuses a bad norm before anything changes."""
+"""AdamW and Muon, their schedule, and clipping that refuses a bad norm before anything changes."""
 
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -10,11 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl_engine.errors import NonFiniteError
+from rl_engine.types import OptimizerConfig, OptimizerKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from rl_engine.types import OptimizerConfig
 
 
 class StepOptimizer(Protocol):
@@ -22,16 +22,16 @@ class StepOptimizer(Protocol):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """As torch's; the rate is `lr` of each."""
+        """Parameter groups, as torch's; the rate is `lr` of each."""
         ...
 
     @property
     def state(self) -> Mapping[Any, dict[str, Tensor]]:
-        """As torch's."""
+        """State by parameter, as torch's."""
         ...
 
     def zero_grad(self) -> None:
-        """Drop what has accumulated."""
+        """Drop accumulated gradients."""
         ...
 
     def clip_and_step(self) -> float:
@@ -49,8 +49,9 @@ class ClippedAdamW(torch.optim.AdamW):
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         groups = [
-            {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+            {"params": [parameter for parameter in alike if (parameter.ndim > 1) == decays], "weight_decay": decay}
+            for alike in by_mesh(trained)
+            for decays, decay in ((True, config.weight_decay), (False, 0.0))
         ]
         super().__init__(
             [group for group in groups if group["params"]],
@@ -70,8 +71,65 @@ class ClippedAdamW(torch.optim.AdamW):
         return norm
 
 
+class ClippedMuon:
+    """Muon (2502.16982) for matrices inside the layers, AdamW for everything else; one norm is clipped.
+
+    Both are torch's. Matrices may be sharded: torch gathers what the products of the orthogonalisation need.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], matrices: Iterable[nn.Parameter], config: OptimizerConfig
+    ) -> None:
+        """Allocate the state of `parameters`; those of them that are `matrices` (two-dimensional) are Muon's."""
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        inner = {id(parameter) for parameter in matrices}
+        mine = [parameter for parameter in self._trained if id(parameter) in inner]
+        self._max_norm = config.max_grad_norm
+        self._adamw = ClippedAdamW((parameter for parameter in self._trained if id(parameter) not in inner), config)
+        self._muon = torch.optim.Muon(
+            mine,
+            lr=learning_rate(config, 0),
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        for parameter in mine:
+            self._muon.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """See `StepOptimizer`."""
+        return [*self._muon.param_groups, *self._adamw.param_groups]
+
+    @property
+    def state(self) -> Mapping[Any, dict[str, Tensor]]:
+        """See `StepOptimizer`."""
+        return dict(chain(self._muon.state.items(), self._adamw.state.items()))
+
+    def zero_grad(self) -> None:
+        """See `StepOptimizer`."""
+        self._muon.zero_grad()
+        self._adamw.zero_grad()
+
+    def clip_and_step(self) -> float:
+        """See `StepOptimizer`."""
+        norm = clip_grad_norm(self._trained, self._max_norm)
+        self._muon.step()
+        self._adamw.step()
+        return norm
+
+
+def module_optimizer(
+    parameters: Iterable[nn.Parameter], matrices: Iterable[nn.Parameter], config: OptimizerConfig
+) -> ClippedAdamW | ClippedMuon:
+    """The optimizer that the settings ask for; `matrices` are what Muon takes of `parameters`."""
+    if config.kind == OptimizerKind.MUON:
+        return ClippedMuon(parameters, matrices, config)
+    return ClippedAdamW(parameters, config)
+
+
 def adamw_state(parameter: Tensor) -> dict[str, Tensor]:
-    """What AdamW keeps of a parameter, before its first step."""
+    """AdamW's state of a parameter before its first step."""
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter, requires_grad=False),
@@ -97,15 +155,27 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     Raises:
         NonFiniteError: the norm is NaN or infinite; gradients are as they were.
     """
-    trained = list(parameters)
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    trained = by_mesh(parameters)
+    norms: list[Tensor] = []
+    for alike in trained:
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in alike if parameter.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
     value = float(norm)
     refuse_non_finite(value)
     if value > max_norm:
-        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+        for alike in trained:
+            torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
     return value
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that are sharded over the same ranks; torch computes with no others together."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        found.setdefault(mesh, []).append(parameter)
+    return list(found.values())
 
 
 def refuse_non_finite(norm: float) -> None:

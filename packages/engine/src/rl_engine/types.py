@@ -18,6 +18,9 @@ PeftConfig = Mapping[str, Any]
 """A peft adapter configuration as its JSON mapping."""
 
 
+_MOMENTUM = 0.95
+
+
 class Precision(StrEnum):
     """Number format of parameters and activations."""
 
@@ -51,7 +54,7 @@ class Head(StrEnum):
 
 
 class ModelInit(StrEnum):
-    """Where the weights come from."""
+    """Source of the weights."""
 
     PRETRAINED = "pretrained"
     """The safetensors files of the model folder."""
@@ -59,16 +62,30 @@ class ModelInit(StrEnum):
     """The architecture's own initialisation, seeded; the folder needs only its config."""
 
 
+class OptimizerKind(StrEnum):
+    """The rule of an optimizer step."""
+
+    ADAMW = "adamw"
+    """Loshchilov and Hutter, 1711.05101."""
+    MUON = "muon"
+    """Muon (2502.16982) for the matrices of decoder layers, its update scaled to the size of AdamW's, so that both have
+    one `lr` and `weight_decay`; AdamW for embedding, head, norms, biases and joined experts. fsdp and torchtitan."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its schedule. A number out of range raises `ConfigError`."""
+    """The optimizer and its schedule. A number out of range raises `ConfigError`."""
 
+    kind: OptimizerKind = OptimizerKind.ADAMW
+    """AdamW, or Muon with AdamW."""
     lr: float = 1e-6
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW moment decays."""
     eps: float = 1e-8
     """AdamW denominator term."""
+    momentum: float = _MOMENTUM
+    """Muon's, with Nesterov's look ahead."""
     weight_decay: float = 0.01
     """Decoupled weight decay; not applied to one-dimensional parameters."""
     max_grad_norm: float = 1.0
@@ -82,7 +99,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Refuse numbers out of range."""
+        _need_named("optimizer.kind", self.kind, OptimizerKind)
+        is_muon = self.kind == OptimizerKind.MUON
         for name, is_met, allowed in (
+            ("momentum", 0 <= self.momentum < 1, "from 0 to below 1"),
+            ("momentum", is_muon or self.momentum == _MOMENTUM, "left out without kind=muon"),
             ("lr", self.lr >= 0 and isfinite(self.lr), "0 or more"),
             ("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1"),
             ("eps", self.eps > 0, "above 0"),
@@ -97,7 +118,7 @@ class OptimizerConfig:
 
 
 class LoraExport(StrEnum):
-    """What leaves an engine with a LoRA adapter."""
+    """Form in which a LoRA adapter is exported."""
 
     MERGED = "merged"
     """The whole model with the adapter added in, under its own names: any server takes it."""
@@ -114,11 +135,11 @@ class LoraConfig:
     alpha: float = 32.0
     """The adapter is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Of the adapter's input while training."""
+    """Dropout rate of the adapter's input while training."""
     target_modules: tuple[str, ...] = ()
     """Names of linear layers, such as q_proj; empty: every linear layer but the head."""
     export: LoraExport = LoraExport.MERGED
-    """What `get_per_tensor_param` and `save_model` give."""
+    """Form of `get_per_tensor_param` and `save_model`."""
 
     def __post_init__(self) -> None:
         """Refuse numbers out of range."""
@@ -130,10 +151,10 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How one model is laid out over ranks; whatever ranks are left over are data parallel.
+    """Layout of one model over ranks; the ranks that are left over are data parallel.
 
-    The default is data parallelism alone. A backend refuses what it cannot do: fsdp takes `sp` and `dp_replicate`,
-    megatron the others.
+    The default is data parallelism alone. A backend refuses what it cannot do: fsdp takes `sp`, `dp_replicate` and
+    `ep`, megatron all but the first two.
     """
 
     tp: int = 1
@@ -141,7 +162,8 @@ class ParallelConfig:
     pp: int = 1
     """Pipeline-parallel ranks: every rank has its share of the layers (Narayanan et al., 2104.04473)."""
     ep: int = 1
-    """Expert-parallel ranks: every rank has its share of the experts; taken from the data-parallel ranks."""
+    """Expert-parallel ranks: every rank has its share of the experts, to which tokens travel (Lepikhin et al.,
+    2006.16668); taken from the data-parallel ranks. On fsdp the rest of them shard each expert."""
     vpp: int = 1
     """Virtual pipeline stages: the layers of every pipeline rank are this many pieces that do not lie side by side,
     which shortens the time that ranks wait (interleaved 1F1B, Narayanan et al., 2104.04473). Needs `pp` above 1."""
@@ -161,7 +183,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What one engine is built from. Every rank of an engine gets the same one.
+    """Settings of one engine. Every rank of an engine gets the same ones.
 
     A value that no backend could honour raises `ConfigError` here; what depends on backend, model and ranks is refused
     by `Engine.check`.
@@ -170,18 +192,19 @@ class EngineConfig:
     model_path: str
     """A Hugging Face model folder."""
     init: ModelInit = ModelInit.PRETRAINED
-    """Where the weights come from."""
+    """Source of the weights."""
     head: Head = Head.LM
-    """What it gives for a completion token. A folder without the scalar head that `value` and `reward` need (a causal
-    LM) gets one of zeros; `save_model` then writes a sequence classifier with one label, in Hugging Face's layout."""
+    """The model's head: what it gives for a completion token. A folder without the scalar head that `value` and
+    `reward` need (a causal LM) gets one of zeros; `save_model` then writes a sequence classifier with one label, in
+    Hugging Face's layout."""
     lora: LoraConfig | None = None
     """Train an adapter instead of the model; needs `pip install 'rl-engine[lora]'`."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """None builds a frozen engine (a reference): no optimizer state, no gradients."""
     precision: Precision = Precision.FLOAT32
-    """Of parameters and activations; log-probs, losses and reductions are never narrower than float32."""
+    """Number format of parameters and activations; log-probs, losses and reductions are never narrower than float32."""
     matmul_precision: MatmulPrecision = MatmulPrecision.HIGHEST
-    """Of matrix products inside `forward_backward_batch`; matters for float32 only."""
+    """Precision of matrix products inside `forward_backward_batch`; matters for float32 only."""
     max_tokens_per_gpu: int = 16384
     """Tokens (prompt and completion) of one micro-batch; a prompt that its rows share counts once."""
     prefix_sharing: bool | None = None
@@ -207,12 +230,21 @@ class EngineConfig:
     """Layout of the model over ranks."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass."""
+    activation_offload: bool = False
+    """Keep what the backward pass needs of the forward pass in page-locked memory of the CPU, parameters excepted (with
+    `activation_checkpointing` the inputs of layers). Refused without a GPU."""
     torch_compile: bool = False
     """Compile each layer with `torch.compile`, but for its attention over packed rows; fsdp alone. Takes a minute, and
     again where micro-batches come to be several times as long."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the memory of the CPU, which takes the step; the GPU has the
     parameters of a layer while it computes (FSDP2's `CPUOffloadPolicy`). fsdp alone; refused without a GPU."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's state in the memory of the CPU between steps; a step brings it to the GPU and takes it back.
+    Refused without a GPU, and beside `cpu_offload`, which keeps it there always."""
+    freeze_mtp: bool = False
+    """Take folders with layers for multi-token prediction (DeepSeek-V3, GLM-4.5, Qwen3-Next): the layers are neither
+    computed nor trained, and `save_model` writes them as they were. False: such a folder is refused."""
     async_checkpoints: bool = False
     """`save_checkpoint` returns once everything is copied to the CPU; a thread writes it. A failure is raised by the
     next `save_checkpoint` or `load_checkpoint`, or by `close`, which wait for it."""
@@ -235,6 +267,11 @@ class EngineConfig:
             ("router_aux_loss_coef", self.router_aux_loss_coef >= 0, "0 (off) or more"),
         ):
             _need(is_met, name, getattr(self, name), allowed)
+        if self.optimizer_offload and (self.cpu_offload or self.optimizer is None):
+            reason = "cpu_offload keeps its state on the CPU already" if self.cpu_offload else "there is no optimizer"
+            raise ConfigError(f"optimizer_offload is true and {reason}. Set it to false.")
+        if self.activation_offload and self.optimizer is None:
+            raise ConfigError("activation_offload is true and a frozen engine keeps no activations. Set it to false.")
         for name in ("entropy", "sum_pi_squared", "num_candidates"):
             if getattr(self, name) and self.head != Head.LM:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it needs head=lm, and head is {self.head}.")
@@ -242,14 +279,14 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """Which part of a tensor one rank holds: a box in the coordinates of the whole tensor."""
+    """Shard of a tensor: the box that one rank holds, in the coordinates of the whole tensor."""
 
     name: str
     """Hugging Face name of the tensor."""
     shape: tuple[int, ...]
     """Elements of the whole tensor along each axis."""
     offsets: tuple[int, ...]
-    """Where the box starts along each axis, elements."""
+    """First index of the box along each axis, elements."""
     sizes: tuple[int, ...]
     """Its length along each axis, elements; 0 if the rank holds nothing of the tensor."""
 
@@ -272,15 +309,15 @@ class ModelOutput:
     """
 
     token_logprobs: Tensor | None = None
-    """What `logprobs` gives; None with another head."""
+    """Log-probs that the property `logprobs` returns; None with another head."""
     token_values: Tensor | None = None
-    """What `values` gives; None with another head."""
+    """Values that the property `values` returns; None with another head."""
     entropy: Tensor | None = None
     """(T,) float32 entropy of the predicting distribution, nats; None unless asked for."""
     sum_pi_squared: Tensor | None = None
     """(T,) float32 sum of squared probabilities of the predicting distribution, no gradient; None unless asked for."""
     token_candidate_logprobs: Tensor | None = None
-    """What `candidate_logprobs` gives; None without that column."""
+    """Log-probs that the property `candidate_logprobs` returns; None without the column."""
     top_token_ids: Tensor | None = None
     """(T, K) int64, the K most likely tokens, the likeliest first; None unless `num_candidates` asks for them."""
     top_logprobs: Tensor | None = None
@@ -313,7 +350,7 @@ class ModelOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """What a call of `forward_backward_batch` returns."""
+    """Result of one call of `forward_backward_batch`."""
 
     columns: TensorDict
     """Jagged `logprobs` (and `entropy`, `sum_pi_squared`, `candidate_token_ids`, `candidate_logprobs`), or `values`;

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     step: int
     """Steps taken so far, this one included."""

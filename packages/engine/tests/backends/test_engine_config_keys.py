@@ -24,6 +24,7 @@ from rl_engine import (
     MatmulPrecision,
     ModelInit,
     OptimizerConfig,
+    OptimizerKind,
     ParallelConfig,
     Precision,
     create_engine,
@@ -61,6 +62,8 @@ EFFECTS = {
     "async_checkpoints": (True, "bad save raised at once"),
     "seed": (3, "weights"),
     "timeout_s": (77.0, "timeout"),
+    "optimizer.kind": (OptimizerKind.MUON, "stepped"),
+    "optimizer.momentum": (0.5, "stepped"),
     "optimizer.lr": (2e-2, "stepped"),
     "optimizer.betas": ((0.5, 0.6), "stepped"),
     "optimizer.eps": (1e-2, "stepped"),
@@ -81,11 +84,13 @@ BESIDE = {
     "seed": {"init": ModelInit.RANDOM},
     "timeout_s": {"precision": Precision.BFLOAT16},  # on fsdp one rank in one format needs no group
     "lora": {"lora": None},
+    "optimizer.momentum": {"optimizer": replace(OPTIMIZER, kind=OptimizerKind.MUON)},
 }
 LORA_KEYS = {"lora", *(f"lora.{field.name}" for field in fields(LoraConfig))}
 REFUSED = {
     "fsdp": {},
-    "megatron": dict.fromkeys(LORA_KEYS, "The megatron backend has no LoRA adapters"),
+    "megatron": dict.fromkeys(LORA_KEYS, "The megatron backend has no LoRA adapters")
+    | dict.fromkeys(("optimizer.kind", "optimizer.momentum"), "the megatron backend shards AdamW alone"),
     "torchtitan": dict.fromkeys(LORA_KEYS, "The torchtitan backend has no LoRA adapters")
     | {"router_aux_loss_coef": "the model has no router that it could even out"},
 }
@@ -97,10 +102,20 @@ ELSEWHERE = {
     },
     "torch_compile": {"fsdp": "test_engine_compile::test_compiled_layers_step_like_plain_ones"},
     "cpu_offload": {"fsdp": "test_engine_offload::test_cpu_offload_is_what_every_layer_is_sharded_with"},
+    "optimizer_offload": dict.fromkeys(
+        BACKENDS, "test_engine_offload::test_the_optimizers_state_is_on_the_gpu_in_steps_alone"
+    ),
+    "activation_offload": dict.fromkeys(
+        BACKENDS, "test_engine_offload::test_activations_are_taken_away_and_steps_are_those_without_it"
+    ),
+    "freeze_mtp": dict.fromkeys(BACKENDS, "test_engine_mtp::test_layers_are_kept_as_they_were"),
     "parallel.tp": {"megatron": "test_engine_megatron::test_shards_cover_the_weights"},
     "parallel.pp": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
     "parallel.vpp": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
-    "parallel.ep": {"megatron": "test_engine_megatron::test_shards_cover_the_weights"},
+    "parallel.ep": {
+        "fsdp": "test_engine_expert_parallel::test_a_rank_gathers_its_own_experts_alone",
+        "megatron": "test_engine_megatron::test_shards_cover_the_weights",
+    },
     "parallel.cp": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
     "parallel.sequence_parallel": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
     "parallel.sp": {"fsdp": "test_engine_fsdp_ranks::test_ranks_that_share_tokens_have_room_for_twice_as_many"},

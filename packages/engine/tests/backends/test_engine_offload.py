@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_engine import ConfigError, EngineConfig, create_engine
-from rl_engine.backends import fsdp
 from rl_engine.losses import sft_loss
+from rl_engine.model import device_memory
+from rl_engine.model import engine as module_engine
 from rl_engine.model.device_memory import DeviceMemory
 from rl_engine.testing import ragged_batch, write_tiny_model
 
@@ -111,11 +112,22 @@ def take_steps(engine):
     return norms, {name: tensor.cpu().clone() for name, tensor in engine.get_per_tensor_param()[0]}
 
 
-def test_cpu_offload_without_a_gpu_is_refused(tmp_path):
+@pytest.mark.parametrize("key", ["cpu_offload", "optimizer_offload", "activation_offload"])
+def test_an_offload_without_a_gpu_is_refused(tmp_path, key):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU to offload from")
-    with pytest.raises(ConfigError, match="cpu_offload is true and there is no GPU: everything lies on the CPU"):
-        built(tmp_path, cpu_offload=True)
+    with pytest.raises(ConfigError, match=f"{key} is true and there is no GPU: everything lies on the CPU"):
+        built(tmp_path, **{key: True})
+
+
+def test_offloads_that_would_do_nothing_are_refused():
+    for changes, said in (
+        ({"optimizer_offload": True, "cpu_offload": True}, "optimizer_offload is true and cpu_offload keeps its state"),
+        ({"optimizer_offload": True, "optimizer": None}, "optimizer_offload is true and there is no optimizer"),
+        ({"activation_offload": True, "optimizer": None}, "activation_offload is true and a frozen engine keeps no"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            EngineConfig(model_path="any", **changes)
 
 
 def test_cpu_offload_is_what_every_layer_is_sharded_with(tmp_path, monkeypatch):
@@ -123,7 +135,7 @@ def test_cpu_offload_is_what_every_layer_is_sharded_with(tmp_path, monkeypatch):
     plain = built(tmp_path)
     want = take_steps(plain)
     plain.close()
-    monkeypatch.setattr(fsdp, "has_gpu", lambda: True)
+    monkeypatch.setattr(module_engine, "has_gpu", lambda: True)
     engine = built(tmp_path, cpu_offload=True)
     groups = [module._get_fsdp_state()._fsdp_param_group for module in find_sharded(engine)]
     assert len(groups) == 3  # two layers, and the rest
@@ -221,6 +233,105 @@ def test_an_offload_leaves_no_reference_when_it_gives_back_and_steps_are_those_w
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     engine.close()
     assert not driver.pinned
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_optimizers_state_is_on_the_gpu_in_steps_alone(tmp_path, monkeypatch, backend):
+    """As if there were a GPU: where the optimizer's state is said to be in every pass and every step."""
+    plain = built(tmp_path, backend)
+    want = take_steps(plain)
+    plain.close()
+    monkeypatch.setattr(module_engine, "has_gpu", lambda: True)
+    engine, places = built(tmp_path, backend, optimizer_offload=True), []
+    there, here = torch.device("cpu", 0), torch.device("cpu")  # to an engine not the place where it computes
+    step, run = engine._optimizer.clip_and_step, engine._run
+    monkeypatch.setattr(
+        engine._optimizer, "clip_and_step", lambda: places.append(("step", engine._places["optimizer"])) or step()
+    )
+    monkeypatch.setattr(
+        engine, "_run", lambda *given: places.append(("pass", engine._places["optimizer"])) or run(*given)
+    )
+    engine._compute_device = there
+    engine._places = {"model": there, "grad": there, "optimizer": here}
+    norms, weights = take_steps(engine)
+    assert places == [("pass", here), ("step", there)] * 3
+    assert engine._places["optimizer"] == here
+    assert norms == want[0]
+    torch.testing.assert_close(weights, want[1], rtol=0, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_activations_are_taken_away_and_steps_are_those_without_it(tmp_path, monkeypatch, backend, is_recomputed):
+    """As if there were a GPU: what autograd saves is copied, but for parameters, and used in the backward pass."""
+    monkeypatch.setattr(module_engine, "has_gpu", lambda: True)
+    monkeypatch.setattr(device_memory, "_SMALL_BYTES", 0)
+    saver, copied, engines = torch.autograd.graph.save_on_cpu, [], []
+
+    def keep(saved):
+        weights = [weight for weight in model_of(engines[-1]).parameters() if not isinstance(weight, DTensor)]
+        places = {weight.untyped_storage().data_ptr() for weight in weights}  # gathered ones too, while they are there
+        assert saved.untyped_storage().data_ptr() not in places
+        copied.append(tuple(saved.shape))
+
+    class Watched(saver):
+        def __init__(self, pin_memory):
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda saved: keep(saved) or pack(saved)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Watched)
+    seen = []
+    for is_offloaded in (False, True):
+        engine = built(tmp_path, backend, activation_offload=is_offloaded, activation_checkpointing=is_recomputed)
+        engines.append(engine)
+        seen.append(take_steps(engine))
+        assert bool(copied) == is_offloaded
+        engine.close()
+    num_layers, num_steps = 2, 3
+    states = [shape for shape in copied if shape[-1:] == (128,) and len(shape) > 1]
+    assert len(states) >= num_layers * num_steps  # the inputs of layers at least
+    assert seen[0][0] == seen[1][0]
+    torch.testing.assert_close(seen[0][1], seen[1][1], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offloaded_activations_leave_the_gpu(tmp_path):
+    """What is allocated after a forward pass of 4,096 tokens, and the steps."""
+    allocated, seen = {}, []
+    rows = ragged_batch([[5] * 512] * 8, [[7] * 512] * 8)
+    for is_offloaded in (False, True):
+        engine = built(tmp_path, activation_offload=is_offloaded, max_tokens_per_gpu=8192)
+
+        def loss(output, columns, is_offloaded=is_offloaded):
+            allocated[is_offloaded] = torch.cuda.memory_allocated()
+            return sft_loss(output, columns)
+
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(rows, loss)
+            seen.append(engine.optimizer_step())
+        engine.close()
+    assert allocated[True] < 0.6 * allocated[False]
+    assert seen[1] == pytest.approx(seen[0], rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_offloaded_optimizer_leaves_the_gpu_between_steps(tmp_path, backend):
+    plain = built(tmp_path, backend)
+    want = take_steps(plain)
+    plain.close()
+    engine = built(tmp_path, backend, optimizer_offload=True)
+    assert not any(value.is_cuda for state in engine._optimizer.state.values() for value in state.values())
+    norms, weights = take_steps(engine)
+    assert not any(value.is_cuda for state in engine._optimizer.state.values() for value in state.values())
+    assert norms == pytest.approx(want[0], rel=1e-4)
+    torch.testing.assert_close(weights, want[1], rtol=1e-4, atol=1e-5)
+    engine.close()
 
 
 @pytest.mark.gpu

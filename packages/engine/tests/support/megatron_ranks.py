@@ -68,6 +68,9 @@ MODELS = {
     "deep": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
     "deep moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                                "decoder_sparse_step": 1, "norm_topk_prob": True, "num_hidden_layers": 4}),
+    "glm": ("glm4_moe", {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,
+                         "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
+                         "moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
     "moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                           "decoder_sparse_step": 1, "norm_topk_prob": True}),
 }  # fmt: skip
@@ -77,6 +80,8 @@ def write_model(folder, kind):
     torch.manual_seed(3)
     name, changes = MODELS[kind]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(SIZES | changes)), dtype=torch.float32)
+    for router in (buffer for named, buffer in model.named_buffers() if "e_score_correction_bias" in named):
+        router.copy_(torch.randn_like(router))  # which changes the choice of experts
     model.save_pretrained(folder / kind)
 
 
@@ -111,8 +116,14 @@ def owners(size):
 
 def initial(folder, factory=AutoModelForCausalLM):
     """The weights of a folder."""
-    model = factory.from_pretrained(folder, dtype=torch.float64)
-    return revert_weight_conversion(model, dict(model.named_parameters()))
+    return weights_of(factory.from_pretrained(folder, dtype=torch.float64))
+
+
+def weights_of(model):
+    """Float64 parameters and saved buffers of a plain model under the names of its folder."""
+    saved = set(model.state_dict())
+    named = dict(model.named_parameters()) | {name: part for name, part in model.named_buffers() if name in saved}
+    return {name: part.detach().double() for name, part in revert_weight_conversion(model, named).items()}
 
 
 def run(folder, kind, layout, before):

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES, parameter_dtype, trains_narrow
-from rl_engine.checkpoint.slices import Piece, SliceReader, find_pieces, read_shards, shapes_of
+from rl_engine.checkpoint.slices import Piece, find_pieces, open_folder, read_shards, shapes_of
+from rl_engine.distributed.expert_parallel import check_experts, divide_experts
 from rl_engine.errors import ConfigError, EngineError, ModelFolderError
 from rl_engine.model import lora
 from rl_engine.model.attention import SequenceGroup, check_heads
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import transformers
+    from torch.distributed.device_mesh import DeviceMesh
 
     from rl_engine.base import Engine
     from rl_engine.distributed.world import World
@@ -124,26 +126,24 @@ def check_fit(config: EngineConfig, world_size: int) -> str | None:
         raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
     if config.lora is not None and hf_folder.block_size(config.model_path) is not None:
         raise ConfigError("lora is set and the folder's weights are quantised (fp8). Give the folder in bfloat16.")
+    ep = config.parallel.ep
+    if config.lora is not None and ep > 1:
+        raise ConfigError(f"parallel.ep is {ep} and lora is set; peft's adapters want all experts on every rank.")
     model = hf_folder.empty_model(config.model_path, dtype=parameter_dtype(config), head=config.head)
     scorer, _ = _scorer_of(model, config)
     check_candidates(config.num_candidates, scorer.config.vocab_size)
+    if ep > 1:
+        check_experts(model, ep, world_size // config.parallel.dp_replicate // ep)
     return _sharing_obstacle(scorer, config)
-
-
-def has_gpu() -> bool:
-    """Whether there is another place than the CPU."""
-    return torch.cuda.is_available()
 
 
 def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer, PeftConfig | None]:
     """The model as a scorer on this rank's device, and peft's description of its adapter. Collective.
 
     Raises:
-        ConfigError: a setting that this machine does not allow.
+        ConfigError: there is no compiler, and one is needed.
         ModelFolderError: the folder cannot be loaded; on every rank.
     """
-    if config.cpu_offload and not has_gpu():
-        raise ConfigError("cpu_offload is true and there is no GPU: everything lies on the CPU. Set it to false.")
     scorer, peft, sliced = _slices_of(config, world)
     if scorer is None:
         scorer, peft = _scorer_of(load_on_rank_0(config, world), config)
@@ -210,7 +210,12 @@ def load_on_rank_0(config: EngineConfig, world: World) -> transformers.PreTraine
     if world.rank == 0:
         try:
             model = hf_folder.load_model(
-                config.model_path, init=config.init, dtype=dtype, seed=config.seed, head=config.head
+                config.model_path,
+                init=config.init,
+                dtype=dtype,
+                seed=config.seed,
+                head=config.head,
+                freeze_mtp=config.freeze_mtp,
             )
         except ModelFolderError as error:
             problem = str(error)
@@ -226,7 +231,7 @@ def open_slices(config: EngineConfig, pieces: Mapping[str, list[Piece]] | None, 
     if is_able:
         assert pieces is not None
         try:
-            with SliceReader(config.model_path, shapes_of(pieces), head=config.head, is_tied=is_tied):
+            with open_folder(config, shapes_of(pieces), is_tied=is_tied):
                 pass
         except ModelFolderError:  # of other names, which transformers may know; or damaged, which it says
             if hf_folder.block_size(config.model_path) is not None:
@@ -273,7 +278,7 @@ def _read_slices(
         set_buffer(scorer, name, buffer.to(home))
     with (
         torch.no_grad(),
-        SliceReader(config.model_path, shapes_of(pieces), head=config.head, is_tied=bool(ties)) as read,
+        open_folder(config, shapes_of(pieces), is_tied=bool(ties)) as read,
     ):
         read_shards(scorer.named_weights(), pieces, read)
 
@@ -284,7 +289,7 @@ def needs_sharding(config: EngineConfig, size: int) -> bool:
 
 
 def _fill(scorer: Scorer, source: dict[str, Tensor], world: World, home: torch.device) -> None:
-    """Give every rank its shards of rank 0's weights, and its buffers. Collective."""
+    """Send every rank its shards of rank 0's weights, and its buffers. Collective."""
     if world.rank == 0:
         scorer.to(home)
     else:
@@ -326,7 +331,7 @@ def _tensors(scorer: Scorer) -> dict[str, Tensor]:
 
 
 def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Places that have one parameter in common; moving off the meta device would part them."""
+    """Groups of modules that share a parameter; moving off the meta device would make copies."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -335,7 +340,7 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _tie(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    """Undo the parting."""
+    """Restore shared parameters."""
     for (first, name), *others in ties:
         for module, other in others:
             setattr(module, other, getattr(first, name))
@@ -352,11 +357,11 @@ def _check_parallel(parallel: ParallelConfig) -> None:
     Raises:
         ConfigError: says which setting.
     """
-    for name in ("sp", "dp_replicate"):
+    for name in ("sp", "dp_replicate", "ep"):
         if getattr(parallel, name) < 1:
             raise ConfigError(f"parallel.{name} is {getattr(parallel, name)}; it is a number of ranks, 1 or more.")
-    if replace(parallel, sp=1, dp_replicate=1) != ParallelConfig():
-        raise ConfigError(f"parallel is {parallel}; the fsdp backend takes sp and dp_replicate only. Use megatron.")
+    if replace(parallel, sp=1, dp_replicate=1, ep=1) != ParallelConfig():
+        raise ConfigError(f"parallel is {parallel}; the fsdp backend takes sp, dp_replicate and ep only. Use megatron.")
 
 
 def check_replicas(parallel: ParallelConfig, size: int) -> None:
@@ -368,10 +373,12 @@ def check_replicas(parallel: ParallelConfig, size: int) -> None:
     for name in ("sp", "dp_replicate"):
         if size % getattr(parallel, name):
             raise ConfigError(f"parallel.{name} = {getattr(parallel, name)} does not divide {size} ranks.")
+    if (size // parallel.dp_replicate) % parallel.ep:
+        raise ConfigError(f"parallel.ep = {parallel.ep} does not divide {size // parallel.dp_replicate} ranks.")
 
 
 def _sequence_group(world: World, sp: int) -> SequenceGroup | None:
-    """The ranks that share this rank's tokens. Collective."""
+    """Sequence-parallel group of this rank. Collective."""
     if sp == 1:
         return None
     axes = init_device_mesh(world.device.type, (world.size // sp, sp), mesh_dim_names=("dp", "sp"))
@@ -424,24 +431,32 @@ def _drops_out(scorer: HuggingFaceScorer) -> bool:
 
 
 def _shard(scorer: HuggingFaceScorer, world: World, config: EngineConfig) -> None:
-    """Shard each decoder layer, then the rest with the root; parameters stay in their own format between uses."""
-    compute, replicas = DTYPES[config.precision], config.parallel.dp_replicate
-    sizes, names = ((world.size,), ("shard",))
-    if replicas > 1:
-        sizes, names = (replicas, world.size // replicas), ("replicate", "shard")
-    mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+    """Shard each decoder layer, then the rest with the root; parameters stay in their own format between uses.
+
+    With `parallel.ep` a layer's experts are divided among ranks first, and each is sharded over the ranks that have it:
+    along its second axis, so that a rank holds one box of every tensor.
+    """
+    compute, replicas, ep = DTYPES[config.precision], config.parallel.dp_replicate, config.parallel.ep
     wide = torch.float64 if compute == torch.float64 else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
-    for module in [*decoder_layers(scorer), scorer]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    options: dict[str, Any] = {"offload_policy": offload}
+    if ep > 1:
+        mesh = _mesh(world, replicate=replicas, shard=world.size // replicas // ep, expert=ep)
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
+        axes = mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
+        for module in divide_experts(scorer.model, mesh["expert"]):
+            fully_shard(module, mesh=axes, mp_policy=policy, shard_placement_fn=lambda _: Shard(1), **options)
+    mesh = _mesh(world, replicate=replicas, shard=world.size // replicas)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide)
+    for module in [*scorer.layers(), scorer]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, **options)
     sum_gradients(scorer)
 
 
-def decoder_layers(scorer: HuggingFaceScorer) -> list[nn.Module]:
-    """The modules that transformers would not part."""
-    names = set(scorer.model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
-    return [module for module in scorer.modules() if type(module).__name__ in names]
+def _mesh(world: World, *, replicate: int, **axes: int) -> DeviceMesh:
+    """All ranks along the named axes, the last of them neighbours; without `replicate` where that is 1. Collective."""
+    sizes = {"replicate": replicate, **axes} if replicate > 1 else axes
+    return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _check_compilable(scorer: HuggingFaceScorer) -> None:
@@ -470,7 +485,7 @@ def compile_layers(scorer: HuggingFaceScorer, device: torch.device) -> None:
             "torch_compile is true and torch finds no compiler that works (a C++ compiler for the CPU, Triton for a "
             f"GPU): {error}. Install one, or set it to false."
         ) from error
-    for layer in decoder_layers(scorer):
+    for layer in scorer.layers():
         layer.compile(dynamic=True)
 
 

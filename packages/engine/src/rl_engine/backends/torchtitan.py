@@ -24,7 +24,7 @@ from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES, SCORE
-from rl_engine.checkpoint.slices import SliceReader, find_pieces, read_shards, shapes_of
+from rl_engine.checkpoint.slices import find_pieces, open_folder, read_shards, shapes_of
 from rl_engine.errors import ConfigError
 from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
 from rl_engine.model.engine import ModuleEngine, Scorer, check_candidates, refuse_fsdp_only, shares_prefixes
@@ -108,15 +108,15 @@ class ScoringHead(Linear):
         """As torchtitan's."""
 
         wanted: EngineConfig | None = None
-        """Of a language-model head; None for a scalar one."""
+        """Settings of a language-model head; None for a scalar one."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._wanted = config.wanted
         self.rows: PackedRows | None = None
-        """What the next forward pass is of."""
+        """Rows of the next forward pass."""
         self.head_loss: HeadLoss | None = None
-        """To be made in it."""
+        """Loss that the next forward pass makes."""
 
     def forward(self, states: Tensor) -> ModelOutput:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Scores of the rows' completion tokens from `[1, T, H]` states."""
@@ -164,6 +164,10 @@ class TorchtitanScorer(Scorer):
         """Let embedding and head be one weight again, after the move off the meta device parted them."""
         if self.model.enable_weight_tying:
             self.model.tok_embeddings.weight = self.model.lm_head.weight
+
+    def layers(self) -> list[torch.nn.Module]:
+        """See `Scorer`."""
+        return list(self.model.layers.children())
 
     def cost(self) -> CostModel:
         """See `Scorer`."""
@@ -274,7 +278,7 @@ class TorchtitanEngine(ModuleEngine):
                 module._init_self_buffers(buffer_device=world.device)  # pyright: ignore[reportPrivateUsage]
         if loaded is None:
             assert pieces is not None
-            with SliceReader(config.model_path, shapes_of(pieces), head=config.head, is_tied=is_tied) as read:
+            with open_folder(config, shapes_of(pieces), is_tied=is_tied) as read:
                 read_shards(scorer.named_weights(), pieces, read)
         else:
             hand_out(scorer.named_weights(), dict(loaded.named_parameters()) if world.rank == 0 else {}, world)
@@ -284,7 +288,7 @@ class TorchtitanEngine(ModuleEngine):
 
 
 def _parallelize(scorer: TorchtitanScorer, config: EngineConfig, world: World) -> None:
-    """What torchtitan's parallelize functions of dense models do, in any number format."""
+    """Shard and recompute as torchtitan's parallelize functions of dense models do, in any number format."""
     replicas = config.parallel.dp_replicate
     sizes, names = ((world.size,), ("fsdp",))
     if replicas > 1:

@@ -52,16 +52,23 @@ def trains_narrow(config: EngineConfig) -> bool:
 
 
 def parameter_dtype(config: EngineConfig) -> torch.dtype:
-    """Of the parameters that the optimizer steps, or of a frozen model."""
+    """Number format of the parameters that the optimizer steps, or of a frozen model."""
     return torch.float32 if trains_narrow(config) else DTYPES[config.precision]
 
 
 def load_model(
-    path: str | Path, *, init: ModelInit, dtype: torch.dtype, seed: int, head: Head = Head.LM
+    path: str | Path,
+    *,
+    init: ModelInit,
+    dtype: torch.dtype,
+    seed: int,
+    head: Head = Head.LM,
+    freeze_mtp: bool = False,
 ) -> PreTrainedModel:
     """Build the folder's causal language model, or a sequence classifier with one label on its trunk, on the CPU.
 
-    A scalar head that the folder has not is made of zeros.
+    A scalar head that the folder has not is made of zeros. Layers for multi-token prediction are left out where
+    `freeze_mtp` allows it.
 
     Raises:
         ModelFolderError: no config, an unknown architecture, no weights, or tensors that are missing, left over or of
@@ -75,7 +82,7 @@ def load_model(
             torch.manual_seed(seed)
             model = _build(folder, partial(factory.from_config, config, dtype=dtype))
         return _finished(model if head == Head.LM else _with_zero_head(folder, model))
-    check_weights(folder)
+    check_weights(folder, freeze_mtp=freeze_mtp)
     if block_size(folder) is not None:
         raise ModelFolderError(
             f"The weights of {folder} are quantised (fp8); they are dequantised tensor by tensor, which this model's "
@@ -88,14 +95,13 @@ def load_model(
             ignore_mismatched_sizes=True, trust_remote_code=False, use_safetensors=True,
         ),
     )  # fmt: skip
-    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
+    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"]) - set(mtp_names(folder))
     if head != Head.LM and missing == {SCORE}:
         model, missing = _with_zero_head(folder, model), set[str]()
         unexpected = {name for name in unexpected if not name.startswith("lm_head.")}
     refuse_tensors(folder, "lacks", missing)
     refuse_tensors(folder, "has, beyond what the architecture takes,", unexpected)
     refuse_tensors(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
-    _refuse_further_layers(folder, config.get_text_config().num_hidden_layers)
     return _finished(model)
 
 
@@ -167,7 +173,7 @@ def replace_folder(draft: Path, target: Path) -> None:
 
 
 def previous_folder(target: Path) -> Path:
-    """Where `replace_folder` keeps the old folder while it moves the new one in."""
+    """Folder that holds the old one while `replace_folder` moves the new one in."""
     return target.with_name(f".{target.name}.previous")
 
 
@@ -269,8 +275,10 @@ def _with_zero_head(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def check_weights(folder: Path) -> None:
-    """Refuse a folder without weights, or with a file that cannot be opened; headers alone are read.
+def check_weights(folder: Path, *, freeze_mtp: bool = False) -> None:
+    """Refuse a folder without weights, with a file that cannot be opened, or with layers that nobody asked to freeze.
+
+    Headers alone are read.
 
     Raises:
         ModelFolderError: names the folder or the file.
@@ -284,6 +292,11 @@ def check_weights(folder: Path) -> None:
     for file in files:
         with open_shard(file):
             pass
+    if not freeze_mtp and (found := mtp_names(folder)):
+        raise ModelFolderError(
+            f"Model folder {folder} has {len(found)} tensor(s) for multi-token prediction, such as {found[0]}. No "
+            "backend trains them; freeze_mtp=true leaves them as they are, also in what save_model writes."
+        )
 
 
 def _check_index(folder: Path) -> None:
@@ -318,27 +331,19 @@ def open_shard(file: Path) -> Any:
         raise ModelFolderError(f"{file} cannot be read ({error}). Download the folder again.") from error
 
 
-def _refuse_further_layers(folder: Path, num_layers: int) -> None:
-    """Refuse layers that predict tokens further ahead: transformers leaves them out without a word.
+def mtp_names(folder: Path) -> list[str]:
+    """Tensors of layers for multi-token prediction: of a module `mtp` or, as in DeepSeek-V3, of layers behind the last.
 
-    Raises:
-        ModelFolderError: the folder has some.
+    transformers leaves them out without a word.
     """
-    found: list[str] = []
+    num_layers, found = read_config(folder).get_text_config().num_hidden_layers, list[str]()
     for file in sorted(folder.glob("*.safetensors")):
         with open_shard(file) as tensors:
-            found += [name for name in tensors.keys() if _is_further(name, num_layers)]  # noqa: SIM118
-    if found:
-        raise ModelFolderError(
-            f"Model folder {folder} has {len(found)} tensor(s) for multi-token prediction, such as {found[0]}. No "
-            "backend trains them, and a model saved from here would lack them; take them out of the folder to go on."
-        )
-
-
-def _is_further(name: str, num_layers: int) -> bool:
-    """Whether a tensor belongs to a module `mtp` or, as DeepSeek-V3 names them, to a layer behind the last."""
-    layer = re.fullmatch(r"model\.layers\.(\d+)\..*", name)
-    return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= num_layers)
+            for name in tensors.keys():  # noqa: SIM118
+                layer = re.fullmatch(r"model\.layers\.(\d+)\..*", name)
+                if name.startswith("mtp.") or (layer is not None and int(layer[1]) >= num_layers):
+                    found.append(name)
+    return found
 
 
 def refuse_tensors(folder: Path, what: str, keys: Iterable[str]) -> None:

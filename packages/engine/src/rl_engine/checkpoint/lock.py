@@ -91,7 +91,7 @@ def _refusal(path: Path, what: str, holder: dict[str, Any] | None) -> str:
 
 
 def _read(descriptor: int) -> dict[str, Any] | None:
-    """Who holds it, as written; None where nobody does, or the record was cut short."""
+    """Holder of the lock, as written; None without one, or where the record was cut short."""
     try:
         found = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
     except ValueError:

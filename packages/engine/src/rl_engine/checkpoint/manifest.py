@@ -137,7 +137,7 @@ def _text_of(content: Mapping[str, Any]) -> str:
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:
-    """Of the JSON with sorted keys and no spaces."""
+    """Digest of the JSON with sorted keys and no spaces."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     digest = new_digest()
     digest.update(text.encode())

@@ -44,7 +44,7 @@ _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""As safetensors names them."""
+"""Number formats by the names that safetensors gives them."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAID = ("step", "schedule_step", "world_size")
 _ELEMENTS_AT_ONCE = 1 << 20
@@ -56,7 +56,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """Manifest of a checkpoint: step, schedule, tensors and random states."""
 
     step: int
     """The caller's step."""
@@ -136,7 +136,7 @@ def _on_rank_0(work: Callable[[], None], target: Path, world: World) -> None:
 
 
 def _share(tensors: Mapping[str, Tensor], world: World) -> list[tuple[str, Box, tuple[int, ...], Tensor]]:
-    """What this rank writes: name, box, whole shape, part. What several ranks hold is written by one of them."""
+    """Parts that this rank writes: name, box, whole shape, numbers. Replicated parts are written by one rank."""
     held = {(name, box_of(tensor)): tensor for name, tensor in tensors.items()}
     load = [0] * world.size
     owners: dict[tuple[str, Box], int] = {}
@@ -162,7 +162,7 @@ def _described(tensors: Mapping[str, Tensor], world: World) -> dict[str, tuple[s
 
 
 def _contents(manifest: Manifest, shapes: Mapping[str, tuple[str, list[int]]], told: Sequence[Any]) -> dict[str, Any]:
-    """What the manifest says."""
+    """Contents of the manifest."""
     stored: dict[str, dict[str, Any]] = {
         name: {"dtype": dtype, "shape": shape, "digest": 0, "parts": []} for name, (dtype, shape) in shapes.items()
     }
@@ -369,7 +369,7 @@ def _recover(target: Path) -> None:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Where this rank's part lies in the whole tensor."""
+    """Box of this rank in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -377,7 +377,7 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part itself."""
+    """Local part of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -439,7 +439,7 @@ def whole(tensor: Tensor) -> Tensor:
 def local_shards(
     named: Mapping[str, Tensor], convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
 ) -> Iterator[tuple[ShardSpec, Tensor]]:
-    """This rank's part of every tensor in `named`; nothing is communicated.
+    """Shards of this rank of every tensor in `named`; nothing is communicated.
 
     Args:
         named: The model's tensors, sharded ones as DTensors.
@@ -581,7 +581,7 @@ class CheckpointWriter:
             ) from failure
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """On the CPU, so that the next step may change the original; a shard stays a shard."""
+        """Copy of a tensor on the CPU, so that the next step may change the original; a shard stays a shard."""
         if not isinstance(tensor, DTensor):
             return tensor.detach().to("cpu", copy=True)
         mesh = tensor.device_mesh

@@ -16,9 +16,11 @@ from rl_engine.checkpoint.sharded import box_of, local_part
 from rl_engine.types import Head
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
+
+    from rl_engine.types import EngineConfig
 
 _SCALES = "_scale_inv"
 
@@ -26,24 +28,36 @@ _SCALES = "_scale_inv"
 class SliceReader:
     """The safetensors files of a folder, checked against the tensors that the model wants. A context manager."""
 
-    def __init__(self, folder: str | Path, wanted: Mapping[str, tuple[int, ...]], *, head: Head, is_tied: bool) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        wanted: Mapping[str, tuple[int, ...]],
+        *,
+        head: Head,
+        is_tied: bool,
+        left_out: Collection[str] = (),
+    ) -> None:
         """Open the files and compare names and shapes; no tensor is read.
+
+        Args:
+            folder: The model's.
+            wanted: Names and shapes of the tensors that it has to have.
+            head: A causal language model may lack the scalar ones.
+            is_tied: The folder may have a head that is not wanted.
+            left_out: Further tensors that it may have.
 
         Raises:
             ModelFolderError: a tensor is missing, left over or of another shape.
         """
         self._folder, self._stack = Path(folder), ExitStack()
-        self._file_of: dict[str, Any] = {}
-        hf_folder.check_weights(self._folder)
-        for file in sorted(self._folder.glob("*.safetensors")):
-            opened = self._stack.enter_context(hf_folder.open_shard(file))
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
+        hf_folder.check_weights(self._folder, freeze_mtp=bool(left_out))
+        self._file_of = _open_files(self._folder, self._stack)
         self._block = hf_folder.block_size(self._folder)
         scales = {name for name in self._file_of if self._block and name.removesuffix(_SCALES) in wanted}
         missing = set(wanted) - set(self._file_of)
         self._zeros = {SCORE: wanted[SCORE]} if missing == {SCORE} else {}  # a causal LM gets a new scalar head
         ignored = {"lm_head.weight"} if is_tied or (head != Head.LM and self._zeros) else set[str]()
-        extra = set(self._file_of) - set(wanted) - ignored - scales
+        extra = set(self._file_of) - set(wanted) - ignored - scales - set(left_out)
         hf_folder.refuse_tensors(self._folder, "lacks", missing - set(self._zeros))
         hf_folder.refuse_tensors(
             self._folder, "has, beyond what the architecture takes,",
@@ -68,20 +82,51 @@ class SliceReader:
         """Part of one tensor, on the CPU, in the file's number format; float32 where that is quantised."""
         if name in self._zeros:
             return torch.zeros(self._zeros[name])[part]
-        found = self._file_of[name].get_slice(name)[part]
-        scales = self._file_of.get(f"{name}{_SCALES}")
-        if self._block is None or scales is None:
-            return found
-        factors = scales.get_slice(f"{name}{_SCALES}")[:].to(torch.float32)
-        for axis, (run, size) in enumerate(zip(part, self._block, strict=True)):
-            rows = torch.arange(found.shape[axis]) + (run.start or 0)
-            factors = factors.index_select(axis, rows // size)
-        return found.to(torch.float32) * factors
+        return _read(self._file_of, self._block, name, part)
+
+
+def open_folder(config: EngineConfig, wanted: Mapping[str, tuple[int, ...]], *, is_tied: bool) -> SliceReader:
+    """The reader of an engine's model folder; see `SliceReader`."""
+    left_out = hf_folder.mtp_names(Path(config.model_path)) if config.freeze_mtp else ()
+    return SliceReader(config.model_path, wanted, head=config.head, is_tied=is_tied, left_out=left_out)
+
+
+def read_mtp(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the layers for multi-token prediction, whole, float32 where the folder's are quantised."""
+    names, block = hf_folder.mtp_names(Path(folder)), hf_folder.block_size(folder)
+    with ExitStack() as stack:
+        files = _open_files(Path(folder), stack)
+        for name in names:
+            if block is None or not name.endswith(_SCALES):
+                part = (slice(None),) * len(files[name].get_slice(name).get_shape())
+                yield name, _read(files, block, name, part)
+
+
+def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open safetensors file of every tensor."""
+    file_of: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        opened = stack.enter_context(hf_folder.open_shard(file))
+        file_of |= dict.fromkeys(opened.keys(), opened)
+    return file_of
+
+
+def _read(file_of: Mapping[str, Any], block: tuple[int, int] | None, name: str, part: tuple[slice, ...]) -> Tensor:
+    """Part of one tensor, dequantised where it has scales beside it, one for each `block`."""
+    found = file_of[name].get_slice(name)[part]
+    scales = file_of.get(f"{name}{_SCALES}")
+    if block is None or scales is None:
+        return found
+    factors = scales.get_slice(f"{name}{_SCALES}")[:].to(torch.float32)
+    for axis, (run, size) in enumerate(zip(part, block, strict=True)):
+        rows = torch.arange(found.shape[axis]) + (run.start or 0)
+        factors = factors.index_select(axis, rows // size)
+    return found.to(torch.float32) * factors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Where a tensor of the folder lies in a tensor of the model."""
+    """Position of one of the folder's tensors in one of the model's."""
 
     name: str
     """Of the folder's."""

@@ -34,14 +34,14 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process among the engine's data-parallel ranks."""
+    """Rank, number of ranks and device of this process in its engine."""
 
     rank: int
-    """From 0."""
+    """Rank, from 0."""
     size: int
     """Number of ranks."""
     device: torch.device
-    """Where this rank computes."""
+    """Compute device of this rank."""
     owns_group: bool
     """The engine made the process group and takes it down."""
     group: Any = None
@@ -60,7 +60,7 @@ class World:
 
     @contextmanager
     def together(self) -> Generator[None]:
-        """Inside, a collective of torch that a peer leaves unanswered is an `EngineError`."""
+        """Turn failed collectives inside (a peer died or called something else) into `EngineError`s."""
         try:
             yield
         except RuntimeError as error:
@@ -120,7 +120,7 @@ def _all_gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
 
 
 def message_device(group: Any = None) -> torch.device:
-    """Where `group` takes small messages: the CPU if it has a backend there, else this rank's accelerator."""
+    """Device of small messages in `group`: the CPU if it has a backend there, else this rank's accelerator."""
     return torch.device("cpu") if "cpu" in dist.get_backend_config(group) else _device()
 
 
@@ -166,7 +166,7 @@ def join_world(*, timeout_s: float, needs_group: bool) -> World:
 
 
 def _meeting(timeout: timedelta) -> tuple[Store, int, int]:
-    """Where the ranks of torchrun's environment meet for their next group, this one's number, and how many they are.
+    """Rendezvous store of the next group in torchrun's environment, this process's rank, and the number of ranks.
 
     One store is kept as long as the process: the one that torch makes for a group ends with it, and a rank that is
     quick to make the next group would meet the others at the store of the last.
@@ -187,7 +187,7 @@ def _meeting(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 def _device() -> torch.device:
-    """This process's accelerator by LOCAL_RANK, or the CPU."""
+    """Accelerator of this process by LOCAL_RANK, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
@@ -211,7 +211,7 @@ def encode(value: Any) -> bytearray:
 
 
 def decode(data: bytes | bytearray) -> Any:
-    """What `encode` was given.
+    """The value that `encode` was given.
 
     Raises:
         EngineError: the bytes are not `encode`'s.

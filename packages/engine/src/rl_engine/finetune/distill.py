@@ -37,11 +37,11 @@ class DistillConfig(RunConfig):
     lr: float = 1e-5
     """Peak learning rate."""
     loss: DistillKind = DistillKind.FORWARD
-    """Which way the student is pulled."""
+    """Direction of the divergence."""
     forward_weight: float = 0.5
-    """Of the forward part; with `mixed` alone."""
+    """Weight of the forward part; with `mixed` alone."""
     num_candidates: int = 16
-    """Of the teacher's likeliest tokens that the forward part compares; not with `reverse`."""
+    """Number of the teacher's likeliest tokens that the forward part compares; not with `reverse`."""
 
     @property
     def other_engines(self) -> tuple[EngineConfig, ...]:

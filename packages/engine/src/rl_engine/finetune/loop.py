@@ -55,7 +55,7 @@ _FREE_ON_RESUME = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(ABC):
-    """What every training command line takes, and what a program has to say; `train` runs it."""
+    """Base of training programs: keys of every command line, and what a program defines; `train` runs it."""
 
     model_path: str
     """A Hugging Face model folder with a tokenizer."""
@@ -88,9 +88,9 @@ class RunConfig(ABC):
     max_tokens_per_gpu: int = 8192
     """Tokens of one micro-batch."""
     precision: Precision = Precision.FLOAT32
-    """Of parameters and activations."""
+    """Number format of parameters and activations."""
     matmul_precision: MatmulPrecision = MatmulPrecision.MEDIUM
-    """Of matrix products inside float32."""
+    """Precision of float32 matrix products."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass."""
     lora_rank: int = 0
@@ -104,7 +104,7 @@ class RunConfig(ABC):
     lora_export: LoraExport = LoraExport.MERGED
     """`adapter` writes a folder that peft loads, of the adapter alone."""
     seed: int = 0
-    """Of initialisation, dropout and the order of rows."""
+    """Seed of initialisation, dropout and the order of rows."""
     save_every: int = 0
     """Steps between two checkpoints; 0: none."""
     resume: bool = False
@@ -199,7 +199,7 @@ class RunConfig(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """What a run came to."""
+    """Result of a training run."""
 
     steps: int
     """Optimizer steps taken, those before a resume included."""
@@ -220,7 +220,7 @@ class Rows:
     """A tokenised data file. Item i (a row, or a pair) is rows `[i * rows_per_item, (i + 1) * rows_per_item)`."""
 
     columns: TensorDict
-    """As an engine takes them."""
+    """Rows as an engine's batch."""
     rows_per_item: int = 1
     """2 for pairs."""
     mismatched: RowBatch | None = None
@@ -315,7 +315,7 @@ def _is_filled(folder: Path) -> bool:
 
 
 def checkpoint_folder(config: RunConfig) -> Path:
-    """Where a run keeps its one checkpoint."""
+    """Checkpoint folder of a run; it keeps one."""
     output = Path(config.output_dir)
     return output.with_name(f"{output.name}.checkpoint")
 
@@ -421,7 +421,7 @@ def _described(config: RunConfig) -> dict[str, Any]:
 
 
 def _identity(config: RunConfig, num_items: int) -> dict[str, Any]:
-    """What makes a run the same run, as JSON gives it back."""
+    """Identity of a run, as JSON gives it back: a checkpoint of another is not resumed."""
     same = {name: value for name, value in asdict(config).items() if name not in _FREE_ON_RESUME}
     return json.loads(json.dumps(same | {"rows in data_path": num_items}))
 
@@ -494,7 +494,7 @@ def score_all(
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process among its peers."""
+    """Rank and number of ranks of this process."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 

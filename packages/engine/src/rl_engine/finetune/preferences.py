@@ -73,9 +73,9 @@ class DpoConfig(RunConfig):
     reference_free: bool = False
     """Leave the reference out."""
     desirable_weight: float = 1.0
-    """Of good rows; kto only."""
+    """Weight of good rows; kto only."""
     undesirable_weight: float = 1.0
-    """Of bad rows; kto only."""
+    """Weight of bad rows; kto only."""
 
     @property
     def loss_function(self) -> LossFunction:
@@ -221,10 +221,10 @@ def _tokenized_pair(
 
 
 class RewardKind(StrEnum):
-    """What a reward model learns."""
+    """Kind of reward model."""
 
     OUTCOME = "outcome"
-    """Which of two completions is better (Bradley-Terry)."""
+    """Outcome reward from pairs (Bradley-Terry)."""
     PROCESS = "process"
     """How good each step is."""
 
@@ -238,7 +238,7 @@ class RmConfig(RunConfig):
     lr: float = 1e-5
     """Peak learning rate."""
     loss: RewardKind = RewardKind.OUTCOME
-    """What to learn."""
+    """Kind of reward model."""
 
     @property
     def engine(self) -> EngineConfig:

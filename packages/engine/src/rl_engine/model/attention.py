@@ -42,7 +42,7 @@ class Span:
     """Neighbouring runs of like length among packed tokens: the queries of a block, or its keys."""
 
     num_tokens: int
-    """Of all runs together."""
+    """Tokens of all runs together."""
     width: int
     """L, the longest run."""
     pad_index: Tensor | None
@@ -58,17 +58,17 @@ class RowBlock:
     num_rows: int
     """B."""
     queries: Span
-    """Tokens of their own."""
+    """Span of the rows' own tokens."""
     keys: Span
-    """Those that they go on from and their own; the same span where there are none of the former."""
+    """Span of the keys: the shared prompt's and the rows' own; equals `queries` without a shared prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Where the rows of one packed micro-batch lie; made once, used by every layer."""
+    """Layout of the rows of one packed micro-batch; made once, used by every layer."""
 
     blocks: tuple[RowBlock, ...]
-    """In token order."""
+    """Blocks in token order."""
     cu_seqlens: Tensor
     """(rows + 1,) int32 row offsets into T."""
     max_length: int
@@ -78,7 +78,7 @@ class RowLayout:
     max_keys: int
     """Most keys of a row."""
     keys: Repeats | None = None
-    """Which token each key is, where rows go on from prompts that they share; None: a row's keys are its tokens."""
+    """Token index of each key, where rows share prompts; None: a row's keys are its tokens."""
     sequence_group: SequenceGroup | None = None
     """The ranks among which the tokens are cut; None: all are here."""
 
@@ -341,7 +341,7 @@ class SequenceGroup:
     group: Any
     """torch.distributed process group."""
     rank: int
-    """This process's place, from 0: the slice that it holds."""
+    """Rank in the group, from 0: the slice of tokens that it holds."""
     size: int
     """n."""
 
@@ -356,7 +356,7 @@ class SequenceGroup:
         return traded.transpose(0, 1).flatten(1, 2)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
     def own_heads(self, values: Tensor) -> Tensor:
-        """This rank's share of `[H]` numbers, one per head."""
+        """Slice of this rank of `[H]` numbers, one per head."""
         return values.chunk(self.size)[self.rank]
 
     def token_range(self, rows: PackedRows) -> tuple[int, int]:

@@ -10,18 +10,48 @@ from __future__ import annotations
 import mmap
 import warnings
 from collections import defaultdict
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 _SMALL_BYTES = 1 << 16
 """Below it a tensor is copied as it is: locking a page of its own would take longer."""
 
 
+def has_gpu() -> bool:
+    """Whether there is another device than the CPU."""
+    return torch.cuda.is_available()
+
+
+@contextmanager
+def offload_activations(device: torch.device) -> Generator[None]:
+    """Offload activations inside: what autograd saves on `device` goes to the CPU until the backward pass.
+
+    What no operation with a gradient has made stays, such as parameters, gathered or not, and what is small. By torch's
+    `save_on_cpu`.
+    """
+    saver = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+
+    def pack(saved: Tensor) -> Any:
+        source = saved._base  # pyright: ignore[reportPrivateUsage] - None of an operation's own output
+        is_made = not isinstance(saved, nn.Parameter) if source is None else source.grad_fn is not None
+        return saver.pack_hook(saved) if is_made and saved.nbytes >= _SMALL_BYTES and saved.device == device else saved
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else saver.unpack_hook(packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
 class Driver:
-    """What is asked of the current GPU, by torch; tests have one that counts."""
+    """Driver calls on the current GPU, by torch; tests have one that counts."""
 
     def pin(self, address: int, num_bytes: int) -> bool:
         """Page-lock host memory; False where that is refused, and copies are slower."""
@@ -110,7 +140,7 @@ class DeviceMemory:
 
 
 class _Buffer:
-    """Whole pages of page-locked host memory."""
+    """Page-locked host memory of whole pages."""
 
     def __init__(self, num_bytes: int, driver: Driver) -> None:
         self.num_bytes, self._driver = num_bytes, driver

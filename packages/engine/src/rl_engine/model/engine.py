@@ -7,7 +7,7 @@ which library's layers are inside.
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,16 +34,27 @@ from rl_engine.batch.row_batch import CANDIDATES, VISUAL, RowBatch
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES
 from rl_engine.checkpoint.sharded import CheckpointWriter, local_shards, restore, whole
+from rl_engine.checkpoint.slices import read_mtp
 from rl_engine.distributed.world import World, expected_size, join_world
 from rl_engine.errors import BatchError, ConfigError, EngineError
-from rl_engine.model.device_memory import DeviceMemory
+from rl_engine.model.device_memory import DeviceMemory, has_gpu, offload_activations
 from rl_engine.model.logprobs import HeadLoss, head_loss_obstacle
 from rl_engine.model.moe import ExpertLoad, check_replay, counts_of_column
-from rl_engine.optimizer import ClippedAdamW, StepOptimizer, learning_rate, optimizer_tensors
-from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, OptimizerConfig, PeftConfig, ShardSpec
+from rl_engine.optimizer import StepOptimizer, learning_rate, module_optimizer, optimizer_tensors
+from rl_engine.types import (
+    EngineConfig,
+    EngineOutput,
+    Head,
+    ModelInit,
+    OptimizerConfig,
+    OptimizerKind,
+    PeftConfig,
+    ShardSpec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from tensordict import TensorDict
 
@@ -78,16 +89,20 @@ class Scorer(nn.Module):
 
     @property
     def experts(self) -> Experts | None:
-        """What the routers that can be counted and replayed choose among; None without such routers."""
+        """Sizes of the mixture whose routers can be counted and replayed; None without such routers."""
         return None
 
     def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool = False) -> Routing | None:
-        """What the routers are to do with the next `forward`; None without `experts`."""
+        """Routing state of the next `forward`; None without `experts`."""
         return None
 
     @abstractmethod
     def cost(self) -> CostModel:
-        """What a row costs on this model."""
+        """Cost model of a row (floating-point operations)."""
+
+    def layers(self) -> Sequence[nn.Module]:
+        """Decoder layers; their matrices are what Muon orthogonalises."""
+        return ()
 
     @abstractmethod
     def named_weights(self) -> dict[str, Tensor]:
@@ -145,17 +160,18 @@ class ModuleEngine(Engine):
 
     def _check_weights(self) -> None:
         """Refuse a folder whose weights cannot be loaded, by the headers of its files."""
-        hf_folder.check_weights(Path(self._config.model_path))
+        hf_folder.check_weights(Path(self._config.model_path), freeze_mtp=self._config.freeze_mtp)
 
     def _group_ranks(self, world: World) -> ModelReplicas:
-        """Which ranks share a replica of the model. Collective."""
+        """Model replicas: which ranks share one. Collective."""
         sp = self._config.parallel.sp
         return ModelReplicas(
             replica_of=tuple(rank // sp for rank in range(world.size)), leaders=tuple(range(0, world.size, sp))
         )
 
     def _make_optimizer(self, scorer: Scorer, config: OptimizerConfig) -> StepOptimizer:
-        return ClippedAdamW(scorer.parameters(), config)
+        inner = (parameter for layer in scorer.layers() for parameter in layer.parameters() if parameter.ndim == 2)
+        return module_optimizer(scorer.parameters(), inner, config)
 
     def _leave(self, world: World) -> None:
         """Take down the process groups that were made here."""
@@ -179,6 +195,9 @@ class ModuleEngine(Engine):
             raise ConfigError("This engine is initialised already; make another one with create_engine.")
         config = self._config
         self._check_config(expected_size())
+        for name in ("cpu_offload", "optimizer_offload", "activation_offload"):
+            if getattr(config, name) and not has_gpu():
+                raise ConfigError(f"{name} is true and there is no GPU: everything lies on the CPU. Set it to false.")
         world = join_world(timeout_s=config.timeout_s, needs_group=self._needs_group())
         try:
             with world.together():
@@ -193,6 +212,8 @@ class ModuleEngine(Engine):
         self._world, self._scorer, self._cost = world, scorer, scorer.cost()
         self._compute_device = compute_device(config, world)
         self._places = dict.fromkeys(("model", "optimizer", "grad"), self._compute_device)
+        if config.optimizer_offload:
+            self._move(torch.device("cpu"), optimizer=True)
         torch.manual_seed(config.seed + world.rank)
 
     def close(self) -> None:
@@ -221,7 +242,7 @@ class ModuleEngine(Engine):
 
     @contextmanager
     def _mode(self, *, train: bool, grad: bool) -> Generator[None]:
-        """Bring the model, and the optimizer or gradients, to where it computes; on exit back to where they were."""
+        """Move the model, and the optimizer or gradients, to the compute device; on exit back to where they were."""
         scorer = self._built()
         before, was_training = dict(self._places), scorer.training
         self.to(self._compute_device, model=True, optimizer=train, grad=grad)
@@ -237,7 +258,14 @@ class ModuleEngine(Engine):
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move what is asked for; what is there already is not touched."""
-        scorer, target = self._built(), self._resolve(device)
+        self._built()
+        target = self._resolve(device)
+        if target == self._compute_device and self._config.optimizer_offload:
+            optimizer = False  # a step alone brings it there
+        self._move(target, model=model, optimizer=optimizer, grad=grad)
+
+    def _move(self, target: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
+        scorer = self._built()
         is_elsewhere = self._places["model"] != target
         if is_elsewhere and model != grad and any(parameter.grad is not None for parameter in scorer.parameters()):
             raise ConfigError("Gradients lie where their parameters lie; move both, or zero them first.")
@@ -314,10 +342,16 @@ class ModuleEngine(Engine):
         """Clip, then step."""
         optimizer = self._frozen_error("step")
         with self._group().together():
-            return optimizer.clip_and_step()
+            if not self._config.optimizer_offload:
+                return optimizer.clip_and_step()
+            self._move(self._compute_device, optimizer=True)
+            try:
+                return optimizer.clip_and_step()
+            finally:
+                self._move(torch.device("cpu"), optimizer=True)
 
     def learning_rate(self) -> float:
-        """Where the schedule stands."""
+        """Learning rate of the next step."""
         return self._frozen_error("have a schedule").param_groups[0]["lr"]
 
     def lr_scheduler_step(self) -> float:
@@ -362,7 +396,8 @@ class ModuleEngine(Engine):
                 if torch.is_grad_enabled():
                     (idle.scores.sum() * 0.0).backward()
                 continue
-            output, shares = score_rows(plan, index, loss_function, partial(scorer, packed))
+            with self._activations():
+                output, shares = score_rows(plan, index, loss_function, partial(scorer, packed))
             if counts is not None:
                 assert routing is not None
                 routing.add_counts(counts)
@@ -375,8 +410,13 @@ class ModuleEngine(Engine):
             results.add(plan.micro_batches[index], output, shares)
         return results
 
+    def _activations(self) -> AbstractContextManager[None]:
+        """Around a forward pass that is differentiated: where what its backward pass needs is kept."""
+        is_offloaded = self._config.activation_offload and torch.is_grad_enabled()
+        return offload_activations(self._group().device) if is_offloaded else nullcontext()
+
     def _expert_load(self, plan: BatchPlan) -> ExpertLoad | None:
-        """Where the whole batch's tokens go: as `routed_experts` says, or found out by a forward pass. Collective."""
+        """Expert load of the whole batch: counted in `routed_experts`, or in a forward pass of its own. Collective."""
         experts, coef = self._built().experts, self._config.router_aux_loss_coef
         if not coef or experts is None:
             return None
@@ -408,7 +448,7 @@ class ModuleEngine(Engine):
             yield from scorer.to_folder({name: self._as_exported(whole(tensor.detach()))}).items()
 
     def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
-        """This rank's shards in `precision`."""
+        """Shards of this rank, in `precision`."""
         scorer = self._built()
         for spec, part in local_shards(scorer.named_weights(), scorer.to_folder):
             yield spec, self._as_exported(part)
@@ -426,7 +466,10 @@ class ModuleEngine(Engine):
 
     def _write_model(self, path: str | Path, weights: dict[str, Tensor]) -> None:
         source = self._config.model_path
-        model = hf_folder.empty_model(source, dtype=DTYPES[self._config.precision], head=self._config.head)
+        dtype = DTYPES[self._config.precision]
+        model = hf_folder.empty_model(source, dtype=dtype, head=self._config.head)
+        if self._config.freeze_mtp:
+            weights |= {name: self._as_exported(tensor) for name, tensor in read_mtp(source)}
         hf_folder.write_model(path, model, weights, source)
 
     def save_checkpoint(self, path: str | Path, step: int) -> None:
@@ -448,7 +491,7 @@ class ModuleEngine(Engine):
         return manifest.step
 
     def _state(self) -> dict[str, Tensor]:
-        """This rank's part of a checkpoint: what `restore` fills, and `_take_state` then takes. Collective."""
+        """Checkpoint tensors of this rank: `restore` fills them, `_take_state` then takes them over. Collective."""
         named = self._built().named_weights()
         state = {f"model.{name}": tensor for name, tensor in named.items()}
         if self._optimizer is not None:
@@ -513,7 +556,7 @@ def score_rows(
 
 
 def compute_device(config: EngineConfig, world: World) -> torch.device:
-    """Where parameters lie between uses."""
+    """Device of the parameters between uses."""
     return torch.device("cpu") if config.cpu_offload else world.device
 
 
@@ -540,6 +583,18 @@ def refuse_fsdp_only(config: EngineConfig, backend: str) -> None:
             raise ConfigError(f"{name} is true and the {backend} backend has none; set it to false, or use fsdp.")
 
 
+def refuse_muon(config: EngineConfig, backend: str) -> None:
+    """Refuse Muon where matrices do not lie in parameters of their own.
+
+    Raises:
+        ConfigError: says so.
+    """
+    if config.optimizer is not None and config.optimizer.kind != OptimizerKind.ADAMW:
+        raise ConfigError(
+            f"optimizer.kind is {config.optimizer.kind}; the {backend} backend shards AdamW alone. Use adamw, or fsdp."
+        )
+
+
 def shares_prefixes(config: EngineConfig, obstacle: str | None) -> bool:
     """Whether rows are to share prompts, where `obstacle` says what keeps them from it.
 
@@ -552,7 +607,7 @@ def shares_prefixes(config: EngineConfig, obstacle: str | None) -> bool:
 
 
 def settings_status(config: EngineConfig, obstacle: str | None) -> dict[str, str]:
-    """What `Engine.check` returns; `obstacle` keeps rows from sharing prompts.
+    """Settings that are left to the engine, as `Engine.check` returns them; `obstacle` keeps rows from sharing prompts.
 
     Raises:
         ConfigError: as `shares_prefixes`.

@@ -63,6 +63,11 @@ class HuggingFaceScorer(Scorer):
         """See `Scorer`."""
         return self.routers.experts if self.is_packed else None
 
+    def layers(self) -> list[nn.Module]:
+        """See `Scorer`: the modules that transformers would not split, also once FSDP has made subclasses of them."""
+        names = set(self.model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+        return [module for module in self.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
+
     def cost(self) -> CostModel:
         """See `Scorer`."""
         trunk = dict(self.model.base_model.named_parameters())
@@ -109,7 +114,7 @@ class HuggingFaceScorer(Scorer):
         return replace(output, **{"token_values" if output.token_logprobs is None else "token_logprobs": scores})
 
     def _score(self, rows: PackedRows, arguments: dict[str, Any], head_loss: HeadLoss | None = None) -> ModelOutput:
-        """What the head gives for the model's states at `rows.scored`, with the loss where it can make it."""
+        """Scores of the model's states at `rows.scored`, with the loss where the head can make it."""
         raise NotImplementedError
 
     def _hidden(self, rows: PackedRows, arguments: dict[str, Any]) -> Tensor:
@@ -201,7 +206,7 @@ def check_mapped(
         f"hidden_act={config.hidden_act}": config.hidden_act != "silu",
         f"layer types {sorted(own)}": not own <= set(layers),
         f"rope type {rope!r}": rope not in _ROPE_TYPES,
-        "attention_bias=true": kind != "qwen2" and bool(getattr(config, "attention_bias", False)),
+        "attention_bias=true": kind not in ("qwen2", "glm4_moe") and bool(getattr(config, "attention_bias", False)),
         "mlp_bias=true": bool(getattr(config, "mlp_bias", False)),
         "attention dropout": bool(getattr(config, "attention_dropout", 0.0)),
         **(more or {}),

@@ -41,7 +41,7 @@ class HeadLoss:
         """`apply` gives the shares of the loss, under `loss`, and of the metrics."""
         self._apply = apply
         self.shares: dict[str, Tensor] | None = None
-        """What `apply` gave, the loss with gradient; None where the head has not made it."""
+        """Shares that `apply` gave, the loss with gradient; None until the head has made it."""
 
     def score(
         self,
@@ -77,7 +77,7 @@ class HeadLoss:
 
 
 def head_loss_obstacle(config: EngineConfig) -> str | None:
-    """Which setting keeps a head from making a loss itself; None where none does."""
+    """Setting that keeps a head from making a loss itself; None without one."""
     if config.head != Head.LM:
         return f"head is {config.head}, which makes no logits"
     for name in ("sum_pi_squared", "num_candidates"):

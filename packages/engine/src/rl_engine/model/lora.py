@@ -65,7 +65,7 @@ def _within(known: Any) -> Any:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Generator[None]:
-    """Inside, `model` computes what it did before it had an adapter."""
+    """Turn the adapter off inside: the model computes as without it."""
     layers = _layers(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers.values():

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a micro-batch go to: chosen, replayed, counted, and evened out by the auxiliary loss.
+"""Routing of mixtures of experts: replay of given choices, counts of tokens, and the load-balancing loss.
 
 Legend: `T` tokens fed, `L` layers with experts, `E` experts, `K` experts of a token.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """What a model has of them."""
+    """Sizes of a mixture: expert layers, experts, experts of a token."""
 
     num_layers: int
     """L."""
@@ -49,7 +49,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoad:
-    """Where the tokens of one whole logical batch went."""
+    """Expert load of one logical batch, for the load-balancing loss."""
 
     counts: Tensor
     """(L, E) float64, tokens of all ranks and micro-batches that went to each expert."""
@@ -59,7 +59,7 @@ class ExpertLoad:
 
 @dataclass(slots=True, kw_only=True)
 class Routing:
-    """One micro-batch on its way through the routers of this rank. Each layer's last call counts."""
+    """Routing state of one micro-batch on this rank. A layer that is called again overwrites what it kept."""
 
     num_valid: int
     """Tokens here that are no padding; they come first."""
@@ -115,7 +115,7 @@ def routing_of(
     start: int = 0,
     stop: int | None = None,
 ) -> Routing:
-    """For the tokens `start` to `stop` of a micro-batch, which may have padding behind them."""
+    """The `Routing` of a micro-batch's tokens `start` to `stop`; padding may follow them."""
     total = sum(rows.lengths)
     stop = total if stop is None else stop
     replayed = None if rows.routed_experts is None else rows.routed_experts[start:stop]
@@ -124,7 +124,7 @@ def routing_of(
 
 
 def counts_of_column(batch: RowBatch, experts: Experts) -> Tensor:
-    """(L, E) float64, from the column alone."""
+    """Expert counts (L, E), float64, of the column `routed_experts`."""
     routed = batch.routed_experts()
     assert routed is not None
     counts = torch.zeros(experts.num_layers, experts.num_experts, dtype=torch.float64, device=routed.device)
@@ -190,7 +190,7 @@ class Routers:
         return replace
 
     def _weights(self, layer: int, module: nn.Module, output: tuple[Tensor, Tensor, Tensor], wanted: Tensor) -> Tensor:
-        """Of other experts than the router's own, by the rule that its own obey."""
+        """Weights of the replayed experts, by the router's own rule."""
         logits, weights, chosen = output
         if layer not in self._is_normalised:
             with torch.no_grad():  # a recomputed layer does not come here

@@ -36,7 +36,7 @@ def is_multimodal(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modality:
-    """What a placeholder stands for."""
+    """Kind of placeholder token: image or video."""
 
     name: str
     """`image` or `video`."""
@@ -45,7 +45,7 @@ class Modality:
     grids: str
     """The column of its sizes."""
     code: int
-    """In the model's `mm_token_type_ids`."""
+    """Number of the kind in the model's `mm_token_type_ids`."""
 
 
 MODALITIES = (
@@ -56,12 +56,12 @@ _SECONDS = "second_per_grid_ts"
 
 
 def modalities_in(rows: PackedRows) -> list[Modality]:
-    """Those of which a micro-batch has any."""
+    """Kinds of placeholder that a micro-batch has."""
     return [kind for kind in MODALITIES if len(rows.visual.get(kind.grids, ()))]
 
 
 class MultimodalInputs:
-    """What one model needs to see the images and videos of a packed batch."""
+    """Image and video inputs of one model, for packed batches."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._trunk: Any = model.base_model
@@ -75,7 +75,7 @@ class MultimodalInputs:
         """Runs of the vision tower per micro-batch, the same on every rank: all gather its parameters together."""
 
     def _places(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """In place of the model's own search for placeholders, which would take those that it wrote for others."""
+        """Placeholder mask of given tokens only: the model's own would have those that it generated."""
         return self._find_places(input_ids if self._given_ids is None else self._given_ids, *args, **kwargs)
 
     def passes_for(self, batch: RowBatch) -> int:

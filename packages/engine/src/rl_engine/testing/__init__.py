@@ -1,4 +1,4 @@
-"""For tests of backends and of code that uses an engine: a fake, a conformance suite, a tiny model folder.
+"""Test helpers for backends and for code that uses an engine: a fake, a conformance suite, a tiny model folder.
 
 A backend passes when a subclass of `EngineConformance` that builds it is green:
 

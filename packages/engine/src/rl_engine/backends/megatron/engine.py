@@ -26,13 +26,14 @@ from rl_engine.backends.megatron.weights import check_divides, plan_weights, rea
 from rl_engine.batch.plan import AUX_LOSS, MicroBatchResults, ModelReplicas
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.sharded import local_shards
-from rl_engine.checkpoint.slices import SliceReader
-from rl_engine.model.engine import ModuleEngine, check_candidates, refuse_fsdp_only, score_rows
+from rl_engine.checkpoint.slices import open_folder
+from rl_engine.model.engine import ModuleEngine, check_candidates, refuse_fsdp_only, refuse_muon, score_rows
 from rl_engine.model.moe import check_aux
 from rl_engine.types import EngineConfig, ModelInit, ShardSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from rl_engine.backends.megatron.weights import Architecture
     from rl_engine.base import LossFunction
@@ -61,6 +62,7 @@ class MegatronEngine(ModuleEngine):
     def _check(self, world_size: int) -> str | None:
         config = self._config
         refuse_fsdp_only(config, "megatron")
+        refuse_muon(config, "megatron")
         check_parallel(config.parallel)
         _, arch = self._read_config()
         check_divides(arch, config.parallel)
@@ -72,7 +74,7 @@ class MegatronEngine(ModuleEngine):
     def _check_weights(self) -> None:
         layout, (_, arch) = self._config.parallel, self._read_config()
         wanted = shapes_of(plan_weights(arch, pp=layout.pp, vpp=layout.vpp, ep=layout.ep))
-        with SliceReader(self._config.model_path, wanted, head=self._config.head, is_tied=arch.is_tied):
+        with open_folder(self._config, wanted, is_tied=arch.is_tied):
             pass
 
     def _needs_group(self) -> bool:
@@ -98,16 +100,20 @@ class MegatronEngine(ModuleEngine):
             # Every rank draws the whole model, in the fsdp backend's number format: weights depend on neither.
             drawn = hf_folder.parameter_dtype(config)
             whole = hf_folder.load_model(
-                config.model_path, init=config.init, dtype=drawn, seed=config.seed, head=config.head
+                config.model_path,
+                init=config.init,
+                dtype=drawn,
+                seed=config.seed,
+                head=config.head,
             )
             named: dict[str, Tensor] = revert_weight_conversion(whole, whole.state_dict())
             weights.read_into(stage.named_weights(), lambda name, part: named[name][part])
             return
-        with SliceReader(config.model_path, weights.shapes, head=config.head, is_tied=stage.arch.is_tied) as read:
+        with open_folder(config, weights.shapes, is_tied=stage.arch.is_tied) as read:
             weights.read_into(stage.named_weights(), read)
 
     def _group_ranks(self, world: World) -> ModelReplicas:
-        """Ranks that work on the same rows are one replica; its last stage has the results."""
+        """Model replicas: ranks that work on the same rows. The last stage has the results."""
         layout = self._layout
         assert layout is not None
         is_leader = layout.is_last_stage and layout.tp.rank == 0 and layout.cp.rank == 0
@@ -131,9 +137,8 @@ class MegatronEngine(ModuleEngine):
 
     # Steps
 
-    def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move what is asked for; what is there already is not touched."""
-        stage, target = self._stage(), self._resolve(device)
+    def _move(self, target: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
+        stage = self._stage()
         parts = {"model": model, "optimizer": optimizer, "grad": grad}
         moved = {part: wanted and self._places[part] != target for part, wanted in parts.items()}
         if isinstance(self._optimizer, ShardedAdamW):
@@ -151,8 +156,8 @@ class MegatronEngine(ModuleEngine):
         load: ExpertLoad | None = None,
         counts: Tensor | None = None,
     ) -> MicroBatchResults:
-        """See `ModuleEngine`; through the pipeline."""
-        work = MicroBatches(self._stage(), plan, loss_function, load, counts)
+        """Run the micro-batches through the pipeline; see `ModuleEngine`."""
+        work = MicroBatches(self._stage(), plan, loss_function, load, counts, self._activations)
         with megatron_calls():
             run_pipeline(work, plan.num_micro_batches, work.stage.layout, has_backward=torch.is_grad_enabled())
         return work.results
@@ -165,14 +170,15 @@ class MegatronEngine(ModuleEngine):
         yield from stage.weights.export(stage.named_weights())
 
     def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
-        """This rank's layers, experts and tensor-parallel parts."""
+        """Shards of this rank: its layers, experts and tensor-parallel parts."""
         stage = self._stage()
         return local_shards(stage.weights.local_parts(stage.named_weights()))
 
     def _described(self) -> dict[str, Tensor]:
         shapes = {f"model.{name}": shape for name, shape in self._stage().weights.shapes.items()}
         if self._optimizer is not None:
-            for name, shape in self._stage().weights.shapes.items():
+            trained = [entry for entry in self._stage().weights.entries if not entry.is_buffer]
+            for name, shape in shapes_of(trained).items():
                 shapes |= {f"optim.{name}.{kind}": shape for kind in STATES} | {f"optim.{name}.{STEP}": ()}
         return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
@@ -200,8 +206,11 @@ class MegatronEngine(ModuleEngine):
 
     def _state_by_kind(self) -> dict[str, dict[str, Tensor]]:
         """Tensors in the shapes of this rank's parameters: the parameters (float32 where trained so), and moments."""
-        found = {MASTER: self._stage().named_weights()}
-        return found if self._optimizer is None else found | self._sharded().tensors()
+        weights = self._stage().named_weights()
+        if self._optimizer is None:
+            return {MASTER: weights}
+        state = self._sharded().tensors()
+        return state | {MASTER: weights | state.get(MASTER, {})}
 
     def _stage(self) -> Stage:
         stage = self._built()
@@ -223,18 +232,24 @@ class MicroBatches:
         loss_function: LossFunction | None,
         load: ExpertLoad | None,
         counts: Tensor | None,
+        activations: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Prepare to run; see `ModuleEngine._run` for the arguments."""
+        """Prepare to run; see `ModuleEngine` for the arguments."""
         self.results, self.stage = MicroBatchResults(), stage
         self._plan, self._loss_function, self._load, self._counts = plan, loss_function, load, counts
+        self._activations = activations
 
     def buffer(self, index: int) -> Tensor:
-        """For what the piece before sends."""
+        """Receive buffer for the activation of the stage before."""
         weight = next(self.stage.parameters())
         return weight.new_empty((self.stage.num_tokens(self._packed(index)), 1, self.stage.arch.hidden_size))
 
     def forward(self, chunk: int, index: int, received: Tensor | None) -> Tensor | None:
         """Hidden states, or from the last piece of all this micro-batch's share of the loss."""
+        with self._activations():
+            return self._forward(chunk, index, received)
+
+    def _forward(self, chunk: int, index: int, received: Tensor | None) -> Tensor | None:
         packed, stage, is_idle = self._packed(index), self.stage, self._plan.is_idle(index)
         routing = stage.route(packed, None if is_idle else self._load, is_counting=self._counts is not None)
         hidden = stage.hidden(chunk, packed, received, routing)

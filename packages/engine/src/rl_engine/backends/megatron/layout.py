@@ -37,14 +37,14 @@ _shared: dict[str, Any] = {"parallel": None, "engines": 0, "wraps": (None, None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """This rank's process group along one direction of the layout."""
+    """Process group of this rank along one axis of the layout."""
 
     group: Any
     """torch.distributed process group."""
     ranks: tuple[int, ...]
     """Its global ranks, in order."""
     rank: int
-    """This process's place among them."""
+    """Rank in the group."""
 
     @property
     def size(self) -> int:
@@ -75,7 +75,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where this rank stands in every direction."""
+    """Process groups of this rank along every axis."""
 
     tp: Axis
     """Tensor parallel."""
@@ -103,12 +103,12 @@ class Layout:
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank has the head."""
+        """Whether this rank has the head."""
         return self.pp.rank == self.pp.size - 1
 
     @property
     def copy(self) -> int:
-        """Which of the copies of the model that compute rows of their own this rank is part of."""
+        """Index of the model replica that this rank is part of."""
         return self.dp.rank // self.cp.size
 
 
@@ -197,7 +197,7 @@ def join_layout(parallel: ParallelConfig, world: World, timeout_s: float) -> Lay
 
 
 def leave_layout() -> None:
-    """One engine less; the last one takes the groups down."""
+    """Leave the layout; the last engine of the process destroys the groups."""
     _shared["engines"] -= 1
     if not _shared["engines"]:
         parallel_state.destroy_model_parallel()
@@ -249,7 +249,7 @@ def megatron_calls() -> Generator[None]:
 
 @contextmanager
 def _cuda_calls_answered() -> Generator[None]:
-    """Where there is no CUDA device, answer megatron-core's calls for the current one with the CPU.
+    """Stand-ins for the CUDA calls of megatron-core, where there is no CUDA device.
 
     megatron-core 0.16 allocates every communication buffer on `torch.cuda.current_device()`, and its all-to-all of
     tokens uses streams, whatever device the model is on. Only calls that would raise, or give what cannot be used, are
@@ -282,10 +282,10 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 class StageWork(Protocol):
-    """What one stage does with micro-batch `index`."""
+    """Work of one stage on micro-batch `index`."""
 
     def buffer(self, index: int) -> Tensor:
-        """An empty tensor for what the piece before sends."""
+        """Receive buffer for the activation of the stage before."""
         ...
 
     def forward(self, chunk: int, index: int, received: Tensor | None) -> Tensor | None:
@@ -295,7 +295,7 @@ class StageWork(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One pass through one piece."""
+    """Forward or backward pass of one micro-batch through one virtual stage."""
 
     is_forward: bool
     """Else backward."""
@@ -306,7 +306,7 @@ class Turn:
 
 
 def schedule(count: int, *, stage: int, num_stages: int, num_chunks: int, has_backward: bool) -> list[Turn]:
-    """What one rank does, in order, with micro-batches 0 to `count` - 1.
+    """Schedule of one rank: its forward and backward passes over micro-batches 0 to `count` - 1, in order.
 
     Args:
         count: Micro-batches; with several pieces a multiple of `num_stages`.
@@ -352,7 +352,7 @@ def run_pipeline(work: StageWork, count: int, layout: Layout, *, has_backward: b
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """A neighbour, and the groups in which activations and gradients travel to or from it.
+    """Neighbour in the pipeline, with a group for activations and one for gradients.
 
     They are different groups: NCCL runs what one group exchanges between two ranks in order, and an activation and a
     gradient that cross would each wait for the other.

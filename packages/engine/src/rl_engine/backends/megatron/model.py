@@ -1,4 +1,4 @@
-"""This rank's part of the model: megatron-core's layers, fed packed rows, giving log-probs of completion tokens.
+"""Pipeline stage over megatron-core's layers: packed rows in, log-probs of completion tokens out.
 
 Legend: `T` tokens fed, `C` completion tokens, `V` vocabulary, `H` hidden, `D` head size, `tp` tensor-parallel ranks.
 """
@@ -20,9 +20,10 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rl_csrc import parallel_logprobs
@@ -50,10 +51,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class RowParams(PackedSeqParams):
-    """What megatron-core hands through to the attention of packed rows, with our own layout of them."""
+    """Packed-sequence parameters that megatron-core passes to attention, with our row layout."""
 
     rows: RowLayout | None = None
-    """Where each row lies."""
+    """Layout of the rows."""
 
 
 class RmsNorm(nn.RMSNorm):
@@ -92,12 +93,23 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
             "num_moe_experts": arch.num_experts,
             "moe_router_topk": arch.top_k,
             "moe_ffn_hidden_size": arch.expert_size,
-            "moe_router_pre_softmax": not arch.norm_top_k,
+            "moe_router_pre_softmax": not arch.norm_top_k and arch.sigmoid_router is None,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "alltoall",
             "expert_model_parallel_size": parallel.ep,
             "expert_tensor_parallel_size": 1,
+            "moe_shared_expert_intermediate_size": arch.shared_size or None,
         }
+    if (router := arch.sigmoid_router) is not None:
+        more |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_topk_scaling_factor": router.scale,
+            "moe_router_dtype": None if dtype == torch.float64 else "fp32",
+        }
+        if router.num_groups > 1:
+            more |= {"moe_router_num_groups": router.num_groups, "moe_router_group_topk": router.top_groups}
     if arch.num_layers % parallel.pp:
         sizes = split_layers(arch.num_layers, parallel.pp, parallel.vpp)
         more |= {"num_layers_in_first_pipeline_stage": sizes[0], "num_layers_in_last_pipeline_stage": sizes[-1]}
@@ -137,10 +149,17 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
     )
 
 
-def layer_spec(config: TransformerConfig, arch: Architecture, chunk: int) -> TransformerBlockSubmodules:
-    """megatron-core's own modules, with the norm and attention above."""
+def block_spec(arch: Architecture, layers: range) -> TransformerBlockSubmodules:
+    """The specification of some of the model's layers, and of the norm behind the last."""
+    norm: Any = RmsNorm
+    specs = [layer_spec(arch, is_sparse=bool(arch.num_experts) and layer >= arch.num_dense) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+
+
+def layer_spec(arch: Architecture, *, is_sparse: bool) -> Any:
+    """megatron-core's own modules, with the norm and attention above; an MLP or experts."""
     spec = get_gpt_layer_local_spec(
-        num_experts=arch.num_experts or None, qk_layernorm=arch.has_qk_norm, normalization="RMSNorm"
+        num_experts=arch.num_experts if is_sparse else None, qk_layernorm=arch.has_qk_norm, normalization="RMSNorm"
     )
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
@@ -148,9 +167,7 @@ def layer_spec(config: TransformerConfig, arch: Architecture, chunk: int) -> Tra
     attention.core_attention = partial(RowAttention, windows=arch.windows)
     if arch.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
-    norm: Any = RmsNorm
-    vp_stage = None if config.virtual_pipeline_model_parallel_size is None else chunk
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
+    return spec
 
 
 def _without_transformer_engine() -> None:
@@ -206,7 +223,10 @@ class StageModel(GPTModel):
 
     def __init__(self, config: TransformerConfig, arch: Architecture, layout: Layout, chunk: int) -> None:
         _without_transformer_engine()
-        spec: Any = layer_spec(config, arch, chunk)
+        piece = chunk * layout.pp.size + layout.pp.rank
+        sizes = split_layers(arch.num_layers, layout.pp.size, layout.vpp)
+        first = sum(sizes[:piece])
+        spec: Any = block_spec(arch, range(first, first + sizes[piece]))
         super().__init__(
             config,
             spec,
@@ -218,9 +238,7 @@ class StageModel(GPTModel):
             position_embedding_type="none",
             vp_stage=chunk if layout.vpp > 1 else None,
         )
-        piece = chunk * layout.pp.size + layout.pp.rank
-        first = sum(split_layers(arch.num_layers, layout.pp.size, layout.vpp)[:piece])
-        layers: Any = self.decoder.layers if arch.num_experts else ()
+        layers: Any = () if arch.experts is None else self.decoder.layers
         for index, layer in enumerate(layers):
             layer.mlp.router.router_replay = RouterChoice(first + index, are_probabilities=not arch.norm_top_k)
         if arch.has_scalar_head and self.post_process:
@@ -235,7 +253,7 @@ class Stage(Scorer):
     """One pipeline stage as a function of packed rows, which every method but `padded` takes padded."""
 
     model: nn.ModuleList
-    """Its pieces, `StageModel`s."""
+    """Virtual stages of this rank, `StageModel`s."""
     inv_freq: Tensor
     """(D / 2,) float32, the rotary table that transformers makes of the folder's config."""
 
@@ -254,7 +272,8 @@ class Stage(Scorer):
         super().__init__(nn.ModuleList(chunks))
         self.arch, self.layout, self.weights = arch, layout, WeightMap(arch, layout)
         self._source, self._wanted = source, wanted
-        self.register_buffer("inv_freq", LlamaRotaryEmbedding(source).inv_freq, persistent=False)
+        rotary = Glm4MoeRotaryEmbedding if arch.model_type == "glm4_moe" else LlamaRotaryEmbedding
+        self.register_buffer("inv_freq", rotary(source).inv_freq, persistent=False)
         self._sequence_group: SequenceGroup | None = None
         if layout.cp.size > 1:
             self._sequence_group = SequenceGroup(group=layout.cp.group, rank=layout.cp.rank, size=layout.cp.size)
@@ -278,11 +297,12 @@ class Stage(Scorer):
         )
 
     def named_weights(self) -> dict[str, Tensor]:
-        """This rank's parameters by megatron-core's names."""
-        return dict(self.model.named_parameters())
+        """Parameters of this rank, and the biases of its routers, by megatron-core's names."""
+        named: dict[str, Tensor] = dict(self.model.named_parameters())
+        return named | {name: buffer for name, buffer in self.model.named_buffers() if name in self.weights.own}
 
     def padded(self, rows: PackedRows) -> PackedRows:
-        """With as many tokens as the ranks that share them can share evenly."""
+        """Rows padded to a number of tokens that the ranks that share them divide."""
         return rows.padded(self._shares)
 
     def num_tokens(self, rows: PackedRows) -> int:
@@ -291,7 +311,7 @@ class Stage(Scorer):
 
     def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool = False) -> Routing | None:
         """See `Scorer`."""
-        if not self.arch.num_experts:
+        if self.arch.experts is None:
             return None
         share, place = self.num_tokens(rows), self.layout.cp.rank
         if self.settings.sequence_parallel:
@@ -343,16 +363,17 @@ class Stage(Scorer):
         return self._sequence_group.gather_scores(score(hidden, self._sequence_group.share(rows)), rows)
 
     def _values(self, hidden: Tensor, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
-        """Every tensor-parallel rank computes all of them, so the gradient of each is whole already."""
+        """Values of completion tokens. Every tensor-parallel rank computes all of them, so that gradients are whole."""
         if self.settings.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         last: Any = self.model[-1]
         return score_values(last.score(take_rows(hidden[:, 0], rows.score_index)), rows)
 
     def _logprobs(self, hidden: Tensor, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
-        """With tensor parallelism each rank makes the logits of its part of the vocabulary.
+        """Log-probs of completion tokens.
 
-        Only five numbers per token are exchanged.
+        With tensor parallelism a rank makes the logits of its part of the vocabulary; five numbers per token are
+        exchanged.
         """
         if self.settings.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
@@ -388,7 +409,7 @@ class Stage(Scorer):
         return padded_vocab(self.arch.vocab_size, self.layout.tp.size) // self.layout.tp.size
 
     def _head_weight(self) -> Tensor:
-        """This rank's rows of the head, without those that pad the vocabulary."""
+        """Head weight of this rank, without the rows that pad the vocabulary."""
         model: Any = self.model[-1]
         weight = model.shared_embedding_or_output_weight() if self.arch.is_tied else model.output_layer.weight
         assert weight is not None
@@ -408,10 +429,10 @@ class Stage(Scorer):
 
 
 class VocabShard:
-    """This rank's `[C, V / tp]` logits."""
+    """Logits of this rank, `[C, V / tp]`, and candidates among them."""
 
     def __init__(self, logits: Tensor, tp: Axis, start: int, wanted: EngineConfig) -> None:
-        """Look at them, whose column 0 is token `start`."""
+        """Keep the logits, whose column 0 is token `start`."""
         self._logits, self._tp, self.start, self._wanted = logits, tp, start, wanted
 
     def with_labels(self, rows: PackedRows) -> Tensor:

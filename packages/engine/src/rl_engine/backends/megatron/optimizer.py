@@ -36,11 +36,11 @@ class _Kind:
     """Parameters of one kind share a buffer."""
 
     is_expert: bool
-    """Data parallel over the experts' own ranks."""
+    """Expert parameters: data parallel over the experts' own ranks."""
     has_decay: bool
     """Weight decay applies."""
     is_counted: bool
-    """This rank's copy is the one that counts in the gradient norm."""
+    """Whether this rank's copy counts in the gradient norm."""
 
 
 class ShardedAdamW:
@@ -154,7 +154,7 @@ class ShardedAdamW:
                 group["params"] = [buffer.master if item is before else item for item in group["params"]]
 
     def _shard(self, buffer: _Buffer, state: str) -> Tensor:
-        """This rank's part of one kind of state."""
+        """Shard of this rank of one kind of state."""
         return buffer.master.detach() if state == MASTER else self._adamw.state[buffer.master][state]
 
     @property
@@ -163,7 +163,7 @@ class ShardedAdamW:
         return (*STATES, MASTER) if any(buffer.is_narrow for buffer in self._buffers) else STATES
 
     def _reduce_over_model(self) -> None:
-        """Sums that make every rank of one model copy agree on the parameters that it shares with others."""
+        """Sum gradients of parameters that ranks of one model replica share (replicated over tp, or tied)."""
         if self._layout.tp.size > 1 and self._summed_over_tp:
             grads = [self._grad_of(name) for name in self._summed_over_tp]
             flat = self._layout.tp.all_reduce(torch.cat([grad.flatten() for grad in grads]))
@@ -209,7 +209,7 @@ class _Buffer:
             parameter.register_post_accumulate_grad_hook(partial(self._accumulate, name))
 
     def reduce(self) -> Tensor:
-        """This rank's part of the gradient, summed over data-parallel ranks."""
+        """Gradient shard of this rank, summed over data-parallel ranks."""
         if self._ranks.size == 1:
             return self.grad.clone()
         shard = self.grad.new_empty(self.grad.numel() // self._ranks.size)
@@ -218,7 +218,7 @@ class _Buffer:
         return shard
 
     def publish(self) -> None:
-        """After a step: every rank's part back into the parameters of all."""
+        """All-gather the stepped shards into the parameters."""
         shard = self.master.detach().to(self._params.dtype)
         self._params.copy_(self._ranks.all_gather(shard).flatten())
 
@@ -228,12 +228,12 @@ class _Buffer:
         return dict(zip(self._named, self._parts(full), strict=True))
 
     def cut(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """This rank's part of a state given in the shapes of the parameters."""
+        """Shard of this rank of a state given in the shapes of the parameters."""
         full = torch.cat([tensors[name].flatten() for name in self._named])
         return self._mine(nn.functional.pad(full, (0, self.grad.numel() - full.numel())))
 
     def to(self, device: torch.device, *, model: bool, optimizer: bool, grad: bool) -> None:
-        """Move, and point the parameters and the master copy at where things are now."""
+        """Move the buffers; parameters and master copy become views of them again."""
         if model:
             self._params = self._params.to(device)
         if grad:
@@ -251,7 +251,7 @@ class _Buffer:
         self.grads = dict(zip(self._named, self._parts(self.grad), strict=True))
 
     def _accumulate(self, name: str, parameter: Tensor) -> None:
-        """Into the flat buffer, in its wider format."""
+        """Add a parameter's gradient to the flat buffer, in its wider format."""
         assert parameter.grad is not None
         self.grads[name].add_(parameter.grad)
         parameter.grad = None
@@ -281,6 +281,6 @@ def _kind(parameter: nn.Parameter, entry: Entry, layout: Layout) -> _Kind:
 
 
 def _is_partial(name: str, parameter: nn.Parameter, sequence_parallel: bool) -> bool:
-    """Replicated over tp, with a gradient of this rank's tokens or heads only."""
+    """Whether a parameter is replicated over tp and its gradient is of this rank's tokens or heads only."""
     is_head_norm = ".q_layernorm." in name or ".k_layernorm." in name
     return is_head_norm or (sequence_parallel and getattr(parameter, "sequence_parallel", False))

@@ -6,7 +6,7 @@ One plan for the whole model, the same on every rank: reading takes this rank's 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,21 @@ if TYPE_CHECKING:
     from rl_engine.types import ParallelConfig
 
 
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 GATHERED_BYTES = 1 << 28
-"""Of experts that are exported together: they are many and small, and one collective for each would mostly wait."""
+"""Bytes of experts that are exported together: they are small, and one collective for each would mostly wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidRouter:
+    """Routing by sigmoids and a bias per expert that counts in the choice alone (DeepSeek-V3, 2412.19437)."""
+
+    scale: float
+    """Factor of the chosen experts' weights, which sum to 1 before it."""
+    num_groups: int
+    """Groups of experts; 1: the choice is free."""
+    top_groups: int
+    """Groups from which a token's experts are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +52,7 @@ class Architecture:
     """A decoder-only transformer with grouped-query attention, gated SiLU MLPs (or experts), RMSNorm and rotary."""
 
     model_type: str
-    """As in config.json."""
+    """Model type, as in config.json."""
     num_layers: int
     """Decoder layers."""
     hidden_size: int
@@ -50,7 +62,7 @@ class Architecture:
     num_groups: int
     """Key and value heads."""
     head_dim: int
-    """Of a head."""
+    """Size of a head."""
     ffn_size: int
     """Inner size of a dense MLP."""
     vocab_size: int
@@ -60,7 +72,7 @@ class Architecture:
     context: int
     """Longest row."""
     norm_eps: float
-    """Of RMSNorm."""
+    """Epsilon of RMSNorm."""
     is_tied: bool
     """The language-model head is the embedding."""
     has_scalar_head: bool
@@ -71,19 +83,25 @@ class Architecture:
     """RMSNorm of each query and key head."""
     num_experts: int
     """0: dense."""
+    num_dense: int
+    """First layers that have a dense MLP in the place of experts."""
     top_k: int
     """Experts per token."""
     expert_size: int
     """Inner size of an expert."""
     norm_top_k: bool
     """The chosen experts' probabilities are scaled to sum to 1."""
+    shared_size: int
+    """Inner size of the experts that every token goes to, taken together; 0: none."""
+    sigmoid_router: SigmoidRouter | None
+    """How routers choose by sigmoids; None: by softmax."""
     windows: tuple[int | None, ...]
     """By layer, the tokens that a query sees, itself included; None: all before it."""
 
     @property
     def experts(self) -> Experts | None:
-        """What its routers choose among; None for a dense model."""
-        if not self.num_experts:
+        """Sizes of the mixture; None for a dense model, and for routers that are not replayed."""
+        if not self.num_experts or self.sigmoid_router is not None:
             return None
         return Experts(num_layers=self.num_layers, num_experts=self.num_experts, top_k=self.top_k)
 
@@ -97,7 +115,22 @@ def read_architecture(config: Any, head: Head) -> Architecture:
     kind = config.model_type
     dense = kind == "qwen3_moe" and bool(config.mlp_only_layers or config.decoder_sparse_step != 1)
     more = {"dense layers among expert layers": dense}
+    if kind == "glm4_moe":
+        groups = config.n_group > 1 and config.num_experts_per_tok != 2 * config.topk_group
+        more |= {
+            "norm_topk_prob=false": not config.norm_topk_prob,
+            "num_experts_per_tok other than twice topk_group": groups,  # megatron-core weighs a group by so many
+        }
     check_mapped(config, "megatron", _MODEL_TYPES, layers={"full_attention", "sliding_attention"}, more=more)
+    num_experts, top_k, expert_size, num_dense, shared, router = 0, 0, 0, 0, 0, None
+    if kind in ("qwen3_moe", "glm4_moe"):
+        top_k, expert_size = config.num_experts_per_tok, config.moe_intermediate_size
+        num_experts = config.num_experts if kind == "qwen3_moe" else config.n_routed_experts
+    if kind == "glm4_moe":
+        num_dense, shared = config.first_k_dense_replace, config.n_shared_experts * expert_size
+        router = SigmoidRouter(
+            scale=config.routed_scaling_factor, num_groups=config.n_group, top_groups=config.topk_group
+        )
     heads = config.num_attention_heads
     return Architecture(
         model_type=kind,
@@ -113,11 +146,14 @@ def read_architecture(config: Any, head: Head) -> Architecture:
         norm_eps=config.rms_norm_eps,
         is_tied=bool(config.tie_word_embeddings) and head == Head.LM,
         has_scalar_head=head != Head.LM,
-        has_qkv_bias=kind == "qwen2",
-        has_qk_norm=kind in ("qwen3", "qwen3_moe"),
-        num_experts=config.num_experts if kind == "qwen3_moe" else 0,
-        top_k=config.num_experts_per_tok if kind == "qwen3_moe" else 0,
-        expert_size=config.moe_intermediate_size if kind == "qwen3_moe" else 0,
+        has_qkv_bias=kind == "qwen2" or (kind == "glm4_moe" and config.attention_bias),
+        has_qk_norm=kind in ("qwen3", "qwen3_moe") or (kind == "glm4_moe" and config.use_qk_norm),
+        num_experts=num_experts,
+        num_dense=num_dense,
+        top_k=top_k,
+        expert_size=expert_size,
+        shared_size=shared,
+        sigmoid_router=router,
         norm_top_k=bool(getattr(config, "norm_topk_prob", False)),
         windows=_windows(config),
     )
@@ -171,6 +207,8 @@ class Entry:
     """Expert-parallel rank that has it; None: all."""
     is_tied: bool = False
     """Another stage has the same tensor: the embedding that is also the head."""
+    is_buffer: bool = False
+    """Not trained: in checkpoints and exports, without optimizer state."""
     is_copy: bool = False
     """The last stage's copy of such a one: read, not exported, and not counted in the gradient norm."""
 
@@ -204,6 +242,7 @@ def check_divides(arch: Architecture, parallel: ParallelConfig) -> None:
         ("tp * cp", parallel.tp * parallel.cp, "query heads", arch.num_heads),
         ("tp * cp", parallel.tp * parallel.cp, "key and value heads", arch.num_groups),
         ("tp", parallel.tp, "MLP columns", arch.ffn_size),
+        ("tp", parallel.tp, "columns of shared experts", arch.shared_size),
         ("pp * vpp", parallel.pp * parallel.vpp, "layers", arch.num_layers),
     ]
     if arch.num_experts:
@@ -240,8 +279,9 @@ def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entr
         chunk, stage = divmod(piece, pp)
         for local, layer in zip(range(size), layers, strict=False):
             target = f"{chunk}.decoder.layers.{local}"
-            entries += _layer(arch, f"model.layers.{layer}", target, stage)
-            if arch.num_experts:
+            is_sparse = bool(arch.num_experts) and layer >= arch.num_dense
+            entries += _layer(arch, f"model.layers.{layer}", target, stage, is_sparse=is_sparse)
+            if is_sparse:
                 entries += _experts(arch, f"model.layers.{layer}.mlp", f"{target}.mlp", stage, ep)
     norm = {"model.norm.weight": (arch.hidden_size,)}
     entries.append(Entry(parameter=f"{vpp - 1}.decoder.final_layernorm.weight", tensors=norm, stage=pp - 1))
@@ -270,7 +310,7 @@ def _head(name: str, shape: tuple[int, ...], pp: int, vpp: int, *, is_copy: bool
     )
 
 
-def _layer(arch: Architecture, source: str, target: str, stage: int) -> list[Entry]:
+def _layer(arch: Architecture, source: str, target: str, stage: int, *, is_sparse: bool) -> list[Entry]:
     hidden, size = arch.hidden_size, arch.head_dim
     widths = {"q": arch.num_heads * size, "k": arch.num_groups * size, "v": arch.num_groups * size}
 
@@ -300,8 +340,15 @@ def _layer(arch: Architecture, source: str, target: str, stage: int) -> list[Ent
         ),
         whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden),
     ]
-    if arch.num_experts:
-        return [*entries, whole("mlp.router.weight", "mlp.gate.weight", arch.num_experts, hidden)]
+    if is_sparse:
+        entries.append(whole("mlp.router.weight", "mlp.gate.weight", arch.num_experts, hidden))
+        if arch.sigmoid_router is not None:
+            bias = whole("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", arch.num_experts)
+            entries.append(replace(bias, is_buffer=True))
+        if arch.shared_size:
+            shape, name = (arch.shared_size, hidden), "mlp.shared_experts"
+            entries += _mlp(f"{source}.{name}", f"{target}.{name}", shape, stage, is_cut=True)
+        return entries
     return entries + _mlp(f"{source}.mlp", f"{target}.mlp", (arch.ffn_size, hidden), stage, is_cut=True)
 
 
@@ -340,19 +387,19 @@ def _mlp(
 
 
 class WeightMap:
-    """This rank's parameters and the Hugging Face tensors that they are made of. Parameters come by name."""
+    """Map between parameters of this rank and the Hugging Face tensors that they are made of."""
 
     def __init__(self, arch: Architecture, layout: Layout) -> None:
         self.entries = plan_weights(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
         self.own = {entry.parameter: entry for entry in self.entries if self._is_mine(entry, layout)}
-        """What this rank has, by the name of the parameter."""
+        """Entries of this rank, by the name of the parameter."""
         self.shapes = shapes_of(self.entries)
         self._arch, self._layout = arch, layout
 
     def read_into(self, parameters: Mapping[str, Tensor], read: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
         """Fill this rank's parameters; `read(name, slices)` gives part of a Hugging Face tensor."""
         with torch.no_grad():
-            for entry in self.own.values():
+            for entry in self._entries_of(parameters):
                 parts = [
                     read(name, _slices(shape, entry.cut, self._layout.tp)) for name, shape in entry.tensors.items()
                 ]
@@ -377,7 +424,7 @@ class WeightMap:
                     continue
                 parts: list[Tensor] = []
                 if entry is self.own.get(entry.parameter):
-                    parts = self._split(parameters[entry.parameter].detach(), entry)
+                    parts = self._split(parameters[entry.parameter].detach().to(like.dtype), entry)
                 for index, (name, shape) in enumerate(entry.tensors.items()):
                     full = _gather(parts[index], shape, entry.cut, layout.tp) if parts else like.new_empty(shape)
                     yield name, layout.pp.broadcast(full, entry.stage)
@@ -406,16 +453,20 @@ class WeightMap:
                 yield from ((name, part.view(shape)) for (name, shape), part in zip(shapes, parts, strict=True))
 
     def local_parts(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of each Hugging Face tensor; one that is cut over tensor-parallel ranks as a DTensor."""
+        """Parts of Hugging Face tensors that this rank holds; those cut over tensor-parallel ranks as DTensors."""
         parts: dict[str, Tensor] = {}
-        for entry in self.own.values():
+        for entry in self._entries_of(parameters):
             found = self._split(parameters[entry.parameter].detach(), entry)
             for (name, shape), part in zip(entry.tensors.items(), found, strict=True):
                 parts[name] = self._described(part, shape, entry.cut)
         return parts
 
+    def _entries_of(self, parameters: Mapping[str, Tensor]) -> list[Entry]:
+        """Entries of this rank that `parameters` has: optimizer state has no buffers."""
+        return [entry for entry in self.own.values() if not entry.is_buffer or entry.parameter in parameters]
+
     def _described(self, part: Tensor, shape: tuple[int, ...], cut: Cut) -> Tensor:
-        """Without the rows that pad the vocabulary, and saying where in the full tensor it lies."""
+        """Part of a tensor as a DTensor of its place in the whole, without rows that pad the vocabulary."""
         if cut == Cut.WHOLE or self._layout.tp.size == 1:
             return part[: shape[0]].contiguous()
         rows = _slices(shape, cut, self._layout.tp)[0]
@@ -451,7 +502,7 @@ def _count(entry: Entry) -> int:
 
 
 def _slices(shape: tuple[int, ...], cut: Cut, tp: Axis) -> tuple[slice, ...]:
-    """This rank's part of a full tensor; the last rank may have fewer rows of the vocabulary."""
+    """Slices of a full tensor that this rank holds; the last rank may have fewer rows of the vocabulary."""
     if cut == Cut.WHOLE:
         return (slice(None),) * len(shape)
     dim = 0 if cut == Cut.ROWS else 1
