@@ -62,7 +62,7 @@ FOR_ALL = [
 OWN = [
     ("fsdp", "model", {"parallel": ParallelConfig(sp=2)}, 3, ConfigError, "sp = 2 does not divide 3 ranks"),
     ("fsdp", "model", {"parallel": ParallelConfig(sp=4)}, 4, ConfigError, "does not divide .* key and value heads"),
-    ("fsdp", "model", {"parallel": ParallelConfig(tp=2)}, 2, ConfigError, "takes sp and dp_replicate only"),
+    ("fsdp", "model", {"parallel": ParallelConfig(tp=2)}, 2, ConfigError, "takes sp, dp_replicate and ep only"),
     ("fsdp", "model", {"lora": LoraConfig(target_modules=("w9",))}, 1, ConfigError, r"target_modules is \['w9'\]"),
     ("fsdp", "experts", {"torch_compile": True}, 1, ConfigError, "has routers, images or layers that mix tokens"),
     ("megatron", "model", {"parallel": ParallelConfig(tp=2)}, 3, ConfigError, "= 2 does not divide 3 ranks"),

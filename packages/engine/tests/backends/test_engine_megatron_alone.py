@@ -178,7 +178,7 @@ def test_layouts_of_fsdp_are_refused(tmp_path, layout):
 )
 def test_fsdp_refuses_layouts_that_it_has_not(tmp_path, parallel):
     write_tiny_model(tmp_path)
-    with pytest.raises(ConfigError, match="the fsdp backend takes sp and dp_replicate only"):
+    with pytest.raises(ConfigError, match="the fsdp backend takes sp, dp_replicate and ep only"):
         build(tmp_path, backend="fsdp", parallel=parallel)
 
 
