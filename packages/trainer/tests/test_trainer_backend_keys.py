@@ -27,6 +27,8 @@ from rl_trainer.testing import FakeAgents
 EFFECTS = {
     "engine.backend": ("megatron", "engine"),
     "engine.world_size": ("2", "pools"),
+    "engine.optimizer.kind": ("muon", "engine"),
+    "engine.optimizer.momentum": ("0.5", "engine"),
     "engine.optimizer.lr": ("0.5", "engine"),
     "engine.optimizer.betas": ("[0.5, 0.6]", "engine"),
     "engine.optimizer.weight_decay": ("0.5", "engine"),
@@ -42,6 +44,9 @@ EFFECTS = {
     "engine.prefix_sharing": ("false", "engine"),
     "engine.torch_compile": ("true", "engine"),
     "engine.cpu_offload": ("true", "engine"),
+    "engine.optimizer_offload": ("true", "engine"),
+    "engine.activation_offload": ("true", "engine"),
+    "engine.freeze_mtp": ("true", "engine"),
     "engine.activation_checkpointing": ("true", "engine"),
     "engine.router_aux_loss_coef": ("0.5", "engine"),
     "engine.router_replay": ("true", "engine"),
@@ -95,6 +100,7 @@ BESIDE |= {f"engine.parallel.{axis}": ["engine.world_size=2"] for axis in ("tp",
 BESIDE |= {
     f"rollout.elastic.{key}": ["rollout.elastic.max_replicas=4"] for key in ("min_replicas", "policy", "patience")
 }
+BESIDE["engine.optimizer.momentum"] = ["engine.optimizer.kind=muon"]
 BESIDE["engine.optimizer.total_steps"] = ["engine.lr_schedule=constant"]
 BESIDE["engine.optimizer.min_lr_ratio"] = ["engine.lr_schedule=constant", "engine.optimizer.total_steps=9"]
 

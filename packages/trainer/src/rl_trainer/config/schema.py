@@ -342,7 +342,7 @@ class EngineSection(EngineConfig):
     world_size: Positive = 1
     """Processes (one GPU each where there are GPUs)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
     lr_schedule: Literal["constant", "cosine"] = "constant"
     """After the warm-up: `cosine` falls to optimizer.min_lr_ratio at the end of the run."""
     router_replay: bool = False

@@ -228,6 +228,8 @@ def _engine_config(config: Config, model_path: Path, role: str | None = None, **
     keys |= {"model_path": str(model_path), "temperature": config.rollout.temperature}
     keys |= {"seed": config.seed, "timeout_s": config.timeout_s, "lora": None, "router_aux_loss_coef": 0.0}
     keys |= values
+    if keys["optimizer"] is None:  # these are for what is trained
+        keys |= {"optimizer_offload": False, "activation_offload": False}
     return EngineConfig(**keys)
 
 
