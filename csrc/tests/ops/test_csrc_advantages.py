@@ -223,3 +223,9 @@ def test_arguments_that_lie_apart_in_memory_give_the_same():
 
     for found, wanted in zip(results(*apart, mask, offsets, ids), results(*whole), strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_group_norm_refuses_rewards_that_are_no_row(shape):
+    with pytest.raises(rl_csrc.ArgumentError, match=r"rewards has shape \[.*\]; wanted one dimension"):
+        rl_csrc.group_norm(torch.zeros(shape), torch.zeros(shape, dtype=torch.int64))

@@ -106,9 +106,9 @@ def group_norm(
     check_one_of("mode", mode, GROUP_MODES)
     if (group_ids is None) == (cu_groups is None):
         raise ArgumentError("group_norm takes either group_ids or cu_groups, and exactly one of them.")
-    num = rewards.size(0)
-    check_same_length("rewards", rewards, num)
-    check_same_length("group_ids", group_ids, num)
+    if rewards.dim() != 1:
+        raise ArgumentError(f"rewards has shape {list(rewards.shape)}; wanted one dimension. Flatten the batch first.")
+    check_same_length("group_ids", group_ids, rewards.size(0))
     return _GROUP_NORM(floats(rewards), optional_integers(group_ids), optional_integers(cu_groups), mode, eps)
 
 
