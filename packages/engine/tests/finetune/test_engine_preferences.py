@@ -367,4 +367,4 @@ def test_bad_input_is_one_sentence_and_exit_code_2(capsys, main, arguments, mess
     assert main(["model.path=m", "data.path=d", "output_dir=o", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith(message)
-    assert err.count("\n") == 1
+    assert err.count("\n") == 2
