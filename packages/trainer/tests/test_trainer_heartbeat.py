@@ -193,4 +193,4 @@ def test_the_end_of_ray_itself_is_told(program, number):
         assert ended.returncode == 0
     else:
         assert ended.returncode == 1, ended.stderr
-        assert ended.stderr.splitlines()[-1].startswith("rl-train: Ray's gcs_server (process ")
+        assert ended.stderr.splitlines()[-2].startswith("rl-train: Ray's gcs_server (process ")
