@@ -22,6 +22,7 @@ def test_public_names():
         "Metadata",
         "PeerLostError",
         "PeerTimeoutError",
+        "Placement",
         "ProtocolError",
         "Receipt",
         "ReceiverState",
@@ -39,12 +40,15 @@ def test_public_names():
         "VersionError",
         "WeightReceiver",
         "WeightSender",
+        "capabilities",
         "connect",
         "join_addresses",
         "join_digest",
         "merge_reports",
+        "read_layouts",
         "split_address",
         "tree_digest",
+        "write_layout_request",
     ]
     assert all(hasattr(rl_ckpt, name) for name in rl_ckpt.__all__)
 

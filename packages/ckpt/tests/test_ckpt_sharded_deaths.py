@@ -16,6 +16,7 @@ import torch
 import rl_ckpt
 from rl_ckpt import ShardSpec
 from rl_ckpt.testing import new_name
+from rl_ckpt.testing.ends import die_at_message
 
 SHAPE, NUM_TENSORS, TIMEOUT_S = (512, 1024), 8, 60.0
 AT_ONCE_S = 15.0
@@ -36,12 +37,19 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def prepare_to_die(fault):
+    """`at Seal before`: when the first message of that kind is sent."""
+    if fault.startswith("at "):
+        die_at_message(*fault.split()[1:])
+
+
 def say(line):
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 async def be_sender(name, rank, fault):
+    prepare_to_die(fault)
     plan = rl_ckpt.ShardPlan([[spec_of(each, source) for each in NAMES] for source in (0, 1)])
     sender = rl_ckpt.ShardedSender(plan, rank, lambda target: f"shm://{name}-{rank}-{target}", timeout_s=TIMEOUT_S)
     say(json.dumps(await sender.prepare()))
@@ -72,6 +80,7 @@ async def be_sender(name, rank, fault):
 
 
 async def be_receiver(addresses, fault):
+    prepare_to_die(fault)
     held = {name: torch.zeros(SHAPE) for name in NAMES}
 
     def on_landed(names):
@@ -190,6 +199,40 @@ def test_a_sender_that_dies_before_the_decision_leaves_every_receiver_with_the_v
     assert time.monotonic() - since < AT_ONCE_S
     assert told[1] == ""
     assert all(answer.startswith("failed") for answer in answers), answers
+
+
+MOMENTS = ("before", "after")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["Session", "Begin", "Manifest", "Buckets", "Seal", "Commit"])
+def test_a_sender_that_dies_at_any_message_leaves_all_receivers_with_the_version_or_none(kind, moment, start):
+    job = start(2, sender_faults=("", f"at {kind} {moment}"))
+    since = time.monotonic()
+    told, answers = job.sync(1)
+    assert time.monotonic() - since < TIMEOUT_S
+    assert told[1] == "", "it is dead"
+    if kind == "Commit":  # the decision was made, and the other rank has told it to both
+        assert answers == [committed(1)] * 2
+    else:
+        assert all(answer.startswith("failed") for answer in answers), answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["Ready", "Free", "Staged", "Committed"])
+def test_a_receiver_that_dies_at_any_message_leaves_the_other_with_what_was_decided_and_the_next_sync_is_whole(
+    kind, moment, start
+):
+    job = start(2, receiver_faults=(f"at {kind} {moment}",))
+    told, (dead, other) = job.sync(1)
+    assert dead == ""
+    is_committed = all(each.startswith("committed") for each in told)
+    assert is_committed or all(each.startswith("failed") for each in told), told
+    assert is_committed or kind != "Committed"
+    assert other == committed(1) if is_committed else other.startswith("failed"), other
+    assert job.sync(2, job.receivers[1:]) == (["committed 1"] * 2, [committed(2)])
 
 
 if __name__ == "__main__":

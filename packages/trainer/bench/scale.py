@@ -21,6 +21,7 @@ from rl_trainer.pipeline.weight_transfer import GatheredTransfer
 from rl_trainer.runtime.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.testing import FakeAgents, QueueJob
 from rl_trainer.workers.engine import AdvantageReport, EngineWorker, UpdateReport
+from rl_trainer.workers.rollout import Receivers
 
 GROUP, GROUPS_PER_RANK, MINI_BATCHES = 8, 2, 2
 RANKS, REPLICAS, AGENTS = (64, 256, 1024), {64: 8, 256: 32, 1024: 128}, 64
@@ -89,7 +90,7 @@ class Members:
 def serve(name, arguments):
     """What a replica of the servers says."""
     answers = {
-        "count_receivers": lambda member: 1,
+        "declare_receivers": lambda member: Receivers(1, None),
         "update_weights": lambda member: arguments[member][1],
         "address": lambda member: ServerAddress(url=f"http://{member}", model="m", pid=member),
     }

@@ -7,16 +7,19 @@ import pytest
 import torch
 
 from rl_ckpt import DigestShare, ShardSpec, tree_digest
+from rl_ckpt.traffic import Placement, Traffic
 from rl_ckpt.types import SyncReport
 from rl_rollout.errors import ServerLostError, WeightUpdateError
-from rl_rollout.types import ServerAddress
-from rl_trainer.errors import PlacementError, StaleWeightsError, WorkerDiedError
+from rl_rollout.types import ServerAddress, TensorPart
+from rl_trainer.errors import ConfigError, PlacementError, StaleWeightsError, WorkerDiedError
 from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.pipeline.weight_sync import WeightSync
-from rl_trainer.pipeline.weight_transfer import GatheredTransfer, ShardedTransfer, session_pattern
+from rl_trainer.pipeline.weight_transfer import PLAN_FILE, GatheredTransfer, ShardedTransfer, session_pattern
 from rl_trainer.run import resize_as_asked
 from rl_trainer.runtime.base import ReplicaSet
 from rl_trainer.workers.agent import EvalReport, FailureReport, Job
+from rl_trainer.workers.engine import LocalWeights
+from rl_trainer.workers.rollout import Receivers
 
 
 class LocalReplicas(ReplicaSet):
@@ -163,14 +166,17 @@ def test_what_stopped_workers_failed_with_ends_the_run():
 
 class Replica:
     num_receivers = 1
+    layout = None
 
     def __init__(self, number):
+        self.asked = []
         self.number, self.version, self.error, self.health = number, 0, None, None
 
-    def count_receivers(self):
+    def declare_receivers(self, weights=None):
         if self.health:
             raise self.health
-        return self.num_receivers
+        self.asked.append(weights)
+        return Receivers(self.num_receivers, self.layout if weights else None, "n")
 
     def update_weights(self, address, version):
         if self.error:
@@ -263,6 +269,10 @@ def test_a_sync_that_fails_though_nobody_died_ends_the_run_and_both_sides_are_to
         sync_of(Actor(lost=("peer 2",)))[2].sync(6)
 
 
+def shard(start, kind=ShardSpec):
+    return kind(name="w", shape=(4,), offsets=(start,), sizes=(2,))
+
+
 class Ranks:
     """Two ranks of an actor that send from shard to shard; what each call is given is noted."""
 
@@ -271,11 +281,11 @@ class Ranks:
 
     def weight_layout(self):
         self.told.append("layout")
-        return [[ShardSpec(name="w", shape=(4,), offsets=(2 * rank,), sizes=(2,))] for rank in (0, 1)]
+        return [LocalWeights([shard(2 * rank)], {"w": "float32"}, f"node {rank}") for rank in (0, 1)]
 
-    def open_sessions(self, layouts, address):
-        self.told.append(f"open {len(layouts)} {address}")
-        return [{0: f"shm://{rank}"} for rank in (0, 1)]
+    def open_sessions(self, layouts, targets, address):
+        self.told.append(f"open {len(layouts)} to {1 if targets is None else len(targets)} {address}")
+        return [dict.fromkeys(range(len(targets or [0])), f"shm://{rank}") for rank in (0, 1)]
 
     def stage_weights(self, version, num_replicas):
         self.told.append(f"stage {version} for {num_replicas}")
@@ -305,12 +315,32 @@ def test_ranks_that_send_shards_commit_together_and_the_plan_is_made_once():
     weights.sync(5)
     weights.sync(6)
     assert actor.told == [
-        *("layout", "open 2 shm://job-{rank}-{target}?bucket_bytes=256&delta=1"),
+        *("layout", "open 2 to 1 shm://job-{rank}-{target}?bucket_bytes=256&delta=1"),
         *("stage 5 for 2", "abort: a receiver went away", "stage 5 for 1", "commit 5"),
         *("stage 6 for 1", "commit 6"),
     ]
     assert replicas.workers[1].told == "shards:shm://0 shm://1"
+    assert replicas.workers[1].asked == [{"w": ("float32", (4,))}, None, None], "shapes are told once"
     assert session_pattern("tcp://10.0.0.1:4000", delta=False) == "tcp://{host}:0"
+
+
+def test_the_plan_is_made_for_what_every_receiver_of_a_replica_takes_and_one_that_cuts_otherwise_ends_the_run(tmp_path):
+    actor = Ranks()
+    _, workers = agents(1)
+    replicas = LocalReplicas(Replica, 1)
+    replicas.workers[0].num_receivers = 2
+    replicas.workers[0].layout = [[shard(start, TensorPart)] for start in (0, 2)]
+    transfer = ShardedTransfer(actor, session_pattern("shm://job", delta=False), tmp_path)
+    weights = WeightSync(actor, replicas, workers, transfer)
+    weights.sync(5)
+    plan = Placement.load(tmp_path / PLAN_FILE)
+    assert (plan.sizes, plan.source_nodes, plan.target_nodes) == ({"w": 4}, ["node 0", "node 1"], [["n", "n"]])
+    assert Traffic(plan).pairs == {(0, 0): 8, (1, 1): 8}
+    assert actor.told == ["layout", "open 2 to 2 shm://job-{rank}-{target}", "stage 5 for 1", "commit 5"]
+    assert replicas.workers[0].told == "shards:shm://0 shm://1;shm://0 shm://1"
+    replicas.resize(2)
+    with pytest.raises(ConfigError, match="replica 1 cuts the weights otherwise than replica 0"):
+        weights.sync(6)
 
 
 def test_without_any_replica_the_run_ends_with_the_last_death():

@@ -77,6 +77,21 @@ def test_from_shard_to_shard_a_run_is_the_same_as_with_gathered_weights(layout, 
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("scheme", ["file", "file+local"])
+def test_over_a_folder_of_differences_a_run_is_the_same_as_over_sessions(scheme, model, tmp_path):
+    over = [f"weights_transport={scheme}://{tmp_path / 'weights'}", "rollout.num_replicas=2"]
+    told, chained = run(model, tmp_path / "chained", *over, "weights.delta=true", "steps=3")
+    assert "as differences" in told
+    manifests = [json.loads(path.read_text()) for path in sorted((tmp_path / "weights").glob("*.json"))]
+    assert [each["base"] is not None for each in manifests if "base" in each], "some are differences"
+    _, plain = run(model, tmp_path / "plain", "rollout.num_replicas=2", "steps=3")
+    for one, other in zip(chained, plain, strict=True):
+        for name in ("loss", "grad_norm", "mismatch_abs", "entropy"):
+            assert one[name] == other[name], name
+
+
+@pytest.mark.integration
 @pytest.mark.timeout(1000)
 def test_an_adapter_that_travels_alone_is_what_every_token_was_sampled_from(model, tmp_path):
     """The engine's log-probs of a policy that has learned are those that the servers told."""

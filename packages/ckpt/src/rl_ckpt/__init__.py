@@ -18,11 +18,12 @@ from rl_ckpt.errors import (
     UsageError,
     VersionError,
 )
-from rl_ckpt.registry import connect
+from rl_ckpt.registry import capabilities, connect
 from rl_ckpt.resharding import Resharding
 from rl_ckpt.types import Metadata, Receipt, ReceiverState, Role, SessionConfig, ShardSpec, SyncReport
 
 if TYPE_CHECKING:
+    from rl_ckpt.adapters.layout import read_layouts, write_layout_request
     from rl_ckpt.sharded import (
         DigestShare,
         ShardedReceiver,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         split_address,
     )
     from rl_ckpt.tensors.digest import tree_digest
+    from rl_ckpt.traffic import Placement
 
 __all__ = [
     "AddressError",
@@ -46,6 +48,7 @@ __all__ = [
     "Metadata",
     "PeerLostError",
     "PeerTimeoutError",
+    "Placement",
     "ProtocolError",
     "Receipt",
     "ReceiverState",
@@ -63,14 +66,22 @@ __all__ = [
     "VersionError",
     "WeightReceiver",
     "WeightSender",
+    "capabilities",
     "connect",
     "join_addresses",
     "join_digest",
     "merge_reports",
+    "read_layouts",
     "split_address",
     "tree_digest",
+    "write_layout_request",
 ]
-_HOMES = {"tree_digest": "rl_ckpt.tensors.digest"} | dict.fromkeys(
+_HOMES = {
+    "Placement": "rl_ckpt.traffic",
+    "read_layouts": "rl_ckpt.adapters.layout",
+    "tree_digest": "rl_ckpt.tensors.digest",
+    "write_layout_request": "rl_ckpt.adapters.layout",
+} | dict.fromkeys(
     (
         "DigestShare",
         "ShardPlan",

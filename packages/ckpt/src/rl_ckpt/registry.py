@@ -196,9 +196,11 @@ def _open(backend: Any, config: SessionConfig) -> WeightSender | WeightReceiver:
 
 def _backend(url: str, scheme: str) -> Any:
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if scheme not in installed:
+    name, _, filesystem = scheme.partition("+")
+    backend = _load(installed[name]) if name in installed else None
+    if backend is None or (filesystem and not getattr(backend, "has_filesystems", False)):
         raise BackendError(f"no backend {scheme!r} is installed for {url!r}; there are: {', '.join(sorted(installed))}")
-    return _load(installed[scheme])
+    return backend
 
 
 def _load(entry: EntryPoint) -> Any:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
 
 class Role(StrEnum):
     """Role of an end in a session."""
@@ -181,6 +183,10 @@ class ShardSpec:
                 f"the shard of {self.name!r} starts at {self.offsets} and is {self.sizes} long; "
                 f"the tensor is {self.shape}"
             )
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part, as a view of the whole tensor."""
+        return whole[tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))]
 
     @classmethod
     def on_mesh(

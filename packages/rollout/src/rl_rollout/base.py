@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from rl_rollout.types import Capabilities, TokenChunk
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
+    from rl_rollout.types import GenerateRequest, ServerAddress, TensorPart, TokenOutput
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -117,6 +117,17 @@ class RolloutServer(ABC):
     @abstractmethod
     async def resume(self) -> None:
         """Resume decoding after `pause`."""
+
+    async def weight_layout(self, weights: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[list[TensorPart]] | None:
+        """For each weight receiver, the slices that it computes with, so that a sender can plan to send those alone.
+
+        Asked before the first update with slices. None: one receiver takes every tensor whole.
+
+        Args:
+            weights: By Hugging Face name, dtype (`bfloat16`) and shape of every tensor that updates will bring.
+        """
+        del weights
+        return None
 
     @abstractmethod
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from rl_ckpt import ShardedReceiver
     from rl_ckpt.base import WeightReceiver
 
+SLICES = "shards:"
+"""What an address begins with that `rl_ckpt.join_addresses` made."""
+
 
 class CkptReceiver:
     """Weight receiver that is described by its address alone.
@@ -38,7 +41,7 @@ class CkptReceiver:
     @property
     def takes_slices(self) -> bool:
         """Whether weights come as slices from several senders, by `receive_slices` instead of `receive_weights`."""
-        return self.address.startswith("shards:")
+        return self.address.startswith(SLICES)
 
     @property
     def takes_differences(self) -> bool:

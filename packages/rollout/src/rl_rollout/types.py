@@ -144,6 +144,20 @@ class TokenOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPart:
+    """Slice of a tensor that one weight receiver of a server takes: a box in the coordinates of the whole tensor."""
+
+    name: str
+    """Hugging Face name of the tensor."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Where the box starts along each axis."""
+    sizes: tuple[int, ...]
+    """Its length along each axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """Capabilities of a server beyond plain generation. A missing one is refused with `UnsupportedError`."""
 
@@ -177,8 +191,8 @@ class Capabilities:
     takes_slices: bool = False
     """Whether `update_weights` takes slices of tensors from several senders: see `rl_ckpt.sharded`."""
     attests_weights: bool = True
-    """Whether the weights that the server holds after an update are compared with those sent; if not, only those that
-    arrived are."""
+    """Whether the weights that the server holds after an update with whole tensors are compared with those sent; if
+    not, only those that arrived are. Slices are always compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

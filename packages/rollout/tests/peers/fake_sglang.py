@@ -15,6 +15,7 @@ import warnings
 
 import torch
 from aiohttp import web
+from layouts import tell_layout
 
 from rl_rollout import (
     CkptReceiver,
@@ -165,6 +166,9 @@ class FakeSglang:
             ((address, version),) = SafeUnpickler(io.BytesIO(base64.b64decode(payload))).load()
         assert isinstance(version, torch.Tensor)
         assert version.tolist() == [int(body["weight_version"])]
+        if address.startswith("layout://"):
+            tell_layout(address)
+            return
         receiver = self.receivers.setdefault(address, CkptReceiver(address))
         await self.server.update_weights(receiver, int(version))
 

@@ -13,6 +13,7 @@ import sys
 
 import torch
 from aiohttp import web
+from layouts import tell_layout
 from msgspec import msgpack
 
 from rl_rollout import (
@@ -247,6 +248,10 @@ class FakeVllm:
         await self.server.abort(body["request_ids"])
 
     async def init(self, body, query):
+        if body["init_info"]["url"].startswith("layout://"):
+            assert body["init_info"].keys() == {"url"}
+            tell_layout(body["init_info"]["url"])
+            return
         if self.receiver is not None:
             await self.receiver.close()
         self.receiver = CkptReceiver(body["init_info"]["url"], timeout_s=body["init_info"]["timeout_s"])

@@ -80,7 +80,7 @@ def real_sglang_config(folder, *args, max_total_tokens=65536, **fields):
 
 
 def real_model(folder, **overrides):
-    return write_tiny_model(folder / "model", max_position_embeddings=8192, **SIZES, **overrides)
+    return write_tiny_model(folder / "model", max_position_embeddings=8192, **{**SIZES, **overrides})
 
 
 def real_vl_model(folder, family, patch_size=4):

@@ -30,6 +30,7 @@ from rl_trainer.pipeline.weight_transfer import (
     GatheredTransfer,
     ShardedTransfer,
     WeightTransfer,
+    chain_address,
     session_pattern,
     write_start_adapter,
 )
@@ -51,7 +52,7 @@ from rl_trainer.planning.plan import (
 )
 from rl_trainer.planning.preflight import check_started, why_gathered
 from rl_trainer.runtime.base import ResourcePool
-from rl_trainer.runtime.network import address_of, check_reach
+from rl_trainer.runtime.network import address_of, check_reach, has_votes
 from rl_trainer.samples import FOLDER
 from rl_trainer.workers.agent import AgentWorker
 from rl_trainer.workers.columns import EXPERTS, IMAGES, takes_images
@@ -127,6 +128,8 @@ def place(
     for key, backend in (("weights_transport", config.weights_transport), ("queue_storage", config.queue_storage)):
         check_reach(key, backend, runtime.num_machines)
     weights_address = address_of(config.weights_transport, f"{job}-weights", runtime.free_address(ENGINE_POOL))
+    if config.weights.delta and not has_votes(weights_address):
+        weights_address = chain_address(weights_address)
     snapshot = queue_snapshot(config, state)
     store = runtime.create_group(
         QueueWorker, "queue", storage=config.queue_storage, name=f"{job}-queue", snapshot=snapshot
@@ -197,7 +200,7 @@ def place(
             actor,
             rollout,
             agents,
-            create_transfer(config, actor, weights_address, capabilities),
+            create_transfer(config, actor, weights_address, capabilities, output_dir),
             rewards=rewards if is_in_turn(config, "reward") else None,
             is_colocated=bool(config.rollout.colocated),
         ),
@@ -225,12 +228,12 @@ def check_given(rows: Iterable[Row], count: int) -> None:
 
 
 def create_transfer(
-    config: Config, actor: EngineWorker, address: str, capabilities: Sequence[Capabilities]
+    config: Config, actor: EngineWorker, address: str, capabilities: Sequence[Capabilities], folder: Path | None
 ) -> WeightTransfer:
     """Create the weight transfer: from shard to shard where engine, servers and transport can."""
     if any(why_gathered(config, can) for can in capabilities):
         return GatheredTransfer(actor, address)
-    return ShardedTransfer(actor, session_pattern(address, delta=config.weights.delta))
+    return ShardedTransfer(actor, session_pattern(address, delta=config.weights.delta), folder)
 
 
 def create_servers(

@@ -8,16 +8,22 @@ before that leaves the engine as it was; what fails later is undone with the wei
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NoReturn
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import rl_ckpt
-from rl_ckpt.errors import AttestationError, TensorError, UsageError, VersionError
+from rl_ckpt.adapters.layout import DryLoad, answer_request, write_answer
+from rl_ckpt.errors import TensorError, UsageError, VersionError
 from rl_ckpt.receiver.staging import Staging
+from rl_ckpt.sharded import ShardedReceiver, split_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor, nn
+
+    from rl_ckpt.adapters.load_recorder import Held
+    from rl_ckpt.types import ShardSpec
 
 
 class Installer:
@@ -28,7 +34,7 @@ class Installer:
             parameters are NaN for those that replay a CUDA graph instead, until a later sync has brought all that the
             failed one may have changed. What no sync brings, because checkpoints do not have it, is then as it was.
         load: Installs all of these weights, CPU tensors by name, and returns what the engine then holds of them, or
-            None where that cannot be told.
+            None where that cannot be told. A part of each, where slices come: the rest was never written to.
         restore: Undoes what the last load did where loading the version before writes nothing. Called before that is
             loaded again, if names came that it does not have; all that there is to do while there is none before.
     """
@@ -37,10 +43,14 @@ class Installer:
         self,
         model: nn.Module,
         *,
-        load: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None],
+        load: Callable[[Mapping[str, Tensor]], Held | None],
         restore: Callable[[], None],
     ) -> None:
-        self._receiver: rl_ckpt.WeightReceiver | None = None
+        self._receiver: rl_ckpt.WeightReceiver | ShardedReceiver | None = None
+        self._parts: dict[str, ShardSpec] = {}
+        """What this rank takes of each tensor, where slices come."""
+        self._rooms: dict[str, Tensor] = {}
+        """The tensors that these are parts of, with no memory behind the rest: dtype and shape."""
         self._load = load
         self._restore = restore
         self._model = model
@@ -55,15 +65,45 @@ class Installer:
         self._is_fresh = True
         self._is_partial = False
 
-    def attach(self, receiver: rl_ckpt.WeightReceiver) -> None:
+    def attach(self, receiver: rl_ckpt.WeightReceiver | ShardedReceiver) -> None:
         """Take from this receiving end from now on; nothing else may use it. The one before is closed.
 
         Its first sync brings all weights; later ones all of them again, or a part where the caller of `take` says so.
         """
         self.detach()
         self._is_fresh = True
-        receiver.attest_with(self._install)
+        if not isinstance(receiver, ShardedReceiver):
+            receiver.attest_with(self._install)
         self._receiver = receiver
+
+    def join(self, url: str, rank: int, *, timeout_s: float, token: str | None = None) -> None:
+        """Attach to a session by its URL, or to those of this rank of the server that `join_addresses` put in one.
+
+        Raises:
+            UsageError: slices are to come, and this rank was not asked for its layout.
+        """
+        addresses = split_address(url, rank)
+        if addresses is None:
+            self.attach(rl_ckpt.connect(url, role="receive", timeout_s=timeout_s, token=token))
+        elif not self._parts:
+            raise UsageError(f"slices would come from {url}, and no plan was made for rank {rank}: ask for its layout")
+        else:
+            self.attach(ShardedReceiver(addresses, timeout_s=timeout_s, token=token))
+
+    def tell_layout(self, url: str, rank: int, load_dry: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Answer a request of `rl_ckpt.adapters.layout`, and be ready for slices of such tensors.
+
+        Args:
+            url: Of the request.
+            rank: Of the server.
+            load_dry: Calls the engine's loader on these tensors, which have no contents; it is not to change the model.
+        """
+        given, answer = answer_request(url, rank)
+        with DryLoad(self._model, given) as dry:
+            load_dry(given)
+        self._parts = dry.parts()
+        self._rooms = {name: given[name].to("meta") for name in self._parts}
+        write_answer(answer, self._parts.values())
 
     def detach(self) -> None:
         """Leave the session. What was installed, and what to go back to, stays."""
@@ -87,10 +127,12 @@ class Installer:
         if receiver is None:
             raise UsageError("no session is open to take weights from")
         try:
-            for name, tensor in receiver.recv():
-                if version not in {None, receiver.version}:
-                    raise VersionError(f"version {receiver.version} came, and {version} was asked for")
-                self._staging.put(name, tensor)
+            if isinstance(receiver, ShardedReceiver):
+                self._take_slices(receiver, version)
+            else:
+                for name, tensor in receiver.recv():
+                    self._require_version(receiver, version)
+                    self._staging.put(name, tensor)
         except BaseException as error:
             touched = set(self._staging.incoming) if self._is_touched else set[str]()
             self._staging.clear()
@@ -104,7 +146,35 @@ class Installer:
             self._forward = None
             self._suspects = set()
 
-    def _install(self) -> Mapping[str, Tensor] | None:
+    def _require_version(self, receiver: rl_ckpt.WeightReceiver | ShardedReceiver, version: int | None) -> None:
+        if version not in {None, receiver.version}:
+            raise VersionError(f"version {receiver.version} came, and {version} was asked for")
+
+    def _take_slices(self, receiver: ShardedReceiver, version: int | None) -> None:
+        """Land slices in another thread; this one, which has the engine's device and settings, installs them."""
+        landed, installed = Future[None](), Future[None]()
+        targets = {name: self._staging.room(name, like) for name, like in self._rooms.items()}
+        parts = {name: part.of(targets[name]) for name, part in self._parts.items()}
+
+        def on_landed(_: object) -> None:
+            landed.set_result(None)
+            installed.result()
+
+        with ThreadPoolExecutor(1, thread_name_prefix="slices") as pool:
+            receiving = pool.submit(lambda: asyncio.run(receiver.receive_into(parts, self._parts, on_landed=on_landed)))
+            either: list[Future[Any]] = [landed, receiving]
+            try:
+                wait(either, return_when=FIRST_COMPLETED)
+                if landed.done():
+                    self._require_version(receiver, version)
+                    if (held := self._install()) is not None:
+                        held.require_all()
+                installed.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - the receiver raises it
+                installed.set_exception(error)
+            receiving.result()
+
+    def _install(self) -> Held | None:
         """Called by the receiver when everything has landed and was verified, before it votes."""
         for name, tensor in self._staging.incoming.items():
             held = self._staging.current.get(name, tensor)
@@ -133,9 +203,8 @@ class Installer:
             if not touched <= before.keys():
                 self._restore()
             suspects = set(before)
-            held = self._load(before) if before else None
-            if held is not None and rl_ckpt.tree_digest(held) != rl_ckpt.tree_digest(before):
-                raise AttestationError("the engine does not hold what was loaded again")
+            if before and (held := self._load(before)) is not None:
+                held.require_all()
         except Exception as another:  # noqa: BLE001  # whatever it is, the engine is mixed, and the first error is raised
             error.add_note(f"the weights before could not be loaded again, so the engine must not serve: {another}")
             self._suspects |= suspects

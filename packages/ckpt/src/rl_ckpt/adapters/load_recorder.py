@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of a number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Which elements of its memory a tensor is."""
@@ -180,11 +184,14 @@ class Held(Mapping[str, "Tensor"]):
         if name not in self._names:
             raise KeyError(name)
         given = self._given[name]
-        tensor = given
         for binding in self._bindings.get(name, ()):
+            sent = binding.source.view(given)
             for copy in self._all_copies(binding):
+                held = binding.part.view(copy).to("cpu")
+                if held.dtype == sent.dtype and held.shape == sent.shape and torch.equal(_bits(held), _bits(sent)):
+                    continue
                 tensor = given.clone()
-                binding.source.view(tensor).copy_(binding.part.view(copy))
+                binding.source.view(tensor).copy_(held)
                 if torch.equal(as_bytes(tensor), as_bytes(given)):
                     continue
                 if copy.dtype != given.dtype:
@@ -193,7 +200,19 @@ class Held(Mapping[str, "Tensor"]):
                         "start it with the number format of the sender, or send its own"
                     )
                 return tensor
-        return tensor
+        return given
+
+    def require_all(self) -> None:
+        """See that the model holds all that its loader was given, bit for bit.
+
+        Raises:
+            AttestationError: names a tensor that it has nothing of, or other numbers.
+        """
+        for name, given in self._given.items():
+            if name not in self._names:
+                raise AttestationError(f"the engine's loader took {name!r} nowhere that it could be read back from")
+            if self[name] is not given:
+                raise AttestationError(f"the engine does not hold {name!r} as it was sent")
 
     def _is_readable(self, name: str) -> bool:
         bindings = self._bindings.get(name, ())
@@ -226,6 +245,11 @@ def _tensors(model: nn.Module, path: str) -> list[Tensor]:
     except AttributeError:
         return []
     return [tensor] if isinstance(tensor, torch.Tensor) else []
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as whole numbers, of which equal ones have equal bits."""
+    return tensor.view(_WHOLE[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 def _pointer(tensor: Tensor) -> int | None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
-import rl_ckpt
 from rl_ckpt.adapters.installer import Installer
+from rl_ckpt.adapters.layout import SCHEME
 from rl_ckpt.adapters.load_recorder import Held, LoadRecorder, filled_by
 from rl_ckpt.errors import UsageError
 
@@ -118,9 +118,13 @@ class _Engine:
         """The others, as they were before a load."""
 
     def take(self, url: str, version: int) -> None:
-        """Take this version over that session."""
+        """Take this version over that session, or tell this rank's layout."""
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if url.startswith(SCHEME):
+            self.installer.tell_layout(url, rank, self._load_dry)
+            return
         if self._url != url:
-            self.installer.attach(rl_ckpt.connect(url, role="receive", timeout_s=TIMEOUT_S))
+            self.installer.join(url, rank, timeout_s=TIMEOUT_S)
             self._url = url
         try:
             self.installer.take(version)
@@ -128,7 +132,12 @@ class _Engine:
         finally:
             self._kept = {}
 
-    def _load(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _load_dry(self, weights: Mapping[str, Tensor]) -> None:
+        loader: Any = self._model
+        with torch.no_grad():
+            loader.load_weights(iter(weights.items()))
+
+    def _load(self, weights: Mapping[str, Tensor]) -> Held:
         loader: Any = self._model
         self._kept = {
             name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items() if name not in self._committed

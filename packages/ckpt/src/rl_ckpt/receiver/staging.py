@@ -45,13 +45,13 @@ class Staging:
         self.clear()
         for name, target in targets.items():
             require_memory(name, target)
-            self._make_room(name, target)
+            self.room(name, target)
         self.targets, self._spare = targets, {}
         return self.incoming
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Add a copy of a received tensor."""
-        self._make_room(name, tensor).copy_(tensor.detach())
+        self.room(name, tensor).copy_(tensor.detach())
 
     def merged(self) -> dict[str, Tensor]:
         """Committed tensors, updated by those of the current sync."""
@@ -91,7 +91,8 @@ class Staging:
         _exchange(target, mine)
         self._torn = None
 
-    def _make_room(self, name: str, like: Tensor) -> Tensor:
+    def room(self, name: str, like: Tensor) -> Tensor:
+        """Memory for a tensor to land in, of this dtype and shape. What is never written to takes none."""
         room = self._spare.pop(name, None)
         if room is None or (room.dtype, room.shape) != (like.dtype, like.shape):
             room = torch.empty(like.shape, dtype=like.dtype)

@@ -129,6 +129,7 @@ class SglangServer(ExternalServer):
             has_adapters=bool(self.adapters),
             takes_images=self.preparer is not None,
             num_receivers=self.config.parallel.num_ranks,
+            takes_slices=not self.adapters,
         )
 
     def _environment(self) -> dict[str, str]:
@@ -231,8 +232,15 @@ class SglangServer(ExternalServer):
         """See `ExternalServer`."""
         await self.upstream.command("/continue_generation", {})
 
+    async def post_layout(self, url: str) -> None:
+        """See `ExternalServer`."""
+        await self._call_loader(url, self.weight_version)
+
     async def post_update(self, address: str, version: int) -> None:
         """See `ExternalServer`. The loader verifies, installs and attests; the version is set with the weights."""
+        await self._call_loader(address, version)
+
+    async def _call_loader(self, address: str, version: int) -> None:
         payload = base64.b64encode(session_payload(address, version)).decode()
         await self.upstream.command("/begin_weight_update", {})
         try:

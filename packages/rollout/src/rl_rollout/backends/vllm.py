@@ -33,6 +33,7 @@ from rl_rollout.backends.external.server import (
     words,
 )
 from rl_rollout.errors import ConfigError, RolloutError, UnsupportedError
+from rl_rollout.receiver import SLICES
 from rl_rollout.registry import check_options
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 from rl_rollout.validation import NO_LOGPROB, as_logprob, versions_of
@@ -128,6 +129,7 @@ class VllmServer(ExternalServer):
             has_adapters=bool(self.adapters),
             takes_images=self.preparer is not None,
             num_receivers=self.config.parallel.num_ranks,
+            takes_slices=True,
             attests_weights=not self._is_spread,
         )
 
@@ -229,10 +231,15 @@ class VllmServer(ExternalServer):
             self._wakes_cache = False
         await self.upstream.command("/resume")
 
+    async def post_layout(self, url: str) -> None:
+        """See `ExternalServer`."""
+        await self.upstream.command("/init_weight_transfer_engine", {"init_info": {"url": url}})
+
     async def post_update(self, address: str, version: int) -> None:
         """See `ExternalServer`. The plug-in verifies, installs and attests; after a failure it restores."""
         if address not in self._sessions:
-            info = {"url": address, "timeout_s": self.config.timeout_s, "attest": not self._is_spread}
+            is_attested = address.startswith(SLICES) or not self._is_spread
+            info = {"url": address, "timeout_s": self.config.timeout_s, "attest": is_attested}
             await self.upstream.command("/init_weight_transfer_engine", {"init_info": info})
             self._sessions = {address}  # a new session takes the place of the one before
         await self.upstream.command("/start_weight_update")

@@ -20,10 +20,10 @@ from rl_rollout.process import STOP_TIMEOUT_S, ChildProcess
 from rl_rollout.types import Capabilities, ServerAddress, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 
     from rl_rollout.base import PauseMode, WeightReceiver
-    from rl_rollout.types import GenerateRequest, ServerConfig
+    from rl_rollout.types import GenerateRequest, ServerConfig, TensorPart
 
 
 CONNECT_TIMEOUT_S = 10.0
@@ -264,6 +264,11 @@ class HttpServer(RolloutServer):
     async def resume(self) -> None:
         """See `RolloutServer.resume`."""
         await self._call("POST", "/resume")
+
+    async def weight_layout(self, weights: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[list[TensorPart]] | None:
+        """See `RolloutServer.weight_layout`."""
+        answer = await self._call("POST", "/weight_layout", {"weights": dict(weights)})
+        return wire.layout_from_json(answer["parts"], self.url)
 
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:
         """See `RolloutServer.update_weights`. The server's process opens its own receiver by `receive.address`."""

@@ -16,7 +16,15 @@ import msgspec
 
 from rl_rollout import errors
 from rl_rollout.errors import RequestError, RolloutError
-from rl_rollout.types import Capabilities, FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
+from rl_rollout.types import (
+    Capabilities,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TensorPart,
+    TokenChunk,
+    TokenOutput,
+)
 
 NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions of decoding bytes that are not the expected message."""
@@ -118,6 +126,12 @@ class UpdateMessage(msgspec.Struct, forbid_unknown_fields=True):
 
     address: str
     version: int
+
+
+class WeightsMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """`/weight_layout`: by name, dtype and shape of the tensors that updates will bring."""
+
+    weights: dict[str, tuple[str, tuple[int, ...]]]
 
 
 class SleepMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -265,6 +279,18 @@ def _number(told: Any) -> float:
 
 def _numbers(told: tuple[Any, ...]) -> tuple[float, ...]:
     return tuple(map(_number, told)) if None in told else told
+
+
+def layout_from_json(found: Any, peer: str) -> list[list[TensorPart]] | None:
+    """The slices of each weight receiver of a server; None: one takes all.
+
+    Raises:
+        RolloutError: it is something else.
+    """
+    try:
+        return msgspec.convert(found, list[list[TensorPart]] | None)
+    except msgspec.ValidationError as error:
+        raise RolloutError(f"{peer}: parts: {error}; run the same rl-rollout at both ends") from error
 
 
 def capabilities_from_json(found: Any, peer: str) -> Capabilities:

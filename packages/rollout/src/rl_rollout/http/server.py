@@ -1,8 +1,9 @@
 """HTTP endpoint of a server in this process.
 
 `POST /generate`, `/generate_batch` and `/generate_stream` take and return token ids; `/abort /pause /resume
-/update_weights /sleep /wake` are the methods of `RolloutServer`; `/health` reports the status, `/metrics` the same for
-Prometheus; `openai.py` adds the OpenAI-compatible endpoints. An error is `{"error": {"type", "message", "code"}}`.
+/weight_layout /update_weights /sleep /wake` are the methods of `RolloutServer`; `/health` reports the status,
+`/metrics` the same for Prometheus; `openai.py` adds the OpenAI-compatible endpoints. An error is
+`{"error": {"type", "message", "code"}}`.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ class Endpoint:
                 web.post("/abort", self._abort),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
+                web.post("/weight_layout", self._weight_layout),
                 web.post("/update_weights", self._update_weights),
                 web.post("/sleep", self._sleep),
                 web.post("/wake", self._wake),
@@ -286,6 +288,12 @@ class Endpoint:
         del request
         await self._server.resume()
         return web.json_response({})
+
+    async def _weight_layout(self, request: web.Request) -> web.StreamResponse:
+        message = wire.read_body(await request.read(), wire.WeightsMessage, request.path)
+        layout = await self._server.weight_layout(message.weights)
+        parts = None if layout is None else [[dataclasses.asdict(part) for part in own] for own in layout]
+        return web.json_response({"parts": parts})
 
     async def _update_weights(self, request: web.Request) -> web.StreamResponse:
         """`/update_weights`: this process opens the receiver, once per address."""

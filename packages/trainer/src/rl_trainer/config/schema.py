@@ -769,7 +769,8 @@ class WeightsSection:
     `auto` is sharded where engine, servers and transport can; the plan says why where they cannot."""
     delta: bool = False
     """Send what has changed to servers that hold the version before, bit for bit; for links slower than memory. Each
-    rank keeps a copy of what it sent."""
+    rank keeps a copy of what it sent. With `weights_transport=file:///folder` or `file+s3://bucket/prefix` versions lie
+    there as differences from a whole one, and servers that are far away take those that they lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,13 +108,17 @@ class WeightSync:
     def _declared_receivers(self) -> dict[int, int]:
         """Number of weight receivers that each present replica declares."""
         while True:
-            declared = self.servers.call(RolloutWorker.count_receivers, dict.fromkeys(self.servers.wait(), ()))
+            asked = {member: (self._transfer.weights_for(member),) for member in self.servers.wait()}
+            declared = self.servers.call(RolloutWorker.declare_receivers, asked)
             if not self._find_lost(declared):
                 break
-        for answer in declared.values():
+        counts: dict[int, int] = {}
+        for member, answer in declared.items():
             if isinstance(answer, Exception):
                 raise answer
-        return {member: count for member, count in declared.items() if isinstance(count, int)}
+            self._transfer.join(member, answer)
+            counts[member] = answer.count
+        return counts
 
     def _send(
         self, version: int, members: Mapping[int, int]

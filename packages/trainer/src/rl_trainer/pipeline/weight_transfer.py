@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import rl_ckpt
+from rl_ckpt import Placement
 from rl_trainer.errors import ConfigError
 from rl_trainer.runtime.network import LISTENING
 
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
 
     from rl_ckpt.types import SyncReport
     from rl_engine.types import LoraConfig
-    from rl_trainer.workers.engine import EngineWorker
+    from rl_trainer.workers.engine import EngineWorker, LocalWeights
+    from rl_trainer.workers.rollout import Receivers, WeightShapes
+
+
+PLAN_FILE = "weights-plan.json"
+"""In the output folder: who sends what to whom."""
 
 
 class WeightTransfer(ABC):
@@ -30,6 +36,15 @@ class WeightTransfer(ABC):
 
     def __init__(self, actor: EngineWorker) -> None:
         self._actor = actor
+
+    def weights_for(self, member: int) -> WeightShapes | None:
+        """The tensors whose layout a replica is to tell with its receivers; None: it need not."""
+        del member
+        return None
+
+    def join(self, member: int, receivers: Receivers) -> None:
+        """Note what a replica declares, before it takes part in a sync."""
+        del member, receivers
 
     @abstractmethod
     def address(self) -> str:
@@ -69,31 +84,75 @@ class GatheredTransfer(WeightTransfer):
 class ShardedTransfer(WeightTransfer):
     """Sharded transfer: every rank sends its shards, receivers take their slices, one commit for all.
 
-    The plan and the sessions are made before the first sync, and serve every later one.
+    The plan and the sessions are made before the first sync, of the layouts that both sides tell, and serve every
+    later one.
 
     Args:
         actor: The engine's ranks.
         pattern: Of the address of a session, as `session_pattern` makes it.
+        folder: Where the plan is written, for `rl-ckpt plan`; None: nowhere.
     """
 
-    def __init__(self, actor: EngineWorker, pattern: str) -> None:
+    def __init__(self, actor: EngineWorker, pattern: str, folder: Path | None = None) -> None:
         super().__init__(actor)
-        self._pattern = pattern
+        self._pattern, self._folder = pattern, folder
         self._address = ""
+        self._held: list[LocalWeights] = []
+        """By rank of the engine."""
+        self._joined: dict[int, Receivers] = {}
+        """By replica, what it has declared."""
 
-    def address(self) -> str:
-        """Addresses of the sessions of all ranks, which are opened on first use.
+    def weights_for(self, member: int) -> WeightShapes | None:
+        """All tensors, for a replica that has not told its layout yet.
 
         Raises:
             ConfigError: the engine exports whole tensors only.
         """
-        if not self._address:
-            layouts = self._actor.weight_layout()
-            held = tuple(layout for layout in layouts if layout is not None)
-            if len(held) < len(layouts):
+        if member in self._joined:
+            return None
+        if not self._held:
+            told = self._actor.weight_layout()
+            self._held = [each for each in told if each is not None]
+            if len(self._held) < len(told):
                 raise ConfigError("this engine.backend exports whole tensors only; set weights.mode=gathered")
-            opened = self._actor.open_sessions(held, self._pattern)
-            self._address = rl_ckpt.join_addresses(opened, 1)
+        return {spec.name: (each.dtypes[spec.name], spec.shape) for each in self._held for spec in each.specs}
+
+    def join(self, member: int, receivers: Receivers) -> None:
+        """See `WeightTransfer`.
+
+        Raises:
+            ConfigError: its receivers take other slices than those of the replicas before it.
+        """
+        if member in self._joined:
+            return
+        for other, told in self._joined.items():
+            if receivers.layout != told.layout:
+                raise ConfigError(
+                    f"rollout replica {member} cuts the weights otherwise than replica {other}; start all of them with "
+                    "the same rollout.parallel, or set weights.mode=gathered"
+                )
+        self._joined[member] = receivers
+        if self._folder is not None:
+            self._placement().save(self._folder / PLAN_FILE)
+
+    def _placement(self) -> Placement:
+        joined = [*self._joined.values()]
+        dtypes = {name: dtype for each in self._held for name, dtype in each.dtypes.items()}
+        return Placement(
+            sizes={name: getattr(torch, dtype).itemsize for name, dtype in dtypes.items()},
+            sources=[each.specs for each in self._held],
+            targets=joined[0].layout,
+            source_nodes=[each.host for each in self._held],
+            target_nodes=[[each.host] * len(each.layout or [[]]) for each in joined],
+        )
+
+    def address(self) -> str:
+        """The sessions of all ranks; opened when they are asked for first."""
+        if not self._address:
+            targets = next(iter(self._joined.values())).layout
+            held = tuple(each.specs for each in self._held)
+            opened = self._actor.open_sessions(held, targets, self._pattern)
+            self._address = rl_ckpt.join_addresses(opened, 1 if targets is None else len(targets))
         return self._address
 
     def send(self, version: int, receivers: Mapping[int, int]) -> SyncReport:
@@ -131,6 +190,15 @@ def write_start_adapter(folder: Path, model_path: Path, lora: LoraConfig) -> Pat
     described["target_modules"] = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
     (folder / "adapter_config.json").write_text(json.dumps(described))
     return folder
+
+
+CHAIN_LENGTH = 16
+"""Over a folder, a version in so many is whole: who joins reads that, and at most the differences that follow it."""
+
+
+def chain_address(address: str) -> str:
+    """The address of a folder or object store, to which differences are written unless it says itself how often."""
+    return address if "chain=" in address else f"{address}{'&' if '?' in address else '?'}chain={CHAIN_LENGTH}"
 
 
 def session_pattern(address: str, *, delta: bool) -> str:

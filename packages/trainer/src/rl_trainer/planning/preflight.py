@@ -46,7 +46,7 @@ from rl_trainer.planning.plan import (
 from rl_trainer.planning.rehearsal import check_signature
 from rl_trainer.rewards import check_packages, resolve_reward
 from rl_trainer.rewards.worker import GROUP as REWARDS
-from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, scheme_of
+from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, has_votes, scheme_of
 from rl_trainer.trackers.base import GROUP as TRACKERS
 
 if TYPE_CHECKING:
@@ -355,9 +355,11 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
     seeds = (
         "seeded requests" if can.is_seeded else "requests without seeds (the same seed samples other tokens each run)"
     )
-    weights = "new weights" if can.attests_weights else "new weights, not attested with this rollout.parallel"
     reason = why_gathered(config, can)
-    if reason is not None and (config.weights.mode == "sharded" or config.weights.delta):
+    is_attested = reason is None or can.attests_weights
+    weights = "new weights" if is_attested else "new weights, not attested with this rollout.parallel"
+    is_chain = config.weights.delta and not _has_votes(config)
+    if reason is not None and (config.weights.mode == "sharded" or (config.weights.delta and not is_chain)):
         asked = "mode=sharded" if config.weights.mode == "sharded" else "delta=true"
         raise ConfigError(f"weights.{asked} cannot be, because {reason}; leave it out")
     if sends_adapter(config) and not can.updates_adapters:
@@ -378,8 +380,8 @@ def why_gathered(config: Config, can: Capabilities) -> str | None:
     transport, engine, rollout = config.weights_transport or "", config.engine, config.rollout
     if config.weights.mode == "gathered":
         return "weights.mode=gathered asks for it"
-    if scheme_of(transport) == "file":
-        return "file:// takes no votes, so that slices could be of two versions"
+    if not _has_votes(config):
+        return f"{scheme_of(transport)}:// takes no votes, so that slices could be of two versions"
     if "://" in transport and scheme_of(transport) in LISTENING:
         return f"weights_transport={transport} is one port and every rank needs its own: write {scheme_of(transport)}"
     if sends_adapter(config):
@@ -394,6 +396,10 @@ def why_gathered(config: Config, can: Capabilities) -> str | None:
     if type(built).get_local_shards is Engine.get_local_shards:
         return f"engine.backend={engine.backend} exports whole tensors"
     return None
+
+
+def _has_votes(config: Config) -> bool:
+    return has_votes(address_of(config.weights_transport, "plan", ("127.0.0.1", 1)))
 
 
 def check_started(config: Config, can: Capabilities, *, has_images: bool) -> None:

@@ -9,6 +9,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+import rl_ckpt
+from rl_ckpt.types import Capability
 from rl_trainer.errors import ConfigError
 
 SHARED_MEMORY = "shm"
@@ -40,6 +42,15 @@ def address_of(backend: str | None, name: str, place: tuple[str, int]) -> str:
         return backend
     host, port = place
     return f"{backend}://{host}:{port}" if backend in LISTENING else f"{backend}://{name}"
+
+
+def has_votes(address: str) -> bool:
+    """Whether the ends of a weight session know one another; over a folder or an object store nobody knows who reads.
+
+    Raises:
+        rl_ckpt.CkptError: there is no such transport.
+    """
+    return Capability.VOTES in rl_ckpt.capabilities(address)
 
 
 def check_reach(key: str, backend: str | None, num_machines: int) -> None:

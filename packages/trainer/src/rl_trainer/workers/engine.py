@@ -37,6 +37,7 @@ from rl_trainer.config.schema import ADAPTER
 from rl_trainer.errors import InputError, TrainerError
 from rl_trainer.plugins import stage_named
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
+from rl_trainer.runtime.network import has_votes
 from rl_trainer.runtime.tracing import span
 from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TRUNCATED
 from rl_trainer.workers.loop_thread import LoopThread
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SyncReport
     from rl_engine.base import LossFunction
     from rl_engine.types import EngineConfig, ShardSpec
+    from rl_rollout.types import TensorPart
     from rl_tq.types import BatchMeta
     from rl_trainer.algorithms.advantages import Need
     from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
@@ -260,6 +262,17 @@ class ProcessRewardWorker(CriticWorker):
         rewards = self._loss.beta * (output.columns["logprobs"].values() - ref.values())
         jagged = torch.nested.nested_tensor_from_jagged(rewards, ref.offsets())
         return self._put(batch, {"process_rewards": jagged})
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWeights:
+    """What one rank of an engine holds of the weights that it sends."""
+
+    specs: list[ShardSpec]
+    dtypes: dict[str, str]
+    """By name of the tensor, what it is sent as: `bfloat16`."""
+    host: str
+    """Of its machine."""
 
 
 class EngineWorker(_EngineRank):
@@ -496,29 +509,38 @@ class EngineWorker(_EngineRank):
 
         self._waiting = asyncio.current_task()
         try:
-            return await sender.send_weights(begun(), version=version, num_peers=num_receivers)
+            assert self._weights_address is not None, "rank 0 sends"
+            num_peers = num_receivers if has_votes(self._weights_address) else None  # a folder knows no readers
+            return await sender.send_weights(begun(), version=version, num_peers=num_peers)
         finally:
             self._waiting = None
 
     @register(Dispatch.GATHER)
-    def weight_layout(self) -> list[list[ShardSpec] | None]:
-        """Layout of this rank's shards; None if its engine exports whole tensors only."""
+    def weight_layout(self) -> list[LocalWeights | None]:
+        """What this rank holds of the weights; None if its engine exports whole tensors only."""
+        held = LocalWeights([], {}, self._context.host)
         try:
-            return [[spec for spec, _ in self._engine.get_local_shards()]]
+            for spec, tensor in self._engine.get_local_shards():
+                held.specs.append(spec)
+                held.dtypes[spec.name] = str(tensor.dtype).removeprefix("torch.")
         except ConfigError:
             return [None]
+        return [held]
 
     @register(Dispatch.GATHER)
-    def open_sessions(self, layouts: tuple[Sequence[ShardSpec], ...], address: str) -> list[dict[int, str]]:
-        """Open a session to each replica rank that this rank has slices for; returns their addresses.
+    def open_sessions(
+        self, layouts: tuple[Sequence[ShardSpec], ...], targets: list[list[TensorPart]] | None, address: str
+    ) -> list[dict[int, str]]:
+        """Open a session to each rank of a replica that this rank has slices for; where each is reached.
 
         Args:
             layouts: What every rank of the engine holds.
+            targets: What every rank of a replica takes; None: its one rank takes all.
             address: Of a session, with places for `{rank}`, `{target}` and `{host}`.
         """
         rank, host = self._context.rank, self._context.host
         self._shards = rl_ckpt.ShardedSender(
-            rl_ckpt.ShardPlan(layouts),
+            rl_ckpt.ShardPlan(layouts, targets),
             rank,
             lambda target: address.format(rank=rank, target=target, host=host),
             timeout_s=self._timeout_s,

@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import rl_rollout
 from rl_rollout.errors import ServerLostError
@@ -17,11 +17,25 @@ from rl_trainer.runtime.processes import DUMP_SIGNAL, DUMP_WAIT_S, describe, is_
 from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
-    from rl_rollout.types import Capabilities, ServerAddress, ServerConfig
+    from rl_rollout.types import Capabilities, ServerAddress, ServerConfig, TensorPart
     from rl_trainer.runtime.base import WorkerContext
 
 
 _HEALTH_CHECK_S = 1.0
+
+WeightShapes: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]
+"""By Hugging Face name, dtype (`bfloat16`) and shape of every tensor of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receivers:
+    """What a replica declares before weights are sent to it."""
+
+    count: int
+    layout: list[list[TensorPart]] | None
+    """For each receiver, the slices that it takes; None: one takes all, or they were not asked for."""
+    host: str = ""
+    """Of the replica's machine."""
 
 
 class RolloutWorker:
@@ -43,6 +57,7 @@ class RolloutWorker:
         make = rl_rollout.launch_server if is_own_process else rl_rollout.create_server
         self._timeout_s, self._heartbeat_s = timeout_s, heartbeat_s
         self._loop = LoopThread("rollout")
+        self._host = context.host
         config = replace(config, host=context.host, api_token=server_token())
         if config.parallel.num_ranks > 1 and context.devices:  # a colocated one's process sees only its own GPU
             variables = {"CUDA_VISIBLE_DEVICES": ",".join(context.devices), **config.options.get("env", {})}
@@ -91,10 +106,16 @@ class RolloutWorker:
         """Capabilities of the replica."""
         return self._server.capabilities
 
-    def count_receivers(self) -> int:
-        """Weight receivers that the replica declares; raises `ServerLostError` if its server is gone."""
+    def declare_receivers(self, weights: WeightShapes | None = None) -> Receivers:
+        """Weight receivers of the replica; raises `ServerLostError` if its server is gone.
+
+        With `weights`, the tensors that updates will bring, also which slices each receiver takes of them.
+        """
         self._loop.run(self._server.check_health(), self._timeout_s)
-        return self._server.capabilities.num_receivers
+        layout = None
+        if weights is not None:
+            layout = self._loop.run(self._server.weight_layout(weights), self._timeout_s)
+        return Receivers(self._server.capabilities.num_receivers, layout, self._host)
 
     def update_weights(self, address: str, version: int) -> int:
         """Install a version that is being sent from `address`."""

@@ -22,10 +22,11 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 
-import rl_ckpt
 from rl_ckpt.adapters.installer import Installer
+from rl_ckpt.adapters.layout import SCHEME
 from rl_ckpt.adapters.load_recorder import Held, Layout, LoadRecorder, copies_in
 from rl_ckpt.errors import TensorError, UsageError
+from rl_ckpt.sharded import split_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -41,7 +42,8 @@ class InitInfo(WeightTransferInitInfo):
     """Body of `/init_weight_transfer_engine`, under `init_info`."""
 
     url: str
-    """Of the session, as for `rl_ckpt.connect`."""
+    """Of the session, as for `rl_ckpt.connect`; of many, as `rl_ckpt.join_addresses` joins them; or a request of
+    `rl_ckpt.adapters.layout`, which opens none."""
     token: str | None = None
     """Of the session; for `tcp` the variable RL_CKPT_TOKEN of the server is better."""
     timeout_s: float = 60.0
@@ -73,18 +75,22 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the receiving end. The sender may come later."""
-        parallel = self.parallel_config
-        if init_info.attest and (parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel):
+        parallel, url = self.parallel_config, init_info.url
+        is_whole = not url.startswith(SCHEME) and split_address(url) is None
+        is_spread = parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel
+        if is_whole and is_spread and init_info.attest:
             raise UsageError(
                 "attest is true, and this server spreads whole tensors over its workers (pipeline or expert "
-                "parallelism), so that none of them can attest all; pass attest=false in init_info"
+                "parallelism), so that none of them can attest all; send slices, or pass attest=false in init_info"
             )
         if self._installer is None:
             self._installer = Installer(self.model, load=self._load, restore=self._load_from_disk)
         self._attests = init_info.attest
-        self._installer.attach(
-            rl_ckpt.connect(init_info.url, role="receive", timeout_s=init_info.timeout_s, token=init_info.token)
-        )
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        if url.startswith(SCHEME):
+            self._installer.tell_layout(url, rank, self._load_dry)
+        else:
+            self._installer.join(url, rank, timeout_s=init_info.timeout_s, token=init_info.token)
 
     def start_weight_update(self) -> None:
         """Nothing: the model goes on being whole until the new weights are verified."""
@@ -111,12 +117,12 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise UsageError("no session is open; POST /init_weight_transfer_engine with a url in init_info first")
         return self._installer
 
-    def _load(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    def _load(self, weights: Mapping[str, Tensor]) -> Held | None:
         """Put all weights into the model; return what it then holds of them, if that is to be attested."""
         with _without_lora(self.model):
             return self._load_bare(weights)
 
-    def _load_bare(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    def _load_bare(self, weights: Mapping[str, Tensor]) -> Held | None:
         expected = {name for name, _ in self.model.named_parameters()}
         recorder = LoadRecorder(self.model, weights)
         with recorder:
@@ -127,6 +133,19 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "bring all weights"
             )
         return Held(self.model, weights, recorder.bindings, _copies) if self._attests else None
+
+    def _load_dry(self, weights: Mapping[str, Tensor]) -> None:
+        """Call the model's loader on the layers as they were before they were packed: they have no memory."""
+        with _without_lora(self.model):
+            initialize_layerwise_reload(self.model)
+            try:
+                for layer in self.model.modules():
+                    for tensor in layerwise.get_layer_tensors(layer).values():
+                        tensor.weight_loader = layerwise._get_original_loader(tensor)
+                self.model.load_weights(iter(weights.items()))
+            finally:
+                _abandon(self.model)
+                finalize_layerwise_reload(self.model, self.model_config)
 
     def _load_from_disk(self) -> None:
         """What the server was started with."""
@@ -206,15 +225,17 @@ def _copies(model: nn.Module, path: str, whole: Layout) -> Sequence[Tensor]:
     if packed is None or len(whole.size) != 2:
         return copies_in(model, path, whole)
     kept = [tensor for tensor in copies_in(model, path, whole) if tensor.numel()]
-    return [*kept, _unpacked(packed, whole)]
+    return [*kept, _unpacked(packed, kept[0] if kept else None, whole)]
 
 
-def _unpacked(packed: Callable[[Tensor, Tensor | None, Tensor | None], Tensor], whole: Layout) -> Tensor:
+def _unpacked(
+    packed: Callable[[Tensor, Tensor | None, Tensor | None], Tensor], kept: Tensor | None, whole: Layout
+) -> Tensor:
     """The weight [N, K] of a packed layer: what it makes of the identity matrix, which no rounding touches."""
     num_outputs, num_inputs = whole.size
     weight = torch.empty(num_outputs, num_inputs, dtype=whole.dtype)
     for start in range(0, num_inputs, PROBE_ROWS):
         rows = torch.arange(start, min(start + PROBE_ROWS, num_inputs))
         probe = torch.nn.functional.one_hot(rows, num_inputs).to(whole.dtype)
-        weight[:, start : start + len(rows)] = packed(probe, None, None).t()
+        weight[:, start : start + len(rows)] = packed(probe, kept, None).t()
     return weight

@@ -1,7 +1,10 @@
 """`file:///folder`: versions as safetensors files with a manifest written last, for late joiners and object stores.
 
 The sender publishes a version whether anybody reads it or not; a receiver takes the newest that it does not have, and
-waits for one. There are no votes and no receipts. `?keep=N` keeps the last N versions (2 if not given).
+waits for one. There are no votes and no receipts. `?keep=N` keeps the last N versions (2 if not given). `?chain=N`
+writes a whole version only every N versions, and in between differences from the version before; a receiver takes those
+that it lacks, one that joins the whole version as well. `file+s3://bucket/prefix` is the same in an object store, by
+fsspec.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import safetensors
 import safetensors.torch
 import torch
 
-from rl_ckpt.backends.file.folder import Entry, Folder, Manifest
+from rl_ckpt.backends.file import chain
+from rl_ckpt.backends.file.folder import Entry, Folder, Manifest, ObjectStore
 from rl_ckpt.base import WeightReceiver
 from rl_ckpt.errors import (
     AddressError,
@@ -33,6 +37,7 @@ from rl_ckpt.protocol.worker import Worker
 from rl_ckpt.receiver.staging import Staging
 from rl_ckpt.sender.runner import SourceSender
 from rl_ckpt.tensors.aliasing import AliasCheck
+from rl_ckpt.tensors.delta import BaseCopy
 from rl_ckpt.tensors.digest import combine, leaves_of, model_digest, tree_digest
 from rl_ckpt.tensors.source import Clock, Source, checked_version
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, require_memory, spec_of
@@ -58,7 +63,12 @@ UNSUPPORTED = frozenset({torch.complex32, torch.complex128, torch.float8_e4m3fnu
 class Backend:
     """Ends of a session through a folder."""
 
-    options: ClassVar[Mapping[str, str]] = {"keep": "versions that stay in the folder, 2 if not given"}
+    options: ClassVar[Mapping[str, str]] = {
+        "keep": "versions that stay in the folder, 2 if not given",
+        "chain": "every how many versions one is written whole, and not as the difference from the one before; 1",
+    }
+    has_filesystems: ClassVar[bool] = True
+    """`file+PROTOCOL://` is for it too."""
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     """None: a folder does not know who reads it, nor what they hold; what is read from it stays."""
 
@@ -68,15 +78,21 @@ class Backend:
         Raises:
             AddressError: the path is not absolute, or an option is not allowed.
         """
-        if not config.name.startswith("/"):
+        protocol = config.address.partition("://")[0].partition("+")[2]
+        if not protocol and not config.name.startswith("/"):
             raise AddressError(f"the path in {config.address!r} is {config.name!r}; write file:///folder, absolute")
         if config.token is not None:
             raise AddressError(f"{config.address} takes no token: the permissions of the folder count")
-        keep = config.option("keep", "2")
-        if not (keep.isdecimal() and int(keep) >= 1):
-            raise AddressError(f"keep is {keep!r} in {config.address!r}; give the number of versions to keep, from 1")
-        folder = Folder(Path(config.name))
-        return FileSender(config, folder, int(keep)) if config.role is Role.SEND else FileReceiver(config, folder)
+        keep, length = _count_of(config, "keep", "2", "to keep"), _count_of(config, "chain", "1", "of a chain")
+        folder = ObjectStore(protocol, config.name) if protocol else Folder(Path(config.name))
+        return FileSender(config, folder, keep, length) if config.role is Role.SEND else FileReceiver(config, folder)
+
+
+def _count_of(config: SessionConfig, name: str, default: str, what: str) -> int:
+    text = config.option(name, default)
+    if not (text.isdecimal() and int(text) >= 1):
+        raise AddressError(f"{name} is {text!r} in {config.address!r}; give the number of versions {what}, from 1")
+    return int(text)
 
 
 def _metadata(config: SessionConfig) -> Metadata:
@@ -90,10 +106,15 @@ def _metadata(config: SessionConfig) -> Metadata:
 class FileSender(SourceSender):
     """Sending end: publishes versions, whether anybody reads them or not."""
 
-    def __init__(self, config: SessionConfig, folder: Folder, keep: int) -> None:
+    def __init__(self, config: SessionConfig, folder: Folder, keep: int, chain_length: int) -> None:
         super().__init__(config)
         self._folder = folder
         self._keep = keep
+        self._chain_length = chain_length
+        self._copy = BaseCopy() if chain_length > 1 else None
+        """What was published last, where the next version may be a difference from it."""
+        self._num_differences = 0
+        """Published since the last whole version."""
         self._is_open = False
 
     async def prepare(self) -> Metadata:
@@ -135,8 +156,12 @@ class FileSender(SourceSender):
         return report
 
     def _write(self, source: Source, version: int, clock: Clock, written: list[str]) -> SyncReport:
+        is_whole = self._num_differences + 1 >= self._chain_length
+        base = None if self._copy is None else self._copy.open()
+        base = None if is_whole else base
         digests: dict[TensorSpec, int] = {}
         entries: list[Entry] = []
+        num_deltas = num_wire_bytes = 0
         batch: dict[str, Tensor] = {}
         names: set[str] = set()
         stored: dict[str, Entry] = {}
@@ -152,12 +177,24 @@ class FileSender(SourceSender):
                 entries.append(replace(first, name=name))
                 digests[spec] = int(first.digest, 16)
                 continue
+            is_difference = base is not None and self._copy is not None and self._copy.can_advance(spec)
             with clock("pack_s"):
-                batch[name] = _kept(tensor, batch) if source.registered is not None else _copied(tensor)
-            with clock("verify_s"):
-                digests[spec] = combine(leaves_of(as_bytes(batch[name])))
+                if is_difference and self._copy is not None:
+                    batch[name], digests[spec] = chain.encode(self._copy.advance(spec, as_bytes(_plain(tensor))))
+                    num_deltas += 1
+                else:
+                    batch[name] = _kept(tensor, batch) if source.registered is not None else _copied(tensor)
+            if not is_difference:
+                with clock("verify_s"):
+                    leaves = leaves_of(as_bytes(batch[name]))
+                    digests[spec] = combine(leaves)
+                    if self._copy is not None:
+                        self._copy.replace(spec, as_bytes(batch[name]))
+                        self._copy.note(spec, leaves)
+            num_wire_bytes += batch[name].nbytes
             file = self._folder.file_name(version, len(written))
-            entries.append(Entry(name=name, file=file, digest=f"{digests[spec]:016x}", stored_as=name))
+            digest = f"{digests[spec]:016x}"
+            entries.append(Entry(name=name, file=file, digest=digest, stored_as=name, is_difference=is_difference))
             if name in source.aliases:
                 stored[name] = entries[-1]
             if sum(held.nbytes for held in batch.values()) >= FILE_BYTES:
@@ -169,16 +206,20 @@ class FileSender(SourceSender):
         source.require_unchanged()  # large ones were written from where they are
         digest = model_digest(digests.items())
         with clock("wire_s"):
-            self._folder.publish(Manifest(version=version, digest=f"{digest:016x}", tensors=tuple(entries)))
-            for old in self._folder.versions()[: -self._keep]:
-                self._folder.remove(old)
+            told = Manifest(version=version, digest=f"{digest:016x}", tensors=tuple(entries), base=base)
+            self._folder.publish(told)
+            if self._copy is not None:
+                self._copy.commit(version)
+            self._num_differences = 0 if base is None else self._num_differences + 1
+            self._folder.prune(self._keep)
         num_bytes = sum(spec.num_bytes for spec in digests)
         return SyncReport(
             version=version,
             digest=digest,
             num_tensors=len(digests),
             num_bytes=num_bytes,
-            num_wire_bytes=sum(spec.num_bytes for spec in digests if spec.name not in source.alias_of),
+            num_wire_bytes=num_wire_bytes,
+            num_deltas=num_deltas,
             export_s=clock.export_s,
             pack_s=clock.pack_s,
             wire_s=clock.wire_s,
@@ -200,6 +241,10 @@ class FileSender(SourceSender):
         with clock("wire_s"):
             self._folder.put(file, lambda path: safetensors.torch.save_file(batch, path, alias))
         batch.clear()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -232,6 +277,8 @@ class FileReceiver(WeightReceiver):
         self._held: Callable[[], Mapping[str, Tensor] | None] | None = None
         self._alias_check = AliasCheck()
         self._staging = Staging()
+        self._copy: dict[str, Tensor] = {}
+        """What was taken last, where differences may be from it."""
 
     @property
     def version(self) -> int | None:
@@ -327,13 +374,13 @@ class FileReceiver(WeightReceiver):
             version = max(self._folder.versions(), default=-1)
             if version > last:
                 try:
-                    manifest = self._folder.read(version)
-                    paths = {name: self._folder.path / name for name in manifest.files}
-                    files = {name: safetensors.safe_open(path, framework="pt") for name, path in paths.items()}
+                    versions = self._folder.chain(version, self._version if self._copy else None)
+                    names = dict.fromkeys(name for manifest in versions for name in manifest.files)
+                    files = {name: self._folder.open(name) for name in names}
                 except FileNotFoundError:
                     continue  # a newer one has taken its place
                 self._taking = version
-                return self._take(manifest, files, finish)
+                return self._take(versions, files, finish)
             wait_for(self._worker.canceller, Deadline(min(LOOK_AGAIN_S, deadline.remaining_s())))
             if not deadline.remaining_s():
                 raise PeerTimeoutError(
@@ -342,19 +389,24 @@ class FileReceiver(WeightReceiver):
 
     def _take(
         self,
-        manifest: Manifest,
+        versions: Sequence[Manifest],
         files: dict[str, safetensors.safe_open],
         finish: Callable[[Mapping[TensorSpec, int]], None],
     ) -> Iterator[tuple[str, Tensor]]:
-        digests: dict[TensorSpec, int] = {}
+        def read(entry: Entry) -> Tensor:
+            return cast("Tensor", files[entry.file].get_tensor(entry.stored_as))
+
+        manifest, digests, copy = versions[0], dict[TensorSpec, int](), self._copy
+        self._copy = {}  # it is changed from here on
         for entry in manifest.tensors:
-            tensor = cast("Tensor", files[entry.file].get_tensor(entry.stored_as))
-            digest = combine(leaves_of(as_bytes(tensor)))
+            tensor, digest = chain.read_tensor(entry, versions, read, copy.get(entry.stored_as))
             if f"{digest:016x}" != entry.digest:
                 raise DigestError(
-                    f"{entry.name!r} in {self._folder.path / entry.file} has digest {digest:016x}; the manifest of "
+                    f"{entry.name!r} in {self._folder.path}/{entry.file} has digest {digest:016x}; the manifest of "
                     f"version {manifest.version} says {entry.digest}. It is not handed out"
                 )
+            if manifest.base is not None:
+                copy[entry.stored_as] = tensor
             digests[spec_of(entry.name, tensor)] = digest
             yield entry.name, tensor
         found = model_digest(digests.items())
@@ -365,6 +417,7 @@ class FileReceiver(WeightReceiver):
         finish(digests)
         self._attest({spec.name for spec in digests}, found)
         self._version, self._digest, self._state = manifest.version, found, ReceiverState.COMMITTED
+        self._copy = copy if manifest.base is not None else {}
 
     def _attest(self, names: set[str], digest: int) -> None:
         engine = None if self._held is None else self._held()

@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 import uuid
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from rl_rollout.errors import (
 from rl_rollout.http.server import Endpoint
 from rl_rollout.multimodal import load_preparer
 from rl_rollout.process import STOP_TIMEOUT_S, ChildProcess
-from rl_rollout.types import FinishReason, ServerAddress, TokenOutput
+from rl_rollout.types import FinishReason, ServerAddress, TensorPart, TokenOutput
 from rl_rollout.validation import (
     check_adapter,
     check_extras,
@@ -261,6 +262,10 @@ class ExternalServer(RolloutServer):
         Raises:
             RolloutError: the old version serves, unless it is a `TornUpdateError`.
         """
+
+    async def post_layout(self, url: str) -> None:
+        """Have every rank answer a request of `rl_ckpt.adapters.layout`, while nothing is computed."""
+        raise UnsupportedError(f"{self.engine_name} takes whole tensors")
 
     async def after_start(self) -> None:
         """Hook: calls to the server before its first request."""
@@ -492,6 +497,27 @@ class ExternalServer(RolloutServer):
     def _refuse(self, why: str) -> None:
         self._refusal = why
         self._may_send.clear()
+
+    async def weight_layout(self, weights: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[list[TensorPart]] | None:
+        """See `RolloutServer.weight_layout`. Each rank finds out by a dry run of its engine's own loader."""
+        if not self.capabilities.takes_slices:
+            return None
+        from rl_ckpt import read_layouts, write_layout_request
+
+        async with self._update_lock:
+            self._need_running()
+            with tempfile.TemporaryDirectory(prefix="rl-rollout-layout-") as folder:
+                try:
+                    if not self._stands_still:
+                        await self.post_pause("keep")
+                    await self.post_layout(write_layout_request(Path(folder), weights))
+                finally:
+                    await self._go_on()
+                layouts = read_layouts(Path(folder), self.capabilities.num_receivers)
+        return [
+            [TensorPart(name=each.name, shape=each.shape, offsets=each.offsets, sizes=each.sizes) for each in own]
+            for own in layouts
+        ]
 
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:
         """See `RolloutServer.update_weights`. Decoding is paused meanwhile.

@@ -1,0 +1,132 @@
+"""Layout of an engine's rank: which part of each tensor of a checkpoint the rank computes with.
+
+It is found by a dry run of the engine's own loader, over tensors that nothing was written to: what the loader would
+copy is noted, and nothing is copied. A trainer makes its `ShardPlan` of the layouts of all ranks of a server.
+
+The ranks of a server are processes that a client cannot talk to one by one, so that layouts are exchanged in a folder:
+`write_layout_request` there, have the server call each rank with `layout://FOLDER`, and `read_layouts`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rl_ckpt.adapters.load_recorder import Layout
+from rl_ckpt.errors import UsageError
+from rl_ckpt.types import ShardSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor, nn
+
+SCHEME = "layout://"
+_REQUEST = "weights.json"
+
+
+class DryLoad(TorchDispatchMode):
+    """While it is entered, a loader copies nothing into a model, and what it would have copied is noted.
+
+    Args:
+        model: Whose tensors are not to change.
+        given: Name to tensor on the CPU, as the loader is given them; each has memory of its own, which nothing reads.
+    """
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._given = given
+        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in given.items() if tensor.numel()}
+        self._kept = {_pointer(tensor) for tensor in (*model.parameters(), *model.buffers())} - {0}
+        self._copied: dict[str, list[Layout]] = {}
+        self._whole: set[str] = set()
+        """What the loader computes something of before it copies: nobody can tell which part of it counts."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sources = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and _pointer(t) in self._names]
+        if func is torch.ops.aten.copy_.default:
+            for source in sources if args[0].numel() else ():
+                self._copied.setdefault(self._names[_pointer(source)], []).append(Layout.of(source))
+            if sources or _pointer(args[0]) in self._kept:
+                return args[0]
+        result = func(*args, **(kwargs or {}))
+        shared = {_pointer(tensor) for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)}
+        self._whole |= {self._names[_pointer(source)] for source in sources if _pointer(source) not in shared}
+        return result
+
+    def parts(self) -> dict[str, ShardSpec]:
+        """By name, the smallest box that has all that was copied of a tensor. A tensor that was left out has none."""
+        found: dict[str, ShardSpec] = {}
+        for name, tensor in self._given.items():
+            boxes = [_box(layout, tensor) for layout in self._copied.get(name, ())]
+            if name in self._whole:
+                boxes.append([(0, size) for size in tensor.shape])
+            if boxes:
+                box = [(min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*boxes, strict=True)]
+                offsets, sizes = tuple(first for first, _ in box), tuple(end - first for first, end in box)
+                found[name] = ShardSpec(name=name, shape=tuple(tensor.shape), offsets=offsets, sizes=sizes)
+        return found
+
+
+def _pointer(tensor: Tensor) -> int:
+    return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
+
+
+def _box(layout: Layout, whole: Tensor) -> list[tuple[int, int]]:
+    """What a view is of a contiguous tensor; all of that, where the view is no box of it."""
+    last = layout.offset + sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
+    box: list[tuple[int, int]] = []
+    first, end = layout.offset, last
+    for stride in whole.stride():
+        (low, first), (high, end) = divmod(first, stride), divmod(end, stride)
+        box.append((low, high + 1))
+    is_box = all(a < b for a, b in box) and math.prod(b - a for a, b in box) == math.prod(layout.size)
+    return box if is_box else [(0, size) for size in whole.shape]
+
+
+def write_layout_request(folder: Path, weights: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    """Ask for layouts in an empty folder; returns the URL for the ranks.
+
+    Args:
+        folder: Which all ranks see.
+        weights: By name, dtype (`bfloat16`) and shape of every tensor that will be sent.
+    """
+    folder.joinpath(_REQUEST).write_text(json.dumps(weights))
+    return f"{SCHEME}{folder}"
+
+
+def answer_request(url: str, rank: int) -> tuple[dict[str, Tensor], Path]:
+    """In a rank: tensors to load dry, in memory that nothing was written to, and where `write_answer` writes."""
+    folder = Path(url.removeprefix(SCHEME))
+    told: dict[str, tuple[str, list[int]]] = json.loads(folder.joinpath(_REQUEST).read_text())
+    given = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in told.items()}
+    return given, folder / f"rank-{rank}.json"
+
+
+def write_answer(path: Path, parts: Iterable[ShardSpec]) -> None:
+    """Tell what a rank takes."""
+    path.write_text(json.dumps([[part.name, part.shape, part.offsets, part.sizes] for part in parts]))
+
+
+def read_layouts(folder: Path, num_ranks: int) -> list[list[ShardSpec]]:
+    """What each rank takes, when all have been called.
+
+    Raises:
+        UsageError: the server has fewer ranks, or more.
+    """
+    files = {path.name: path for path in folder.glob("rank-*.json")}
+    names = [f"rank-{rank}.json" for rank in range(num_ranks)]
+    if sorted(files) != sorted(names):
+        raise UsageError(f"{num_ranks} ranks were to tell their layouts; the server has answered with {sorted(files)}")
+    return [[_read_part(*told) for told in json.loads(files[name].read_text())] for name in names]
+
+
+def _read_part(name: str, *boxes: list[int]) -> ShardSpec:
+    shape, offsets, sizes = map(tuple, boxes)
+    return ShardSpec(name=name, shape=shape, offsets=offsets, sizes=sizes)

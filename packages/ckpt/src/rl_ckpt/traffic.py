@@ -1,0 +1,162 @@
+"""Traffic of a sync from shard to shard: bytes from rank to rank and over the links of nodes, and the seconds expected.
+
+A cost model of sizes and links alone: each node has one link, which sends and receives at once, and ranks of one node
+copy in its memory. What is computed meanwhile (digests, exports) is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl_ckpt.errors import UsageError
+from rl_ckpt.sharded import ShardPlan
+from rl_ckpt.types import ShardSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from rl_ckpt.sharded import Shard
+
+FORMAT = "rl-ckpt plan 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Ranks of both sides, what each has of the weights, and the nodes that they are on."""
+
+    sizes: Mapping[str, int]
+    """By tensor, bytes of an element."""
+    sources: Sequence[Sequence[Shard]]
+    """For each rank of the trainer, what it holds."""
+    targets: Sequence[Sequence[Shard]] | None
+    """For each rank of a replica of the server, what it takes; None: one rank takes all."""
+    source_nodes: Sequence[str]
+    """Of each rank of the trainer."""
+    target_nodes: Sequence[Sequence[str]]
+    """For each replica, of each of its ranks."""
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, for `rl-ckpt plan`."""
+        fields = {
+            "format": FORMAT,
+            "sizes": dict(self.sizes),
+            "sources": [_told(shards) for shards in self.sources],
+            "targets": None if self.targets is None else [_told(shards) for shards in self.targets],
+            "source_nodes": list(self.source_nodes),
+            "target_nodes": [list(nodes) for nodes in self.target_nodes],
+        }
+        path.write_text(json.dumps(fields))
+
+    @classmethod
+    def load(cls, path: Path) -> Placement:
+        """Read what `save` wrote.
+
+        Raises:
+            UsageError: it is something else.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(path.read_text())
+            if fields.pop("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT!r}")
+            fields["sources"] = [_read(told) for told in fields["sources"]]
+            fields["targets"] = None if fields["targets"] is None else [_read(told) for told in fields["targets"]]
+            return cls(**fields)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UsageError(
+                f"{path} is no plan ({error!r}); give weights-plan.json of the output folder of a run"
+            ) from error
+
+
+class Traffic:
+    """Bytes of one sync.
+
+    Args:
+        placement: Of all ranks.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        plan = ShardPlan(placement.sources, placement.targets)
+        self.pairs: dict[tuple[int, int], int] = {}
+        """From a rank of the trainer to a rank of one replica, bytes."""
+        self.sent: Counter[str] = Counter()
+        """By node, bytes that leave it."""
+        self.received: Counter[str] = Counter()
+        """By node, bytes that come to it."""
+        self.copied: Counter[str] = Counter()
+        """By node, bytes that stay in it."""
+        self.num_bytes = sum(
+            placement.sizes[name] * math.prod(shape)
+            for name, shape in {shard.name: shard.shape for shards in placement.sources for shard in shards}.items()
+        )
+        """Of the weights."""
+        for source in range(plan.num_sources):
+            for target in plan.moves.targets_of(source):
+                moves = plan.moves.moves(source, target)
+                size = sum(move.num_elements * placement.sizes[move.source.name] for move in moves)
+                self.pairs[source, target] = size
+                for nodes in placement.target_nodes:
+                    self._count(placement.source_nodes[source], nodes[target], size)
+        self._gathered = self._gather(placement)
+
+    def _count(self, source: str, target: str, size: int) -> None:
+        if source == target:
+            self.copied[source] += size
+        else:
+            self.sent[source] += size
+            self.received[target] += size
+
+    def _gather(self, placement: Placement) -> tuple[int, int]:
+        """Bytes over the busiest link when all ranks gather, and when rank 0 sends all to every rank of a replica."""
+        nodes = set(placement.source_nodes)
+        gathered = self.num_bytes * (len(nodes) - 1) // len(nodes)
+        first = placement.source_nodes[0]
+        sent = sum(self.num_bytes for nodes in placement.target_nodes for node in nodes if node != first)
+        return gathered, sent
+
+    def seconds(self, link_bytes_per_s: float, memory_bytes_per_s: float) -> float:
+        """Least time of a sync: that of the busiest link or memory."""
+        over_links = max([0, *self.sent.values(), *self.received.values()]) / link_bytes_per_s
+        return max(over_links, max([0, *self.copied.values()]) / memory_bytes_per_s)
+
+    def gathered_seconds(self, link_bytes_per_s: float, memory_bytes_per_s: float) -> float:
+        """Least time where every rank gathers whole tensors and rank 0 sends them, one after the other."""
+        gathered, sent = self._gathered
+        return max(gathered / link_bytes_per_s, sent / link_bytes_per_s, self.num_bytes / memory_bytes_per_s)
+
+    def lines(self, placement: Placement, link_gbit_per_s: float, memory_gb_per_s: float) -> list[str]:
+        """Who sends what to whom, what each link carries, and the seconds expected, as text."""
+        speeds = link_gbit_per_s * 1e9 / 8, memory_gb_per_s * 1e9
+        num_replicas = len(placement.target_nodes)
+        told = [f"weights: {_gb(self.num_bytes)}, {len(placement.sizes)} tensors, to {num_replicas} replicas"]
+        for (source, target), size in sorted(self.pairs.items()):
+            places = ", ".join(nodes[target] for nodes in placement.target_nodes)
+            told.append(
+                f"rank {source} ({placement.source_nodes[source]}) -> receiver {target} ({places}): {_gb(size)}"
+            )
+        for node in sorted({*self.sent, *self.received, *self.copied}):
+            parts = self.sent[node], self.received[node], self.copied[node]
+            told.append("{}: sends {}, receives {}, copies {}".format(node, *map(_gb, parts)))
+        told.append(f"speeds: {link_gbit_per_s:g} Gbit/s a node, {memory_gb_per_s:g} GB/s of memory")
+        gathered = self.gathered_seconds(*speeds)
+        told.append(f"expected: {self.seconds(*speeds):.3g} s; gathered and sent by rank 0, {gathered:.3g} s at least")
+        return told
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
+def _told(shards: Sequence[Shard]) -> list[tuple[str, list[int], list[int], list[int]]]:
+    return [(each.name, list(each.shape), list(each.offsets), list(each.sizes)) for each in shards]
+
+
+def _read(told: Sequence[tuple[str, list[int], list[int], list[int]]]) -> list[ShardSpec]:
+    return [
+        ShardSpec(name=name, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes))
+        for name, shape, offsets, sizes in told
+    ]

@@ -1,0 +1,298 @@
+"""Slices into the ranks of an engine: each says what it takes by a dry run of its loader, and gets that and no more."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import rl_ckpt
+from rl_ckpt import ShardSpec
+from rl_ckpt.adapters import sglang
+from rl_ckpt.adapters.installer import Installer
+from rl_ckpt.adapters.layout import DryLoad, read_layouts, write_layout_request
+from rl_ckpt.adapters.load_recorder import Held, LoadRecorder
+from rl_ckpt.testing import new_name
+
+HIDDEN, HEADS, EXPERTS, VOCAB = 16, 8, 4, 24
+
+
+def weights_of(seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"q": (HEADS, HIDDEN), "k": (HEADS // 2, HIDDEN), "o": (HIDDEN, HEADS), "embed": (VOCAB, HIDDEN)}
+    shapes |= {f"experts.{number}": (6, HIDDEN) for number in range(EXPERTS)} | {"norm": (HIDDEN,), "scale": ()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+class Rank(nn.Module):
+    """One rank of an engine: q and k in one parameter, o cut along its columns, experts stacked and shared out.
+
+    k has fewer heads than there are ranks, `norm` and `scale` are on every rank, and half of the layers on each stage.
+    """
+
+    def __init__(self, rank, num_ranks=2, *, is_last_stage=True):
+        super().__init__()
+        self.rank, self.num_ranks, self.is_last_stage = rank, num_ranks, is_last_stage
+        self.rows = HEADS // num_ranks
+        for name, shape in {
+            "qk": (self.rows + HEADS // 2, HIDDEN),
+            "o": (HIDDEN, self.rows),
+            "embed": (VOCAB // num_ranks, HIDDEN),
+            "experts": (EXPERTS // num_ranks, 6, HIDDEN),
+            "norm": (HIDDEN,),
+            "scale": (1,),
+        }.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape), requires_grad=False))
+
+    @torch.no_grad()
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "q":
+                self.qk.data[: self.rows].copy_(tensor.narrow(0, self.rank * self.rows, self.rows))
+            elif name == "k":
+                self.qk.data[self.rows :].copy_(tensor)
+            elif name == "o":
+                self.o.data.copy_(tensor.narrow(1, self.rank * self.rows, self.rows))
+            elif name == "embed":
+                self.embed.data.copy_(tensor.chunk(self.num_ranks)[self.rank])
+            elif name == "norm" and self.is_last_stage:
+                self.norm.data.copy_(tensor)
+            elif name == "scale":
+                self.scale.data.copy_(tensor.reshape(1))
+            elif name.startswith("experts."):
+                number, each = int(name.removeprefix("experts.")), EXPERTS // self.num_ranks
+                if number // each == self.rank:
+                    self.experts.data[number % each].copy_(tensor)
+
+    def holds(self, weights):
+        other = Rank(self.rank, self.num_ranks, is_last_stage=self.is_last_stage)
+        other.load_weights(weights.items())
+        return all(
+            torch.equal(mine, theirs) for mine, theirs in zip(self.parameters(), other.parameters(), strict=True)
+        )
+
+    def num_taken(self):
+        return sum(parameter.numel() for parameter in self.parameters()) - (not self.is_last_stage) * HIDDEN
+
+
+def layout_of(model):
+    given = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights_of(0).items()}
+    with DryLoad(model, given) as dry:
+        model.load_weights(given.items())
+    return dry.parts()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dry_load_tells_what_a_rank_takes_and_changes_nothing(rank):
+    model = Rank(rank, is_last_stage=rank == 1)
+    parts = layout_of(model)
+    assert not any(parameter.any() for parameter in model.parameters())
+    boxes = {name: (part.offsets, part.sizes) for name, part in parts.items()}
+    wanted = {
+        "q": ((4 * rank, 0), (4, HIDDEN)),
+        "k": ((0, 0), (4, HIDDEN)),
+        "o": ((0, 4 * rank), (HIDDEN, 4)),
+        "embed": ((12 * rank, 0), (12, HIDDEN)),
+        "scale": ((), ()),
+        **{f"experts.{number}": ((0, 0), (6, HIDDEN)) for number in (2 * rank, 2 * rank + 1)},
+        **({"norm": ((0,), (HIDDEN,))} if rank else {}),
+    }
+    assert boxes == wanted
+
+
+def test_what_a_loader_computes_something_of_is_wanted_whole_and_a_view_that_is_no_box_as_well():
+    class Turning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+
+        @torch.no_grad()
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                if name == "doubled":
+                    self.a.data.copy_(tensor[:2] * 2)
+                elif name == "turned":
+                    self.a.data.copy_(tensor.t()[:2])
+                elif name == "skewed":
+                    self.a.data.copy_(tensor.view(-1)[2:8].view(2, 3))
+
+    model = Turning()
+    given = {"doubled": torch.ones(4, 3), "turned": torch.ones(3, 4), "skewed": torch.ones(4, 3), "none": torch.ones(2)}
+    with DryLoad(model, given) as dry:
+        model.load_weights(given.items())
+    assert not model.a.any()
+    boxes = {name: (part.offsets, part.sizes) for name, part in dry.parts().items()}
+    assert boxes == {"doubled": ((0, 0), (4, 3)), "turned": ((0, 0), (3, 2)), "skewed": ((0, 0), (4, 3))}
+
+
+class Engine:
+    """What an adapter makes of a rank: an installer around its loader."""
+
+    def __init__(self, model):
+        self.model, self.num_restored = model, 0
+        self.loses = None
+        """What the next load leaves out."""
+        self.installer = Installer(model, load=self.load, restore=self.restore)
+
+    def load(self, weights):
+        recorder = LoadRecorder(self.model, weights)
+        with recorder:
+            self.model.load_weights((name, tensor) for name, tensor in weights.items() if name != self.loses)
+        self.loses = None
+        return Held(self.model, weights, recorder.bindings)
+
+    def restore(self):
+        self.num_restored += 1
+        for parameter in self.model.parameters():
+            parameter.data.zero_()
+
+
+def rows_of(rank):
+    """FSDP: two ranks of a trainer."""
+    for name, tensor in weights_of(0).items():
+        axis = 0 if tensor.ndim else None
+        yield ShardSpec.on_mesh(name, tuple(tensor.shape), mesh=(2,), placements=(axis,), coordinate=(rank,))
+
+
+class Trainer:
+    def __init__(self, targets):
+        self.plan = rl_ckpt.ShardPlan([list(rows_of(rank)) for rank in (0, 1)], targets)
+        name = new_name()
+        self.senders = [
+            rl_ckpt.ShardedSender(self.plan, rank, lambda to, rank=rank: f"inproc://{name}-{rank}-{to}", timeout_s=30)
+            for rank in (0, 1)
+        ]
+
+    def open(self):
+        async def prepare():
+            return [await sender.prepare() for sender in self.senders]
+
+        return rl_ckpt.join_addresses(asyncio.run(prepare()), self.plan.num_targets)
+
+    def send(self, weights, version):
+        async def run():
+            staging = [
+                sender.stage(
+                    lambda rank=rank: [(spec, spec.of(weights[spec.name])) for spec in rows_of(rank)], version=version
+                )
+                for rank, sender in enumerate(self.senders)
+            ]
+            shares = await asyncio.gather(*staging, return_exceptions=True)
+            if failed := [share for share in shares if isinstance(share, BaseException)]:
+                await asyncio.gather(*(sender.abort(str(failed[0])) for sender in self.senders))
+                raise failed[0]
+            digest = rl_ckpt.join_digest(shares)
+            reports = [await sender.commit(digest, version) for sender in self.senders]
+            return rl_ckpt.merge_reports(reports, version=version, digest=digest)
+
+        return asyncio.run(run())
+
+    def close(self):
+        async def run():
+            for sender in self.senders:
+                await sender.close()
+
+        asyncio.run(run())
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Two ranks of a trainer, two engines, and the layouts that they have told."""
+    engines = [Engine(Rank(rank, is_last_stage=rank == 1)) for rank in (0, 1)]
+    told = {name: ("float32", tuple(tensor.shape)) for name, tensor in weights_of(0).items()}
+    url = write_layout_request(tmp_path, told)
+    for rank, engine in enumerate(engines):
+        engine.installer.tell_layout(url, rank, lambda given, engine=engine: engine.model.load_weights(given.items()))
+    trainer = Trainer(read_layouts(tmp_path, 2))
+    address = trainer.open()
+    for rank, engine in enumerate(engines):
+        engine.installer.join(address, rank, timeout_s=30)
+    yield trainer, engines
+    for engine in engines:
+        engine.installer.detach()
+    trainer.close()
+
+
+def sync(job, weights, version, fails=None):
+    """The report, or what each engine failed with."""
+    trainer, engines = job
+    with ThreadPoolExecutor(2) as pool:
+        taking = [pool.submit(engine.installer.take, version) for engine in engines]
+        if fails is None:
+            report = trainer.send(weights, version)
+            for future in taking:
+                future.result(60)
+            return report
+        with pytest.raises(rl_ckpt.SyncAbortedError, match=fails):
+            trainer.send(weights, version)
+        return [future.exception(60) for future in taking]
+
+
+def test_each_rank_is_sent_what_it_computes_with_and_vouches_for_it(job):
+    _, engines = job
+    for version in (1, 2, 3):
+        weights = weights_of(version)
+        report = sync(job, weights, version)
+        assert report.digest == rl_ckpt.tree_digest(weights)
+        assert report.num_bytes == 4 * sum(engine.model.num_taken() for engine in engines)
+        assert all(receipt.is_attested for receipt in report.receipts)
+        assert all(engine.model.holds(weights) for engine in engines)
+
+
+def test_a_rank_whose_loader_loses_a_tensor_keeps_both_at_the_version_before(job):
+    _, engines = job
+    first, second = weights_of(1), weights_of(2)
+    engines[1].loses = "o"
+    errors = sync(job, first, 1, fails="loader took 'o' nowhere")
+    assert any(isinstance(error, rl_ckpt.AttestationError) for error in errors)
+    assert not any(parameter.any() for engine in engines for parameter in engine.model.parameters())
+    sync(job, first, 1)
+    engines[1].loses = "experts.3"
+    sync(job, second, 2, fails="loader took 'experts.3' nowhere")
+    assert all(engine.model.holds(first) for engine in engines)
+    sync(job, second, 2)
+    assert all(engine.model.holds(second) for engine in engines)
+
+
+def test_a_rank_that_stores_other_numbers_than_were_sent_is_found(job):
+    _, engines = job
+    load = engines[0].model.load_weights
+
+    def spoil(weights):
+        load(weights)
+        engines[0].model.qk.data.view(torch.int32)[0, 0] ^= 1
+
+    engines[0].model.load_weights = spoil
+    sync(job, weights_of(1), 1, fails="the engine does not hold 'q' as it was sent")
+
+
+def test_slices_are_refused_where_no_layout_was_told():
+    engine = Engine(Rank(0))
+    address = rl_ckpt.join_addresses([{0: "inproc://nobody"}], 1)
+    with pytest.raises(rl_ckpt.UsageError, match="no plan was made for rank 0"):
+        engine.installer.join(address, 0, timeout_s=1)
+
+
+def test_a_server_with_fewer_ranks_than_were_asked_is_refused(tmp_path):
+    write_layout_request(tmp_path, {"w": ("float32", (2,))})
+    with pytest.raises(rl_ckpt.UsageError, match="2 ranks were to tell their layouts"):
+        read_layouts(tmp_path, 2)
+
+
+def test_sglang_tells_its_layout_and_takes_slices_by_its_custom_loader(tmp_path):
+    model = Rank(0, num_ranks=1)
+    told = {name: ("float32", tuple(tensor.shape)) for name, tensor in weights_of(0).items()}
+    sglang.load_weights(model, sglang.session_tensors(write_layout_request(tmp_path, told), 0))
+    trainer = Trainer(read_layouts(tmp_path, 1))
+    address = trainer.open()
+    try:
+        for version in (1, 2):
+            with ThreadPoolExecutor(1) as pool:
+                taking = pool.submit(sglang.load_weights, model, sglang.session_tensors(address, version))
+                trainer.send(weights_of(version), version)
+                taking.result(60)
+            assert model.holds(weights_of(version))
+    finally:
+        sglang._engines.pop(id(model)).installer.detach()
+        trainer.close()

@@ -1,0 +1,260 @@
+"""Versions in a folder as differences from the one before, and in an object store: who reads them has what was sent."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+
+import pytest
+import torch
+
+import rl_ckpt
+from rl_ckpt import AddressError, BackendError, DigestError, ProtocolError, SyncAbortedError, connect, tree_digest
+from rl_ckpt.testing import assert_same, failure, receive_all
+
+pytest.importorskip("safetensors")
+fsspec = pytest.importorskip("fsspec")
+
+LARGE = 3 << 20
+"""Numbers of a tensor of several leaves."""
+
+
+@pytest.fixture(params=["file", "file+memory", "file+local"])
+def url(request, tmp_path):
+    path = f"{tmp_path}/policy" if request.param != "file+memory" else f"/bucket-{uuid.uuid4().hex}/policy"
+    return f"{request.param}://{path}"
+
+
+def weights_of(version):
+    """One number in 200 is another one in each version, and one small tensor is whole new."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {"large": torch.randn(LARGE, generator=generator), "small": torch.randn(7, 5, generator=generator)}
+    weights["half"] = torch.randn(300, 400, generator=generator).bfloat16()
+    for each in range(2, version + 1):
+        weights["large"][each::200] += 1
+        weights["half"].view(-1)[each::200] += 1
+    weights["small"] += version
+    return weights
+
+
+def names_in(url):
+    fs, path = fsspec.url_to_fs(url.replace("file+", "").partition("?")[0])
+    return sorted(str(name).rpartition("/")[2] for name in fs.ls(path, detail=False))
+
+
+def versions_in(url):
+    return [int(name.removesuffix(".json")[-20:]) for name in names_in(url) if name.endswith(".json")]
+
+
+def test_differences_are_small_and_whoever_holds_the_version_before_or_joins_has_every_bit(url):
+    async def work():
+        async with (
+            connect(f"{url}?chain=3", role="send") as sender,
+            connect(url, role="receive", timeout_s=20) as reader,
+        ):
+            reports = []
+            for version in range(1, 8):
+                weights = weights_of(version)
+                reports.append(await sender.send_weights(weights.items(), version=version))
+                assert reports[-1].digest == tree_digest(weights)
+                assert_same(await receive_all(reader), weights)
+                async with connect(url, role="receive", timeout_s=20) as joiner:
+                    assert_same(await receive_all(joiner), weights)
+                    assert (joiner.version, joiner.digest) == (version, tree_digest(weights))
+            return reports
+
+    reports = asyncio.run(work())
+    whole = reports[0].num_wire_bytes
+    assert whole == sum(tensor.nbytes for tensor in weights_of(1).values())
+    small = [report.num_wire_bytes < 0.03 * whole for report in reports]
+    assert small == [False, True, True] * 2 + [False], "every third version is whole"
+    assert [report.num_deltas for report in reports] == [0, 3, 3] * 2 + [0]
+
+
+def test_a_reader_that_missed_versions_catches_up_by_those_that_it_lacks(url, monkeypatch):
+    from rl_ckpt.backends.file.folder import Folder, ObjectStore
+
+    opened = []
+    for kind in (Folder, ObjectStore):
+        original = kind.open
+        monkeypatch.setattr(
+            kind, "open", lambda self, name, original=original: (opened.append(name), original(self, name))[1]
+        )
+
+    async def work():
+        async with (
+            connect(f"{url}?chain=9&keep=9", role="send") as sender,
+            connect(url, role="receive", timeout_s=20) as reader,
+        ):
+            for version in range(1, 7):
+                await sender.send_weights(weights_of(version).items(), version=version)
+                if version in (2, 3, 6):
+                    opened.clear()
+                    assert_same(await receive_all(reader), weights_of(version))
+                    assert len(opened) == {2: 2, 3: 1, 6: 3}[version], opened
+
+    asyncio.run(work())
+
+
+def test_what_a_kept_version_is_a_difference_from_is_kept_too_and_the_rest_is_pruned(url):
+    async def work():
+        async with connect(f"{url}?chain=4&keep=2", role="send") as sender:
+            kept = []
+            for version in range(1, 10):
+                await sender.send_weights(weights_of(version).items(), version=version)
+                kept.append(versions_in(url))
+            return kept
+
+    kept = asyncio.run(work())
+    assert kept[3:] == [[1, 2, 3, 4], [1, 2, 3, 4, 5], [5, 6], [5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8, 9]]
+    assert len(names_in(url)) == 2 * 5 + (".writer" in names_in(url))
+
+
+def test_a_new_sender_begins_with_a_whole_version_and_a_failed_one_is_followed_by_one(url):
+    def torn():
+        yield from list(weights_of(3).items())[:2]
+        raise RuntimeError("the trainer stumbled")
+
+    async def work():
+        async with connect(f"{url}?chain=9", role="send") as sender:
+            for version in (1, 2):
+                await sender.send_weights(weights_of(version).items(), version=version)
+            await failure(SyncAbortedError, sender.send_weights(torn(), version=3))
+            assert (await sender.send_weights(weights_of(3).items(), version=3)).num_deltas == 0
+            assert (await sender.send_weights(weights_of(4).items(), version=4)).num_deltas == 3
+        async with (
+            connect(f"{url}?chain=9", role="send") as sender,
+            connect(url, role="receive", timeout_s=20) as reader,
+        ):
+            assert_same(await receive_all(reader), weights_of(4))
+            assert (await sender.send_weights(weights_of(5).items(), version=5)).num_deltas == 0
+            assert_same(await receive_all(reader), weights_of(5))
+
+    asyncio.run(work())
+
+
+def test_tied_tensors_are_stored_once_in_differences_too(tmp_path):
+    url = f"file://{tmp_path}/policy"
+    weights = weights_of(1)
+    weights["tied"] = weights["large"]
+
+    async def work():
+        async with (
+            connect(f"{url}?chain=9", role="send") as sender,
+            connect(url, role="receive", timeout_s=20) as reader,
+        ):
+            for version in (1, 2, 3):
+                weights["large"][version::200] += 1
+                report = await sender.send_weights(weights.items(), version=version)
+                assert report.num_tensors == 4
+                assert_same(await receive_all(reader), weights)
+            assert report.num_wire_bytes < 0.03 * weights["large"].nbytes
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("flips", ["difference", "base"])
+def test_a_flipped_bit_in_any_link_of_the_chain_is_found_and_the_next_whole_version_is_taken(flips, tmp_path):
+    url = f"file://{tmp_path}/policy"
+
+    async def work():
+        async with (
+            connect(f"{url}?chain=3", role="send") as sender,
+            connect(url, role="receive", timeout_s=20) as reader,
+        ):
+            for version in (1, 2):
+                await sender.send_weights(weights_of(version).items(), version=version)
+            number = 2 if flips == "difference" else 1
+            (path,) = (tmp_path / "policy").glob(f"version-{number:020d}-*.safetensors")
+            data = bytearray(path.read_bytes())
+            data[-9] ^= 1
+            path.write_bytes(data)
+            error = await failure((DigestError, ProtocolError), receive_all(reader))
+            assert "version 2" in str(error) or "difference" in str(error)
+            for version in (3, 4):
+                await sender.send_weights(weights_of(version).items(), version=version)
+            assert_same(await receive_all(reader), weights_of(4))
+
+    asyncio.run(work())
+
+
+def test_a_chain_that_does_not_end_is_refused(tmp_path):
+    url = f"file://{tmp_path}/policy"
+
+    async def work():
+        async with connect(f"{url}?chain=9", role="send") as sender:
+            for version in (1, 2):
+                await sender.send_weights(weights_of(version).items(), version=version)
+        (path,) = (tmp_path / "policy").glob("version-00000000000000000002.json")
+        path.write_text(json.dumps({**json.loads(path.read_text()), "base": 2}))
+        async with connect(url, role="receive", timeout_s=20) as reader:
+            error = await failure(ProtocolError, receive_all(reader))
+            assert "does not come before it" in str(error)
+
+    asyncio.run(work())
+
+
+def test_what_cannot_be_is_said_when_it_is_asked_for():
+    with pytest.raises(AddressError, match="is no filesystem of fsspec"):
+        connect("file+nowhere://bucket/policy", role="send")
+    with pytest.raises(BackendError, match=r"no backend 'shm\+s3' is installed"):
+        connect("shm+s3://bucket/policy", role="send")
+    with pytest.raises(AddressError, match="chain is '0'"):
+        connect("file:///tmp/policy?chain=0", role="send")
+    assert rl_ckpt.registry.capabilities("file+memory://bucket/policy") == frozenset()
+
+
+DYING_WRITER = """
+    import os, signal, sys
+    import torch
+    import rl_ckpt
+    from rl_ckpt.backends.file.folder import Folder
+
+    def dying(name, when):
+        original, counts = getattr(Folder, name), [0]
+
+        def method(self, *arguments):
+            counts[0] += 1
+            if counts[0] == when:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, *arguments)
+
+        setattr(Folder, name, method)
+
+    weights = {"w": torch.arange(100000.0)}
+    with rl_ckpt.connect(sys.argv[1] + "?chain=9", role="send") as sender:
+        for version in (1, 2):
+            weights["w"][version] += 1
+            sender.send(weights.items(), version=version)
+        dying(sys.argv[2], int(sys.argv[3]))
+        weights["w"][3] += 1
+        sender.send(weights.items(), version=3)
+"""
+
+
+@pytest.mark.parametrize(("operation", "when", "published"), [("put", 1, 2), ("put", 2, 2), ("prune", 1, 3)], ids=str)
+def test_a_writer_that_is_killed_at_any_step_of_a_difference_leaves_a_version_that_is_whole(
+    operation, when, published, tmp_path
+):
+    """Before its tensors, before its manifest, and after it; the next writer goes on, with a whole version."""
+    url = f"file://{tmp_path}/policy"
+    weights = {"w": torch.arange(100000.0)}
+    weights["w"][1 : published + 1] += 1
+    command = [sys.executable, "-c", textwrap.dedent(DYING_WRITER), url, operation, str(when)]
+    assert subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL
+
+    async def work():
+        async with (
+            connect(f"{url}?chain=9", role="send") as sender,
+            connect(url, role="receive", timeout_s=20) as reader,
+        ):
+            assert_same(await receive_all(reader), weights)
+            assert reader.version == published
+            weights["w"][50] += 1
+            assert (await sender.send_weights(weights.items(), version=4)).num_deltas == 0
+            assert_same(await receive_all(reader), weights)
+
+    asyncio.run(work())

@@ -1,0 +1,125 @@
+"""Slices into third-party servers: each rank tells what it computes with, and is sent that alone."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import Ranks
+from rollout_servers import fake_sglang_config, fake_vllm_config, real_model, real_vllm, real_vllm_config, request
+
+import rl_ckpt
+from rl_rollout import CkptReceiver, ServerConfig, ServerParallel, WeightUpdateError, create_server, launch_server
+from rl_rollout.testing import load_weights, write_tiny_model
+
+
+async def told_by(server):
+    asked = [
+        replace(request(str(number), temperature=0.0, max_new_tokens=4), prompt_token_ids=(3, number))
+        for number in (4, 5)
+    ]
+    return [await server.generate(each) for each in asked]
+
+
+async def updated(server, weights, versions=(1, 2)):
+    """What is served after each version, whose layout the server has told, and the bytes of the last one."""
+    told = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in weights.items()}
+    layout = await server.weight_layout(told)
+    ranks = Ranks(weights, targets=layout)
+    try:
+        receiver = CkptReceiver(await ranks.open())
+        for version in versions:
+            sent = {name: tensor * (1 + (version == versions[0])) for name, tensor in weights.items()}
+            reports, _ = await asyncio.gather(ranks.send(sent, version), server.update_weights(receiver, version))
+        return layout, sum(report.num_bytes for report in reports), await told_by(server)
+    finally:
+        await ranks.close()
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("make", [create_server, launch_server])
+def test_a_third_party_server_serves_slices_as_it_would_whole_weights(name, make, tmp_path):
+    old, new = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    weights = load_weights(new)
+    fake = {"vllm": fake_vllm_config, "sglang": fake_sglang_config}[name]
+
+    async def main():
+        server, oracle = make(name, fake(old)), create_server("embedded", ServerConfig(model_path=str(new)))
+        try:
+            await asyncio.gather(server.start(), oracle.start())
+            assert server.capabilities.takes_slices
+            layout, num_bytes, outputs = await updated(server, weights)
+            assert [part.name for part in layout[0]] == list(weights)
+            assert num_bytes == sum(tensor.nbytes for tensor in weights.values())
+            assert [each.token_ids for each in outputs] == [each.token_ids for each in await told_by(oracle)]
+            assert {version for each in outputs for version in each.weight_versions} == {2}
+        finally:
+            await asyncio.gather(server.stop(), oracle.stop())
+
+    asyncio.run(main())
+
+
+def test_an_embedded_server_is_one_rank_that_takes_all(qwen3_folder):
+    server = create_server("embedded", ServerConfig(model_path=str(qwen3_folder)))
+    assert asyncio.run(server.weight_layout({"w": ("float32", (2,))})) is None
+
+
+@real_vllm
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_each_rank_of_the_real_one_is_sent_its_slices_and_attests_them(num_ranks, family, tmp_path):
+    """With two ranks, what is cut over them moves once, and what both have, twice."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    old, new = (real_model(tmp_path / str(seed), seed=seed, family=family, **sizes) for seed in (0, 1))
+    weights = load_weights(new)
+
+    async def main():
+        layout = ServerParallel(tp=num_ranks)
+        servers = [create_server("vllm", real_vllm_config(path, parallel=layout)) for path in (old, new)]
+        try:
+            for server in servers:
+                await server.start()
+            layouts, num_bytes, outputs = await updated(servers[0], weights)
+            whole = sum(tensor.nbytes for tensor in weights.values())
+            assert whole <= num_bytes < (1.0 if num_ranks == 1 else 1.5) * whole + 1
+            assert len(layouts) == num_ranks
+            for one, other in zip(outputs, await told_by(servers[1]), strict=True):
+                assert one.token_ids == other.token_ids
+                torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
+        finally:
+            for server in servers:
+                await server.stop()
+
+    asyncio.run(main())
+
+
+@real_vllm
+def test_a_version_that_does_not_fit_the_real_one_leaves_it_with_the_version_before(tmp_path):
+    folder = real_model(tmp_path)
+    weights = load_weights(folder)
+
+    async def main():
+        server = create_server("vllm", real_vllm_config(folder, parallel=ServerParallel(tp=2)))
+        await server.start()
+        try:
+            told = {name: ("float32", tuple(tensor.shape)) for name, tensor in weights.items()}
+            ranks = Ranks(weights, targets=await server.weight_layout(told))
+            receiver = CkptReceiver(await ranks.open())
+            await asyncio.gather(ranks.send(weights, 1), server.update_weights(receiver, 1))
+            before = await told_by(server)
+            rounded = {name: tensor.double() + 1e-9 for name, tensor in weights.items()}
+            answers = await asyncio.gather(
+                ranks.send(rounded, 2), server.update_weights(receiver, 2), return_exceptions=True
+            )
+            assert isinstance(answers[0], rl_ckpt.SyncAbortedError)
+            assert isinstance(answers[1], WeightUpdateError)
+            assert [(o.token_ids, o.logprobs) for o in await told_by(server)] == [
+                (o.token_ids, o.logprobs) for o in before
+            ]
+            await ranks.close()
+        finally:
+            await server.stop()
+
+    asyncio.run(main())
