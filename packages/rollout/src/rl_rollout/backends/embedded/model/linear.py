@@ -68,7 +68,7 @@ class ServedLinear:
         self._module = module
         self._active = active
         self._is_packed = is_packed
-        self._is_head = is_head and module.bias is None
+        self._is_head = is_head and getattr(module, "bias", None) is None
         self._packed: Any = None
         self.adapters: dict[str, LowRank] = {}
         self.repack()
