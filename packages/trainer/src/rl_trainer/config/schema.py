@@ -480,11 +480,11 @@ class PlacementSection:
     Servers have GPUs of their own, or with `rollout.colocated` the policy's; agent workers and the queue have none.
     """
 
-    reference: RoleSection = field(default_factory=RoleSection)
+    reference: RoleSection | None = None
     """The start policy of the KL penalty."""
-    critic: RoleSection = field(default_factory=RoleSection)
+    critic: RoleSection | None = None
     """The value function, or the process reward model of prime."""
-    teacher: RoleSection = field(default_factory=RoleSection)
+    teacher: RoleSection | None = None
     """The teacher of a distillation, unless a server at `teacher.url` has it."""
     reward: PoolSection | None = None
     """The reward models that the run serves. None: with `rollout.colocated` the policy's pool, in turn with it, else a

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_trainer.config.schema import ENGINE_POOL, ROLES, PoolSection, RoleSection
+from rl_trainer.config.schema import ENGINE_POOL, ROLES, PoolSection
 from rl_trainer.errors import PlanError
 from rl_trainer.planning.plan import engine_of, has_reference, pool_size, teacher_folders
 
@@ -66,7 +66,7 @@ def home_of(config: Config, role: str) -> str:
     section: PoolSection | None = getattr(config.placement, role)
     if section is not None:
         return section.pool
-    return ENGINE_POOL if config.rollout.colocated else REWARD_POOL
+    return REWARD_POOL if role == "reward" and not config.rollout.colocated else ENGINE_POOL
 
 
 def has(config: Config, role: str) -> bool:
@@ -113,7 +113,7 @@ def check_placement(config: Config) -> None:
     for role in ROLES:
         section: PoolSection | None = getattr(config.placement, role)
         if not has(config, role):
-            if section not in (None, RoleSection()):
+            if section is not None:
                 raise PlanError(f"placement.{role} does nothing unless {_ABSENT[role]}; leave it out")
             continue
         if role == "reward":

@@ -118,7 +118,9 @@ def engine_of(config: Config, role: str) -> EngineSection:
     Raises:
         PlanError: the layout does not divide the processes of its pool.
     """
-    section: RoleSection = getattr(config.placement, role)
+    section: RoleSection | None = getattr(config.placement, role)
+    if section is None:
+        return config.engine
     own = {f.name: value for f in fields(section.engine) if (value := getattr(section.engine, f.name)) is not None}
     size, layout = pool_size(config, section.pool), own.get("parallel", config.engine.parallel)
     if size % (ranks := layout.tp * layout.pp * layout.cp):
@@ -135,8 +137,8 @@ def pool_size(config: Config, pool: str) -> int:
     if pool == ENGINE_POOL:
         return config.engine.world_size
     sections = (config.placement.reference, config.placement.critic, config.placement.teacher)
-    sizes = (section.num_gpus for section in sections if section.pool == pool and section.num_gpus is not None)
-    return next(sizes, config.engine.world_size)
+    sizes = (section.num_gpus for section in sections if section is not None and section.pool == pool)
+    return next((size for size in sizes if size is not None), config.engine.world_size)
 
 
 def has_reference(config: Config) -> bool:
