@@ -174,7 +174,7 @@ def test_layouts_of_fsdp_are_refused(tmp_path, layout):
 
 @pytest.mark.parametrize(
     "parallel",
-    [ParallelConfig(**{axis: 2}) for axis in ("tp", "pp", "vpp", "ep", "cp")],
+    [ParallelConfig(**{axis: 2}) for axis in ("tp", "pp", "vpp", "cp")],
 )
 def test_fsdp_refuses_layouts_that_it_has_not(tmp_path, parallel):
     write_tiny_model(tmp_path)

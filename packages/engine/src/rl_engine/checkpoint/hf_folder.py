@@ -332,17 +332,23 @@ def open_shard(file: Path) -> Any:
 
 
 def mtp_names(folder: Path) -> list[str]:
-    """Tensors of layers for multi-token prediction: of a module `mtp` or, as in DeepSeek-V3, of layers behind the last.
+    """Tensors of layers for multi-token prediction: of a module `mtp`, or of layers behind the last with an `eh_proj`.
 
-    transformers leaves them out without a word.
+    DeepSeek-V3 and GLM-4.5 have the latter. transformers leaves them out without a word.
     """
     num_layers, found = read_config(folder).get_text_config().num_hidden_layers, list[str]()
+    behind: dict[int, list[str]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with open_shard(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 layer = re.fullmatch(r"model\.layers\.(\d+)\..*", name)
-                if name.startswith("mtp.") or (layer is not None and int(layer[1]) >= num_layers):
+                if name.startswith("mtp."):
                     found.append(name)
+                elif layer is not None and int(layer[1]) >= num_layers:
+                    behind.setdefault(int(layer[1]), []).append(name)
+    for names in behind.values():
+        if any(".eh_proj." in name for name in names):
+            found += names
     return found
 
 
