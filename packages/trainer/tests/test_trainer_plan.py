@@ -105,7 +105,11 @@ JUDGE = [
             ConfigError,
             "loss_options.clip_high is not read by algorithm.loss=sapo; .* tau_pos",
         ),
-        (["algorithm.gamma=0.9"], PlanError, "gamma=0.9 does nothing unless algorithm.advantage is one of gae, gigpo, opt"),
+        (
+            ["algorithm.gamma=0.9"],
+            PlanError,
+            "gamma=0.9 does nothing unless algorithm.advantage is one of gae, gigpo, opt",
+        ),
         (["algorithm.correction_bounds=[0, 3]"], PlanError, "does nothing unless algorithm.correction is chosen"),
         ([*TIS, "algorithm.correction_bounds=[0.1, 3]"], PlanError, "tis has an upper bound alone, .*; give .0, 3"),
         ([*TIS, "algorithm.correction_bounds=[3, 2]"], PlanError, "the first has to be the lower one"),
