@@ -57,7 +57,7 @@ def test_a_failed_group_is_replaced_within_its_step():
     [
         (["pipeline=one_step_off"], "which generates ahead"),
         (["batch.mini_batch_size=4"], "which is the whole batch: make it smaller"),
-        (["algorithm.advantage=reinforce_pp"], "compares beyond a group; choose one of dr_grpo, grpo, "),
+        (["algorithm.advantage=reinforce_pp"], "compares beyond a group; choose one of dr_grpo, .*grpo, "),
         (["algorithm.old_logprobs=recompute"], "asks the engine before its first update"),
         (["batch.over_sampling=0.5"], "batch.over_sampling"),
         (["algorithm.advantage=gae", "critic.lr=1e-3"], "critic, whose values change"),
