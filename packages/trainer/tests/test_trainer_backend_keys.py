@@ -27,6 +27,7 @@ from rl_trainer.testing import FakeAgents
 EFFECTS = {
     "engine.backend": ("megatron", "engine"),
     "engine.world_size": ("2", "pools"),
+    "engine.environment": ("/an/environment", "pools"),
     "engine.optimizer.kind": ("muon", "engine"),
     "engine.optimizer.momentum": ("0.5", "engine"),
     "engine.optimizer.lr": ("0.5", "engine"),

@@ -34,6 +34,7 @@ from rl_trainer.pipeline.weight_transfer import (
     session_pattern,
     write_start_adapter,
 )
+from rl_trainer.planning.environments import engine_python
 from rl_trainer.planning.gpus import count_gpus, named, why_apart
 from rl_trainer.planning.placement import home_of, is_in_turn, pools_of, reward_models
 from rl_trainer.planning.plan import (
@@ -83,6 +84,7 @@ def resource_pools(config: Config) -> list[ResourcePool]:
             name=pool.name,
             num_workers=pool.num_workers,
             num_gpus=float(pool.gpus_per_worker * has_gpus),
+            python=engine_python(config) if pool.name == ENGINE_POOL else None,
             is_elastic=pool.name == "rollout" and config.rollout.elastic is not None,
         )
         for pool in pools_of(config)

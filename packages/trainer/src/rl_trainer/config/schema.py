@@ -341,6 +341,10 @@ class EngineSection(EngineConfig):
     """Name of an installed rl-engine backend."""
     world_size: Positive = 1
     """Processes (one GPU each where there are GPUs)."""
+    environment: str | None = None
+    """Folder of another Python environment, under whose interpreter the engine's processes run, and the roles that
+    share them: for a backend whose packages do not go with those of the run. It has rl-post-trainer and Ray in the
+    versions of the run, at the same path on every machine. With runtime=ray."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer and its schedule."""
     lr_schedule: Literal["constant", "cosine"] = "constant"

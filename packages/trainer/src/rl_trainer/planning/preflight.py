@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING
 from packaging.requirements import Requirement
 
 import rl_ckpt
-import rl_engine
 import rl_rollout
 from rl_agent import AgentLoop
 from rl_ckpt.errors import CkptError
-from rl_engine.base import Engine
 from rl_engine.errors import EngineError
 from rl_engine.types import ModelInit
 from rl_rollout.errors import RolloutError
@@ -30,6 +28,7 @@ from rl_trainer.checkpoints import check_output_dir
 from rl_trainer.data import shows_images
 from rl_trainer.equivalents import hint
 from rl_trainer.errors import ConfigError, InputError
+from rl_trainer.planning.environments import check_engine, check_environment, gives_shards, role_python
 from rl_trainer.planning.placement import has
 from rl_trainer.planning.plan import (
     actor_config,
@@ -74,13 +73,14 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False) -> None:
     Raises:
         InputError: the first thing that cannot work, in one sentence.
     """
+    check_environment(config)
+    backends = {"policy": (config.engine.backend, "engine.backend")}
+    for role in ("reference", "critic", "teacher"):
+        if has(config, role):
+            backends[role] = (engine_of(config, role).backend, f"placement.{role}.engine.backend")
+    here = [told for role, told in backends.items() if role_python(config, role) is None]
     for group, name, key in (
-        ("rl_engine.backends", config.engine.backend, "engine.backend"),
-        *(
-            ("rl_engine.backends", engine_of(config, role).backend, f"placement.{role}.engine.backend")
-            for role in ("reference", "critic", "teacher")
-            if has(config, role)
-        ),
+        *(("rl_engine.backends", name, key) for name, key in here),
         ("rl_rollout.backends", config.rollout.backend, "rollout.backend"),
         ("rl_ckpt.backends", scheme_of(config.weights_transport), "weights_transport"),
         ("rl_tq.storage", scheme_of(config.queue_storage), "queue_storage"),
@@ -392,8 +392,7 @@ def why_gathered(config: Config, can: Capabilities) -> str | None:
         return f"rollout.backend={rollout.backend} takes whole tensors"
     if rollout.dtype not in ("auto", str(engine.precision)):
         return f"slices come as engine.precision={engine.precision}, and rollout.dtype={rollout.dtype} is another"
-    built = rl_engine.create_engine(engine.backend, actor_config(config, Path()))
-    if type(built).get_local_shards is Engine.get_local_shards:
+    if not gives_shards(config, actor_config(config, Path())):
         return f"engine.backend={engine.backend} exports whole tensors"
     return None
 
@@ -481,7 +480,7 @@ def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[st
     for role, (section, engine) in engines.items():
         init = engine.init if is_made or engine.model_path != str(model_path) else ModelInit.RANDOM
         try:
-            found[role] = rl_engine.check(section.backend, replace(engine, init=init), section.world_size)
+            found[role] = check_engine(config, role.partition(" ")[0], section, replace(engine, init=init))
         except EngineError as error:
             key = "engine" if section.backend == config.engine.backend else f"placement.{role.partition(' ')[0]}.engine"
             raise ConfigError(f"{key}.backend={section.backend} cannot be used for the {role}: {error}") from error

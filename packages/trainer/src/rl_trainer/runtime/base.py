@@ -94,6 +94,8 @@ class ResourcePool:
     """CPUs reserved for each process."""
     num_gpus: float = 0.0
     """GPUs reserved for each process."""
+    python: str | None = None
+    """Interpreter of the processes, of another environment; None: that of this process."""
     is_elastic: bool = False
     """Whether processes come and go: each is reserved on its own, and what one had is free when it has left."""
 

@@ -172,6 +172,8 @@ class RayRuntime(Runtime):
             "max_concurrency": CALLS_AT_A_TIME + 1,
             "scheduling_strategy": strategy,
         }
+        if pool.python is not None:
+            options["runtime_env"] = {"py_executable": pool.python}
         as_actor: Any = ray.remote
         kind = type(pool.name, (Host,), {})  # by whose name `ps` shows it: ray::engine
         make = as_actor(concurrency_groups={HEARTBEAT: 1})(kind)

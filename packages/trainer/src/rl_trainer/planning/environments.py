@@ -1,0 +1,142 @@
+"""Engines in a Python environment of their own: what is there, and what its backend says, asked in a child process."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+import rl_engine
+from rl_engine.base import Engine
+from rl_engine.errors import EngineError
+from rl_engine.types import EngineConfig
+from rl_trainer.config.schema import ENGINE_POOL
+from rl_trainer.errors import ConfigError
+from rl_trainer.planning.placement import home_of
+
+if TYPE_CHECKING:
+    from rl_trainer.config import Config, EngineSection
+
+_TIMEOUT_S = 300.0
+"""Of a child process: it imports torch, and its backend."""
+_SAME = ("rl-post-trainer", "rl-engine", "ray")
+"""Packages of which both environments have one version: their processes send each other objects."""
+_VERSIONS = """
+import importlib.metadata, json, platform, sys
+found = {"Python": platform.python_version()}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found[name] = None
+print(json.dumps(found))
+"""
+
+
+def engine_python(config: Config) -> str | None:
+    """The interpreter of the engine's processes; None: that of this process."""
+    folder = config.engine.environment
+    return None if folder is None else str(Path(folder).absolute() / "bin" / "python")
+
+
+def role_python(config: Config, role: str) -> str | None:
+    """The interpreter of a role's processes, where they are the engine's; None: that of this process."""
+    return engine_python(config) if role == "policy" or home_of(config, role) == ENGINE_POOL else None
+
+
+def check_environment(config: Config) -> None:
+    """Check that `engine.environment` has an interpreter, and the packages that its processes need.
+
+    Raises:
+        ConfigError: names what it lacks, and how to install it.
+    """
+    python = engine_python(config)
+    if python is None:
+        return
+    key = f"engine.environment={config.engine.environment}"
+    if config.runtime != "ray":
+        raise ConfigError(f"{key} needs processes of its own, and runtime={config.runtime} has none; set runtime=ray")
+    if not Path(python).is_file():
+        raise ConfigError(f"{key} has no bin/python; make an environment there: uv venv {config.engine.environment}")
+    wanted = {"Python": platform.python_version()} | {name: version(name) for name in _SAME}
+    found = json.loads(_run([python, "-c", _VERSIONS, *_SAME], "", key))
+    for name, here in wanted.items():
+        there = found[name]
+        if there is None:
+            raise ConfigError(
+                f"{key} has no {name}; install that of the run there: uv pip install --python {python} {name}=={here}"
+            )
+        if there != here:
+            raise ConfigError(f"{key} has {name} {there}, and the run has {here}; both need the same")
+
+
+def check_engine(config: Config, role: str, section: EngineSection, engine: EngineConfig) -> dict[str, str]:
+    """See `rl_engine.check`, which is asked in the environment that the role's processes have.
+
+    Raises:
+        EngineError: the backend refuses.
+    """
+    if role_python(config, role) is None:
+        return rl_engine.check(section.backend, engine, section.world_size)
+    told = _ask(config, section, engine, is_checked=True)
+    if told["refused"] is not None:
+        raise EngineError(told["refused"])
+    return told["found"]
+
+
+def gives_shards(config: Config, engine: EngineConfig) -> bool:
+    """Whether the engine's backend has `get_local_shards`."""
+    if config.engine.environment is None:
+        return _gives_shards(config.engine.backend, engine)
+    return _ask(config, config.engine, engine, is_checked=False)["gives_shards"]
+
+
+def _gives_shards(backend: str, engine: EngineConfig) -> bool:
+    return type(rl_engine.create_engine(backend, engine)).get_local_shards is not Engine.get_local_shards
+
+
+def _ask(config: Config, section: EngineSection, engine: EngineConfig, *, is_checked: bool) -> dict[str, Any]:
+    python = engine_python(config)
+    assert python is not None, "there is an environment to ask in"
+    question = {"backend": section.backend, "engine": asdict(engine), "world_size": section.world_size}
+    program = f"from {__name__} import answer; answer()"
+    text = json.dumps(question | {"is_checked": is_checked})
+    return json.loads(_run([python, "-c", program], text, f"engine.environment={config.engine.environment}"))
+
+
+def answer() -> None:
+    """In the other environment: answer the question on stdin on the last line of stdout."""
+    question = json.loads(sys.stdin.read())
+    engine = TypeAdapter(EngineConfig).validate_python(question["engine"])
+    told: dict[str, Any] = {"refused": None, "found": {}, "gives_shards": False}
+    try:
+        if question["is_checked"]:
+            told["found"] = rl_engine.check(question["backend"], engine, question["world_size"])
+        else:
+            told["gives_shards"] = _gives_shards(question["backend"], engine)
+    except EngineError as error:
+        told["refused"] = str(error)
+    sys.stdout.write(f"\n{json.dumps(told)}\n")
+
+
+def _run(command: list[str], text: str, key: str) -> str:
+    """The last line that a child process prints.
+
+    Raises:
+        ConfigError: it failed; with its last line.
+    """
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{key}: its Python does not run ({error})") from error
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [""]
+    if done.returncode:
+        raise ConfigError(f"{key}: its Python ended with {done.returncode}: {lines[-1]}")
+    return lines[-1]
