@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_origin, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -128,8 +128,9 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
             raise ConfigError(f"override {key!r}: {parent!r} is a value, not a section")
         tree = child
     below = tree.get(last)
-    is_laid_over = isinstance(value, dict) and isinstance(below, dict) and _is_section(key)
-    tree[last] = _laid_over(below, value) if is_laid_over else value
+    if isinstance(value, dict) and isinstance(below, dict) and _is_section(key):
+        value = _laid_over(cast("dict[str, Any]", below), cast("dict[str, Any]", value))
+    tree[last] = value
 
 
 def _is_section(key: str) -> bool:
