@@ -165,7 +165,7 @@ class RayRuntime(Runtime):
 
     def _launch(self, pool: ResourcePool, rank: int, group: PlacementGroup, bundle: int) -> PlacedHost:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-        options = {
+        options: dict[str, Any] = {
             "name": f"{pool.name}-{rank}-{os.getpid()}-{next(self._numbers)}",
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus,
