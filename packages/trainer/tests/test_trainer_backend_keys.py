@@ -77,6 +77,7 @@ EFFECTS = {
     "rollout.elastic.patience": ("2", "elastic"),
     "rollout.temperature": ("0.5", "sampling"),
     "rollout.eval_temperature": ("0.5", "evaluation"),
+    "rollout.eval_samples": ("2", "evaluation"),
     "rollout.top_p": ("0.5", "sampling"),
     "rollout.max_new_tokens": ("3", "sampling"),
     "rollout.max_num_seqs": ("3", "server"),
@@ -101,6 +102,7 @@ BESIDE |= {f"engine.parallel.{axis}": ["engine.world_size=2"] for axis in ("tp",
 BESIDE |= {
     f"rollout.elastic.{key}": ["rollout.elastic.max_replicas=4"] for key in ("min_replicas", "policy", "patience")
 }
+BESIDE["rollout.eval_samples"] = ["rollout.eval_temperature=0.7"]
 BESIDE["engine.optimizer.momentum"] = ["engine.optimizer.kind=muon"]
 BESIDE["engine.optimizer.total_steps"] = ["engine.lr_schedule=constant"]
 BESIDE["engine.optimizer.min_lr_ratio"] = ["engine.lr_schedule=constant", "engine.optimizer.total_steps=9"]
@@ -127,7 +129,7 @@ def built(*overrides):
 
     class Agents(FakeAgents):
         def evaluate(self, rows, sampling_params):
-            told.update(sampling_params)
+            told.update(sampling_params, rows=len(rows))
             return super().evaluate(rows, sampling_params)
 
     agents = Agents(config)

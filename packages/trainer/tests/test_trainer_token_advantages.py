@@ -211,9 +211,14 @@ def test_a_token_that_the_model_did_not_write_is_never_looked_at():
         "process_rewards": torch.rand(6),
         "greedy_rewards": torch.rand(2),
         "components": torch.rand(2, 3),
+        "columns": {
+            "prompt_token_ids": torch.nested.nested_tensor_from_jagged(torch.tensor([5, 5]), torch.tensor([0, 1, 2])),
+            "completion_token_ids": torch.arange(6),
+        },
     }
     poisoned = {
-        k: v.clone().index_fill_(0, torch.tensor([2]), math.nan) if v.shape == (6,) else v for k, v in optional.items()
+        k: v.clone().index_fill_(0, torch.tensor([2]), math.nan) if getattr(v, "shape", None) == (6,) else v
+        for k, v in optional.items()
     }
     for name in ADVANTAGES:
         clean, dirty = compute_advantages(name, batch(**optional)), compute_advantages(name, batch(**poisoned))
@@ -363,7 +368,7 @@ def test_what_was_not_computed_is_no_metric(loss, has_old):
     columns = {name: jagged(torch.full((3,), -1.0)) for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
     columns |= {name: jagged(torch.ones(3)) for name in ("advantages", "loss_mask", "selected")}
     output = output_of(torch.full((3,), -1.0))
-    rows = TensorDict(columns, batch_size=[1])
+    rows = TensorDict(columns | {"is_given": torch.zeros(1)}, batch_size=[1])
     function = PolicyLossFunction(config=AlgorithmConfig(loss=loss), has_old_logprobs=has_old)
     clips = {"ppo", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov"}
     wanted = PLAIN | (RATIO if has_old else set()) | ({"policy_loss"} if loss != "distill" else set())
