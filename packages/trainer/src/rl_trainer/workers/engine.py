@@ -141,7 +141,7 @@ class _EngineRank:
 
     def _read(self, batch: BatchMeta, names: Iterable[str]) -> TensorDict:
         """Columns of rows by name; the name of a tag that is a number, such as `num_tokens`, is one too: (B,)."""
-        wanted, tags = [*dict.fromkeys(names)], batch.tags[0] if len(batch) else {}
+        wanted, tags = [*dict.fromkeys(names)], batch.tags[0] if batch.tags else {}
         tagged = [name for name in wanted if name not in batch.columns and isinstance(tags.get(name), int | float)]
         data = self._queue.get(batch, [name for name in wanted if name not in tagged])
         for name in tagged:
