@@ -172,7 +172,7 @@ def test_every_backend_documents_its_options():
         for backend in (cuda_ipc, file, gloo, inproc, nccl, shm, tcp, uds)
     }
     assert {name: set(options) for name, options in documented.items() if options} == {
-        "file": {"keep"},
+        "file": {"keep", "chain"},
         "tcp": {"streams"},
         "uds": {"streams"},
     }
