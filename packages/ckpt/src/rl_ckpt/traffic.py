@@ -45,8 +45,8 @@ class Placement:
         fields = {
             "format": FORMAT,
             "sizes": dict(self.sizes),
-            "sources": [_told(shards) for shards in self.sources],
-            "targets": None if self.targets is None else [_told(shards) for shards in self.targets],
+            "sources": [_encoded(shards) for shards in self.sources],
+            "targets": None if self.targets is None else [_encoded(shards) for shards in self.targets],
             "source_nodes": list(self.source_nodes),
             "target_nodes": [list(nodes) for nodes in self.target_nodes],
         }
@@ -63,8 +63,10 @@ class Placement:
             fields: dict[str, Any] = json.loads(path.read_text())
             if fields.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT!r}")
-            fields["sources"] = [_read(told) for told in fields["sources"]]
-            fields["targets"] = None if fields["targets"] is None else [_read(told) for told in fields["targets"]]
+            fields["sources"] = [_decoded(encoded) for encoded in fields["sources"]]
+            fields["targets"] = (
+                None if fields["targets"] is None else [_decoded(encoded) for encoded in fields["targets"]]
+            )
             return cls(**fields)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(
@@ -132,31 +134,31 @@ class Traffic:
         """Who sends what to whom, what each link carries, and the seconds expected, as text."""
         speeds = link_gbit_per_s * 1e9 / 8, memory_gb_per_s * 1e9
         num_replicas = len(placement.target_nodes)
-        told = [f"weights: {_gb(self.num_bytes)}, {len(placement.sizes)} tensors, to {num_replicas} replicas"]
+        lines = [f"weights: {_gb(self.num_bytes)}, {len(placement.sizes)} tensors, to {num_replicas} replicas"]
         for (source, target), size in sorted(self.pairs.items()):
             places = ", ".join(nodes[target] for nodes in placement.target_nodes)
-            told.append(
+            lines.append(
                 f"rank {source} ({placement.source_nodes[source]}) -> receiver {target} ({places}): {_gb(size)}"
             )
         for node in sorted({*self.sent, *self.received, *self.copied}):
             parts = self.sent[node], self.received[node], self.copied[node]
-            told.append("{}: sends {}, receives {}, copies {}".format(node, *map(_gb, parts)))
-        told.append(f"speeds: {link_gbit_per_s:g} Gbit/s a node, {memory_gb_per_s:g} GB/s of memory")
+            lines.append("{}: sends {}, receives {}, copies {}".format(node, *map(_gb, parts)))
+        lines.append(f"speeds: {link_gbit_per_s:g} Gbit/s a node, {memory_gb_per_s:g} GB/s of memory")
         gathered = self.gathered_seconds(*speeds)
-        told.append(f"expected: {self.seconds(*speeds):.3g} s; gathered and sent by rank 0, {gathered:.3g} s at least")
-        return told
+        lines.append(f"expected: {self.seconds(*speeds):.3g} s; gathered and sent by rank 0, {gathered:.3g} s at least")
+        return lines
 
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-def _told(shards: Sequence[Shard]) -> list[tuple[str, list[int], list[int], list[int]]]:
+def _encoded(shards: Sequence[Shard]) -> list[tuple[str, list[int], list[int], list[int]]]:
     return [(each.name, list(each.shape), list(each.offsets), list(each.sizes)) for each in shards]
 
 
-def _read(told: Sequence[tuple[str, list[int], list[int], list[int]]]) -> list[ShardSpec]:
+def _decoded(encoded: Sequence[tuple[str, list[int], list[int], list[int]]]) -> list[ShardSpec]:
     return [
         ShardSpec(name=name, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes))
-        for name, shape, offsets, sizes in told
+        for name, shape, offsets, sizes in encoded
     ]

@@ -66,7 +66,7 @@ def check_environment(config: Config) -> None:
     if not Path(python).is_file():
         raise ConfigError(f"{key} has no bin/python; make an environment there: uv venv {config.engine.environment}")
     wanted = {"Python": platform.python_version()} | {name: version(name) for name in _SAME}
-    found = json.loads(_run([python, "-c", _VERSIONS, *_SAME], "", key))
+    found = _run([python, "-c", _VERSIONS, *_SAME], "", key)
     for name, here in wanted.items():
         there = found[name]
         if there is None:
@@ -85,10 +85,10 @@ def check_engine(config: Config, role: str, section: EngineSection, engine: Engi
     """
     if role_python(config, role) is None:
         return rl_engine.check(section.backend, engine, section.world_size)
-    told = _ask(config, section, engine, is_checked=True)
-    if told["refused"] is not None:
-        raise EngineError(told["refused"])
-    return told["found"]
+    reply = _ask(config, section, engine, is_checked=True)
+    if reply["refused"] is not None:
+        raise EngineError(reply["refused"])
+    return reply["found"]
 
 
 def gives_shards(config: Config, engine: EngineConfig) -> bool:
@@ -108,29 +108,29 @@ def _ask(config: Config, section: EngineSection, engine: EngineConfig, *, is_che
     question = {"backend": section.backend, "engine": asdict(engine), "world_size": section.world_size}
     program = f"from {__name__} import answer; answer()"
     text = json.dumps(question | {"is_checked": is_checked})
-    return json.loads(_run([python, "-c", program], text, f"engine.environment={config.engine.environment}"))
+    return _run([python, "-c", program], text, f"engine.environment={config.engine.environment}")
 
 
 def answer() -> None:
     """In the other environment: answer the question on stdin on the last line of stdout."""
     question = json.loads(sys.stdin.read())
     engine = TypeAdapter(EngineConfig).validate_python(question["engine"])
-    told: dict[str, Any] = {"refused": None, "found": {}, "gives_shards": False}
+    reply: dict[str, Any] = {"refused": None, "found": {}, "gives_shards": False}
     try:
         if question["is_checked"]:
-            told["found"] = rl_engine.check(question["backend"], engine, question["world_size"])
+            reply["found"] = rl_engine.check(question["backend"], engine, question["world_size"])
         else:
-            told["gives_shards"] = _gives_shards(question["backend"], engine)
+            reply["gives_shards"] = _gives_shards(question["backend"], engine)
     except EngineError as error:
-        told["refused"] = str(error)
-    sys.stdout.write(f"\n{json.dumps(told)}\n")
+        reply["refused"] = str(error)
+    sys.stdout.write(f"\n{json.dumps(reply)}\n")
 
 
-def _run(command: list[str], text: str, key: str) -> str:
-    """The last line that a child process prints.
+def _run(command: list[str], text: str, key: str) -> dict[str, Any]:
+    """Run a child process and return the JSON object on the last line that it prints.
 
     Raises:
-        ConfigError: it failed; with its last line.
+        ConfigError: it failed, or printed something else last; with that line.
     """
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
@@ -139,4 +139,7 @@ def _run(command: list[str], text: str, key: str) -> str:
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [""]
     if done.returncode:
         raise ConfigError(f"{key}: its Python ended with {done.returncode}: {lines[-1]}")
-    return lines[-1]
+    try:
+        return json.loads(lines[-1])
+    except ValueError as error:
+        raise ConfigError(f"{key}: its Python printed {lines[-1]!r} where an answer was asked for") from error

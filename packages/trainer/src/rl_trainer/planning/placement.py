@@ -155,5 +155,5 @@ def placement_facts(
         known = memory.get(pool.name, {})
         if pool.name == "rollout" and (elastic := config.rollout.elastic) is not None:
             where += f", {elastic.min_replicas} to {elastic.max_replicas} by rollout.elastic ({elastic.policy})"
-        told = (f"{role} {known[role]:.1f} GiB" if role in known else role for role in pool.roles)
-        yield f"pool {pool.name}", f"{where}: {', '.join(told)}"
+        parts = (f"{role} {known[role]:.1f} GiB" if role in known else role for role in pool.roles)
+        yield f"pool {pool.name}", f"{where}: {', '.join(parts)}"
