@@ -111,7 +111,7 @@ def worker_of(put, loop, *, has_baseline=False):
     worker._loop, worker._streams, worker._running = LoopThread("test"), [], set()
     worker._failures, worker._attempts, worker._scorer, worker._reward = _Failures(), {}, Scorer(), RewardSection()
     worker._runner = rl_agent.AgentRunner(lambda _: loop(None, None))
-    worker._put, worker._sources = put, {}
+    worker._put, worker._sources, worker._num_given, worker._teacher = put, {}, 0, None
     return worker
 
 
