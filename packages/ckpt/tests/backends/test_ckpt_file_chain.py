@@ -10,6 +10,7 @@ import uuid
 
 import pytest
 import torch
+from ckpt_chains import weights_of
 
 import rl_ckpt
 from rl_ckpt import AddressError, BackendError, DigestError, ProtocolError, SyncAbortedError, connect, tree_digest
@@ -18,26 +19,11 @@ from rl_ckpt.testing import assert_same, failure, receive_all
 pytest.importorskip("safetensors")
 fsspec = pytest.importorskip("fsspec")
 
-LARGE = 3 << 20
-"""Numbers of a tensor of several leaves."""
-
 
 @pytest.fixture(params=["file", "file+memory", "file+local"])
 def url(request, tmp_path):
     path = f"{tmp_path}/policy" if request.param != "file+memory" else f"/bucket-{uuid.uuid4().hex}/policy"
     return f"{request.param}://{path}"
-
-
-def weights_of(version):
-    """One number in 200 is another one in each version, and one small tensor is whole new."""
-    generator = torch.Generator().manual_seed(0)
-    weights = {"large": torch.randn(LARGE, generator=generator), "small": torch.randn(7, 5, generator=generator)}
-    weights["half"] = torch.randn(300, 400, generator=generator).bfloat16()
-    for each in range(2, version + 1):
-        weights["large"][each::200] += 1
-        weights["half"].view(-1)[each::200] += 1
-    weights["small"] += version
-    return weights
 
 
 def names_in(url):
