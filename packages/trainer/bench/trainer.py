@@ -133,12 +133,16 @@ def main(run: Run) -> None:
 def _stream(run: Run) -> None:
     """Wall time of a batch-wise run over that of a streamed one, by the share of learning in a batch-wise step.
 
-    A step learns in four mini-batches, after a reference's forward pass, which takes a third of an update.
+    A step learns in four mini-batches, after a reference's forward pass, which takes a third of an update. With
+    recomputed old log-probs there is another forward pass, and updates follow the last mini-batch's.
     """
     steps = 10 if run.quick else 30
-    learning = ["batch.mini_batch_size=2", "algorithm.kl_coef=0.01"]
-    for sigma, share, goal in ((0.5, 1 / 3, None), (1.5, 1 / 8, None), (1.5, 1 / 3, ">= 1.25 x"), (1.5, 1 / 2, None)):
-        learn_s = share / (1 - share) * fmean(spans(sigma, 32, steps)) * 3 / 4
+    plans = [(0.5, 1 / 3, "rollout"), (1.5, 1 / 8, "rollout"), (1.5, 1 / 3, "rollout"), (1.5, 1 / 2, "rollout")]
+    for sigma, share, old in (*plans, (1.5, 1 / 3, "recompute"), (1.5, 1 / 2, "recompute")):
+        goal = ">= 1.25 x" if (sigma, share, old) == plans[2] else None
+        learning = ["batch.mini_batch_size=2", "algorithm.kl_coef=0.01", f"algorithm.old_logprobs={old}"]
+        num_passes = 1 if old == "rollout" else 2
+        learn_s = share / (1 - share) * fmean(spans(sigma, 32, steps)) * 3 / (3 + num_passes)
         ratios = []
         for _ in range(3):
             seconds = []
@@ -154,7 +158,8 @@ def _stream(run: Run) -> None:
                 server.close()
             ratios.append(seconds[0] / seconds[1])
         run.record(
-            f"streaming: batch-wise over streamed, sigma {sigma}, learning {share:.0%} of a step", "ours", ratios,
+            f"streaming: batch-wise over streamed, sigma {sigma}, learning {share:.0%} of a step, "
+            f"old_logprobs={old}", "ours", ratios,
             unit="x", goal=goal,
         )  # fmt: skip
 

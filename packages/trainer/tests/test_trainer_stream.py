@@ -19,11 +19,15 @@ def config(*overrides):
 
 
 class Job(QueueJob):
-    """Notes which groups each update is of, and how many of the step's were still being generated."""
+    """Notes which groups each update and each score is of, and how many of the step's were still being generated."""
 
     def __init__(self, settings, **agents):
         super().__init__(settings, FakeAgents(settings, **agents))
-        self.updates = []
+        self.updates, self.scores = [], []
+
+    def compute_log_prob(self, batch, column="old_logprobs"):
+        self.scores.append(({tags["group_id"] for tags in batch.tags}, len(self.source.pending), len(self.updates)))
+        return super().compute_log_prob(batch, column)
 
     def update_actor(self, batch):
         self.updates.append(({tags["group_id"] for tags in batch.tags}, len(self.source.pending)))
@@ -45,6 +49,31 @@ def test_an_update_waits_for_its_own_groups_and_every_group_is_learned_from_once
     assert job.agents.queue.stats()["partitions"]["train"]["rows"] == 0
 
 
+def test_what_an_update_changes_is_scored_before_it_while_others_are_generated():
+    settings = config("algorithm.old_logprobs=recompute")
+    job = Job(settings, slow=[1, 6])
+    records = list(run_loop(job.components(), settings, [{}]))[1:]
+    assert [len(groups) for groups, _, _ in job.scores] == [2] * 6
+    assert [num_updates for _, _, num_updates in job.scores] == [0, 0, 2, 2, 4, 4], "an update came between scores"
+    assert max(num_pending for _, num_pending, _ in job.scores[::2]) > 0, "nothing was generated while it scored"
+    learned = [groups for groups, _ in job.updates]
+    assert [set().union(*learned[at : at + 2]) for at in (0, 2, 4)] == [{1, 2, 3, 4}, {5, 6, 7, 8}, {9, 10, 11, 12}]
+    assert [len(r.rows) for r in records] == [4, 4, 4]
+    assert job.agents.queue.stats()["partitions"]["train"]["rows"] == 0
+
+
+def test_the_plan_says_when_streamed_mini_batches_are_learned_from():
+    def said(*overrides):
+        return dict(make_plan(config(*overrides)).lines())["mini-batches as they come"]
+
+    assert said() == "scored and learned from"
+    assert said("algorithm.old_logprobs=recompute") == (
+        "scored; learned from once all are (algorithm.old_logprobs=recompute)"
+    )
+    assert "its own teacher" in said("algorithm.loss=distill", "teacher.context=The answer is {ground_truth}")
+    assert "mini-batches as they come" not in dict(make_plan(config("batch.stream=false")).lines())
+
+
 def test_a_failed_group_is_replaced_within_its_step():
     job = Job(config("batch.max_refills=5"), fails=[2, 5])
     records = list(run_loop(job.components(), config("batch.max_refills=5"), [{}]))[1:]
@@ -57,10 +86,11 @@ def test_a_failed_group_is_replaced_within_its_step():
     [
         (["pipeline=one_step_off"], "which generates ahead"),
         (["batch.mini_batch_size=4"], "which is the whole batch: make it smaller"),
-        (["algorithm.advantage=reinforce_pp"], "compares beyond a group; choose one of dr_grpo, .*grpo, "),
-        (["algorithm.old_logprobs=recompute"], "asks the engine before its first update"),
+        (
+            ["algorithm.advantage=reinforce_pp"],
+            "reinforce_pp, which learns from whole batches, where nothing is scored",
+        ),
         (["batch.over_sampling=0.5"], "batch.over_sampling"),
-        (["algorithm.advantage=gae", "critic.lr=1e-3"], "critic, whose values change"),
         (["rollout.colocated=true"], "rollout.colocated=true"),
     ],
 )
@@ -69,27 +99,28 @@ def test_what_would_change_the_gradients_is_refused(overrides, words):
         make_plan(config(*overrides))
 
 
-def test_the_weights_are_those_of_the_same_mini_batches_learned_from_after_the_last_rollout(
-    model, tmp_path, monkeypatch
-):
-    """Real components: the groups of a batch-wise run are put into the mini-batches that the streamed one made."""
+@pytest.fixture
+def losses(model, tmp_path):
+    """Losses of a run of real components in this process, by name and further keys."""
     reward = tmp_path / "rewards.py"
     reward.write_text("def f(text, row):\n    return sum(map(ord, text)) % 7 / 7\n")
     sizes = ["data.options.num_rows=200", "data.eval_size=4", "rollout.max_new_tokens=5", f"reward.path={reward}:f"]
-    learning = [
-        "engine.optimizer.lr=1e-2",
-        "engine.optimizer.warmup_steps=0",
-        "timeout_s=120",
-        "runtime=inline",
-        f"model.path={model}",
-    ]
-    composed = {}
+    learning = ["engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0"]
+    running = ["timeout_s=120", "runtime=inline", f"model.path={model}"]
 
-    def losses(name, *overrides):
+    def run_it(name, *overrides):
         out = tmp_path / name
-        run(config(*sizes, *learning, f"output_dir={out}", *overrides), Console(quiet=True))
+        run(config(*sizes, *learning, *running, f"output_dir={out}", *overrides), Console(quiet=True))
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
-        return [(r["metrics"]["policy_loss"], r["metrics"]["grad_norm"], r["reward"]) for r in records]
+        names = ("policy_loss", "grad_norm", "critic_grad_norm")
+        return [([r["metrics"].get(name) for name in names], r["reward"]) for r in records]
+
+    return run_it
+
+
+def test_the_weights_are_those_of_the_same_mini_batches_learned_from_after_the_last_rollout(losses, monkeypatch):
+    """Real components: the groups of a batch-wise run are put into the mini-batches that the streamed one made."""
+    composed = {}
 
     import rl_trainer.loop as loop
 
@@ -111,3 +142,17 @@ def test_the_weights_are_those_of_the_same_mini_batches_learned_from_after_the_l
 
     monkeypatch.setattr(loop, "mini_batches", as_streamed)
     assert losses("whole", "batch.stream=false") == streamed
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ["algorithm.old_logprobs=recompute"],
+        pytest.param(["algorithm.advantage=gae", "critic.lr=1e-3"], marks=pytest.mark.slow),
+    ],
+    ids=["recompute", "critic"],
+)
+def test_the_losses_are_those_of_a_whole_batch_where_updates_follow_the_scores(losses, algorithm):
+    streamed = losses("streamed", *algorithm)
+    assert any(loss for (loss, *_), _ in streamed), "the losses are all 0, and would be in any order"
+    assert losses("whole", "batch.stream=false", *algorithm) == streamed

@@ -21,7 +21,7 @@ from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import PhaseTimer, StepRecord, receipt_of
 from rl_trainer.pipeline.rollout_source import Generated, hash_seed
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.planning.plan import has_old_pass
+from rl_trainer.planning.plan import has_old_pass, update_barrier
 from rl_trainer.workers.columns import GIVEN, TRUNCATED
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def steps_of(
     """
     schedule, source, replay = create_schedule(config), components.source, components.replay
     timer, first = PhaseTimer(), start_step + 1
+    learns_late = config.batch.stream and update_barrier(config) is not None
     yield begin(components, eval_rows, start_step, timer)
 
     source.resume(components.held)
@@ -134,8 +135,13 @@ def steps_of(
             if size is None:
                 with timer.phase("yield_memory"):
                     components.weights.yield_memory()
-            updates += learn(components, config, parts[-1].batch, step, timer)
+            if learns_late:
+                parts[-1] = replace(parts[-1], batch=score(components, config, parts[-1].batch, timer))
+            else:
+                updates += learn(components, config, score(components, config, parts[-1].batch, timer), step, timer)
         generated = Generated.joined(parts)
+        if learns_late:
+            updates = learn(components, config, by_release(generated.batch), step, timer)
         if len(parts) > 1:
             ages = ages_of(generated, version=step, bound=schedule.bound(lag), least=lag)
         if components.ema_reference is not None:
@@ -178,21 +184,32 @@ def evaluate(components: Components, eval_rows: Sequence[Row], timer: PhaseTimer
         return components.source.evaluate(eval_rows)
 
 
+def score(components: Components, config: Config, batch: BatchMeta, timer: PhaseTimer) -> BatchMeta:
+    """Score a batch, or a part of one: the batch with the log-probs, values and columns of `scores_of`.
+
+    The engine ranks do the work; the calls here carry ids. Between two calls the source collects finished rollouts.
+    """
+    for name, compute in scores_of(components, config):
+        with timer.phase(name):
+            batch = batch.union(compute(batch))
+        components.source.collect()
+    return batch
+
+
+def by_release(batch: BatchMeta) -> BatchMeta:
+    """Order the groups of a joined batch as those of a batch that was taken whole."""
+    return batch.reorder(sorted(range(len(batch)), key=lambda row: batch.tags[row]["group_id"]))
+
+
 def learn(
     components: Components, config: Config, batch: BatchMeta, step: int, timer: PhaseTimer
 ) -> list[dict[str, float]]:
-    """Learn from a batch: log-probs and values, advantages, then one optimizer step per mini-batch.
-
-    The engine ranks do the work; the calls here carry ids. Between two calls the source collects finished rollouts.
+    """Learn from a scored batch: advantages, then one optimizer step per mini-batch.
 
     Returns:
         Metrics per optimizer step. `policy_loss`, `grad_norm` and `lr` are absent where the critic alone learned.
     """
     actor, source = components.actor, components.source
-    for name, score in scores_of(components, config):
-        with timer.phase(name):
-            batch = batch.union(score(batch))
-        source.collect()
     kl_coef = components.kl.coef
     with timer.phase("advantage"):
         is_whole = estimator_named(config.algorithm.advantage).scope == "whole"

@@ -38,6 +38,7 @@ from rl_trainer.planning.environments import engine_python
 from rl_trainer.planning.gpus import count_gpus, named, why_apart
 from rl_trainer.planning.placement import home_of, is_in_turn, pools_of, reward_models
 from rl_trainer.planning.plan import (
+    update_barrier,
     actor_config,
     candidates_of,
     critic_config,
@@ -309,7 +310,8 @@ def create_samples(
 ) -> SampleWorker | SomeSamples | None:
     """Place the sample writer, if samples are kept: some of them on one machine alone, with the workers."""
     if config.tracking.keep_samples == "some":
-        is_whole = runtime.num_machines == 1 and not config.batch.stream and find_spec("pyarrow") is not None
+        is_learned_whole = not config.batch.stream or update_barrier(config) is not None
+        is_whole = runtime.num_machines == 1 and is_learned_whole and find_spec("pyarrow") is not None
         return SomeSamples(agents, output_dir / FOLDER, config.steps) if output_dir and is_whole else None
     if not config.tracking.keep_samples:
         return None

@@ -290,7 +290,8 @@ class BatchConfig:
     first in the next step, where they are waited for. Not with pipeline=fully_async."""
     stream: bool = False
     """Stream: score a mini-batch, and learn from it, as soon as its groups are complete, while others are generated.
-    With pipeline=sync and estimators that compare nothing beyond a group."""
+    With pipeline=sync. Where others are scored by weights that its update changes (old_logprobs=recompute, a critic) or
+    learning needs the whole batch, each is scored as it comes and the updates follow; the plan says which."""
     replay: ReplaySection | None = None
     """Learn from groups again; None learns from each once."""
     max_refills: NonNegative = 2

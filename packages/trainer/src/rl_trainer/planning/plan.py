@@ -46,6 +46,8 @@ class BatchPlan:
     """Longest prompt plus completion."""
     total_completions: int
     """Completions of the whole run."""
+    streaming: str = ""
+    """When streamed mini-batches are learned from; empty without `batch.stream`."""
 
     @classmethod
     def of(cls, config: Config) -> BatchPlan:
@@ -87,6 +89,7 @@ class BatchPlan:
             completions_per_rank=per_optimizer_step // engine.world_size,
             max_sequence_tokens=longest,
             total_completions=config.steps * batch.batch_size * batch.group_size,
+            streaming=_streaming(config),
         )
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -95,8 +98,17 @@ class BatchPlan:
         yield "completions per step", f"{self.completions}"
         yield "optimizer steps per step", f"{self.optimizer_steps} of {self.completions_per_optimizer_step} completions"
         yield "completions per engine rank", f"{self.completions_per_rank} per optimizer step"
+        if self.streaming:
+            yield "mini-batches as they come", self.streaming
         yield "longest sequence", f"{self.max_sequence_tokens} tokens"
         yield "completions in all", f"{self.total_completions:,}"
+
+
+def _streaming(config: Config) -> str:
+    if not config.batch.stream:
+        return ""
+    key = update_barrier(config)
+    return "scored and learned from" if key is None else f"scored; learned from once all are ({key})"
 
 
 def longest_sequence(config: Config) -> tuple[int, str]:
@@ -161,6 +173,28 @@ def has_old_pass(config: Config) -> bool:
         or (algorithm.rejection != "none" and algorithm.rejection_counts == "after")
     )
     return algorithm.old_logprobs == "recompute" and (batch.mini_batch_size < batch.batch_size or is_read_before)
+
+
+def update_barrier(config: Config) -> str | None:
+    """The key for which streamed mini-batches are learned from once all of the batch are scored.
+
+    None if each can be learned from as it comes: its update changes nothing that the others are scored with, and they
+    need nothing of it. Scores of a mini-batch are under the weights before the step in either case.
+    """
+    algorithm = config.algorithm
+    waits = {
+        "algorithm.old_logprobs=recompute": has_old_pass(config),
+        "critic": config.critic is not None,
+        "teacher.context, which makes the policy its own teacher": config.teacher is not None
+        and is_self(config.teacher),
+        f"algorithm.advantage={algorithm.advantage}": estimator_named(algorithm.advantage).scope != "group",
+        f"algorithm.loss={algorithm.loss}": loss_named(algorithm.loss).selects_tokens,
+        "algorithm.top_entropy": algorithm.top_entropy < 1,
+        "algorithm.kl_target": algorithm.kl_in_reward and algorithm.kl_target > 0,
+        "algorithm.entropy_target": algorithm.entropy_target > 0,
+        "tracking.keep_samples": config.tracking.keep_samples is True,
+    }
+    return next((key for key, is_so in waits.items() if is_so), None)
 
 
 def has_process_rewards(config: Config) -> bool:

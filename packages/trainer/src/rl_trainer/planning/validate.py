@@ -19,7 +19,7 @@ from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.elastic import create_policy as create_elastic
 from rl_trainer.pipeline.staleness import Schedule, create_schedule
 from rl_trainer.planning.placement import check_placement
-from rl_trainer.planning.plan import BatchPlan
+from rl_trainer.planning.plan import BatchPlan, has_old_pass, has_reference, update_barrier
 from rl_trainer.rewards.scorer import check_rule
 
 if TYPE_CHECKING:
@@ -265,9 +265,10 @@ def _check_pipeline(config: Config) -> None:
 
 
 def _check_stream(config: Config, schedule: Schedule) -> None:
-    """Check that streamed mini-batches have the gradients of a whole batch."""
-    batch, algorithm = config.batch, config.algorithm
-    per_group = ", ".join(name for name, estimator in sorted(ADVANTAGES.items()) if estimator.scope == "group")
+    """Check that streamed mini-batches have the gradients of a whole batch, and that streaming does something."""
+    batch, barrier = config.batch, update_barrier(config)
+    has_scores = has_old_pass(config) or has_reference(config) or bool(config.algorithm.stages)
+    has_scores = has_scores or config.critic is not None or config.teacher is not None
     in_the_way = {
         "rollout.colocated=true, whose servers have to end before the engine may begin": bool(config.rollout.colocated),
         f"pipeline={config.pipeline}, which generates ahead": not schedule.is_on_policy,
@@ -276,18 +277,8 @@ def _check_stream(config: Config, schedule: Schedule) -> None:
         ),
         "batch.over_sampling, which stops what comes last": batch.over_sampling > 0,
         "batch.replay, which is added to a whole batch": batch.replay is not None,
-        "tracking.keep_samples, which writes a file per batch": config.tracking.keep_samples is True,
-        "critic, whose values change between mini-batches": config.critic is not None,
-        "algorithm.old_logprobs=recompute, which asks the engine before its first update: set it to rollout": (
-            algorithm.old_logprobs == "recompute"
-        ),
-        "algorithm.kl_target, which follows a whole batch": algorithm.kl_in_reward and algorithm.kl_target > 0,
-        f"algorithm.loss={algorithm.loss}, which selects tokens of the batch": loss_named(
-            algorithm.loss
-        ).selects_tokens,
-        "algorithm.entropy_target, which follows whole batches": algorithm.entropy_target > 0,
-        f"algorithm.advantage={algorithm.advantage}, which compares beyond a group; choose one of {per_group}": (
-            estimator_named(algorithm.advantage).scope != "group"
+        f"{barrier}, which learns from whole batches, where nothing is scored before them": (
+            barrier is not None and not has_scores
         ),
     }
     for what, is_so in in_the_way.items():
