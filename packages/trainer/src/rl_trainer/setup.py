@@ -38,7 +38,6 @@ from rl_trainer.planning.environments import engine_python
 from rl_trainer.planning.gpus import count_gpus, named, why_apart
 from rl_trainer.planning.placement import home_of, is_in_turn, pools_of, reward_models
 from rl_trainer.planning.plan import (
-    update_barrier,
     actor_config,
     candidates_of,
     critic_config,
@@ -51,6 +50,7 @@ from rl_trainer.planning.plan import (
     sends_adapter,
     server_config,
     teacher_folders,
+    update_barrier,
 )
 from rl_trainer.planning.preflight import check_started, why_gathered
 from rl_trainer.runtime.base import ResourcePool
