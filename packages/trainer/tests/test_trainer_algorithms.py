@@ -17,7 +17,6 @@ from rl_trainer.algorithms import (
     PolicyLossFunction,
     compute_advantages,
     loss_named,
-    register_advantage,
 )
 from rl_trainer.config import AlgorithmConfig, load_config
 from rl_trainer.errors import ConfigError
@@ -177,8 +176,7 @@ def test_a_group_s_advantage_does_not_depend_on_where_its_rows_stand(name):
 
 
 def test_an_estimator_from_outside(monkeypatch):
-    monkeypatch.setattr("rl_trainer.algorithms.advantages.ADVANTAGES", dict(ADVANTAGES))
-    register_advantage("ones", lambda data: data.loss_mask.float())
+    monkeypatch.setitem(ADVANTAGES, "ones", Estimator(compute=lambda data: data.loss_mask.float()))
     assert compute_advantages("ones", two_groups()).sum() == 6
     with pytest.raises(ConfigError, match=r"algorithm.advantage='twos' is not known; there are .*ones"):
         compute_advantages("twos", two_groups())

@@ -6,7 +6,6 @@ from rl_trainer.algorithms.advantages import (
     Estimator,
     compute_advantages,
     estimator_named,
-    register_advantage,
 )
 from rl_trainer.algorithms.aggregation import Aggregation
 from rl_trainer.algorithms.critic_losses import ValueLossFunction
@@ -26,5 +25,4 @@ __all__ = [
     "compute_advantages",
     "estimator_named",
     "loss_named",
-    "register_advantage",
 ]

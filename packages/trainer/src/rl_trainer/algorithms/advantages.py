@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 
@@ -187,37 +187,6 @@ class Estimator:
     it holds. `whole`: the whole batch, which one rank is given."""
 
 
-ADVANTAGES: dict[str, Estimator] = {}
-
-
-def register_advantage(
-    name: str,
-    compute: AdvantageFunction,
-    *,
-    needs: tuple[Need, ...] = (),
-    compares_group: bool = False,
-    keys: tuple[str, ...] = (),
-    options: Mapping[str, float] | None = None,
-    uses_weights: bool = False,
-    reads: tuple[str, ...] = (),
-    scope: Literal["group", "batch", "whole"] = "whole",
-) -> None:
-    """Add an estimator under a name that `algorithm.advantage` can then choose, in this process.
-
-    For every process of a job, install an `Estimator` in the entry point group `rl_trainer.advantages`.
-    """
-    ADVANTAGES[name] = Estimator(
-        compute=compute,
-        needs=needs,
-        compares_group=compares_group,
-        keys=keys,
-        options=options or {},
-        uses_weights=uses_weights,
-        reads=reads,
-        scope=scope,
-    )
-
-
 def estimator_named(name: str) -> Estimator:
     """The estimator that `algorithm.advantage` names: see `rl_trainer.plugins`. A plain function needs no field.
 
@@ -306,13 +275,7 @@ def max_likelihood(data: AdvantageInput) -> Tensor:
     With rewards 0 and 1 it estimates the gradient of log p(right), where grpo's is that of p: a prompt of which one in
     a hundred completions is right weighs a hundred times more. 0 in groups of which none is right, and of one.
     """
-    rollouts = data.rollouts()
-    rewards = rollouts.mean(data.sum_rewards())
-    advantages = torch.zeros_like(rewards)
-    for members in members_of(rollouts.group_ids):
-        mean = rewards[members].mean()
-        advantages[members] = (rewards[members] - mean) / (mean + 1e-6)
-    return data.broadcast(rollouts.to_rows(advantages))
+    return _by_group(data, lambda rewards, _: (rewards - rewards.mean()) / (rewards.mean() + 1e-6))
 
 
 def best_of_group(data: AdvantageInput) -> Tensor:
@@ -320,27 +283,27 @@ def best_of_group(data: AdvantageInput) -> Tensor:
 
     0 for the others, where the best is shared, and in groups of one.
     """
-    rollouts = data.rollouts()
-    rewards = rollouts.mean(data.sum_rewards())
-    normed = rl_csrc.group_norm(rewards, rollouts.group_ids, mode="grpo")
-    advantages = torch.zeros_like(normed)
-    for members in members_of(rollouts.group_ids):
-        if members.numel() > 1:
-            best, second = rewards[members].topk(2).indices.tolist()
-            advantages[members[best]] = normed[members[best]] - normed[members[second]]
-    return data.broadcast(rollouts.to_rows(advantages))
+
+    def of_group(rewards: Tensor, _: Tensor) -> Tensor:
+        advantages = torch.zeros_like(rewards)
+        if rewards.numel() > 1:
+            normed = rl_csrc.group_norm(rewards, torch.zeros_like(rewards, dtype=torch.int64), mode="grpo")
+            best, second = rewards.topk(2).indices.tolist()
+            advantages[best] = normed[best] - normed[second]
+        return advantages
+
+    return _by_group(data, of_group)
 
 
 def length_weighted(data: AdvantageInput) -> Tensor:
     """Reward less the group's mean weighted by length in model tokens: OPO, arXiv 2505.23585. 0 in groups of one."""
-    rollouts = data.rollouts()
-    rewards = rollouts.mean(data.sum_rewards())
-    lengths = rollouts.sum(data.sum_rows(data.loss_mask))
-    advantages = torch.zeros_like(rewards)
-    for members in members_of(rollouts.group_ids):
+    lengths = data.rollouts().sum(data.sum_rows(data.loss_mask))
+
+    def of_group(rewards: Tensor, members: Tensor) -> Tensor:
         weight = lengths[members] / lengths[members].sum().clamp(min=1.0)
-        advantages[members] = rewards[members] - (weight * rewards[members]).sum()
-    return data.broadcast(rollouts.to_rows(advantages))
+        return rewards - (weight * rewards).sum()
+
+    return _by_group(data, of_group)
 
 
 def gpg(data: AdvantageInput) -> Tensor:
@@ -371,6 +334,16 @@ def group_reward_decoupled(data: AdvantageInput) -> Tensor:
         normed = rl_csrc.group_norm(rollouts.mean(rewards), rollouts.group_ids, mode="grpo")
         total += weight * rollouts.to_rows(normed)
     return data.whiten(data.broadcast(total))
+
+
+def _by_group(data: AdvantageInput, of_group: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """(T,) float32 advantages, given those of a group's rollouts by their rewards and numbers."""
+    rollouts = data.rollouts()
+    rewards = rollouts.mean(data.sum_rewards())
+    advantages = torch.zeros_like(rewards)
+    for members in members_of(rollouts.group_ids):
+        advantages[members] = of_group(rewards[members], members)
+    return data.broadcast(rollouts.to_rows(advantages))
 
 
 def _against_group(data: AdvantageInput, mode: Literal["grpo", "dr_grpo", "rloo"]) -> Tensor:
@@ -552,35 +525,39 @@ def _running(per_token: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 _AHEAD, _LAMBDA = ("gamma",), ("gamma", "lam")
-register_advantage("grpo", grpo, scope="group")
-register_advantage("dr_grpo", dr_grpo, compares_group=True, scope="group")
-register_advantage("rloo", rloo, compares_group=True, scope="group")
-register_advantage("reinforce_pp_baseline", group_whitened, compares_group=True, scope="batch")
-register_advantage("grpo_batch_std", group_mean_batch_std, compares_group=True, scope="batch")
-register_advantage("maxrl", max_likelihood, compares_group=True, scope="group")
-register_advantage(
-    "gigpo",
-    group_in_group,
-    compares_group=True,
-    keys=_AHEAD,
-    options={"step_weight": 1.0, "scales": 0.0},
-    reads=("prompt_token_ids", "completion_token_ids"),
-    scope="group",
-)
-register_advantage("grpo_passk", best_of_group, compares_group=True, scope="group")
-register_advantage("opo", length_weighted, compares_group=True, scope="group")
-register_advantage("gpg", gpg, compares_group=True, scope="batch")
-register_advantage("gdpo", group_reward_decoupled, needs=("components",), scope="batch")
-register_advantage("gae", gae, needs=("values",), keys=_LAMBDA, scope="batch")
-register_advantage("vtrace", vtrace, needs=("values", "ratio"), keys=_LAMBDA, scope="group")
-register_advantage("reinforce_pp", reinforce_plus_plus, keys=_AHEAD, scope="batch")
-register_advantage("remax", remax, needs=("greedy_rewards",), keys=_AHEAD, scope="group")
-for _name, _compute in (
-    ("optimal_token_baseline", optimal_token_baseline),
-    ("tir_optimal_token_baseline", optimal_token_baseline_with_tools),
-):
-    _needs = ("logprobs", "sum_pi_squared")
-    register_advantage(
-        _name, _compute, needs=_needs, compares_group=True, keys=_AHEAD, uses_weights=True, scope="group"
-    )
-register_advantage("prime", prime, needs=("process_rewards",), compares_group=True, keys=_AHEAD, scope="group")
+_BASELINE: dict[str, Any] = {
+    "needs": ("logprobs", "sum_pi_squared"),
+    "compares_group": True,
+    "keys": _AHEAD,
+    "uses_weights": True,
+    "scope": "group",
+}
+
+ADVANTAGES: dict[str, Estimator] = {
+    "grpo": Estimator(compute=grpo, scope="group"),
+    "dr_grpo": Estimator(compute=dr_grpo, compares_group=True, scope="group"),
+    "rloo": Estimator(compute=rloo, compares_group=True, scope="group"),
+    "reinforce_pp_baseline": Estimator(compute=group_whitened, compares_group=True, scope="batch"),
+    "grpo_batch_std": Estimator(compute=group_mean_batch_std, compares_group=True, scope="batch"),
+    "maxrl": Estimator(compute=max_likelihood, compares_group=True, scope="group"),
+    "gigpo": Estimator(
+        compute=group_in_group,
+        compares_group=True,
+        keys=_AHEAD,
+        options={"step_weight": 1.0, "scales": 0.0},
+        reads=("prompt_token_ids", "completion_token_ids"),
+        scope="group",
+    ),
+    "grpo_passk": Estimator(compute=best_of_group, compares_group=True, scope="group"),
+    "opo": Estimator(compute=length_weighted, compares_group=True, scope="group"),
+    "gpg": Estimator(compute=gpg, compares_group=True, scope="batch"),
+    "gdpo": Estimator(compute=group_reward_decoupled, needs=("components",), scope="batch"),
+    "gae": Estimator(compute=gae, needs=("values",), keys=_LAMBDA, scope="batch"),
+    "vtrace": Estimator(compute=vtrace, needs=("values", "ratio"), keys=_LAMBDA, scope="group"),
+    "reinforce_pp": Estimator(compute=reinforce_plus_plus, keys=_AHEAD, scope="batch"),
+    "remax": Estimator(compute=remax, needs=("greedy_rewards",), keys=_AHEAD, scope="group"),
+    "optimal_token_baseline": Estimator(compute=optimal_token_baseline, **_BASELINE),
+    "tir_optimal_token_baseline": Estimator(compute=optimal_token_baseline_with_tools, **_BASELINE),
+    "prime": Estimator(compute=prime, needs=("process_rewards",), compares_group=True, keys=_AHEAD, scope="group"),
+}
+"""Estimators by name, those that ship; one of a user's is found as `rl_trainer.plugins` says."""

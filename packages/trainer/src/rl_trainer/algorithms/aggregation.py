@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rl_engine.types import BatchCounts
     from rl_trainer.config.schema import AggregationName
 
+LOG_MAX = 20.0
+"""Log ratios are cut here before exp; any bound is far below."""
+
 
 def row_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """(T,) int64 number of the row that each of `num_tokens` tokens belongs to, by (B + 1,) row offsets."""

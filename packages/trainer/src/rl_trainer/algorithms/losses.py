@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_trainer.algorithms import distillation
-from rl_trainer.algorithms.aggregation import row_of, row_sums
+from rl_trainer.algorithms.aggregation import LOG_MAX, row_of, row_sums
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.plugins import named, reads_of
 
@@ -82,15 +82,11 @@ class PolicyLoss:
     the critic where there are any, and of stages."""
 
 
-_LOG_MAX = 20.0
-"""Log ratios are cut here before exp; any bound is far below."""
-
-
 def ratio_to_sampler(loss: PolicyLossInput) -> Tensor:
     """(T,) probability of a token's whole completion under the policy over that under the sampler, without gradient."""
     rows = row_of(loss.cu_seqlens, loss.loss_mask.numel())
     delta = torch.where(loss.loss_mask, loss.logprobs.detach() - loss.rollout_logprobs, 0.0)
-    return row_sums(delta, rows, loss.cu_seqlens)[rows].clamp(max=_LOG_MAX).exp()
+    return row_sums(delta, rows, loss.cu_seqlens)[rows].clamp(max=LOG_MAX).exp()
 
 
 def vespo(loss: PolicyLossInput) -> Tensor:
@@ -118,7 +114,7 @@ def ce_gppo(loss: PolicyLossInput) -> Tensor:
     `beta_high` (1 + clip_high) where it rose with A > 0.
     """
     options = loss.options
-    ratio = (loss.logprobs - loss.old_logprobs).clamp(-_LOG_MAX, _LOG_MAX).exp()
+    ratio = (loss.logprobs - loss.old_logprobs).clamp(-LOG_MAX, LOG_MAX).exp()
     low, high = 1 - options["clip_low"], 1 + options["clip_high"]
     alone = ratio / ratio.detach()  # 1, with the gradient of the log-prob
     kept = torch.where((ratio < low) & (loss.advantages < 0), options["beta_low"] * low * alone, ratio)
@@ -131,7 +127,7 @@ def m2po(loss: PolicyLossInput) -> Tensor:
 
     Left out are the tokens by which the second moment of the log ratio exceeds `m2_max`: `selection.beyond_moment`.
     """
-    ratio = (loss.logprobs - loss.rollout_logprobs).clamp(max=_LOG_MAX).exp()
+    ratio = (loss.logprobs - loss.rollout_logprobs).clamp(max=LOG_MAX).exp()
     return torch.where(loss.columns["selected"].bool(), 0.0, -loss.advantages * ratio)
 
 
@@ -142,7 +138,7 @@ def luffy(loss: PolicyLossInput) -> Tensor:
     """
     options, p = loss.options, loss.logprobs.exp()
     is_given = loss.columns["is_given"].bool()[row_of(loss.cu_seqlens, p.numel())]
-    ratio = (loss.logprobs - loss.old_logprobs).clamp(-_LOG_MAX, _LOG_MAX).exp()
+    ratio = (loss.logprobs - loss.old_logprobs).clamp(-LOG_MAX, LOG_MAX).exp()
     clipped = ratio.clamp(1 - options["clip_low"], 1 + options["clip_high"])
     sampled = -torch.minimum(loss.advantages * ratio, loss.advantages * clipped)
     return torch.where(is_given, -loss.advantages * p / (p + options["gamma"]), sampled)

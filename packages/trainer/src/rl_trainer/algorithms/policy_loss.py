@@ -13,7 +13,7 @@ import torch
 import rl_csrc
 from rl_csrc import METRIC_NAMES
 from rl_trainer.algorithms import distillation
-from rl_trainer.algorithms.aggregation import Aggregation, row_of, row_sums
+from rl_trainer.algorithms.aggregation import LOG_MAX, Aggregation, row_of, row_sums
 from rl_trainer.algorithms.kl_controller import TOKEN_ENTROPY, UNBIASED, estimate_kl
 from rl_trainer.algorithms.losses import PolicyLossInput, loss_named
 from rl_trainer.algorithms.rollout_correction import (
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 _SAMPLER = "rollout_logprobs"
 
-_LOG_MAX = 20.0
-"""Log ratios are cut here before exp."""
 _NO_CLIP = 1e9
 """An upper bound of the importance ratio that nothing reaches."""
 
@@ -172,7 +170,7 @@ class PolicyLossFunction:
         if has_reference:
             metrics["kl"] = sums["kl_loss"]
         if is_weighted_kl:
-            ratio = (output.logprobs - old).clamp(-_LOG_MAX, _LOG_MAX).exp()
+            ratio = (output.logprobs - old).clamp(-LOG_MAX, LOG_MAX).exp()
             kl = ratio * estimate_kl(output.logprobs, rows["ref_logprobs"].values(), "k3")
             share = self._share(kl, output, replace(kept, weights=None))
             extra, metrics["kl"] = extra + config.kl_coef * share, share.detach()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
-from rl_trainer.algorithms.aggregation import row_of, row_sums
+from rl_trainer.algorithms.aggregation import LOG_MAX, row_of, row_sums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,8 +28,6 @@ Divergence = Literal["k1", "k2", "k3"]
 REJECTED_PER_KEPT = "rejected_per_kept"
 """Metric of a micro-batch whose rejected tokens are not counted; `finished_metrics` makes their share of it."""
 _OF_KEPT = ("log_ratio", "k3", "ratio", "clipped_high", "clipped_low", "clipped_dual")
-_LOG_MAX = 20.0
-"""Log ratios are cut here before exp; any bound is far below."""
 
 
 def split_correction(correction: str) -> tuple[Literal["tis", "icepop"], Level]:
@@ -82,7 +80,7 @@ def correction_weights(
     if level == "sequence":
         rows = row_of(cu_seqlens, delta.numel())
         delta = row_sums(delta, rows, cu_seqlens)[rows]
-    ratio = delta.clamp(max=_LOG_MAX).exp()
+    ratio = delta.clamp(max=LOG_MAX).exp()
     if correction == "tis":
         weights = ratio.clamp(max=high)
     else:
@@ -146,7 +144,7 @@ def rejection_mask(
     if divergence == "k1":
         per_token = delta.abs() if level == "sequence_max" else delta
     else:
-        per_token = delta.square() / 2 if divergence == "k2" else torch.expm1(delta.clamp(max=_LOG_MAX)) - delta
+        per_token = delta.square() / 2 if divergence == "k2" else torch.expm1(delta.clamp(max=LOG_MAX)) - delta
     measure = per_token
     if level != "token":
         rows = row_of(cu_seqlens, mask.numel())
@@ -201,7 +199,7 @@ def mismatch_metrics(
     """
     mask = loss_mask.bool()
     old, rollout = old_logprobs.detach().float(), rollout_logprobs.float()
-    delta = torch.where(mask, old - rollout, 0.0).clamp(max=_LOG_MAX)
+    delta = torch.where(mask, old - rollout, 0.0).clamp(max=LOG_MAX)
     difference = torch.where(mask, old.exp() - rollout.exp(), 0.0)
     sums = {
         "mismatch_k1": -delta.sum(),
@@ -244,6 +242,6 @@ def finished_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         kept = max(1 - found["rejected"], 1e-12)
         found |= {name: found[name] / kept for name in _OF_KEPT if name in found}
     mean_ratio = 1 + found["mismatch_k3"] - found["mismatch_k1"]
-    found["mismatch_ppl_ratio"] = math.exp(min(found["mismatch_k1"], _LOG_MAX))
+    found["mismatch_ppl_ratio"] = math.exp(min(found["mismatch_k1"], LOG_MAX))
     found["mismatch_ess"] = mean_ratio**2 / max(1 + found["mismatch_chi2"], 1e-12)
     return found
