@@ -29,6 +29,16 @@ ORDERS = {"ascending": 0, "descending": 1, "shuffled": 2}
 @pytest.fixture(params=DEVICES)
 def kernels(request: pytest.FixtureRequest) -> Implementation:
     """The kernels of each device, and those of CUDA on an emulated one: the CPU runs are the twins of the GPU runs."""
+    return _of_device(request)
+
+
+@pytest.fixture(params=DEVICES[1:])
+def gpu(request: pytest.FixtureRequest) -> Implementation:
+    """The kernels of CUDA, on the emulated device and on a real one."""
+    return _of_device(request)
+
+
+def _of_device(request: pytest.FixtureRequest) -> Implementation:
     if request.param == "emulated":
         return request.getfixturevalue("emulated")
     try:

@@ -33,19 +33,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def gpu(request: pytest.FixtureRequest) -> Implementation:
-    """The emulated device, and a real one."""
-    from rl_csrc.testing import MissingImplementationError, implementation
-
-    if request.param == "emulated":
-        return request.getfixturevalue("emulated")
-    try:
-        return implementation("cuda")
-    except MissingImplementationError as error:
-        pytest.skip(str(error))
-
-
 def case(shape: str, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Arguments of `paged.attention`; pages are dealt at random, and hold NaN where nothing was written."""
     heads, kv_heads, size, page_size, lengths, counts = SHAPES[shape]

@@ -9,19 +9,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def gpu(request):
-    """The emulated device, and a real one."""
-    from rl_csrc.testing import MissingImplementationError, implementation
-
-    if request.param == "emulated":
-        return request.getfixturevalue("emulated")
-    try:
-        return implementation("cuda")
-    except MissingImplementationError as error:
-        pytest.skip(str(error))
-
-
 def drawn(gpu, *shape, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator).to(dtype).to(gpu.device)

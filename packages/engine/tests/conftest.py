@@ -37,6 +37,18 @@ def start_ranks(rank_server):
     return start
 
 
+@pytest.fixture(scope="module")
+def two(request, tmp_path_factory, start_ranks):
+    """What the module's `run_ranks(start_ranks, folder, size)` found on two ranks."""
+    return request.module.run_ranks(start_ranks, tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(request, tmp_path_factory, start_ranks):
+    """As `two`, on four ranks."""
+    return request.module.run_ranks(start_ranks, tmp_path_factory.mktemp("four"), 4)
+
+
 @pytest.fixture(scope="session")
 def rank_server():
     """`rank_server(script, folder, size, *arguments)`: exit codes and stderr of one process per rank."""

@@ -49,16 +49,6 @@ def run_ranks(start_ranks, folder, size):
     return {"alone": after} | start_ranks(SCRIPT, folder, size)
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory, start_ranks):
-    return run_ranks(start_ranks, tmp_path_factory.mktemp("two"), 2)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory, start_ranks):
-    return run_ranks(start_ranks, tmp_path_factory.mktemp("four"), 4)
-
-
 @cache
 def reference(folder, is_routed):
     return oracle.reference(folder, oracle.draw_rows(), is_routed=is_routed, coef=oracle.COEF)

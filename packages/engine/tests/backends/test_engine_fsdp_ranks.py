@@ -34,16 +34,6 @@ def run_ranks(start_ranks, folder, size):
     return {"alone": after} | start_ranks(SCRIPT, folder, size)
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory, start_ranks):
-    return run_ranks(start_ranks, tmp_path_factory.mktemp("two"), 2)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory, start_ranks):
-    return run_ranks(start_ranks, tmp_path_factory.mktemp("four"), 4)
-
-
 @cache
 def oracle(folder, seed):
     """Loss, gradients and log-probs of a plain Hugging Face model that sees one row at a time."""

@@ -9,13 +9,13 @@ import asyncio
 import base64
 import io
 import pickle
-import signal
 import sys
 import warnings
 
 import torch
 from aiohttp import web
 from layouts import tell_layout
+from serving import serve, version_spans
 
 from rl_rollout import (
     CkptReceiver,
@@ -130,7 +130,7 @@ class FakeSglang:
             "output_token_logprobs": [[99.0 if body["return_sampling_mask"] else x, token, None] for x, token in drawn],
             "output_top_logprobs": [[[x, token, None] for token, x in top] for top in output.top_logprobs],
             "input_token_logprobs": [[None, body["input_ids"][0], None]],
-            "weight_versions": versions(output.weight_versions),
+            "weight_versions": version_spans(output.weight_versions),
         }
         scores = zip(output.prompt_logprobs, body["input_ids"][1:], strict=False)
         told["input_token_logprobs"] += [[x, token, None] for x, token in scores]
@@ -186,16 +186,6 @@ def drawn_from_nothing(asked, version):
     )
 
 
-def versions(found):
-    spans = []
-    for index, version in enumerate(found):
-        if spans and spans[-1]["version"] == str(version):
-            spans[-1]["end"] = index + 1
-        else:
-            spans.append({"version": str(version), "start": index, "end": index + 1})
-    return spans
-
-
 def handler(call):
     async def answer(request):
         try:
@@ -211,17 +201,7 @@ def handler(call):
 async def main():
     arguments = parse()
     fake = FakeSglang(arguments)
-    await fake.server.start()
-    app = web.Application()
-    app.add_routes(fake.routes())
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, arguments.host, arguments.port).start()
-    over = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
-    await over.wait()
-    await runner.cleanup()
-    await fake.server.stop()
+    await serve(fake, fake.server.start, web.TCPSite, arguments.host, arguments.port)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ run. It refuses what it does not know, so that a misspelt argument, path or fiel
 import argparse
 import asyncio
 import json
-import signal
 import sys
 from contextlib import aclosing
 
 from aiohttp import web
+from serving import serve
 
 from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server
 
@@ -100,17 +100,7 @@ class FakeTrtllm:
 async def main():
     arguments = parse()
     fake = FakeTrtllm(arguments)
-    await fake.server.start()
-    app = web.Application()
-    app.add_routes(fake.routes())
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, arguments.host, arguments.port).start()
-    over = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
-    await over.wait()
-    await runner.cleanup()
-    await fake.server.stop()
+    await serve(fake, fake.server.start, web.TCPSite, arguments.host, arguments.port)
 
 
 if __name__ == "__main__":

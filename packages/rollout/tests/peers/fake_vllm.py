@@ -8,13 +8,13 @@ import argparse
 import asyncio
 import base64
 import json
-import signal
 import sys
 
 import torch
 from aiohttp import web
 from layouts import tell_layout
 from msgspec import msgpack
+from serving import serve, version_spans
 
 from rl_rollout import (
     CkptReceiver,
@@ -66,17 +66,6 @@ def parse():
     assert not arguments.lora_modules or arguments.max_loras > len(arguments.lora_modules)
     assert json.loads(arguments.weight_transfer_config) == {"backend": "rl_ckpt"}
     return arguments
-
-
-def spans(versions):
-    """Contiguous spans, as vLLM tells them."""
-    found = []
-    for index, version in enumerate(versions):
-        if found and found[-1]["version"] == str(version):
-            found[-1]["end"] = index + 1
-        else:
-            found.append({"version": str(version), "start": index, "end": index + 1})
-    return found
 
 
 class Pictures:
@@ -238,7 +227,7 @@ class FakeVllm:
                     "finish_reason": str(output.finish_reason),
                     "token_ids": output.token_ids,
                     "logprobs": {"content": content},
-                    "weight_versions": spans(output.weight_versions) or None,
+                    "weight_versions": version_spans(output.weight_versions) or None,
                     "routed_experts": None,
                 }
             ],
@@ -288,17 +277,7 @@ def handler(call):
 async def main():
     arguments = parse()
     fake = FakeVllm(arguments)
-    await fake.start()
-    app = web.Application()
-    app.add_routes(fake.routes())
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    await web.UnixSite(runner, arguments.uds).start()
-    over = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
-    await over.wait()
-    await runner.cleanup()
-    await fake.server.stop()
+    await serve(fake, fake.start, web.UnixSite, arguments.uds)
 
 
 if __name__ == "__main__":

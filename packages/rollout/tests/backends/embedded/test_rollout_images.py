@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pictures import png
 from PIL import Image
 
 from rl_rollout import (
@@ -26,15 +27,6 @@ from rl_rollout.testing import FakeReceiver, FakeServer, load_weights, write_tin
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 START, IMAGE, VIDEO, END = 52, 53, 54, 55
-
-
-def png(width, height, seed):
-    """A data URL of noise."""
-    draw = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(0, 256, (height, width, 3), generator=draw, dtype=torch.uint8)
-    file = io.BytesIO()
-    Image.frombytes("RGB", (width, height), pixels.numpy().tobytes()).save(file, "png")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 WIDE, TALL, SMALL = png(24, 8, 0), png(8, 32, 1), png(8, 8, 2)  # 3, 4 and 1 features

@@ -2,13 +2,12 @@
 
 import asyncio
 import base64
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from pictures import png
 from rollout_servers import (
     SGLANG,
     VLLM,
@@ -43,15 +42,6 @@ MARKS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 
 def has_torchvision(environment):
     return bool(environment) and any(Path(environment).glob("lib/python3*/site-packages/torchvision"))
-
-
-def png(width, height, seed):
-    """A data URL of noise."""
-    draw = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(0, 256, (height, width, 3), generator=draw, dtype=torch.uint8)
-    file = io.BytesIO()
-    Image.frombytes("RGB", (width, height), pixels.numpy().tobytes()).save(file, "png")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 class ServesImages:
