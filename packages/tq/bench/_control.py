@@ -193,10 +193,8 @@ def arithmetic(run: Run) -> None:
         "concat of 8": lambda: rl_tq.BatchMeta.concat(parts),
         "filter": lambda: meta.filter(lambda tags: tags["num_tokens"] > 2048),
         "groupby into 32": lambda: meta.groupby("group_id"),
-        "pad_to": lambda: meta.pad_to(100),
         "reorder": lambda: meta.reorder(range(size - 1, -1, -1)),
         "select_columns": lambda: meta.select_columns(["b"]),
-        "sort_by": lambda: meta.sort_by("num_tokens"),
         "split": lambda: meta.split(30),
         "union, other order": lambda: meta.union(other),
     }.items():

@@ -11,10 +11,10 @@ from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, compute_advantages
 from rl_trainer.algorithms.advantages import value_scan
 from rl_trainer.algorithms.selection import select_tokens
 from rl_trainer.config import AlgorithmConfig, TeacherSection
-from rl_trainer.pipeline.teachers import Teachers
 from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.runtime.dispatch import cut
 from rl_trainer.workers.engine import EngineWorker
+from rl_trainer.workers.teacher import Teachers
 
 OFFSETS = torch.tensor([0, 4, 6, 9, 11, 13])
 MASK = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1])

@@ -69,7 +69,7 @@ def test_a_context_that_a_row_cannot_fill_is_told_before_the_start(model, tmp_pa
 
 def test_each_row_has_the_teacher_of_its_source(model, tmp_path, monkeypatch):
     asked = []
-    from rl_trainer.pipeline.teachers import Teachers
+    from rl_trainer.workers.teacher import Teachers
 
     known = Teachers.compute_teacher_log_prob
 

@@ -182,6 +182,11 @@ def numbered(tokens: list[int], **more: object) -> BatchMeta:
     )
 
 
+def in_order(meta: BatchMeta) -> BatchMeta:
+    """Its rows in the order in which `numbered` made them."""
+    return meta.reorder(sorted(range(len(meta)), key=lambda row: meta.rows[row]))
+
+
 TOKENS = st.lists(st.integers(0, 9), max_size=24)
 
 
@@ -209,14 +214,7 @@ def test_groupby_parts_the_rows(tokens: list[int]):
     for value, group in groups.items():
         assert group == meta.filter(lambda tags, value=value: tags["num_tokens"] == value)
     if groups:
-        assert BatchMeta.concat(list(groups.values())).sort_by("i") == meta
-
-
-@given(TOKENS, st.booleans())
-def test_sort_by_is_stable(tokens: list[int], descending: bool):
-    meta = numbered(tokens)
-    order = sorted(range(len(tokens)), key=lambda i: (-tokens[i] if descending else tokens[i], i))
-    assert meta.sort_by("num_tokens", descending=descending) == meta.reorder(order)
+        assert in_order(BatchMeta.concat(list(groups.values()))) == meta
 
 
 @given(st.integers(1, 6), st.data())
@@ -225,8 +223,8 @@ def test_balanced_gives_equal_counts_and_close_sums(num_parts: int, data: st.Dat
     tokens = data.draw(st.lists(st.integers(0, 50), min_size=count, max_size=count))
     meta = numbered(tokens)
     parts = meta.balanced(num_parts).chunk(num_parts)
-    assert BatchMeta.concat(parts).sort_by("i") == meta
-    assert all(part == part.sort_by("i") for part in parts)
+    assert in_order(BatchMeta.concat(parts)) == meta
+    assert all(part == in_order(part) for part in parts)
     sums = [sum(tags["num_tokens"] for tags in part.tags) for part in parts]
     # A part is passed over only while it is the fuller one or full, so no two differ by more than a longest row each.
     assert max(sums) - min(sums) <= max(tokens, default=0) * max(1, count // num_parts)
@@ -239,25 +237,7 @@ def test_balanced_by_hand():
         numbered([1] * 5).balanced(2)
 
 
-@given(TOKENS.filter(bool), st.integers(1, 9))
-def test_pad_to_repeats_the_first_rows(tokens: list[int], multiple: int):
-    meta = numbered(tokens)
-    padded, added = meta.pad_to(multiple)
-    assert len(padded) == len(meta) + added
-    assert len(padded) % multiple == 0
-    assert added < multiple
-    assert padded.split(len(meta))[0] == meta
-    assert padded.rows == tuple(meta.rows[i % len(meta)] for i in range(len(padded)))
-    assert padded.leases == (5,) * len(padded)
-
-
-def test_pad_to_refuses_what_cannot_be():
-    for meta, multiple in ((numbered([]), 4), (numbered([1]), 0)):
-        with pytest.raises(ValueError, match="cannot be padded"):
-            meta.pad_to(multiple)
-
-
-@pytest.mark.parametrize("call", [lambda m: m.sort_by("x"), lambda m: m.groupby("x"), lambda m: m.balanced(1, tag="x")])
+@pytest.mark.parametrize("call", [lambda m: m.groupby("x"), lambda m: m.balanced(1, tag="x")])
 def test_a_missing_tag_is_named_with_a_row(call):
     meta = BatchMeta(partition="p", sample_ids=("x", "y"), columns=(), tags=({"x": 1}, {}))
     with pytest.raises(KeyError, match="1 of 2 rows have no tag 'x', 'y' among them"):

@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from rl_trainer.pipeline.replay_buffer import Replay
     from rl_trainer.pipeline.replicas import AgentReplicas, SomeSamples
     from rl_trainer.pipeline.rollout_source import RolloutSource
-    from rl_trainer.pipeline.teachers import Teachers
     from rl_trainer.pipeline.weight_sync import WeightSync
     from rl_trainer.workers.engine import CriticWorker, EngineWorker, UpdateReport
     from rl_trainer.workers.queue import SampleWorker
-    from rl_trainer.workers.teacher import ServedTeacherWorker
+    from rl_trainer.workers.teacher import ServedTeacherWorker, Teachers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

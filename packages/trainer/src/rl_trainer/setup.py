@@ -24,7 +24,6 @@ from rl_trainer.pipeline.replay_buffer import Replay
 from rl_trainer.pipeline.replicas import AgentReplicas, SomeSamples
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.pipeline.teachers import Teachers
 from rl_trainer.pipeline.weight_sync import WeightSync
 from rl_trainer.pipeline.weight_transfer import (
     GatheredTransfer,
@@ -62,7 +61,7 @@ from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardW
 from rl_trainer.workers.queue import QueueWorker, SampleWorker
 from rl_trainer.workers.reward_server import RewardServers
 from rl_trainer.workers.rollout import RolloutWorker
-from rl_trainer.workers.teacher import ServedTeacherWorker
+from rl_trainer.workers.teacher import ServedTeacherWorker, Teachers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

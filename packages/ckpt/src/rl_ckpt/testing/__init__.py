@@ -19,8 +19,7 @@ from rl_ckpt.testing.ends import EndProcess
 from rl_ckpt.testing.faults import Fault, Injector, inject
 from rl_ckpt.testing.helpers import assert_same, failure, new_name, new_port, receive_all, sample_weights, until
 from rl_ckpt.testing.into import IntoSuite
-from rl_ckpt.testing.kills import KillSuite
-from rl_ckpt.testing.processes import ProcessSuite
+from rl_ckpt.testing.processes import KillSuite, ProcessSuite
 from rl_ckpt.testing.suite import CheckpointEngineSuite, SessionSuite
 from rl_ckpt.testing.versions import DeltaSuite, VersionSuite
 from rl_ckpt.testing.views import ViewSuite

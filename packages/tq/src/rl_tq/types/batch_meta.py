@@ -103,15 +103,6 @@ class BatchMeta:
         together = self.reorder(list(chain.from_iterable(index.values())))
         return dict(zip(index, together._cut(accumulate(map(len, index.values()))), strict=True))
 
-    def sort_by(self, tag: str, *, descending: bool = False) -> BatchMeta:
-        """Rows in the order of a tag; equal ones stay in the order they have.
-
-        Raises:
-            KeyError: a row has no such tag.
-        """
-        values = self._values(tag)
-        return self.reorder(sorted(range(len(self)), key=values.__getitem__, reverse=descending))
-
     def balanced(self, num_parts: int, *, tag: str = "num_tokens") -> BatchMeta:
         """Load balancing: reorder rows so that `chunk(num_parts)` gives parts with nearly equal sums of a tag.
 
@@ -124,19 +115,6 @@ class BatchMeta:
         if num_parts < 1 or len(self) % num_parts:
             raise ValueError(f"{len(self)} rows cannot be balanced over {num_parts} equal parts: use another number")
         return self.reorder(balanced_order(self._values(tag), num_parts))
-
-    def pad_to(self, multiple: int) -> tuple[BatchMeta, int]:
-        """Pad to a multiple by repeating the first rows at the end; returns the reference and the number of added rows.
-
-        Give the repeats no weight in a loss. They have the leases of the rows they repeat.
-
-        Raises:
-            ValueError: `multiple` is not positive, or there is no row to repeat.
-        """
-        if multiple < 1 or not len(self):
-            raise ValueError(f"{len(self)} rows cannot be padded to a multiple of {multiple}")
-        missing = -len(self) % multiple
-        return self.reorder([*range(len(self)), *(i % len(self) for i in range(missing))]), missing
 
     def select_columns(self, columns: Sequence[str]) -> BatchMeta:
         """The same rows with only `columns`, in that order.
