@@ -144,15 +144,16 @@ def test_the_weights_are_those_of_the_same_mini_batches_learned_from_after_the_l
     assert losses("whole", "batch.stream=false") == streamed
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        ["algorithm.old_logprobs=recompute"],
-        pytest.param(["algorithm.advantage=gae", "critic.lr=1e-3"], marks=pytest.mark.slow),
-    ],
-    ids=["recompute", "critic"],
-)
-def test_the_losses_are_those_of_a_whole_batch_where_updates_follow_the_scores(losses, algorithm):
+def check_against_a_whole_batch(losses, *algorithm):
     streamed = losses("streamed", *algorithm)
     assert any(loss for (loss, *_), _ in streamed), "the losses are all 0, and would be in any order"
     assert losses("whole", "batch.stream=false", *algorithm) == streamed
+
+
+def test_the_losses_are_those_of_a_whole_batch_where_updates_follow_the_scores(losses):
+    check_against_a_whole_batch(losses, "algorithm.old_logprobs=recompute")
+
+
+@pytest.mark.slow
+def test_the_losses_with_a_critic_are_those_of_a_whole_batch(losses):
+    check_against_a_whole_batch(losses, "algorithm.advantage=gae", "critic.lr=1e-3")
