@@ -109,16 +109,16 @@ def worker_of(put, loop, *, has_baseline=False):
     worker = AgentWorker.__new__(AgentWorker)
     worker._timeout_s, worker._has_baseline, worker._max_new_tokens = 60.0, has_baseline, 5
     worker._loop, worker._streams, worker._running = LoopThread("test"), [], set()
-    worker._failures, worker._attempts, worker._scorer, worker._reward = _Failures(), {}, Scorer(), RewardSection()
+    worker._failures, worker._scorer, worker._reward = _Failures(), Scorer(), RewardSection()
     worker._runner = rl_agent.AgentRunner(lambda _: loop(None, None))
-    worker._put, worker._sources, worker._num_given, worker._teacher = put, {}, 0, None
+    worker._put, worker._num_given, worker._teacher = put, 0, None
     return worker
 
 
 def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
     entered, gate, written = threading.Event(), threading.Event(), []
 
-    def put(groups, partition):
+    def put(groups, partition, jobs):
         entered.set()
         assert gate.wait(60)
         written.extend(group for group, *_ in groups)
@@ -180,7 +180,7 @@ class Own(Scorer):
 def test_a_group_has_its_greedy_completion_s_reward_and_fails_with_it():
     written = {}
 
-    def put(groups, partition):
+    def put(groups, partition, jobs):
         written.update({group: ([score.reward for _, score in samples], base) for group, samples, base in groups})
 
     worker = worker_of(put, Greedy, has_baseline=True)

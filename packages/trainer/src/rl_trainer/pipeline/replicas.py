@@ -100,7 +100,7 @@ class AgentReplicas:
     def _deal(self, submissions: list[_Submission]) -> None:
         """Assign each job to the member with the fewest running groups."""
         members = self._members()
-        dealt: dict[tuple[int, int], list[_Submission]] = {}
+        dealt: dict[int, dict[int, list[_Submission]]] = {}  # by sampling parameters, which a call has one of
         loads = [(len(self._running.setdefault(member, {})), member) for member in members]
         heapq.heapify(loads)
         for submission in submissions:
@@ -108,11 +108,10 @@ class AgentReplicas:
             heapq.heapreplace(loads, (load + 1, member))
             self._running[member][submission.job.group_id] = submission
             self._member_of[submission.job.group_id] = member
-            dealt.setdefault((member, id(submission.sampling_params)), []).append(submission)
-        for (member, _), some in dealt.items():
-            first = some[0]
-            arguments = ([each.job for each in some], first.sampling_params, first.partition, first.group_size)
-            self._raise_unless_dead(self.replica_set.call(AgentWorker.submit, {member: arguments}))
+            dealt.setdefault(id(submission.sampling_params), {}).setdefault(member, []).append(submission)
+        for by_member in dealt.values():
+            arguments = {member: _arguments_of(some) for member, some in by_member.items()}
+            self._raise_unless_dead(self.replica_set.call(AgentWorker.submit, arguments))
 
     def poll(self) -> list[FailureReport]:
         """Failed groups since the last call; groups of members that died are assigned again."""
@@ -174,6 +173,11 @@ class SomeSamples:
         chosen = list(dict.fromkeys(tags["group_id"] for tags in batch.tags))[:_GROUPS_KEPT]
         rows = [index for index, tags in enumerate(batch.tags) if tags["group_id"] in chosen]
         self._agents.write_samples(batch.reorder(rows), step, str(self._folder))
+
+
+def _arguments_of(submissions: Sequence[_Submission]) -> tuple[Any, ...]:
+    first = submissions[0]
+    return [each.job for each in submissions], first.sampling_params, first.partition, first.group_size
 
 
 def _once_more(submission: _Submission) -> _Submission:

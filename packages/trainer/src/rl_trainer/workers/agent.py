@@ -161,8 +161,6 @@ class AgentWorker:
         self._streams: list[Future[None]] = []
         self._running: set[asyncio.Task[Any]] = set()
         self._failures = _Failures()
-        self._attempts: dict[int, int] = {}
-        self._sources: dict[int, str] = {}
         self._scorer = Scorer(reward, num_sharing=context.world_size)
         self._tokenizer = cast("Tokenizer", PromptMemory(rl_agent.load_tokenizer(model_path)))
         self._reader = ImageReader(Path(model_path)) if takes_images(Path(model_path)) else None
@@ -270,11 +268,10 @@ class AgentWorker:
     async def _roll_out(
         self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
     ) -> None:
-        self._attempts.update({job.group_id: job.attempt for job in jobs})
-        self._sources.update({job.group_id: job.row["data_source"] for job in jobs})
         rows, positions = [job.row for job in jobs], [job.place for job in jobs]
         baselines = asyncio.create_task(self._baselines(jobs, sampling_params)) if self._has_baseline else None
-        writer = _GroupWriter(lambda groups: self._put(groups, partition))
+        by_group = {job.group_id: job for job in jobs}
+        writer = _GroupWriter(lambda groups: self._put(groups, partition, by_group))
         grade, num_sampled = self._grading(rows), group_size - self._num_given
         finished = self._runner.run_groups(
             rows, sampling_params, group_size=num_sampled, positions=positions, grade=grade
@@ -342,12 +339,13 @@ class AgentWorker:
             found[jobs[group.row_index].group_id] = fmean(rewards) if rewards else group.failures[-1]
         return found
 
-    def _put(self, groups: list[Group], partition: str) -> None:
+    def _put(self, groups: list[Group], partition: str, jobs: Mapping[int, Job]) -> None:
         columns, tags = to_columns(groups, has_experts=self._asks_experts, reader=self._reader)
         for tag in tags:
-            tag |= {"attempt": self._attempts[tag["group_id"]], "is_copy": False}
+            job = jobs[tag["group_id"]]
+            tag |= {"attempt": job.attempt, "is_copy": False}
             if self._teacher is not None and self._teacher.by_source:
-                tag["data_source"] = self._sources[tag["group_id"]]
+                tag["data_source"] = job.row["data_source"]
         for _, rows in groupby(tags, itemgetter("group_id")):
             next(rows)["columns"] = [*columns]
         self._queue.put(columns, partition=partition, tags=tags)
