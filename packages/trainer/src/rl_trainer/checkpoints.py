@@ -317,7 +317,7 @@ def check_output_dir(config: Config, output_dir: Path, *, is_resumed: bool = Fal
     """Check that an output folder does not hold another run.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         output_dir: The folder.
         is_resumed: The run goes on with what is there, from the start if that had no checkpoint yet.
 
@@ -351,8 +351,8 @@ def check_resume(config: Config, num_rows: int, *, is_known_whole: bool = False)
     """Check that the checkpoint to resume from is whole, has steps left, and was made of the same prompts.
 
     Args:
-        config: Of the run.
-        num_rows: Of its data.
+        config: Configuration of the run.
+        num_rows: Rows of its data.
         is_known_whole: Its files have been compared with their digests a moment ago.
 
     Raises:

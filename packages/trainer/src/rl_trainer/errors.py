@@ -81,7 +81,7 @@ PAGES: dict[type[Exception], str] = {
     StaleWeightsError: "docs/tutorials/async.md",
     RolloutFailedError: "docs/tutorials/debugging.md",
 }
-"""By kind of error, the page that says more, in the repository."""
+"""Page of the documentation for each kind of error."""
 
 
 def page_of(error: BaseException) -> str:

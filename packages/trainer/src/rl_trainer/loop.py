@@ -104,8 +104,8 @@ def steps_of(
     that are being generated then, its `held` the groups that wait to be learned from: a resumed run begins with both.
 
     Args:
-        components: What the loop calls.
-        config: Of the run.
+        components: Components that the loop calls.
+        config: Configuration of the run.
         eval_rows: Held-out rows.
         start_step: The last step of an earlier process; 0 begins at the start.
 
@@ -289,7 +289,7 @@ def ages_of(
 
     Args:
         generated: The batch.
-        version: Of the weights that learn from it.
+        version: Version of the weights that learn from it.
         bound: The highest age that the schedule allows; None: any.
         least: The lowest age that the schedule allows.
         replay: The highest age of replayed groups, which may be older than fresh ones.

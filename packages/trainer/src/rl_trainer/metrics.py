@@ -30,7 +30,7 @@ class HeldGroup:
     released: int
     """Weight version that the servers held then."""
     attempt: int = 0
-    """How many workers died while they generated it; a tag of its samples too."""
+    """Number of workers that died while they generated it; a tag of its samples too."""
 
     def as_tuple(self) -> tuple[int, int, int, int, int]:
         """The values in a fixed order, as a checkpoint stores them."""
@@ -68,7 +68,7 @@ class StepRecord:
     failures: Mapping[str, int]
     """Failed rollouts per kind."""
     last_failure: str = ""
-    """What the last of them said."""
+    """Message of the last of them."""
     weights: Mapping[str, int | float | str] = field(default_factory=dict[str, int | float | str])
     """Receipt of the weights that were sent after the step: version, digest, bytes, how many confirmed, seconds."""
     metrics: Mapping[str, float]
@@ -118,7 +118,7 @@ class StepRecord:
 
 
 def receipt_of(report: SyncReport) -> dict[str, int | float | str]:
-    """What `StepRecord.weights` tells of a weight sync."""
+    """Receipt of a weight sync, for `StepRecord.weights`."""
     return {
         "version": report.version,
         "digest": f"{report.digest:016x}",

@@ -92,7 +92,7 @@ def find(name: str, group: str, *, key: str, known: Collection[str] = ()) -> Any
 
     Args:
         name: An entry point of `group`, `FILE.py:NAME`, `MODULE:NAME`, or a `Serialized` object.
-        group: Of entry points, `rl_trainer.advantages` or the like.
+        group: Entry point group, `rl_trainer.advantages` or the like.
         key: For messages.
         known: Further names, for messages.
 
@@ -123,9 +123,9 @@ def named(
     """Look up a plug-in of one kind: one of `known`, or loaded by `find`.
 
     Args:
-        name: What the key holds.
+        name: Value of the key.
         known: Shipped plug-ins by name.
-        group: Of entry points.
+        group: Entry point group.
         kind: Its type.
         key: For messages.
         make: Wraps a plain function; None: a function is refused.

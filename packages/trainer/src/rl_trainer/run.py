@@ -59,7 +59,7 @@ def plan(
     """Plan a run: check all that can be known before a process starts, show the plan, and return the data.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         console: Shows the plan.
         is_resumed: `resumed` gave the configuration: the checkpoint's files have been compared with their digests.
         is_rehearsed: Also try the chat template, the reward and the server's program.
@@ -140,7 +140,7 @@ def run(
     """Run a job and return its summary.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         console: Shows its plan and its steps.
         resume: Resume the run in `output_dir`, see `resumed`; if that is finished, say so and start nothing.
         on_step: Called with every step's record, and that of the evaluation at the start.
@@ -461,7 +461,7 @@ def resize_as_asked(replica_sets: Mapping[str, ReplicaSet[Any]], output_dir: Pat
 
 
 def create_elastic(config: Config, components: Components) -> Elastic | None:
-    """What has the replicas follow `rollout.elastic`; None without it."""
+    """Elastic replicas that follow `rollout.elastic`; None without it."""
     section, servers = config.rollout.elastic, components.weights.servers
     if section is None:
         return None

@@ -42,7 +42,7 @@ class FakeJob:
 
     Args:
         config: Sizes of the batches.
-        accuracy: What every evaluation gives.
+        accuracy: Result of every evaluation.
         lag: Weight versions that the generated tokens are behind; 0 is on-policy.
     """
 
@@ -146,7 +146,7 @@ class FakeAgents:
     Args:
         config: Sizes of the batches.
         queue: Gets the rows; None: one of its own, in this process.
-        seed: Of the order in which groups finish.
+        seed: Seed of the order in which groups finish.
         per_poll: Groups that finish at every poll.
         fails: Ids of groups that fail.
         slow: Ids of groups that finish only when no other group is left.
@@ -233,12 +233,12 @@ class QueueJob(FakeJob):
     """Fake run with a real queue: a real source over fake agents, a fake engine, checkpoints with real digests.
 
     Args:
-        config: Of the run.
-        agents: Whose queue it is; as `state` has it where the job goes on.
+        config: Configuration of the run.
+        agents: Fake agents, with their queue; that of `state` where the job goes on.
         state: Where the job begins.
         num_rows: Prompts of one epoch.
         replay: Groups that may be learned from again.
-        poll_s: As of `RolloutSource`.
+        poll_s: See `RolloutSource`.
     """
 
     def __init__(

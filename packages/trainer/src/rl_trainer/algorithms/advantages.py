@@ -32,9 +32,9 @@ class BatchRanks:
     """The ranks that share a batch, each with some of its groups. Collective: all of them call alike."""
 
     rank: int = 0
-    """This one."""
+    """Number of this rank."""
     size: int = 1
-    """How many there are."""
+    """Number of ranks."""
     all_reduce: Callable[[Tensor], Tensor] | None = None
     """Sum of a float64 tensor over the ranks; None with one rank."""
 
@@ -90,7 +90,7 @@ class AdvantageInput:
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
     """Columns that `Estimator.reads` names: (T,) of ragged columns, (B, ...) of others; `prompt_token_ids` jagged."""
     ranks: BatchRanks = field(default_factory=BatchRanks)
-    """Who holds the other groups of the batch."""
+    """Ranks that hold the other groups of the batch."""
 
     def whiten(self, per_token: Tensor) -> Tensor:
         """(T,) float32, less the mean over the whole batch's model tokens, over their deviation; 0 elsewhere."""
@@ -112,7 +112,7 @@ class AdvantageInput:
         return torch.segment_reduce(per_token.float(), "sum", offsets=self.cu_seqlens)
 
     def rollouts(self) -> Rollouts:
-        """Which rows are of one rollout: it enters its group once, however many trajectories it has."""
+        """Rollouts that the rows belong to: each enters its group once, however many trajectories it has."""
         if self.rollout_ids is None:
             return Rollouts(
                 of_row=torch.arange(self.group_ids.numel(), device=self.group_ids.device), group_ids=self.group_ids
@@ -411,7 +411,7 @@ def optimal_token_baseline(data: AdvantageInput) -> Tensor:
 
 
 def optimal_token_baseline_with_tools(data: AdvantageInput) -> Tensor:
-    """As `optimal_token_baseline`, positions counting the model's tokens alone, which tools would put out of line."""
+    """`optimal_token_baseline` by positions among the model's own tokens, so that tools' answers do not shift them."""
     return _less_baseline(data, _running(data.loss_mask.double(), data.cu_seqlens[:-1], data.cu_seqlens.diff()))
 
 

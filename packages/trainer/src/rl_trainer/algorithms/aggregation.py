@@ -33,7 +33,7 @@ def row_sums(values: Tensor, rows: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """How (T,) token losses become one number, as `rl_csrc.policy_loss` does it."""
+    """Aggregation of (T,) token losses to one number, as in `rl_csrc.policy_loss`."""
 
     name: AggregationName = "token-mean"
     """Counts are of the global batch, so that shares of micro-batches and ranks add up."""
@@ -49,7 +49,7 @@ class Aggregation:
             per_token: (T,) losses.
             mask: (T,) bool, the tokens whose losses count.
             cu_seqlens: (B + 1,) int64 row offsets into T.
-            counts: Of the global batch.
+            counts: Tokens and sequences of the global batch.
             row_counts: (B,) tokens that a row's mean is over; None: those in `mask`.
         """
         masked = torch.where(mask, per_token, 0.0)

@@ -28,7 +28,7 @@ class ValueLossFunction:
     clip: float
     """A value may leave its old one by this much before it stops being pulled; 0 turns clipping off."""
     aggregation: Aggregation = field(default_factory=Aggregation)
-    """How token errors become one number."""
+    """Aggregation of token errors."""
 
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss share and metric shares of one micro-batch."""

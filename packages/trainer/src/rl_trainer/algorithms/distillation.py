@@ -42,10 +42,10 @@ def teacher_loss(
     and `teacher_forward_kl` or `teacher_jsd`.
 
     Args:
-        output: Of the policy, for one micro-batch.
+        output: The policy's output for one micro-batch.
         rows: With the columns of `teacher_columns`.
         mask: (T,) bool, the tokens that are learned from.
-        teacher: Which divergence, and how much of it.
+        teacher: Divergence and its weight.
         counted: How `rl_csrc.policy_loss` adds tokens up.
     """
     cu_seqlens = output.cu_seqlens

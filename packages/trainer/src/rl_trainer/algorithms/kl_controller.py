@@ -61,7 +61,7 @@ class AdaptiveEntropy:
     """
 
     coef: float
-    """Where it stands."""
+    """Present coefficient."""
     target: float
     """Entropy per token to keep, nats; 0 leaves the coefficient as it is."""
     step: float

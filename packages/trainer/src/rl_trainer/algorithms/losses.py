@@ -51,8 +51,8 @@ class PolicyLossInput:
     entropy: Tensor | None = None
     """(T,) of the policy, with gradient; None unless `algorithm.entropy_coef` has it computed."""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
-    """What `reads` names, of this micro-batch: (T,) of ragged columns such as `ref_logprobs` and `values`, (B, ...) of
-    others such as `group_id`."""
+    """Columns of this micro-batch that `reads` names: (T,) of ragged ones such as `ref_logprobs` and `values`, (B, ...)
+    of others such as `group_id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ _MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
     **{name: (lambda value: value > 0, "above 0") for name in _POSITIVE},
     "clip_dual": (lambda value: value == 0 or value > 1, "0 (off), or above 1"),
 }
-"""By option of our losses: whether a value can be meant, and which can."""
+"""Check of a value, and the values allowed, for each option of the losses that ship."""
 
 
 def check_loss(algorithm: AlgorithmConfig) -> None:

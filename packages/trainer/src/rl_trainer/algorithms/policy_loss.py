@@ -54,7 +54,7 @@ class _Kept:
     row_counts: Tensor | None
     """(B,) tokens per row before rejection; None where nothing was rejected."""
     metrics: dict[str, Tensor]
-    """How far the trainer is from the sampler, and what was done about it."""
+    """Metrics of the difference between trainer and sampler, and of its correction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,7 +191,7 @@ def off_policy_rows(
 def mismatch_metrics(
     old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, weights: Tensor | None, num_tokens: float
 ) -> dict[str, Tensor]:
-    """How far the trainer is from the sampler: shares of means over `num_tokens`, so that micro-batches add up.
+    """Metrics of the difference between trainer and sampler: shares of means over `num_tokens`, which add up.
 
     `mismatch_k1` and `mismatch_k3` estimate KL(sampler || trainer), `mismatch_abs` is the mean difference of the
     probabilities, `mismatch_chi2` the mean squared ratio less one; `correction_mean` and `correction_zero` are the mean

@@ -44,7 +44,7 @@ def select_tokens(
         share: Share of the model tokens to choose; at least one is chosen where there are candidates.
         low: Lower bound; clip_cov only.
         high: Upper bound; clip_cov only.
-        seed: Of the draw; clip_cov only.
+        seed: Seed of the draw; clip_cov only.
         ranks: That hold the other tokens of the batch; None: there are no others.
     """
     ranks = ranks or BatchRanks()

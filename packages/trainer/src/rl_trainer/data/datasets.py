@@ -327,7 +327,7 @@ class StreamedRows:
     Args:
         source: The records.
         make: Makes a row of a record and of where it stands.
-        seed: Of the shuffle.
+        seed: Seed of the shuffle.
         buffer_size: Records that the window holds; 1 keeps the order of the source.
     """
 

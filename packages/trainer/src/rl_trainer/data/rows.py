@@ -177,7 +177,7 @@ def check_options(config: DataConfig, *, uses_datasets: bool) -> None:
     """Check the options of the built-in formats; those of others are theirs to check.
 
     Args:
-        config: Of the data.
+        config: Configuration of the data.
         uses_datasets: Whether some rows come by the datasets package.
 
     Raises:

@@ -90,8 +90,8 @@ class MixtureOrder(Order):
 
     Args:
         parts: The part of every row, by its name.
-        weights: By part; rows of a part are drawn in this proportion, however many it has.
-        seed: Of the draws and of every part's shuffle.
+        weights: Weight of each part: its rows are drawn in this proportion, however many there are.
+        seed: Seed of the draws and of every part's shuffle.
         position: Indices drawn so far.
         returned: As for every order.
     """
@@ -143,7 +143,7 @@ class CurriculumOrder(Order):
 
     Args:
         num_rows: Rows of the dataset.
-        seed: Of the order, and of the choice which row is tried again.
+        seed: Seed of the order, and of the choice which row is tried again.
         low: Mean reward of a group up to which a row is too hard.
         high: Mean reward from which it is too easy.
         revisit: Probability that such a row is taken all the same.

@@ -31,7 +31,7 @@ SHIPPED = Path(__file__).parents[1] / "recipes" / "quickstart.safetensors"
 _SPECIAL = ("<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 _CHARACTERS = ("\n", *map(chr, range(32, 127)))
 _CALL = ("<tool_call>", '{"name": "calculator", "arguments": {"expression": "', '"}}', "</tool_call>")
-"""What a call of the calculator in Hermes format is made of besides its expression; a token each, as a tokenizer of
+"""Pieces of a calculator call in Hermes format besides its expression; a token each, as a tokenizer of
 usual size would have it."""
 _WIDTH = 7
 """Characters that the calculator's results, and answers, are right-aligned to: what always has to be copied from the
@@ -104,7 +104,7 @@ def make_small_model(
 
 
 def digest_of(config: WarmupConfig, data: Path, seed: int) -> str:
-    """What a model is made of, as one word: its size and training, the demonstrations, the seed."""
+    """Digest of what a model is made of: its size and training, the demonstrations, the seed."""
     about = json.dumps([asdict(config), seed], sort_keys=True).encode()
     return blake2b(about + data.read_bytes(), digest_size=16).hexdigest()
 

@@ -28,7 +28,7 @@ _IDLE_SHARE, _WAITING_SHARE = 0.02, 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a step told of generation and learning beside each other."""
+    """Load of a step: generation and learning beside each other."""
 
     step: int
     """Number of the training step."""
@@ -49,7 +49,7 @@ class Load:
 
     @classmethod
     def of(cls, record: StepRecord, num_replicas: int, batch_size: int) -> Load:
-        """Of a training step's record."""
+        """Load of a training step, by its record."""
         busy_s = record.wall_s - record.phase_s.get("eval", 0.0)
         return cls(
             step=record.step,
@@ -79,7 +79,7 @@ class ElasticPolicy(ABC):
 
 
 class WaitShare(ElasticPolicy):
-    """One replica more where learning waits, one fewer where generation is ahead.
+    """Elastic policy: one replica more where learning waits, one fewer where generation is ahead.
 
     More: learning waited for over 20% of each of the last `patience` steps. Fewer: it waited for less than 2%, and a
     whole batch was finished beside the one that was learned from.
@@ -122,7 +122,7 @@ class Elastic:
 
     Args:
         section: Bounds and policy.
-        replicas: Of rollout.
+        replicas: Rollout replicas.
         num_replicas: That the run begins with.
         batch_size: Groups of a step.
     """

@@ -48,7 +48,7 @@ class Replay:
     Args:
         section: Share of a batch, and highest age.
         batch_size: Groups of a step.
-        seed: Of the run: seeds the draws.
+        seed: Seed of the run, which seeds the draws.
         queue: Has the rows.
         copy: `(rows, partition) -> rows`: copies of the rows, so that a step may write columns to them.
     """

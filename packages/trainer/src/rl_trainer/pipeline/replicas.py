@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _GROUPS_KEPT, _STEPS_KEPT = 8, 100
-"""With `tracking.keep_samples=some`; the first step and the last one are kept beside."""
+"""Groups and steps that `tracking.keep_samples=some` keeps; the first step and the last one are kept beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,8 @@ class SomeSamples:
 
     Args:
         agents: The workers, on the machine of the folder.
-        folder: Of the files.
-        num_steps: Of the run.
+        folder: Folder of the files.
+        num_steps: Steps of the run.
     """
 
     def __init__(self, agents: AgentReplicas, folder: Path, num_steps: int) -> None:

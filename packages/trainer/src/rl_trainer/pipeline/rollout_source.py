@@ -110,9 +110,9 @@ class RolloutSource:
     Args:
         agents: Roll prompts out, and put complete groups into `PARTITION`.
         rows: Prompts by number.
-        order: Of the prompts.
+        order: Sampler of the prompts.
         queue: Has the rollouts.
-        config: Of the run.
+        config: Configuration of the run.
         policy: How many groups may be outstanding, and which to learn from next.
         replay: Groups that may be learned from again; a step draws so many fewer prompts.
         first_step: The step that the first batch is for.
@@ -222,7 +222,7 @@ class RolloutSource:
         """Take a batch that weights of `version` may learn from, waiting for it; replayed groups come last.
 
         Args:
-            version: Of the weights that learn.
+            version: Version of the weights that learn.
             num_groups: A part of a batch; None: all of it.
 
         Raises:

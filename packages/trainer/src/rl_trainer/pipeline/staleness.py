@@ -177,7 +177,7 @@ class ThresholdFraction(StalenessPolicy):
 
     @property
     def bound(self) -> int | None:
-        """None: the share is bounded."""
+        """Bound of ages: None, since the share is bounded."""
         return None
 
 
@@ -214,7 +214,7 @@ class Schedule:
     """
 
     policy: StalenessPolicy
-    """How many groups may be outstanding, and which are learned from next."""
+    """Policy of how many groups may be outstanding, and which are learned from next."""
     releases_before_update: bool = False
     """The next batch is generated while this one is learned from."""
     releases_after_sync: bool = False

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 PLAN_FILE = "weights-plan.json"
-"""In the output folder: who sends what to whom."""
+"""File of the output folder that says who sends what to whom."""
 
 
 class WeightTransfer(ABC):
@@ -89,7 +89,7 @@ class ShardedTransfer(WeightTransfer):
 
     Args:
         actor: The engine's ranks.
-        pattern: Of the address of a session, as `session_pattern` makes it.
+        pattern: Pattern of a session's address, from `session_pattern`.
         folder: Where the plan is written, for `rl-ckpt plan`; None: nowhere.
     """
 
@@ -98,9 +98,9 @@ class ShardedTransfer(WeightTransfer):
         self._pattern, self._folder = pattern, folder
         self._address = ""
         self._held: list[LocalWeights] = []
-        """By rank of the engine."""
+        """Weights that each rank of the engine holds."""
         self._joined: dict[int, Receivers] = {}
-        """By replica, what it has declared."""
+        """Declaration of each replica."""
 
     def weights_for(self, member: int) -> WeightShapes | None:
         """All tensors, for a replica that has not told its layout yet.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config, EngineSection
 
 _TIMEOUT_S = 300.0
-"""Of a child process: it imports torch, and its backend."""
+"""Deadline of a child process, which imports torch and its backend, seconds."""
 _SAME = ("rl-post-trainer", "rl-engine", "ray")
 """Packages of which both environments have one version: their processes send each other objects."""
 _VERSIONS = """

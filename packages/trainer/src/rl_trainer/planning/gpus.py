@@ -41,7 +41,7 @@ def gpu_pools(config: Config, *, colocated: bool | None = None) -> dict[str, int
     """GPUs that each pool asks for.
 
     Args:
-        config: Of the run; where it leaves colocation to the machine, servers have their own.
+        config: Configuration of the run; where it leaves colocation to the machine, servers have their own.
         colocated: In the place of `rollout.colocated`; None: as the configuration has it.
     """
     if colocated is not None:

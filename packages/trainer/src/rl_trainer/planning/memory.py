@@ -75,9 +75,9 @@ def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int
     """Memory plan of a configuration.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         model: The `config.json` of the policy.
-        num_parameters: Of the policy, if they were counted; None: by its shapes.
+        num_parameters: Parameters of the policy, if they were counted; None: by its shapes.
 
     Raises:
         KeyError: the model's description lacks a size.

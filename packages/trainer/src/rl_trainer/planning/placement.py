@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
 
 REWARD_POOL = "reward"
-"""Of reward models that share no GPU."""
+"""Pool of reward models that share no GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def has(config: Config, role: str) -> bool:
 
 
 def reward_models(config: Config) -> dict[str, str]:
-    """By part of the reward, the folders of the models that the run serves."""
+    """Folders of the reward models that the run serves, by part of the reward."""
     terms = config.reward.parts.items()
     return {name: term.path for name, term in terms if term.kind == "classifier" and term.path is not None}
 
@@ -140,7 +140,7 @@ def placement_facts(
     """(what, how) for the screen: a line for each pool, with its roles.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         memory: By pool and role, GiB of a GPU; empty where it is not known.
         gpus: That the run may use; 0: everything computes on CPUs.
     """

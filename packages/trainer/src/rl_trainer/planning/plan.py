@@ -47,7 +47,7 @@ class BatchPlan:
     total_completions: int
     """Completions of the whole run."""
     streaming: str = ""
-    """When streamed mini-batches are learned from; empty without `batch.stream`."""
+    """Sentence on when streamed mini-batches are learned from; empty without `batch.stream`."""
 
     @classmethod
     def of(cls, config: Config) -> BatchPlan:
@@ -242,7 +242,7 @@ def is_self(teacher: TeacherSection) -> bool:
 
 
 def teacher_folders(teacher: TeacherSection | None) -> dict[str, Path]:
-    """By `data_source`, "" for all others, the folders of the teachers that the run loads."""
+    """Folders of the teachers that the run loads, by `data_source`, "" for all others."""
     if teacher is None or teacher.url is not None or teacher.path is None:
         return {}
     return {"": Path(teacher.path)} | {source: Path(path) for source, path in teacher.by_source.items()}

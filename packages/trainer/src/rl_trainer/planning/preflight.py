@@ -66,8 +66,8 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False) -> None:
     """Check backends, model folder, output folder and reward rules.
 
     Args:
-        config: Of the run.
-        rows: Of its data.
+        config: Configuration of the run.
+        rows: Rows of its data.
         is_resumed: The run goes on with what is in its output folder.
 
     Raises:

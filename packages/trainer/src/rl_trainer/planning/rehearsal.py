@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_trainer.data import Row
 
 _PROGRAMS = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt_llm"}
-"""By rollout backend, the package that its server is started from where rollout.options.command names none."""
+"""Package that a rollout backend's server is started from, unless rollout.options.command names a program."""
 _MADE_UP = "I do not know."
 
 

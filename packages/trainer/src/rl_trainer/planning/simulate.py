@@ -136,9 +136,9 @@ def simulate(config: Config, rates: Rates, *, seed: int = 0) -> Forecast:
     """Run the training loop on a computed clock.
 
     Args:
-        config: Of the run: schedule, sizes, replicas and what the algorithm scores are read from it.
-        rates: Of its parts.
-        seed: Of the lengths of completions.
+        config: Configuration of the run: schedule, sizes, replicas and what the algorithm scores are read from it.
+        rates: Speeds of its parts.
+        seed: Seed of the lengths of completions.
 
     Raises:
         ConfigError: the configuration has what is not simulated.

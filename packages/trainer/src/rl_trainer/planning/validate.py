@@ -144,7 +144,7 @@ def _lacking(config: Config, need: Need) -> str | None:
 
 
 def _check_given(config: Config) -> None:
-    """What goes with completions that the rows give, whose policy is not the run's."""
+    """Check settings beside completions that the rows give, whose policy is not the run's."""
     algorithm, given = config.algorithm, config.batch.given
     loss, estimator = loss_named(algorithm.loss), estimator_named(algorithm.advantage)
     if not given:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import AgentSection, RewardSection
 
 _OUTPUT_BYTES = 1 << 24
-"""All that a file may hold: a long output is compared to its end."""
+"""Bytes of output that are compared: as many as a file may have."""
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -34,10 +34,10 @@ class CodeTests:
 
     Args:
         num_workers: Tests that run at a time.
-        timeout_s: Of one test, seconds.
-        memory_mb: Of one test, all its processes together, MiB.
+        timeout_s: Deadline of one test, seconds.
+        memory_mb: Memory of one test, all its processes together, MiB.
         is_partial: Give the share of the tests that pass.
-        needs: What code has to be shut off from; where it cannot be, there is no score.
+        needs: Isolation that is required; without it there is no score.
     """
 
     def __init__(

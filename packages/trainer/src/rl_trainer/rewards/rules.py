@@ -61,7 +61,7 @@ def has_format(
     Args:
         text: The completion.
         row: Not looked at.
-        tags: Of the sections.
+        tags: Tags of the sections.
         is_open: The prompt ends with the first opening tag already.
     """
     del row

@@ -106,7 +106,7 @@ class Scorer:
         Args:
             text: The completion.
             row: Its dataset row.
-            loop_reward: What its agent loop gave.
+            loop_reward: Reward of its agent loop.
 
         Raises:
             RewardError, TimeoutError: there is no score, which is not a score of zero.
@@ -173,8 +173,8 @@ def check_rule(key: str, part: RewardPart) -> None:
     """Check the rule of a part, and its options.
 
     Args:
-        key: Of the part, `reward.parts.NAME`.
-        part: What is checked.
+        key: Key of the part, `reward.parts.NAME`.
+        part: Part to check.
 
     Raises:
         PlanError: no such rule, or options that it does not have, lacks or cannot use.

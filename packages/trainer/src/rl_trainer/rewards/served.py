@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _CHARACTERS_PER_TOKEN = 4
 """A guess, until the server's answer tells how many there were."""
 _OWN_SCORE_AT = "data.0.data.0"
-"""Where the answer of `rl-serve --task score` has the score."""
+"""Path of the score in an answer of `rl-serve --task score`."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
 _PLACE = re.compile(r"\{(prompt|completion|ground_truth)\}")
 
@@ -51,7 +51,7 @@ class ServedReward:
 
     Args:
         name: For messages.
-        part: What to ask, and how often.
+        part: Server, prompt and limits.
         num_sharing: Processes that share the limits; each keeps its part of them.
         timeout_s: Deadline of one request, seconds.
     """

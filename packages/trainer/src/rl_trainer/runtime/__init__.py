@@ -17,7 +17,7 @@ def create_runtime(name: Literal["ray", "inline"], *, timeout_s: float = 600.0, 
     """A runtime by name, and the secrets that its workers have. Ray is imported only when it is asked for.
 
     Args:
-        name: Which one.
+        name: Name of the runtime.
         timeout_s: Deadline of a call to a worker, seconds.
         heartbeat_s: How long a worker process may give no sign of life, seconds; nothing where workers are objects.
     """

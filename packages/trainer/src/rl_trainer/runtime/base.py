@@ -48,7 +48,7 @@ class Call:
     """Dispatch of a registered method."""
 
     mode: Dispatch
-    """How it reaches the ranks."""
+    """Distribution of the arguments over the ranks."""
     axis: str | None = None
     """The axis of the group's mesh that it is split and collected over; None: all ranks."""
     is_urgent: bool = False

@@ -28,7 +28,7 @@ class Mesh:
     """Mesh: the ranks of a group as a grid with named axes; neighbouring ranks differ in the last axis.
 
     Args:
-        num_ranks: Of the group.
+        num_ranks: Ranks of the group.
         axes: Size of each axis, outermost first; None: the group has none.
 
     Raises:

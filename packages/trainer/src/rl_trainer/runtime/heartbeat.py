@@ -65,7 +65,7 @@ class PlacedHost:
     watch: Any
     """A reference that is there when it closes, and an error when it dies."""
     where: Whereabouts | None = None
-    """None until it has answered."""
+    """Node and process; None until it has answered."""
     devices: tuple[str, ...] = ()
     """GPUs of the worker that it hosts alone: its own, or those of a group of ranks."""
 

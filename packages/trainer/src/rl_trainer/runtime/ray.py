@@ -40,7 +40,7 @@ _START_TIMEOUT_S = 120.0
 """Seconds until a host process answers, which has nothing to load yet."""
 _CLOSE_TIMEOUT_S = 20.0
 _LOOK_S = 1.0
-"""How often a wait looks whether the run has been ended."""
+"""Seconds between two looks of a wait at whether the run has been ended."""
 _SPARE_CPUS = 16
 """CPUs of a local Ray beyond what the pools ask for: room for replica sets to grow."""
 _OBJECT_STORE_BYTES = 256 * 2**20
@@ -133,7 +133,7 @@ class RayRuntime(Runtime):
         return self.get([host.actor.free_address.remote()], [host], "find a port")[0]
 
     def _reserve_bundles(self, pool: ResourcePool) -> list[tuple[PlacementGroup, int]]:
-        """By rank, a placement group and the bundle of it that the process gets."""
+        """Placement group of each rank, and the bundle of it that the process gets."""
         if pool.is_elastic:
             alone = replace(pool, num_workers=1)
             return [(self._reserve(alone), 0) for _ in range(pool.num_workers)]

@@ -44,7 +44,7 @@ class Reaper:
     """Handle of this controller's reaper process. Without /proc it does nothing: Ray has a reaper there.
 
     Args:
-        death_grace_s: What the run's processes have to end by themselves after the controller died, seconds.
+        death_grace_s: Seconds that the run's processes have to end by themselves after the controller died.
     """
 
     def __init__(self, *, death_grace_s: float = DEATH_GRACE_S) -> None:
@@ -85,7 +85,7 @@ def find_processes(marking: str, known: Mapping[int, int]) -> dict[int, int]:
 
     Args:
         marking: `NAME=value`, as it stands in an environment. Empty: look for descendants alone.
-        known: What an earlier call has returned, or a process to begin with (see `start_time`).
+        known: Result of an earlier call, or a process to begin with (see `start_time`).
 
     Returns:
         Start time in clock ticks by process id; the two together name a process for good. Without zombies.

@@ -44,7 +44,7 @@ class _Writer:
         os.write(self._fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def span(self, name: str, start_ns: int, args: dict[str, Any], **more: Any) -> None:
-        """One span, which ends now."""
+        """Write one span, which ends now."""
         took = (time.monotonic_ns() - start_ns) / 1e3
         where = {"ts": (self._epoch_ns + start_ns) / 1e3, "dur": took, "tid": threading.get_native_id()}
         self._write({"name": name, **where, "args": args, **more})
@@ -130,7 +130,7 @@ def environment(folder: Path | None = None) -> dict[str, str]:
 
 
 def chrome_trace(folder: Path) -> dict[str, Any]:
-    """All spans of a folder in the Trace Event Format: those of requests as asynchronous events, the others nested."""
+    """Timeline of all spans of a folder in the Trace Event Format; requests are asynchronous events, others nested."""
     numbers: dict[str, int] = {}
     events: list[dict[str, Any]] = []
     for path in sorted(folder.glob(f"*{_SUFFIX}")):

@@ -61,7 +61,7 @@ class Job:
     place: int
     """Its position in the step's batch: seeds its sampling, whichever worker runs it."""
     attempt: int = 0
-    """How many workers died while they ran it."""
+    """Number of workers that died while they ran it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +209,7 @@ class AgentWorker:
         return rl_agent.tokenize_prompt(self._tokenizer, with_context(row, context))[0]
 
     def _with_teacher_prompt(self, sample: Sample, row: Row) -> Sample:
-        """With what the teacher reads in the place of the prompt, where it is told more.
+        """Sample with the teacher's own prompt, where it is told more.
 
         Raises:
             TrainerError: the loop has asked something else than the row's prompt.
@@ -369,7 +369,7 @@ class AgentWorker:
         )
 
     def write_samples(self, batch: BatchMeta, step: int, folder: str) -> int:
-        """As `write_step`, with this worker's tokenizer and queue; returns the bytes on disk."""
+        """Write samples by `write_step`, with this worker's tokenizer and queue; returns the bytes on disk."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         return write_step(self._queue, self._tokenizer, Path(folder), batch, step)
 

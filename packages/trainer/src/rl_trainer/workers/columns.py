@@ -188,7 +188,7 @@ class ImageReader:
     """Image reader: the model's own image processor, as servers use it.
 
     Args:
-        folder: Of a model that `takes_images`.
+        folder: Folder of a model that `takes_images`.
 
     Raises:
         InputError: the processor cannot be loaded.

@@ -266,13 +266,13 @@ class ProcessRewardWorker(CriticWorker):
 
 @dataclass(frozen=True, slots=True)
 class LocalWeights:
-    """What one rank of an engine holds of the weights that it sends."""
+    """Weights that one rank of an engine holds, to be sent."""
 
     specs: list[ShardSpec]
     dtypes: dict[str, str]
-    """By name of the tensor, what it is sent as: `bfloat16`."""
+    """Dtype in which each tensor is sent, by name: `bfloat16`."""
     host: str
-    """Of its machine."""
+    """Host of the rank."""
 
 
 class EngineWorker(_EngineRank):
@@ -343,7 +343,7 @@ class EngineWorker(_EngineRank):
 
         Args:
             batch: A row or more for each rank.
-            writes: By row, whether its columns are written: all of a rank's, or none. None: they all are.
+            writes: Flag of each row: whether its columns are written, all of a rank's or none. None: they all are.
         """
         assert self._teacher is not None, "it is asked of the teacher alone"
         prompt = _PROMPT if self._teacher.context is None else TEACHER_PROMPT
@@ -517,7 +517,7 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.GATHER)
     def weight_layout(self) -> list[LocalWeights | None]:
-        """What this rank holds of the weights; None if its engine exports whole tensors only."""
+        """Weights that this rank holds; None if its engine exports whole tensors only."""
         held = LocalWeights([], {}, self._context.host)
         try:
             for spec, tensor in self._engine.get_local_shards():
@@ -534,9 +534,9 @@ class EngineWorker(_EngineRank):
         """Open a session to each rank of a replica that this rank has slices for; where each is reached.
 
         Args:
-            layouts: What every rank of the engine holds.
-            targets: What every rank of a replica takes; None: its one rank takes all.
-            address: Of a session, with places for `{rank}`, `{target}` and `{host}`.
+            layouts: Shards that every rank of the engine holds.
+            targets: Slices that every rank of a replica takes; None: its one rank takes all.
+            address: Pattern of a session's address, with `{rank}`, `{target}` and `{host}`.
         """
         rank, host = self._context.rank, self._context.host
         self._shards = rl_ckpt.ShardedSender(

@@ -48,7 +48,7 @@ class SampleWorker:
 
     @register(Dispatch.RANK_ZERO)
     def write(self, batch: BatchMeta, step: int) -> int:
-        """As `write_step`."""
+        """See `write_step`."""
         return write_step(self._queue, self._tokenizer, self._folder, batch, step)
 
     def close(self) -> None:

@@ -31,8 +31,8 @@ class RewardServers:
 
     Args:
         context: Rank 0 serves; the other ranks of a pool that is shared have nothing to do.
-        folders: By part of the reward, the model's folder.
-        timeout_s: Of a start, seconds.
+        folders: Model folder of each part of the reward.
+        timeout_s: Deadline of a start, seconds.
         heartbeat_s: How long a server may be stopped, seconds; None where this process is not this worker's alone.
     """
 
@@ -101,7 +101,7 @@ class RewardServers:
 
 
 class _Server:
-    """One server under rl-rollout's supervisor. It ends with this process: it watches its standard input."""
+    """Reward server under rl-rollout's supervisor. It ends with this process: it watches its standard input."""
 
     def __init__(self, name: str, folder: str, host: str) -> None:
         self._name = f"the server of reward.parts.{name} ({folder})"

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 _HEALTH_CHECK_S = 1.0
 
 WeightShapes: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]
-"""By Hugging Face name, dtype (`bfloat16`) and shape of every tensor of the weights."""
+"""Dtype (`bfloat16`) and shape of every tensor of the weights, by Hugging Face name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receivers:
-    """What a replica declares before weights are sent to it."""
+    """Receivers of weights that a replica declares."""
 
     count: int
     layout: list[list[TensorPart]] | None
-    """For each receiver, the slices that it takes; None: one takes all, or they were not asked for."""
+    """Slices that each receiver takes; None: one takes all, or they were not asked for."""
     host: str = ""
-    """Of the replica's machine."""
+    """Host of the replica."""
 
 
 class RolloutWorker:

@@ -122,7 +122,7 @@ class Teachers:
 
     Args:
         by_source: Teachers by `data_source`; that of "" has the rows of all others.
-        num_ranks: Of each teacher's engine, which calls all of them alike: a call has a row for each of them.
+        num_ranks: Ranks of each teacher's engine; a call has a row for each of them.
     """
 
     def __init__(self, by_source: Mapping[str, EngineWorker], num_ranks: int) -> None:
