@@ -51,7 +51,7 @@ def sft_loss(output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, T
 
 
 class DpoKind(StrEnum):
-    """How the margin between two completions becomes a loss."""
+    """Kind of a DPO loss: of the margin between two completions."""
 
     SIGMOID = "sigmoid"
     """Direct preference optimisation (Rafailov et al., 2305.18290)."""
@@ -72,7 +72,7 @@ class DpoLoss:
     """
 
     kind: DpoKind = DpoKind.SIGMOID
-    """Which loss."""
+    """Kind of the loss."""
     beta: float = 0.1
     """Weight of staying near the reference."""
     label_smoothing: float = 0.0

@@ -32,7 +32,7 @@ class Precision(StrEnum):
 
 
 class MatmulPrecision(StrEnum):
-    """How float32 matrix products are computed inside, as in `torch.set_float32_matmul_precision`."""
+    """Precision of float32 matrix products, as in `torch.set_float32_matmul_precision`."""
 
     HIGHEST = "highest"
     """In float32."""
@@ -43,7 +43,7 @@ class MatmulPrecision(StrEnum):
 
 
 class Head(StrEnum):
-    """What the model gives for a completion token."""
+    """Head of the model: its output for a completion token."""
 
     LM = "lm"
     """The token's log-prob: policy, reference, SFT, DPO."""
@@ -303,7 +303,7 @@ class BatchCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutput:
-    """One micro-batch scored by the model. Token tensors are packed: T completion tokens of B rows.
+    """Output of the model for one micro-batch. Token tensors are packed: T completion tokens of B rows.
 
     Read `logprobs` or `values`, whichever the engine's head gives; the other raises `ConfigError`.
     """

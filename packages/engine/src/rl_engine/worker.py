@@ -34,7 +34,7 @@ class StepOutcome:
 
 
 class TrainingWorker:
-    """One engine in training, and the number of steps it has taken. A context manager; leaving it frees the engine.
+    """Worker that trains one engine and counts its steps. A context manager; leaving it frees the engine.
 
     Gradients of several `forward_backward` calls add up until `optim_step`.
     """

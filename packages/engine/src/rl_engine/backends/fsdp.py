@@ -454,7 +454,7 @@ def _shard(scorer: HuggingFaceScorer, world: World, config: EngineConfig) -> Non
 
 
 def _mesh(world: World, *, replicate: int, **axes: int) -> DeviceMesh:
-    """All ranks along the named axes, the last of them neighbours; without `replicate` where that is 1. Collective."""
+    """Mesh of all ranks along the named axes, the last of them neighbours; no `replicate` where it is 1. Collective."""
     sizes = {"replicate": replicate, **axes} if replicate > 1 else axes
     return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 

@@ -67,7 +67,7 @@ class RowAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Nothing to set."""
+        """Configuration: nothing to set."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class TorchtitanScorer(Scorer):
 
         Args:
             source: A transformers config that `check_mapped` took.
-            wanted: Of a language-model head; None for a scalar one.
+            wanted: Outputs of a language-model head; None for a scalar one.
         """
         decoder, block, adapter = _FAMILIES[source.model_type]
         config = _decoder_config(decoder, block, source, wanted)

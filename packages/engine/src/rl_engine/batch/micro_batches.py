@@ -1,4 +1,4 @@
-"""Which rows share a micro-batch, and which rank computes which rows. Pure: knows lengths and costs, not tensors.
+"""Planning of micro-batches and load balance over ranks. Pure: knows lengths and costs, not tensors.
 
 A *unit* is rows that must stay side by side (a pair), or one row. Rows of one prompt are kept together too, where they
 share it and a micro-batch has room.
@@ -25,14 +25,14 @@ WORTH_MOVING = 0.95  # of the fullest rank's cost; rows stay where they are for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What rows take of something, tokens or work; those of one prompt, side by side, take its share once."""
+    """Load of rows, in tokens or work; rows of one prompt that lie side by side have the prompt's load once."""
 
     alone: Sequence[float]
-    """By row."""
+    """Load of each row by itself."""
     prompt: Sequence[float]
-    """By row, how much of it other rows of the same prompt need not take again."""
+    """Share of it, for each row, that other rows of the same prompt do not add again."""
     groups: Sequence[int]
-    """By row, the number of its prompt."""
+    """Number of each row's prompt."""
 
     def of(self, rows: Sequence[int]) -> float:
         """Rows that lie side by side."""
@@ -153,10 +153,10 @@ def partition(costs: Sequence[float], count: int) -> list[list[int]]:
 
 
 def balance_units(costs: Sequence[Sequence[float]]) -> list[list[int]] | None:
-    """Which rank computes each unit of work, when rank r holds units of `costs[r]`.
+    """Balance units of work over ranks, when rank r holds units of `costs[r]`.
 
     Args:
-        costs: By rank, by unit.
+        costs: Cost of each unit, by rank.
 
     Returns:
         By rank, by unit, the rank that computes it; None where moving would gain less than a twentieth. As much work

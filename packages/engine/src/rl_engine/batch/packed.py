@@ -1,4 +1,4 @@
-"""What a model is fed: the tokens of a micro-batch's rows end to end, without padding.
+"""Packed input of a model: the tokens of a micro-batch's rows end to end, without padding.
 
 Legend: `B` rows, `C` completion tokens, `T` tokens fed. Where rows share prompts, those are fed once.
 """
@@ -22,7 +22,7 @@ NO_COUNTS = BatchCounts(tokens=0.0, sequences=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """What a model is fed: B rows end to end."""
+    """Packed input of a model: B rows end to end."""
 
     token_ids: Tensor
     """(T,) int64."""
@@ -51,7 +51,7 @@ class PackedRows:
     given_ids: Tensor | None = None
     """(T,) int64, `token_ids` with -1 where the model wrote the token (`loss_mask` 1); where `visual` has entries."""
     shared: PrefixSharing | None = None
-    """How the tokens make up rows that begin with the same prompt; None: row by row."""
+    """Prefix sharing of rows that begin with the same prompt; None: row by row."""
     counts: BatchCounts = NO_COUNTS
     """Denominators of the whole logical batch."""
 
@@ -65,7 +65,7 @@ class PackedRows:
         return ModelOutput(cu_seqlens=self.cu_seqlens, counts=self.counts, **scores)
 
     def padded(self, multiple: int) -> PackedRows:
-        """With one more row, which nothing looks at, where T is no multiple of `multiple`."""
+        """Rows with one more, which nothing looks at, where T is no multiple of `multiple`."""
         missing = -sum(self.lengths) % multiple
         if not missing:
             return self
@@ -102,14 +102,14 @@ def one_token_row(device: torch.device) -> PackedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Which row of a source each row of a result is, where a source's row may come many times."""
+    """Index of a source's rows that repeats some of them, with what its gradient needs."""
 
     index: Tensor
     """(N,) int64."""
     num_rows: int
-    """Of the source."""
+    """Rows of the source."""
     sums: tuple[tuple[Tensor, Tensor], ...]
-    """By how often (n) they come: (u,) int64 rows of the source, and the (u * n,) of the result that each became."""
+    """Rows that come n times each: (u,) int64 of the source, and the (u * n,) of the result that each became."""
 
 
 def repeats(index: Tensor, num_rows: int, device: torch.device) -> Repeats:
@@ -190,14 +190,14 @@ class _SpreadRows(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSharing:
-    """How U tokens make up B rows."""
+    """Prefix sharing: the segments of U tokens that make up B rows."""
 
     lengths: tuple[int, ...]
     """Tokens of each segment; they sum up to U."""
     before: tuple[int, ...]
-    """By segment, the tokens of the prompt that it goes on from; 0 where it is a beginning."""
+    """Tokens of the prompt that each segment goes on from; 0 where it is a beginning."""
     keys: Repeats
-    """By segment, which of the U tokens its queries look at: the prompt that it goes on from, then its own."""
+    """Keys of each segment, of the U tokens: the prompt that it goes on from, then its own."""
     scored: Repeats
     """(C,), which of the U tokens predicts each completion token: a prompt's last does so for all of its rows."""
 

@@ -51,22 +51,22 @@ WorkItems = Sequence[tuple[float, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReplicas:
-    """How the ranks share replicas of the model."""
+    """Replicas of the model, and the ranks that share each."""
 
     replica_of: tuple[int, ...]
-    """By rank, the replica that it is part of."""
+    """Replica of each rank."""
     leaders: tuple[int, ...]
-    """By replica, the rank that has its results."""
+    """Rank that has the results, of each replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Where the rows of one logical batch are computed; the same on every rank."""
+    """Assignment of one logical batch's rows to replicas; the same on every rank."""
 
     replicas: ModelReplicas
-    """Of the model."""
+    """Replicas of the model."""
     target: tuple[tuple[int, ...], ...]
-    """By rank, by row, the replica that computes it."""
+    """Replica that computes each row, by rank."""
 
     def rows_to(self, rank: int, replica: int) -> list[int]:
         """Rows of `rank` that `replica` computes, in order."""
@@ -75,16 +75,16 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """One logical batch as all ranks see it."""
+    """Plan of one logical batch, as all ranks see it."""
 
     own: RowBatch
     """The rows that this rank passed."""
     batch: RowBatch
     """The rows that this rank's replica of the model computes."""
     assignment: Assignment | None
-    """How the one became the other; None where they are the same."""
+    """Assignment by which `own` became `batch`; None where they are the same."""
     counts: BatchCounts
-    """Of the whole batch."""
+    """Tokens and sequences of the whole batch."""
     micro_batches: list[list[int]]
     """Rows of `batch` in each micro-batch of this replica."""
     num_micro_batches: int
@@ -103,17 +103,17 @@ class BatchPlan:
 
 @dataclass(slots=True)
 class MicroBatchResults:
-    """What the micro-batches of one call have produced so far; stays on the device until the end."""
+    """Results of the micro-batches of one call so far; they stay on the device until the end."""
 
     rows: list[int] = field(default_factory=list[int])
     """Rows of the plan's `batch`, in the order in which they were computed."""
     columns: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
-    """By column, `[C]` (or (C, K)) values of each micro-batch."""
+    """Values of each micro-batch, `[C]` or (C, K), by column."""
     metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """By name, the sum of the shares so far, a scalar."""
+    """Sums of the shares so far, scalars, by name."""
 
     def add(self, rows: list[int], output: ModelOutput, metrics: Mapping[str, Tensor]) -> None:
-        """One micro-batch's output and shares of metrics."""
+        """Add one micro-batch's output and shares of metrics."""
         self.rows += rows
         self.add_shares(metrics)
         for name, attribute in COLUMNS.items():
@@ -121,12 +121,12 @@ class MicroBatchResults:
                 self.columns.setdefault(name, []).append(column.detach())
 
     def add_shares(self, metrics: Mapping[str, Tensor]) -> None:
-        """Shares of metrics alone."""
+        """Add shares of metrics alone."""
         for name, share in metrics.items():
             self.metrics[name] = self.metrics[name] + share.detach() if name in self.metrics else share.detach()
 
     def metric_values(self, *, is_leader: bool) -> dict[str, float]:
-        """One transfer for all of them. Ranks that share a replica have the same, but for those of its experts."""
+        """Values by name, in one transfer. Ranks that share a replica have equal ones, but for those of its experts."""
         named = {name: share for name, share in self.metrics.items() if is_leader or name == AUX_LOSS}
         if not named:
             return {}
@@ -151,12 +151,12 @@ def plan_batch(
 
     Args:
         world: All ranks.
-        replicas: Of the model.
+        replicas: Replicas of the model.
         data: This rank's rows.
         make: Takes rows apart and refuses what the model cannot take.
         budget: Tokens of one micro-batch.
-        cost: Of a row.
-        work: What this rank means to do with its rows, in words.
+        cost: Cost of a row.
+        work: Purpose of this rank's call, in words.
 
     Raises:
         BatchError: on this rank, or naming the rank that refused.
@@ -197,7 +197,7 @@ def plan_batch(
 
 
 def work_of(loss_function: LossFunction | None, has_backward: bool) -> str:
-    """What a call is for, in words."""
+    """Purpose of a call, in words."""
     if loss_function is None:
         return "scores alone"
     return "a loss and its gradient" if has_backward else "a loss without its gradient"
@@ -213,8 +213,8 @@ def assign_rows(replicas: ModelReplicas, work: Sequence[tuple[WorkItems, WorkIte
     """Agree on who computes what; None where every rank keeps its rows.
 
     Args:
-        replicas: Of the model.
-        work: By rank, its rows cut twice: as it would like to keep them together, and as finely as they may be cut.
+        replicas: Replicas of the model.
+        work: Rows of each rank, cut twice: as it would like to keep them together, and as finely as they may be cut.
             The finer cut is taken where it gains enough to be worth a move.
     """
     coarse, fine = (_HeldWork(replicas, [cuts[way] for cuts in work]) for way in (0, 1))
@@ -317,7 +317,7 @@ def return_columns(assignment: Assignment, computed: TensorDict | None, own: Row
     """Per-token results of this rank's own rows, in their order. Collective.
 
     Args:
-        assignment: Which replica computed which.
+        assignment: Assignment of the rows to replicas.
         computed: This rank's replica's results, in the order of `send_rows`; only leaders need give them.
         own: The rows that this rank passed.
         world: All ranks.

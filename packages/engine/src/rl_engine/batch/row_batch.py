@@ -100,7 +100,7 @@ class RowBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where the columns are."""
+        """Device of the columns."""
         return self._completion.values.device
 
     def tokens(self) -> Load:
@@ -119,7 +119,7 @@ class RowBatch:
         return Load(alone=alone, prompt=prompt, groups=self._groups)
 
     def _group_prompts(self) -> list[int]:
-        """By row, a number that rows of the same prompt have in common."""
+        """Group number of each row: rows of the same prompt have the same."""
         rows = self._prompt.values.cpu().split(self._prompts)
         known: dict[bytes, int] = {}
         return [known.setdefault(row.numpy().tobytes(), len(known)) for row in rows]
@@ -392,6 +392,6 @@ def _positions(lengths: Tensor) -> Tensor:
 
 
 def _token_index(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the given rows' tokens lie, and the new offsets."""
+    """Index of the given rows' tokens, and the new offsets."""
     lengths = offsets.diff()[rows]
     return _positions(lengths) + offsets[:-1][rows].repeat_interleave(lengths), _offsets(lengths)

@@ -32,7 +32,7 @@ def hold_lock(file: str | Path, what: str) -> Generator[None]:
 
     Args:
         file: Is made if it is not there, and stays, empty.
-        what: What is held, for the sentence of a refusal, such as `output_dir=out`.
+        what: Name of what is held, for a refusal, such as `output_dir=out`.
 
     Raises:
         FolderInUseError: another process holds it, or one of another host did and never gave it back.
@@ -114,7 +114,7 @@ def _boot() -> str:
 
 
 def _started(pid: Any) -> int | None:
-    """When a process of this host began, in clock ticks after the boot; None: there is none."""
+    """Start time of a process of this host, clock ticks after the boot; None: there is none."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

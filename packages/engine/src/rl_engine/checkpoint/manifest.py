@@ -48,8 +48,8 @@ def write_manifest(file: str | Path, fields: Mapping[str, Any], files: Mapping[s
 
     Args:
         file: The manifest; paths in `files` are relative to its folder.
-        fields: What it says beside; not `files` and not `digest`.
-        files: As `digest_files` gives them.
+        fields: Further fields; not `files` and not `digest`.
+        files: Digests from `digest_files`.
 
     Raises:
         OSError: it cannot be written.
@@ -91,7 +91,7 @@ def find_damage(file: str | Path, names: Iterable[str] | None = None) -> list[st
 
     Args:
         file: The manifest.
-        names: Of the files to look at; by default all.
+        names: Names of the files to look at; by default all.
     """
     path = Path(file)
     try:

@@ -432,7 +432,7 @@ def _raw(part: Tensor) -> memoryview:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor. Collective."""
+    """Full tensor of a sharded one. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -507,7 +507,7 @@ def restore(
 
     Args:
         path: The checkpoint.
-        tensors: What this rank holds of the model and the optimizer.
+        tensors: Tensors of the model and the optimizer that this rank holds.
         world: All ranks.
         seed: The engine's.
         described: Names and whole shapes of what all ranks hold; by default those of `tensors`.

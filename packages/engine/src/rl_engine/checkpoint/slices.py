@@ -129,15 +129,15 @@ class Piece:
     """Position of one of the folder's tensors in one of the model's."""
 
     name: str
-    """Of the folder's."""
+    """Name in the folder."""
     shape: tuple[int, ...]
     """Of the folder's."""
     starts: tuple[int, ...]
-    """By axis of the model's, its first index."""
+    """First index along each axis of the model's tensor."""
     sizes: tuple[int, ...]
-    """By axis of the model's, its length."""
+    """Length along each axis of the model's tensor."""
     axes: tuple[int | None, ...]
-    """By axis of the model's, the folder's axis that runs along it; None where it has one index."""
+    """Axis of the folder's tensor along each axis of the model's; None where it has one index."""
 
 
 def find_pieces(
@@ -214,7 +214,7 @@ def read_shards(
 def _trace(
     name: str, shape: tuple[int, ...], convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> list[tuple[Any, ...]] | None:
-    """By tensor of the folder its `starts`, `sizes` and `axes`: found by converting every element's own index."""
+    """Trace the `starts`, `sizes` and `axes` of each folder tensor, by converting every element's own index."""
     dtype = torch.int16 if max(shape) <= torch.iinfo(torch.int16).max else torch.int32
     lines: dict[str, list[tuple[int, int, int | None]]] = {}
     for axis, size in enumerate(shape):

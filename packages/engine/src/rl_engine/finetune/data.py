@@ -26,7 +26,7 @@ class Columns:
     masks: list[list[int]] = field(default_factory=list[list[int]])
 
     def add(self, prompt: Sequence[int], completion: Sequence[int], mask: Sequence[int] | None = None) -> None:
-        """One row; without a mask all of its completion counts."""
+        """Add one row; without a mask all of its completion counts."""
         self.prompts.append(list(prompt))
         self.completions.append(list(completion))
         self.masks.append([1] * len(completion) if mask is None else list(mask))
@@ -48,7 +48,7 @@ class ChatTokenizer:
         return self.ids(self._render(_as_chat(messages), is_open=True))
 
     def completion(self, said: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """What the assistant says, as text or as a chat of that one message, ended by eos.
+        """Token ids of the assistant's text, or of a chat of that one message, ended by eos.
 
         Raises:
             DataError: the chat is not one message of the assistant.
@@ -184,7 +184,7 @@ def refuse_empty(path: str | Path, columns: Columns, numbers: Sequence[int] = ()
     Args:
         path: The file.
         columns: Its rows.
-        numbers: Of the row of the file that each came from, where some came from one.
+        numbers: Number of the file's row that each came from, where several came from one.
 
     Raises:
         DataError: names the row of the file.

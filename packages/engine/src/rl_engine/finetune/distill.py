@@ -28,7 +28,7 @@ __all__ = ["DistillConfig", "train"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillConfig(RunConfig):
-    """One run of distillation. `model_path` is the student's."""
+    """Configuration of a distillation run. `model_path` is the student's."""
 
     teacher_path: str
     """The teacher's folder, with the same tokenizer."""

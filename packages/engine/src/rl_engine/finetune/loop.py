@@ -62,7 +62,7 @@ class RunConfig(ABC):
     data_path: str
     """A .jsonl or .parquet file."""
     output_dir: str
-    """Where the trained model folder is written. Beside it: `OUTPUT_DIR.checkpoint`, and `OUTPUT_DIR.run` with
+    """Folder of the trained model. Beside it: `OUTPUT_DIR.checkpoint`, and `OUTPUT_DIR.run` with
     config, metrics and curve."""
     overwrite: bool = False
     """Replace what is in `output_dir`; a folder with files is refused otherwise."""
@@ -98,7 +98,7 @@ class RunConfig(ABC):
     lora_alpha: float = 32.0
     """The adapter is scaled by alpha / rank."""
     lora_dropout: float = 0.0
-    """Of the adapter's input while training."""
+    """Dropout of the adapter's input while training."""
     lora_target_modules: str = ""
     """Names of linear layers with commas, such as q_proj,v_proj; empty: every linear layer but the head."""
     lora_export: LoraExport = LoraExport.MERGED
@@ -224,7 +224,7 @@ class Rows:
     rows_per_item: int = 1
     """2 for pairs."""
     mismatched: RowBatch | None = None
-    """By row, its prompt with the completion of another row; for the reference point of KTO alone."""
+    """Prompt of each row with the completion of another; for the reference point of KTO alone."""
 
     @property
     def num_items(self) -> int:
@@ -398,7 +398,7 @@ def _run(
 
 
 def _facts(config: RunConfig, lengths: Sequence[int], num_items: int) -> list[str]:
-    """What is said before the first step: the data, how they are packed, and what a key cannot reach."""
+    """Lines before the first step: the data, their packing, and keys that are cut or out of reach."""
     what = "rows" if len(lengths) == num_items else "pairs"
     told = [
         f"{num_items} {what}, {sum(lengths)} tokens, longest row {max(lengths)}; {config.batch_size} {what} a step, "

@@ -58,14 +58,14 @@ _LABELLED = (("prompt", "completion", "label"), ("prompt_token_ids", "completion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoConfig(RunConfig):
-    """One run of preference optimisation. `batch_size` counts pairs, or rows with `loss=kto`."""
+    """Configuration of a preference optimisation run. `batch_size` counts pairs, or rows with `loss=kto`."""
 
     batch_size: int = 32
     """Pairs per step, over all ranks."""
     lr: float = 1e-6
     """Peak learning rate."""
     loss: DpoKind = DpoKind.SIGMOID
-    """How the margin becomes a loss; `kto` learns from single rows."""
+    """Loss of the margin; `kto` learns from single rows."""
     beta: float = 0.1
     """Weight of staying near the reference."""
     label_smoothing: float = 0.0
@@ -226,12 +226,12 @@ class RewardKind(StrEnum):
     OUTCOME = "outcome"
     """Outcome reward from pairs (Bradley-Terry)."""
     PROCESS = "process"
-    """How good each step is."""
+    """Value of each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RmConfig(RunConfig):
-    """One run of reward modelling. `batch_size` counts pairs, or rows with `loss=process`."""
+    """Configuration of a reward modelling run. `batch_size` counts pairs, or rows with `loss=process`."""
 
     batch_size: int = 32
     """Pairs (or rows) per step, over all ranks."""

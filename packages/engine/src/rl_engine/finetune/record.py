@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 TRACKERS = ("tensorboard", "wandb")
-"""What `trackers` may name."""
+"""Names that `trackers` takes."""
 
 
 def run_folder(output_dir: str) -> Path:
-    """Where the record of the run that writes `output_dir` lies."""
+    """Folder of the record of the run that writes `output_dir`."""
     output = Path(output_dir)
     return output.with_name(f"{output.name}.run")
 
@@ -67,7 +67,7 @@ class RunRecord:
             self._wandb = _wandb(self.folder, config)
 
     def add(self, step: int, metrics: Mapping[str, float], wall_s: float) -> None:
-        """One step's numbers; those of held-out rows are named `held_out_...`."""
+        """Add one step's numbers; those of held-out rows are named `held_out_...`."""
         line = {"step": step, "metrics": dict(metrics), "phase_s": {"update": wall_s}}
         with self._file.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -87,7 +87,7 @@ class RunRecord:
             self._wandb.finish()
 
     def _lines(self) -> list[dict[str, Any]]:
-        """Those that are whole: a kill may have torn the last one."""
+        """Whole lines of the file: a kill may have torn the last one."""
         found: list[dict[str, Any]] = []
         for line in self._file.read_text().splitlines() if self._file.is_file() else ():
             try:

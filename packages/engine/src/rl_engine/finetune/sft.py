@@ -32,7 +32,7 @@ _SHAPES = (("prompt", "completion"), ("messages",), ("prompt_token_ids", "comple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig(RunConfig):
-    """One run of supervised fine-tuning."""
+    """Configuration of a supervised fine-tuning run."""
 
     init: ModelInit = ModelInit.PRETRAINED
     """random: start from new weights; the folder then needs only config and tokenizer."""

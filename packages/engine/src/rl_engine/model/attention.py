@@ -149,8 +149,8 @@ def packed_attention(
         key: (1, K, T, D); H is a multiple of K.
         value: (1, K, T, D).
         attention_mask: Must be None; the layout says everything.
-        scaling: Of the scores; default D ** -0.5.
-        dropout: Of the probabilities.
+        scaling: Factor of the scores; default D ** -0.5.
+        dropout: Dropout of the probabilities.
         sliding_window: Tokens each query sees, itself included.
         softcap: `c * tanh(score / c)`.
         s_aux: (H,) attention sinks.
@@ -388,7 +388,7 @@ class SequenceGroup:
         return replace(local, **gathered)
 
     def _score_ends(self, rows: PackedRows) -> list[int]:
-        """By rank, completion tokens predicted up to the end of its slice. A row's last tokens predict them."""
+        """Number of completion tokens predicted up to the end of each rank's slice, by a row's last tokens."""
         share = sum(rows.lengths) // self.size
         ends: list[int] = []
         for rank in range(self.size):

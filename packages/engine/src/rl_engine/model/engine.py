@@ -70,7 +70,7 @@ class Scorer(nn.Module):
     """Scores packed rows with one model. `model` holds every parameter."""
 
     multimodal: MultimodalInputs | None = None
-    """How images are fed; None for a model that takes none in that way."""
+    """Multimodal inputs; None for a model that takes none in that way."""
     shares_prefixes: bool = False
     """Whether rows that begin with the same prompt may be fed it once."""
 
@@ -109,7 +109,7 @@ class Scorer(nn.Module):
         """Parameters, tied ones once, and the buffers that belong to a checkpoint."""
 
     def to_folder(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Some of `named_weights` as the tensors of a Hugging Face folder that they are made of."""
+        """Tensors of a Hugging Face folder that some of `named_weights` are made of."""
         return named
 
 
@@ -384,7 +384,7 @@ class ModuleEngine(Engine):
         Args:
             plan: The batch. A rank that has fewer micro-batches runs one-token dummies, so that collectives match.
             loss_function: None computes scores only.
-            load: Of the experts, where their auxiliary loss is wanted.
+            load: Load of the experts, where their auxiliary loss is wanted.
             counts: (L, E) float64, to which the load of this rank's experts is added.
         """
         scorer, results = self._built(), MicroBatchResults()

@@ -152,7 +152,7 @@ class ValueScorer(HuggingFaceScorer):
     """A sequence classifier with one label, asked at every completion token."""
 
     def _score(self, rows: PackedRows, arguments: dict[str, Any], head_loss: HeadLoss | None = None) -> ModelOutput:
-        """One float32 value of each state (float64 for a float64 model)."""
+        """Score of each state, float32 (float64 for a float64 model)."""
         return score_values(self.model.score(self._hidden(rows, arguments)), rows)  # pyright: ignore[reportCallIssue]
 
 
@@ -190,7 +190,7 @@ def check_mapped(
         backend: Its name.
         kinds: Model types that it maps.
         layers: Kinds of attention layers that it has.
-        more: By name, whether the model has another variant that the backend has not.
+        more: Flags by name: whether the model has another variant that the backend has not.
 
     Raises:
         ModelFolderError: says what it does not map.

@@ -70,9 +70,9 @@ class Routing:
     load: ExpertLoad | None = None
     """Given, each layer's share of the auxiliary loss is computed."""
     counts: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """By layer, `[E]` tokens that went to each expert."""
+    """Tokens that went to each expert, `[E]`, by layer."""
     shares: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """By layer, this micro-batch's share of the auxiliary loss."""
+    """Shares of the auxiliary loss of this micro-batch, by layer."""
 
     def choice(self, layer: int) -> Tensor | None:
         """`[T, K]` experts to take in a layer."""

@@ -103,7 +103,7 @@ def write_tiny_model(path: str | Path, seed: int = 0, **config: Any) -> Path:
 
     Args:
         path: Folder to make.
-        seed: Of the weights.
+        seed: Seed of the weights.
         **config: Overrides of `transformers.Qwen3Config`, such as `hidden_size`.
 
     Returns:
