@@ -33,7 +33,7 @@ class Implementation:
     name: str
     """cpu or cuda."""
     device: torch.device
-    """Where its tensors live."""
+    """Device of its tensors."""
     module: ModuleType
     """`rl_csrc.cpu` or `rl_csrc.cuda`."""
 

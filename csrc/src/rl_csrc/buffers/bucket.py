@@ -40,7 +40,7 @@ class Bucket:
     """Bucket of a plan: the pieces of tensors that one transfer carries."""
 
     pieces: tuple[Piece, ...]
-    """In the order of their offsets."""
+    """Pieces in the order of their offsets."""
     nbytes: int
     """Bytes used, a multiple of the alignment."""
 

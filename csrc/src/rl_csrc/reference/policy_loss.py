@@ -54,7 +54,7 @@ class LossSpec:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus (subtracted from the loss)."""
     aggregation: Aggregation = "token-mean"
-    """How per-token losses become one number."""
+    """Aggregation of per-token losses."""
 
     def fields(self) -> dict[str, float | int]:
         """Options by name as native kernels take them: strings become positions in `LOSSES`, `KLS`, `AGGREGATIONS`."""

@@ -85,7 +85,7 @@ class FakeGenerator:
         reply: Gives the completion's ids for a request, or raises what the server should raise. The answer is cut at
             the request's `max_new_tokens`. The default answers `ok` and the end of sequence.
         delay_s: Duration of every generation, seconds.
-        weight_version: Of every token; may be changed at any time.
+        weight_version: Weight version of every token; may be changed at any time.
     """
 
     def __init__(

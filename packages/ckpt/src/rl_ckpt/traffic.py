@@ -30,15 +30,15 @@ class Placement:
     """Ranks of both sides, what each has of the weights, and the nodes that they are on."""
 
     sizes: Mapping[str, int]
-    """By tensor, bytes of an element."""
+    """Bytes of an element, by tensor."""
     sources: Sequence[Sequence[Shard]]
-    """For each rank of the trainer, what it holds."""
+    """Shards that each rank of the trainer holds."""
     targets: Sequence[Sequence[Shard]] | None
-    """For each rank of a replica of the server, what it takes; None: one rank takes all."""
+    """Slices that each rank of a replica of the server takes; None: one rank takes all."""
     source_nodes: Sequence[str]
-    """Of each rank of the trainer."""
+    """Node of each rank of the trainer."""
     target_nodes: Sequence[Sequence[str]]
-    """For each replica, of each of its ranks."""
+    """Node of each rank of each replica."""
 
     def save(self, path: Path) -> None:
         """Write it as JSON, for `rl-ckpt plan`."""
@@ -78,24 +78,24 @@ class Traffic:
     """Bytes of one sync.
 
     Args:
-        placement: Of all ranks.
+        placement: Nodes of all ranks.
     """
 
     def __init__(self, placement: Placement) -> None:
         plan = ShardPlan(placement.sources, placement.targets)
         self.pairs: dict[tuple[int, int], int] = {}
-        """From a rank of the trainer to a rank of one replica, bytes."""
+        """Bytes from a rank of the trainer to a rank of one replica."""
         self.sent: Counter[str] = Counter()
-        """By node, bytes that leave it."""
+        """Bytes that leave each node."""
         self.received: Counter[str] = Counter()
-        """By node, bytes that come to it."""
+        """Bytes that come to each node."""
         self.copied: Counter[str] = Counter()
-        """By node, bytes that stay in it."""
+        """Bytes that stay in each node."""
         self.num_bytes = sum(
             placement.sizes[name] * math.prod(shape)
             for name, shape in {shard.name: shard.shape for shards in placement.sources for shard in shards}.items()
         )
-        """Of the weights."""
+        """Bytes of the weights."""
         for source in range(plan.num_sources):
             for target in plan.moves.targets_of(source):
                 moves = plan.moves.moves(source, target)
@@ -131,7 +131,7 @@ class Traffic:
         return max(gathered / link_bytes_per_s, sent / link_bytes_per_s, self.num_bytes / memory_bytes_per_s)
 
     def lines(self, placement: Placement, link_gbit_per_s: float, memory_gb_per_s: float) -> list[str]:
-        """Who sends what to whom, what each link carries, and the seconds expected, as text."""
+        """Lines of text: who sends what to whom, what each link carries, and the seconds expected."""
         speeds = link_gbit_per_s * 1e9 / 8, memory_gb_per_s * 1e9
         num_replicas = len(placement.target_nodes)
         lines = [f"weights: {_gb(self.num_bytes)}, {len(placement.sizes)} tensors, to {num_replicas} replicas"]

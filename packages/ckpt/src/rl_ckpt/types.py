@@ -104,7 +104,7 @@ class Receipt:
     num_bound: int
     """Tensors of this sync that the engine holds under their names; 0 if not attested."""
     num_expected: int
-    """All tensors of the engine; 0 if not attested. More than `num_bound` after a partial sync."""
+    """Number of all tensors of the engine; 0 if not attested. More than `num_bound` after a partial sync."""
     verify_s: float = 0.0
     """Time for verifying bytes and copying them in the same pass, seconds."""
     install_s: float = 0.0
@@ -138,13 +138,13 @@ class SyncReport:
     install_s: float = 0.0
     """The longest `install_s` of a receipt, seconds."""
     pause_s: float = 0.0
-    """From the announcement of the sync to the last receipt: time of receivers between two versions, seconds."""
+    """Seconds from the announcement of the sync to the last receipt: receivers are between two versions."""
     wall_s: float
-    """From the first call to the last receipt, seconds."""
+    """Seconds from the first call to the last receipt."""
     limit_gb_per_s: float | None = None
     """Copy bandwidth of one core of the sender, measured when the session was opened, 1e9 bytes per second."""
     receipts: tuple[Receipt, ...] = field(default=())
-    """One per receiver that confirmed the commit."""
+    """Receipts, one per receiver that confirmed the commit."""
     lost: tuple[str, ...] = field(default=())
     """Receivers lost between vote and confirmation of the commit. Each holds this version or refuses to serve."""
 

@@ -48,9 +48,9 @@ class Head(StrEnum):
     LM = "lm"
     """The token's log-prob: policy, reference, SFT, DPO."""
     VALUE = "value"
-    """One number for the state *before* the token, which has not read it: a critic."""
+    """Value of the state *before* the token, which has not read it: a critic."""
     REWARD = "reward"
-    """One number for the state *after* the token: a reward model, whose outcome is that of the last token."""
+    """Value of the state *after* the token: a reward model, whose outcome is that of the last token."""
 
 
 class ModelInit(StrEnum):

@@ -119,12 +119,12 @@ class RolloutServer(ABC):
         """Resume decoding after `pause`."""
 
     async def weight_layout(self, weights: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[list[TensorPart]] | None:
-        """For each weight receiver, the slices that it computes with, so that a sender can plan to send those alone.
+        """Slices that each weight receiver computes with, so that a sender can plan to send those alone.
 
         Asked before the first update with slices. None: one receiver takes every tensor whole.
 
         Args:
-            weights: By Hugging Face name, dtype (`bfloat16`) and shape of every tensor that updates will bring.
+            weights: Dtype (`bfloat16`) and shape of every tensor that updates will bring, by Hugging Face name.
         """
         del weights
         return None

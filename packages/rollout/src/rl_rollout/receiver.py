@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rl_ckpt.base import WeightReceiver
 
 SLICES = "shards:"
-"""What an address begins with that `rl_ckpt.join_addresses` made."""
+"""Prefix of the addresses that `rl_ckpt.join_addresses` makes."""
 
 
 class CkptReceiver:

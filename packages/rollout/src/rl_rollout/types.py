@@ -150,9 +150,9 @@ class TensorPart:
     name: str
     """Hugging Face name of the tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
-    """Where the box starts along each axis."""
+    """Start of the box along each axis."""
     sizes: tuple[int, ...]
     """Its length along each axis."""
 

@@ -58,7 +58,7 @@ class PolicyError(TransferQueueError, ValueError):
 
 
 class WaitTimeoutError(TransferQueueError, TimeoutError):
-    """Nothing became ready before the deadline."""
+    """Deadline of a wait that passed before anything was ready."""
 
 
 class ServerLostError(TransferQueueError, ConnectionError):

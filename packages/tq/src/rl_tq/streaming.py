@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedBatch:
-    """One batch of a stream."""
+    """Batch of a stream."""
 
     meta: BatchMeta
     """The claimed rows: acknowledge them once they are trained on."""
@@ -54,13 +54,13 @@ class StreamingDataset(IterableDataset[StreamedBatch]):
         """Describe the stream.
 
         Args:
-            address: Of the queue.
+            address: Address of the queue.
             partition: Partition to claim from.
             columns: Columns to fetch.
             batch_size: Rows per batch.
             task: Name of the consumer.
-            sampler: As in `TransferQueue.get_meta`.
-            lease_s: As in `TransferQueue.get_meta`.
+            sampler: See `TransferQueue.get_meta`.
+            lease_s: See `TransferQueue.get_meta`.
             idle_s: The stream ends when no batch became ready for so long.
             clear: Acknowledge and clear each batch once the next is asked for, at steps 0, 1, ...: for consumers that
                 need no restore. Otherwise `ack` is the caller's, by any client.

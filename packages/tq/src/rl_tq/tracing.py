@@ -46,11 +46,11 @@ class _Writer:
         self.write({"process": f"{socket.gethostname()} {os.getpid()} {Path(sys.argv[0]).name}"})
 
     def write(self, line: dict[str, Any]) -> None:
-        """One line, in one write."""
+        """Write one line, in one call."""
         os.write(self._fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def span(self, name: str, start_ns: int, attributes: dict[str, Any]) -> None:
-        """One span, which ends now."""
+        """Write one span, which ends now."""
         took = (time.monotonic_ns() - start_ns) / 1e3
         thread = threading.get_native_id()
         self.write(
@@ -135,7 +135,7 @@ def _nbytes(value: Any) -> int:
 
 
 def chrome_trace(directory: str | Path) -> dict[str, Any]:
-    """All spans of a directory in the Trace Event Format, with an arrow from each claim to what was done with it.
+    """Timeline of a directory's spans in the Trace Event Format, with an arrow from each claim to what came of it.
 
     Raises:
         TransferQueueError: there are none.

@@ -178,7 +178,7 @@ class Browser:
         executable: The browser; None looks for `chromium` on the path, and then takes Playwright's own.
         timeout_s: Deadline of one action, seconds.
         has_screenshots: Show pictures of the page besides its text.
-        size: Of the window, pixels: width, height.
+        size: Width and height of the window, pixels.
     """
 
     def __init__(

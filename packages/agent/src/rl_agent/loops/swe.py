@@ -52,7 +52,7 @@ class SweLoop(ToolLoop):
         max_commands: Commands and tests running at the same time in this process; more wait.
         memory_bytes: Address space of each process.
         venv: A virtual environment whose programs come first.
-        needs: What code has to be shut off from; see `Grader`.
+        needs: Isolation that is required; see `Grader`.
         template_kwargs: Further variables of the chat template.
 
     Raises:

@@ -85,7 +85,7 @@ class RecordingProxy:
         host: Interface to bind.
         port: 0 picks a free one.
         template_kwargs: Further variables of the chat template.
-        api_token: What callers must show; needed where `host` is not loopback.
+        api_token: Token that callers must show; needed where `host` is not loopback.
         max_body_bytes: Largest request, bytes.
 
     Raises:

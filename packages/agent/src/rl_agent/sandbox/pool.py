@@ -42,8 +42,7 @@ class Grader:
         limits: Limits of each run.
         max_waiting: Runs that may wait for a subprocess; one more fails at once.
         cache_size: Results kept, by code and input; runs that ended by a limit of time or memory are not.
-        needs: What code has to be shut off from, of `network`, `processes` and `files`; where that cannot be, nothing
-            runs.
+        needs: Isolation that is required, of `network`, `processes` and `files`; without it nothing runs.
 
     Raises:
         ValueError: a number is out of its range.

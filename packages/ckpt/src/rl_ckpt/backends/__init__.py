@@ -1,1 +1,1 @@
-"""One transport per file, found by the entry points `rl_ckpt.backends`."""
+"""Transports, one per file, found by the entry points `rl_ckpt.backends`."""

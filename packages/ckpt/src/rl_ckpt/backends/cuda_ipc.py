@@ -74,7 +74,7 @@ class CudaSend(UnixSend):
         return list(self._ring.split(bucket_bytes))
 
     def map_source(self, items: Sequence[tuple[str, Tensor]]) -> SourceMap | None:
-        """All that lies on the device."""
+        """Map of the source's tensors that lie on the device."""
         driver = self._driver
         if driver is None:
             return None
@@ -93,7 +93,7 @@ class CudaSend(UnixSend):
             self._driver.synchronize()
 
     def memory(self) -> bytes:
-        """Where the ring is."""
+        """Memory of the ring."""
         return self._memory
 
     def close(self) -> None:

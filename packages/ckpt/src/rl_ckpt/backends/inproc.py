@@ -56,7 +56,7 @@ def set_channel_factory(name: str, factory: ChannelFactory | None) -> None:
 
 
 class Rendezvous:
-    """Where receivers find the sender of a name."""
+    """Rendezvous: receivers find the sender of a name here."""
 
     def __init__(self, name: str, slots: list[Tensor]) -> None:
         self.slots = slots

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SessionConfig
 
 CHUNK_BYTES = 1 << 20
-"""What one prepared descriptor covers: a bucket that is not full is pulled as far as it is filled."""
+"""Bytes that one prepared descriptor covers: a bucket that is not full is pulled as far as it is filled."""
 MAX_RING_BYTES = 1 << 34
 _ADDRESS = struct.Struct("<Q")
 _IN_FLIGHT = "PROC"
@@ -169,7 +169,7 @@ class NixlReceive(TcpReceive):
         self._peer = "the sender"
 
     def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
-        """As many slots as the sender has."""
+        """Map as many slots as the sender has."""
         self._peer = channel.peer
         num_bytes = session.num_slots * session.bucket_bytes
         if len(session.memory) <= _ADDRESS.size or not 0 < num_bytes <= MAX_RING_BYTES:

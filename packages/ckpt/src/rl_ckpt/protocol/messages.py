@@ -30,7 +30,7 @@ NO_VERSION = 2**64 - 1
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 HANDLE_BYTES = 64
-"""Of what another process maps memory by."""
+"""Most bytes of a handle by which another process maps memory."""
 
 HEADER = struct.Struct("<4sHHIII")
 _CHECKED_BYTES = 16
@@ -64,7 +64,7 @@ class Tail(NamedTuple):
 
     pack: Callable[[Any], bytes]
     read: Callable[[bytes, int, int], tuple[Any, int]]
-    """From the body, where it starts, and its count: the value, and where it ends."""
+    """Function from the body, a start and a count to the value and its end."""
     is_counted: bool = True
     """Whether the fixed part ends with its count, u32; else it goes to the end of the body."""
 
@@ -198,7 +198,7 @@ class Session(Message):
     num_streams: int = 0
     ticket: int = 0
     memory: bytes = b""
-    """To the end of the body: what the transport tells a receiver of its memory."""
+    """Description of the transport's memory for a receiver, to the end of the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ class Free(Message):
     LAYOUT = struct.Struct("<")
     TAILS = (_numbers("I", is_counted=False),)
     sequences: tuple[int, ...]
-    """To the end of the body, u32 each."""
+    """Sequence numbers to the end of the body, u32 each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +424,7 @@ class Sources(Message):
     segments: tuple[tuple[bytes, int], ...]
     """The handle and the size of each, bytes."""
     locations: tuple[tuple[int, int, int], ...]
-    """Of each tensor: its index, the segment, and where it starts in that, bytes."""
+    """Location of each tensor: its index, the segment, and its start there, bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +470,7 @@ class Encoded:
 
 
 def encode(message: Message, sync: int) -> bytes:
-    """One message as bytes; see `Encoded`."""
+    """Encode one message; see `Encoded`."""
     return Encoded(message).for_sync(sync)
 
 

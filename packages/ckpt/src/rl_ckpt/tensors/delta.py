@@ -29,27 +29,27 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MAX_FRACTION = 0.5
 """A difference of more than this part of a leaf's bytes is sent as the leaf."""
 ENOUGH_BYTES = 128 << 10
-"""Of differences are looked at before they are sent, so that receivers work on them meanwhile."""
+"""Bytes of differences that are sent as soon as they are found, so that receivers work meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeafUpdate:
-    """What one leaf of a tensor has to be sent as."""
+    """Update of one leaf of a tensor, as it is sent."""
 
     start: int
-    """Where it begins in the tensor, bytes."""
+    """Start in the tensor, bytes."""
     codec: Codec
-    """What the content is."""
+    """Encoding of the content."""
     content: Tensor
     """uint8 [bytes], on the CPU."""
     content_digest: int | None
-    """Of the content, if it is known already."""
+    """Digest of the content, if it is known already."""
     digest: int
-    """Of the leaf's new elements."""
+    """Digest of the leaf's new elements."""
 
 
 class BaseCopy:
-    """What the sender sent last: to tell differences from, and to give to who comes late. As large as the weights."""
+    """Copy of the version sent last, for differences and for late receivers. As large as the weights."""
 
     def __init__(self, squeeze: Callable[[Tensor], Tensor] | None = None) -> None:
         self.version: int | None = None
@@ -62,18 +62,18 @@ class BaseCopy:
         self._leaves: dict[str, list[int]] = {}
         """The digests of their leaves. Tied tensors have one content and one list."""
         self._groups: dict[str, set[str]] = {}
-        """Of each tensor that shares its content, the names of all that do."""
+        """Names of all tensors that share their content, by each of them."""
         self._names: set[str] = set()
         self._room = torch.empty(ENOUGH_BYTES + LEAF_BYTES, dtype=torch.uint8)
-        """Where differences are laid out: untouched pages cost nothing."""
+        """Memory in which differences are laid out: untouched pages cost nothing."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Of its tensors."""
+        """Names of its tensors."""
         return frozenset(self._contents)
 
     def tensors(self) -> ItemsView[str, Tensor]:
-        """All of them, in the order of their first appearance. They change with the next sync."""
+        """Tensors in the order of their first appearance. They change with the next sync."""
         return {name: from_bytes(content, spec) for name, (spec, content) in self._contents.items()}.items()
 
     def open(self) -> int | None:
@@ -85,7 +85,7 @@ class BaseCopy:
         return base
 
     def commit(self, version: int) -> None:
-        """It is that version now."""
+        """Note that the copy is of that version now."""
         self.version = version
         self._names |= self._contents.keys()
         self.is_whole = self._names == self._contents.keys()
@@ -159,7 +159,7 @@ class BaseCopy:
             first += len(told)
 
     def _part(self, start: int, base: Tensor, leaf: delta.Leaf) -> LeafUpdate:
-        """Of the leaf at `start` of `base`, which is what it is to be now."""
+        """Update of the leaf at `start` of `base`, which has the new elements already."""
         whole = base[start : start + LEAF_BYTES]
         if leaf.nbytes == 0:
             return LeafUpdate(start, Codec.RAW, whole, leaf.digest, leaf.digest)
@@ -178,7 +178,7 @@ def apply(content: Tensor, target: Tensor, spec: TensorSpec) -> int:
     Args:
         content: uint8 [bytes of the difference], on the CPU.
         target: uint8 [bytes of the leaf], on the CPU.
-        spec: Of the tensor.
+        spec: Spec of the tensor.
 
     Raises:
         ProtocolError: `content` is no difference of such a leaf; nothing was written.
@@ -214,7 +214,7 @@ def is_installed() -> bool:
 
 
 def compressor() -> Callable[[Tensor], Tensor]:
-    """What turns uint8 [num_bytes] on the CPU into fewer bytes.
+    """Compressor of uint8 [num_bytes] on the CPU.
 
     Raises:
         BackendError: the extra is not installed.
@@ -238,7 +238,7 @@ def decompress(content: Tensor, leaf_bytes: int, name: str) -> Tensor:
     Args:
         content: uint8 [num_bytes], on the CPU.
         leaf_bytes: Size of the leaf that it is of; no difference is larger.
-        name: Of the tensor, for messages.
+        name: Name of the tensor, for messages.
 
     Raises:
         ProtocolError: it is nothing of the kind.

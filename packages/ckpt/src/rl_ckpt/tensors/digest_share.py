@@ -29,18 +29,18 @@ _MASK = 2**64 - 1
 
 @dataclass(slots=True)
 class DigestShare:
-    """What slices of one tensor contribute to its digest. Picklable, and small: a number for every 4 MiB."""
+    """Share of one tensor's digest that slices contribute. Picklable, and small: a number for every 4 MiB."""
 
     dtype: torch.dtype
-    """Of the tensor."""
+    """Dtype of the tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     sums: dict[int, int] = field(default_factory=dict[int, int])
-    """By leaf, the sum of its mixed words."""
+    """Sum of each leaf's mixed words."""
     words: dict[int, int] = field(default_factory=dict[int, int])
-    """By its number in the tensor, each word of which a slice has a part; its other bytes are 0."""
+    """Words of which a slice has a part, by their number in the tensor; other bytes are 0."""
     num_elements: int = 0
-    """In the slices."""
+    """Number of elements in the slices."""
 
     def add(self, part: Tensor, box: Box) -> None:
         """Count a slice, `part`, that is `box` of the tensor. Slices must not overlap."""

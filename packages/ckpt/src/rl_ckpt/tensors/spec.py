@@ -30,7 +30,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     """Elements along each axis; () for a scalar."""
     alias_of: int | None = field(default=None, compare=False)
-    """In a manifest: index of the earlier tensor of which it is an alias."""
+    """Index of the earlier tensor of a manifest of which it is an alias."""
     num_bytes: int = field(init=False, repr=False, compare=False)
     """Size of the elements, bytes."""
 

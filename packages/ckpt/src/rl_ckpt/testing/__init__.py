@@ -1,4 +1,4 @@
-"""For tests: faults to inject into `inproc://`, and the conformance suites that backends must pass.
+"""Test kit: faults to inject into `inproc://`, and the conformance suites that backends must pass.
 
 ```python
 class TestMine(CheckpointEngineSuite, VersionSuite, ProcessSuite, KillSuite):

@@ -1,4 +1,4 @@
-"""What every backend with a transaction must do with tied weights: send them once, and bind them under every name."""
+"""Suite of tied weights, for backends with a transaction: sent once, and bound under every name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SyncReport
 
 NUM_ELEMENTS = 700
-"""Of float32 in each tensor: several buckets of 1 KiB."""
+"""Elements of each tensor, float32: several buckets of 1 KiB."""
 
 
 def bind(memories: Sequence[int | None], tensors: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 1024
 TIMEOUT_S = 120.0
-"""Of every end: a test that waits for it has failed, however busy the machine is."""
+"""Deadline of every end: a test that waits for it has failed, however busy the machine is."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -51,7 +51,7 @@ class ChildProcess:
     """A process that says things, and may be killed.
 
     Args:
-        main: What it runs, with a pipe to say things through, and `arguments`.
+        main: Function that it runs, with a pipe to say things through, and `arguments`.
     """
 
     def __init__(self, main: Callable[..., None], *arguments: object) -> None:
@@ -64,7 +64,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._process.pid or 0
 
     async def says(self) -> Any:
@@ -103,13 +103,13 @@ class EndProcess(ChildProcess):
     Args:
         address: URL of the session.
         role: `send` does one sync of `weights_of(version)`; `receive` takes one and says `(version, sum of all bytes)`.
-        version: Of the sync to send.
+        version: Version of the sync to send.
         num_tensors: In it.
         num_peers: Receivers to wait for before sending.
         die_at: A message of WIRE.md like `Buckets`, and a moment: it kills itself `before` or `after` the first.
         stop_after: Number of tensors after which it stops in the middle of a sync; None does not stop, -1 stops before.
-        token: Of the session.
-        place: What the process runs first, and where its weights are then; see `BetweenProcesses`.
+        token: Token of the session.
+        place: Set-up of the process and of its weights; see `BetweenProcesses`.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class BetweenProcesses(ABC):
     """A suite whose ends run in processes that may be killed."""
 
     token: str | None = None
-    """Of the sessions, where the backend wants one."""
+    """Token of the sessions, where the backend wants one."""
     set_up: ClassVar[SetUp | None] = None
     """A function of a module that every process of an end calls first."""
     hold: ClassVar[Hold | None] = None

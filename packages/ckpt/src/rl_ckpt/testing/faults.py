@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Fault(StrEnum):
-    """What can go wrong with a message."""
+    """Fault of a message."""
 
     DROP = "drop"
-    """It never arrives."""
+    """Message that never arrives."""
     FLIP = "flip"
-    """One bit of it arrives wrong; of a bucket, one bit of the tensors."""
+    """Bit of it that arrives wrong; of a bucket, a bit of the tensors."""
     KILL = "kill"
     """Its sender dies before sending it: the connection closes."""
 
@@ -81,7 +81,7 @@ def inject(address: str, fault: Fault, *, on: str, nth: int = 0) -> Generator[In
 
     Args:
         address: URL of the session.
-        fault: What happens.
+        fault: Fault that happens.
         on: To which message of WIRE.md, in lower case: `buckets`, `free`, `staged`, `commit`, ...
         nth: To which of them, from 0.
     """

@@ -47,7 +47,7 @@ _NO_ACCESS = 0
 
 
 class FakeGpu:
-    """What `rl_ckpt.backends.cuda_ipc` asks of the driver. One for each process.
+    """Fake CUDA driver, with the calls of `rl_ckpt.backends.cuda_ipc`. One for each process.
 
     Args:
         opens_own: Let handles be opened in the process that exported them, for tests with both ends in one.
@@ -69,13 +69,13 @@ class FakeGpu:
         self._opens_own = opens_own
         self._has_all = has_all
         self._storages: dict[int, Tensor] = {}
-        """With `has_all`, by address what was asked for of other memory, uint8 [size]."""
+        """Other memory that was asked for with `has_all`, uint8 [size], by address."""
         self._lent: dict[bytes, Tensor] = {}
         """And what of it was exported."""
         self._exports: dict[int, tuple[int, int]] = {}
         """Descriptor and size of each allocation of this process, by address."""
         self._mapped: dict[bytes, tuple[Tensor, int]] = {}
-        """What is mapped, and how often it was opened."""
+        """Mapped allocations, and how often each was opened."""
 
     @property
     def opened(self) -> list[bytes]:
@@ -98,7 +98,7 @@ class FakeGpu:
         return self._has_all or tensor.untyped_storage().data_ptr() in self._exports
 
     def allocation_of(self, tensor: Tensor) -> tuple[int, int]:
-        """Where its storage is."""
+        """Allocation of a tensor's storage."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address in self.expandable:
@@ -175,7 +175,7 @@ class FakeGpu:
         raise _failure("cuIpcCloseMemHandle", 1, "invalid argument")
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Synchronize: nothing is under way."""
 
 
 def _failure(call: str, status: int, text: str) -> BackendError:

@@ -1,4 +1,4 @@
-"""Small things that tests of a session need: weights of many kinds, comparisons, errors as values."""
+"""Helpers of session tests: weights of many kinds, comparisons, errors as values."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def refusal(kind: type[E], call: Callable[[], object]) -> E:
 
 
 async def works(sender: WeightSender, receiver: WeightReceiver, version: int) -> SyncReport:
-    """One sync, that must succeed."""
+    """Run one sync, which must succeed."""
     weights = sample_weights(version)
     got, report = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=version))
     assert_same(got, weights)
@@ -145,14 +145,14 @@ def step(weights: Mapping[str, Tensor], every: int = 100) -> dict[str, Tensor]:
 
 
 def staged_weights(seed: int) -> dict[str, Tensor]:
-    """Of many kinds, each contiguous, and a wide one."""
+    """Weights of many kinds, each contiguous, and a wide one."""
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in sample_weights(seed).items()}
     weights["wide"] = torch.randn(400, 30, generator=torch.Generator().manual_seed(seed))
     return weights
 
 
 def staged_targets(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the same names, dtypes and shapes; one is not contiguous, and two are one."""
+    """Targets of the same names, dtypes and shapes; one is not contiguous, and two are one."""
     blank = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     blank["wide"] = torch.zeros(30, 400).t()
     blank["lm_head.weight"] = blank["embed.weight"]
@@ -174,7 +174,7 @@ class Suite(ABC):
     long_s = 120.0
     """Timeout of waits that must not pass, seconds."""
     token: str | None = None
-    """Of the sessions, where the backend wants one."""
+    """Token of the sessions, where the backend wants one."""
 
     @abstractmethod
     def new_address(self) -> str:
@@ -202,7 +202,7 @@ class Pair:
         self._options = options
         self._stack = stack
         self.capabilities = capabilities(address)
-        """What the backend promises."""
+        """Capabilities that the backend declares."""
 
     async def send_end(self, *, timeout_s: float | None = None) -> WeightSender:
         """The sender, prepared."""
@@ -219,11 +219,11 @@ class Pair:
         return await self._stack.enter_async_context(engine)
 
     def peers(self, num_peers: int) -> int | None:
-        """For `send_weights`: as many receivers, where the sender knows them."""
+        """Argument `num_peers` of `send_weights`: None where the sender does not know its receivers."""
         return num_peers if Capability.VOTES in self.capabilities else None
 
     def require_receipts(self, report: SyncReport, num_tensors: int, num_peers: int) -> None:
-        """Look at what the receivers attest, where the sender hears of them."""
+        """Check the receipts, where the sender hears of its receivers."""
         expected = [(report.version, report.digest, num_tensors)] * (self.peers(num_peers) or 0)
         assert [(r.version, r.digest, r.num_tensors) for r in report.receipts] == expected
         assert report.lost == ()
@@ -245,7 +245,7 @@ class Pair:
         *,
         strict: bool = True,
     ) -> SyncReport:
-        """One sync into the tensors of every receiver, which then hold it and say so."""
+        """Run one sync into the tensors of every receiver, which then hold it and say so."""
         num_peers = self.peers(len(receivers))
         sending = asyncio.ensure_future(sender.send_weights(weights.items(), version=version, num_peers=num_peers))
         if num_peers is None:

@@ -1,4 +1,4 @@
-"""What every backend must do with tensors of the consumer's own: all of a version lands in them, or it is told."""
+"""Suite of `receive_into`: all of a version arrives in the consumer's own tensors, or it is told."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rl_ckpt.types import Capability, ReceiverState
 
 
 class IntoSuite(Suite):
-    """Of every kind, staged or not, a part of the model; what does not fit, or share memory, is refused."""
+    """Suite of tensors of every kind, staged or not, a part of the model; what does not fit is refused."""
 
     def test_receiving_into_tensors_of_every_kind(self) -> None:
         """Of two receivers; and what does not fit is refused in a sentence before anything is committed."""

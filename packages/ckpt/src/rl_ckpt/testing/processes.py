@@ -19,7 +19,7 @@ MOMENTS = ("before", "after")
 
 
 class ProcessSuite(BetweenProcesses):
-    """What a backend between processes must survive: SIGKILL of either end at any state of the protocol.
+    """Suite of backends between processes: SIGKILL of either end at any state of the protocol.
 
     Nobody waits until a deadline, the next sync works, and nothing is left behind.
     """
@@ -150,15 +150,15 @@ async def _exhaust(iterator: Any) -> None:
 
 
 class KillSuite(BetweenProcesses):
-    """Before and after each kind of message that an end sends. Nobody hangs, nobody is mixed, and the next sync works.
+    """Suite of SIGKILL before and after each kind of message of an end: nobody hangs or is mixed, the next sync works.
 
     Class attributes say which messages a backend has; those of `shm` and `uds` are the least.
     """
 
     sender_messages: tuple[str, ...] = ("Hello", "Session", "Begin", "Manifest", "Buckets", "Seal", "Commit")
-    """What a sender sends in its first sync."""
+    """Messages that a sender sends in its first sync."""
     receiver_messages: tuple[str, ...] = ("Hello", "Ready", "Free", "Staged", "Committed")
-    """What a receiver sends in its first sync."""
+    """Messages that a receiver sends in its first sync."""
 
     def test_the_sender_is_killed_at_every_message(self) -> None:
         """Two receivers end on the version or on none, say which, and take the next sync from its successor."""

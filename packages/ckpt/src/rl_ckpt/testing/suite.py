@@ -1,4 +1,4 @@
-"""What every backend must do, whoever wrote it. Both ends run in one process."""
+"""Suite that every backend must pass, a stranger's too. Both ends run in one process."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ class SessionSuite(Suite):
 
 
 class CheckpointEngineSuite(SessionSuite, VoteSuite, ViewSuite):
-    """What a backend with a transaction must do that hands out views of its buckets."""
+    """Suite of backends with a transaction that hand out views of their buckets."""
 
 
 class _InterruptedCopy(TorchDispatchMode):

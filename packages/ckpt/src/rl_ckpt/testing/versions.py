@@ -1,4 +1,4 @@
-"""What every backend that sends differences must do: the bits of the sender, by few bytes, also to who comes late."""
+"""Suite of backends that send differences: the sender's bits, by few bytes, also for late receivers."""
 
 from __future__ import annotations
 
@@ -121,4 +121,4 @@ class DeltaSuite(AliasDeltaSuite):
 
 
 class VersionSuite(IntoSuite, AliasSuite, DeltaSuite):
-    """What a backend that sends differences must do with versions, in tensors of the consumer's own."""
+    """Suite of differences between versions, in tensors of the consumer's own."""

@@ -1,4 +1,4 @@
-"""What every backend must do with the tensors that it hands out: how long they are valid, and for whom."""
+"""Suite of views: how long the tensors that a backend hands out are valid, and for whom."""
 
 from __future__ import annotations
 

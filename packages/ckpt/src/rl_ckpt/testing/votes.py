@@ -1,4 +1,4 @@
-"""What every backend whose sender knows its receivers must do: all of them commit a version, or none of them does."""
+"""Suite of votes, for backends whose sender knows its receivers: all commit a version, or none does."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Piece:
     name: str
     """Name in the folder."""
     shape: tuple[int, ...]
-    """Of the folder's."""
+    """Shape in the folder."""
     starts: tuple[int, ...]
     """First index along each axis of the model's tensor."""
     sizes: tuple[int, ...]

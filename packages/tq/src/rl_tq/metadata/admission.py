@@ -307,7 +307,7 @@ class Admissions:
 
 
 def _untaken(name: str, home: Partition) -> str | None:
-    """None if the default name of a new row is free; else a similar name, as a caller used it for another row."""
+    """Similar name for a new row whose default name a caller used for another; None if the default is free."""
     if name not in home.by_name:
         return None
     while name in home.by_name:

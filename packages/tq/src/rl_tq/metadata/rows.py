@@ -153,7 +153,7 @@ class Partition:
     options: PartitionOptions = field(default_factory=PartitionOptions)
     schema: dict[str, ColumnSchema] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
-    """By number, oldest first."""
+    """Rows by number, oldest first."""
     by_name: dict[str, Row] = field(default_factory=dict)
     """Rows that a caller named."""
     by_version: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))

@@ -201,7 +201,7 @@ class Policy:
         return ChosenRows(self)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Policy as JSON values."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             "name": self.name,

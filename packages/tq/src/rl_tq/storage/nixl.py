@@ -140,7 +140,7 @@ class _NixlConnection(ClientConnection):
         self._agent = agent
         self._limit_s = limit_s
         self._held: dict[int, tuple[Opened, list[torch.Tensor]]] = {}
-        """What the client is reading: extents, and copies of values that were too small and scattered to list
+        """Reads of the client under way: extents, and copies of values that were too small and scattered to list
         individually."""
 
     def take(self, message: Message, payload: torch.Tensor | None) -> None:

@@ -140,7 +140,7 @@ class LeasesContract(Served):
         assert queue.stats()["partitions"]["p"]["tasks"]["t"]["returns"] == 0
 
     def test_what_comes_back_too_often_is_a_dead_letter(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """It keeps its values and says why; the others go on."""
+        """The row keeps its values and says why; the others go on."""
         queue.configure("p", max_attempts=2)
         queue.put({"a": torch.arange(2)}, partition="p", tags=[{"i": 0}, {"i": 1}])
         claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t"}
@@ -157,7 +157,7 @@ class LeasesContract(Served):
         assert len(queue.dead_letters("nowhere", "t")) == 0
 
     def test_restore_returns_what_was_acked_since(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """In order, with what was under way; the trainer of before is fenced off; what was cleared is counted."""
+        """Rows return in order, leased ones too; the earlier trainer is fenced off; cleared rows are counted."""
         queue.put({"a": torch.arange(6)}, partition="p")
         claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t"}
         metas = [peer.get_meta(**claim, batch_size=1) for _ in range(5)]
@@ -178,7 +178,7 @@ class LeasesContract(Served):
     # Limits
 
     def test_a_full_partition_blocks_until_there_is_room(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """In order; new columns never wait; the error says who holds the room."""
+        """Puts wait in order; new columns never wait; the error says who holds the room."""
         queue.configure("p", max_rows=3)
         full = queue.put({"a": torch.zeros(3)}, partition="p")
         queue.get_meta(partition="p", columns=["a"], batch_size=1, task="t")
@@ -311,7 +311,7 @@ class LeasesContract(Served):
 
     @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
     def test_a_client_is_its_process_s_own(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """It does not pickle; a forked child is told to connect, and does no harm."""
+        """A client does not pickle; a forked child is told to connect, and does no harm."""
         meta = queue.put({"a": torch.ones(1)}, partition="p")
         with pytest.raises(TypeError):
             pickle.dumps(peer)
@@ -371,7 +371,7 @@ class LeasesContract(Served):
         assert queue.get_meta(**claim).rows == meta.rows
 
     def test_a_client_that_leaves_takes_nothing_along(self, queue: TransferQueue) -> None:
-        """What it put stays, small or large."""
+        """Rows of a client that left stay, small or large."""
         with connect(queue.address) as client:
             metas = [client.put({"a": torch.ones(2, n)}, partition=str(n)) for n in (3, 2_000_000)]
         for meta in metas:

@@ -23,7 +23,7 @@ class PoliciesContract(Served):
     # Policies
 
     def test_policies(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """Which rows come, in which order; each on rows of its own."""
+        """Rows that each policy gives, in order; each on rows of its own."""
 
         def given(batch_size: int, policy: Policy, tags: list[dict[str, Any]]) -> list[int]:
             partition = f"p{next(numbers)}"
@@ -113,7 +113,7 @@ class PoliciesContract(Served):
         assert "others of its group 'y' were acked" in peer.dead_letters("p", "t").tags[0]["dead_letter"]
 
     def test_explain(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """What is missing, who put the rest, and who has the others."""
+        """Missing columns, the producers of the rest, and the holders of the other rows."""
         meta = peer.put({"a": torch.zeros(3)}, partition="p", sample_ids=["x", "y", "z"])
         peer.get_meta(partition="p", columns=["a"], batch_size=1, task="t")
         queue.put({"b": torch.zeros(1)}, partition="p", sample_ids=meta.sample_ids[1:2])

@@ -40,7 +40,7 @@ class RowsContract(Served):
         assert queue.get(united)["a"].tolist() == [0, 2]
 
     def test_fresh_rows_have_fresh_ids(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """From any client."""
+        """Ids from any client."""
         metas = [client.put({"a": torch.zeros(5)}, partition="p") for client in (queue, peer, queue)]
         assert len({sample_id for meta in metas for sample_id in meta.sample_ids}) == 15
 
@@ -81,7 +81,7 @@ class RowsContract(Served):
         assert queue.stats()["partitions"] == before
 
     def test_a_put_has_rows(self, queue: TransferQueue) -> None:
-        """None of any kind of column is nothing to put."""
+        """A put without rows is refused for every kind of column."""
         nested = torch.nested.nested_tensor_from_jagged(torch.zeros(0), torch.tensor([0]))
         for value in (torch.zeros(0, 3), [], nested):
             with pytest.raises(SchemaError, match="no rows"):
@@ -101,7 +101,7 @@ class RowsContract(Served):
         assert peer.stats()["partitions"]["p"]["rows"] == 2
 
     def test_tags_are_values_that_a_message_can_carry(self, queue: TransferQueue) -> None:
-        """One that is none is refused, even among others that are."""
+        """A value that no message can carry is refused, even among others."""
         for wrong in ({"i": 1 << 63}, {"i": [-(1 << 63) - 1]}, {"i": object()}, {1: "i"}):
             tags: list[Any] = [{"i": 1}, wrong]
             with pytest.raises(SchemaError, match="tags must be mappings of JSON values"):
@@ -142,7 +142,7 @@ class RowsContract(Served):
         assert queue.get(again)["a"].tolist() == [9]
 
     def test_a_cleared_partition_begins_anew(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """With another generation and schema, and nothing consumed; references to the old one never read the new."""
+        """Another generation and schema, nothing consumed; references to the old one never read the new."""
         meta = queue.put({"a": torch.arange(3)}, partition="p", sample_ids=["x", "y", "z"])
         queue.get_meta(partition="p", columns=["a"], batch_size=3, task="t")
         assert queue.get(meta)["a"].tolist() == peer.get(meta)["a"].tolist() == [0, 1, 2]
@@ -190,7 +190,7 @@ class RowsContract(Served):
         )
 
     def test_waiting_too_long_says_what_is_missing(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """How many rows are ready, and which columns the others lack."""
+        """The error counts the ready rows, and names the columns that the others lack."""
         with pytest.raises(WaitTimeoutError, match="nothing was put there"):
             peer.get_meta(partition="p", columns=["a"], batch_size=1, task="t", timeout_s=0)
         meta = queue.put({"a": torch.arange(5)}, partition="p")

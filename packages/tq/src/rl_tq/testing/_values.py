@@ -97,7 +97,7 @@ class ValuesContract(Served):
         assert landed["raw"].tolist() == batch["raw"].tolist()
 
     def test_values_of_a_group_are_stored_once(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """They come back row by row, whatever their kind, and their column may be put row by row as well."""
+        """Values of every kind come back row by row, and their column may be put row by row as well."""
         groups = ["b", "b", "a", "b", "a"]
         tags = [{"group_id": group} for group in groups]
         image = torch.rand(2, 100_000)
@@ -166,7 +166,7 @@ class ValuesContract(Served):
         assert queue.stats()["extents"] == 0
 
     def test_a_tensordict_round_trips(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """What a get returned can be put again."""
+        """The result of a get can be put again."""
         data = TensorDict({"x": torch.arange(2), "text": NonTensorStack("a", "b")}, batch_size=[2])
         data["ragged"] = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
         again = peer.get(peer.put(queue.get(queue.put(data, partition="a")), partition="b"))

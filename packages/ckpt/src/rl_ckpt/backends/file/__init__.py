@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 FILE_BYTES = 1 << 30
 """A file is closed when it has so much; the sender holds one file's tensors in memory."""
 KEPT_BYTES = 1 << 20
-"""From this size on, a registered tensor is written from where it is: a file has few that are so large."""
+"""Size from which a registered tensor is written in place: a file has few that are so large."""
 LOOK_AGAIN_S = 0.05
 MAX_VERSION = 10**20 - 1
 UNSUPPORTED = frozenset({torch.complex32, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
@@ -70,7 +70,7 @@ class Backend:
     has_filesystems: ClassVar[bool] = True
     """`file+PROTOCOL://` is for it too."""
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    """None: a folder does not know who reads it, nor what they hold; what is read from it stays."""
+    """Capabilities: none, as a folder does not know who reads it, nor what they hold; what is read from it stays."""
 
     def open_session(self, config: SessionConfig) -> FileSender | FileReceiver:
         """Return one end.
@@ -112,7 +112,7 @@ class FileSender(SourceSender):
         self._keep = keep
         self._chain_length = chain_length
         self._copy = BaseCopy() if chain_length > 1 else None
-        """What was published last, where the next version may be a difference from it."""
+        """Copy of the version published last, where the next may be a difference from it."""
         self._num_differences = 0
         """Published since the last whole version."""
         self._is_open = False
@@ -127,7 +127,7 @@ class FileSender(SourceSender):
         await self._worker.run(lambda: self._require(num_peers))
 
     def _require(self, num_peers: int | None) -> None:
-        """Who reads a version is not known."""
+        """Refuse numbers of receivers: a folder knows no readers."""
         if num_peers is not None:
             raise UsageError(
                 f"num_peers is {num_peers}, and {self.address} has no votes: a folder does not know its readers. "
@@ -278,7 +278,7 @@ class FileReceiver(WeightReceiver):
         self._alias_check = AliasCheck()
         self._staging = Staging()
         self._copy: dict[str, Tensor] = {}
-        """What was taken last, where differences may be from it."""
+        """Copy of the version taken last, where differences may be from it."""
 
     @property
     def version(self) -> int | None:
@@ -292,15 +292,15 @@ class FileReceiver(WeightReceiver):
 
     @property
     def state(self) -> ReceiverState:
-        """Where this end stands."""
+        """State of this end."""
         return self._state
 
     async def prepare(self) -> Metadata:
-        """Nothing to allocate."""
+        """Prepare: there is nothing to allocate."""
         return _metadata(self._config)
 
     async def connect(self, num_peers: int = 1) -> None:
-        """Nothing to wait for: the two ends never meet. A closed end, or a forked child's, says so."""
+        """Connect: the two ends never meet. A closed end, or a forked child's, says so."""
         await self._worker.run(lambda: None)
 
     async def close(self) -> None:
@@ -344,7 +344,7 @@ class FileReceiver(WeightReceiver):
     async def _receive(
         self, finish: Callable[[Mapping[TensorSpec, int]], None], *, is_staged: bool
     ) -> AsyncGenerator[tuple[str, Tensor]]:
-        """One version, of which `finish` is told when all of it is verified, before the engine is looked into."""
+        """Receive one version; `finish` is called once all is verified, before the engine is looked into."""
         items = await self._worker.run(lambda: self._start(finish))
         is_touched, before = False, self._state
         self._state = ReceiverState.PREPARING

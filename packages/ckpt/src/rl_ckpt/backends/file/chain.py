@@ -29,7 +29,7 @@ _HEAD = struct.Struct("<QQ")
 
 
 def encode(updates: Iterable[Sequence[LeafUpdate]]) -> tuple[Tensor, int]:
-    """What is stored of a tensor whose leaves are updated like that, in order; and the tensor's new digest."""
+    """Encode a tensor's leaf updates for storage, in order; returns them and the tensor's new digest."""
     stored, digests = bytearray(), list[int]()
     for leaf in (leaf for several in updates for leaf in several):
         stored += _HEAD.pack(leaf.codec, leaf.content.numel())
@@ -67,7 +67,7 @@ def read_tensor(
     """A tensor of the newest of these versions, which whoever asks may write to; and the digest that it has.
 
     Args:
-        entry: Of the newest.
+        entry: Entry of the newest.
         chain: That version, the one that it is a difference from, and so on.
         read: Gives what is stored under an entry.
         held: The tensor in the version that the last of the chain is a difference from, which is changed.

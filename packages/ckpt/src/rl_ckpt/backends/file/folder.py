@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 FORMAT = "rl-ckpt 2"
 CHAINED = "rl-ckpt 3"
-"""Of a version that is a difference from another."""
+"""Field of a version that is a difference from another."""
 _MANIFEST = re.compile(r"version-([0-9]{20})\.json")
 _PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of a version."""
+    """Entry of one tensor in a manifest."""
 
     name: str
     """Under which it is handed out."""
@@ -48,14 +48,14 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a version consists of."""
+    """Manifest of a version: its tensors and what it is a difference from."""
 
     version: int
     """Its number."""
     digest: str
     """Tree digest of all tensors, 16 hexadecimal digits."""
     tensors: tuple[Entry, ...]
-    """In the order in which they were sent."""
+    """Entries in the order in which the tensors were sent."""
     base: int | None = None
     """The version before, where this one is a difference from it."""
 
@@ -225,7 +225,7 @@ class ObjectStore(Folder):
     """A prefix of an object store, or of any other filesystem of fsspec. Whoever writes sees to being the only one.
 
     Args:
-        protocol: Of fsspec: `s3`, `gs`, `memory`.
+        protocol: Protocol of fsspec: `s3`, `gs`, `memory`.
         path: Bucket and prefix.
 
     Raises:

@@ -31,7 +31,7 @@ class Extras:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
     prompt_logprobs: tuple[float, ...] = ()
     experts: list[Any] = field(default_factory=list[Any])
-    """For each token fed so far: N lists of K expert ids."""
+    """Expert ids of each token fed so far: N lists of K."""
 
     def wants_logits(self, start: int) -> bool:
         """Whether prompt log-probs are still needed from the logits of tokens from `start` on."""

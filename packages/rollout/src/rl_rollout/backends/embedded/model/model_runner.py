@@ -96,7 +96,7 @@ class ServedModel:
         return self.raw_logits(ids, positions, batch, kept).float()
 
     def raw_logits(self, ids: Tensor, positions: Tensor, batch: Batch, kept: Sequence[int] | None = None) -> Tensor:
-        """As `logits`, in the dtype that the LM head returns."""
+        """Logits as of `logits`, in the dtype that the LM head returns."""
         if self.on_cuda is not None and not self.experts.is_on:
             assert isinstance(batch, PagedBatch)
             return self.on_cuda.logits(ids, batch, None if kept is None else torch.tensor(kept, device=self.device))
