@@ -138,8 +138,8 @@ class AgentRunner:
             sampling_params: Fields of `rl_rollout.types.SamplingParams`. A `seed` among them seeds the batch: every
                 rollout gets its own, derived from it and the row's position in the batch.
             group_size: Rollouts per row.
-            positions: Position of each row in the batch, where these are a part of one: seeds then do not depend on how a
-                batch is divided. None: as given.
+            positions: Position of each row in the batch, where these are a part of one, so that seeds do not depend on
+                how it is divided. None: as given.
 
         Raises:
             LoopError: a row's loop is not installed; raised before anything starts.

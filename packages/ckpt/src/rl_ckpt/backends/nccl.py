@@ -40,7 +40,7 @@ class Backend(Transport):
 
 
 def current_device() -> torch.device:
-    """Where this end has its buckets."""
+    """Device of this end's buckets."""
     return torch.device("cuda", torch.cuda.current_device())
 
 
