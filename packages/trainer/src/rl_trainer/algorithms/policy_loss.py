@@ -58,6 +58,22 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Term:
+    """Policy term of a micro-batch: arguments of `rl_csrc.policy_loss`, and what it cannot compute."""
+
+    loss: str
+    """Formula of `rl_csrc.policy_loss`."""
+    advantages: Tensor
+    """(T,)."""
+    weights: Tensor | None
+    """(T,); None: 1 each."""
+    bounds: dict[str, Any]
+    """Clip bounds and other options of the formula."""
+    extra: Tensor
+    """`[]` share of the loss beside the formula's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossFunction:
     """An rl-engine loss function: policy loss, KL to the reference and entropy bonus, as shares of the global batch.
 
@@ -103,12 +119,11 @@ class PolicyLossFunction:
 
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss share and metric shares of one micro-batch."""
-        config, spec = self.config, loss_named(self.config.loss)
-        options = {**spec.options, **config.loss_options}
+        config = self.config
         old = rows["old_logprobs"].values() if self.has_old_logprobs else output.logprobs.detach()
-        advantages = rows["advantages"].values()
         kept = self._correct(output, rows, old)
-        mask, weights = kept.mask, kept.weights
+        term = self._policy_term(output, rows, old, kept)
+        extra, mask = term.extra, kept.mask
         num_tokens = max(output.counts.tokens, 1.0)  # all of a batch may be rejected
         counted: dict[str, Any] = {
             "aggregation": config.aggregation,
@@ -117,54 +132,26 @@ class PolicyLossFunction:
             "norm_constant": self.max_new_tokens if config.aggregation.endswith("norm") else None,
             "sequence_counts": kept.row_counts,
         }
-        bounds: dict[str, Any] = {name: value for name, value in options.items() if name not in _SELECTION}
-        if "clip_dual" in bounds:
-            bounds["clip_dual"] = bounds["clip_dual"] or None
-        name, extra = config.loss, torch.zeros((), device=old.device)
-        if spec.compute is not None:
-            per_token = spec.compute(
-                PolicyLossInput(
-                    logprobs=output.logprobs,
-                    old_logprobs=old,
-                    advantages=advantages,
-                    loss_mask=mask,
-                    cu_seqlens=output.cu_seqlens,
-                    options=options,
-                    rollout_logprobs=rows["old_logprobs" if config.old_logprobs == "rollout" else _SAMPLER].values(),
-                    entropy=output.entropy,
-                    columns={name: _values(rows[name]) for name in spec.reads},
-                )
-            )
-            extra = self._share(per_token, output, kept)
-            name, advantages, bounds = "reinforce", torch.zeros_like(old), {}  # KL, entropy and metrics are left to it
-        elif name == distillation.ALONE:
-            name, advantages = "reinforce", torch.zeros_like(old)
-        elif name == "clip_cov":  # ppo, but for the chosen tokens, which get no gradient
-            name, weights = "ppo", _times(weights, ~rows["selected"].values().bool())
-        elif name == "kl_cov":  # the plain ratio; the chosen tokens pay for leaving the old policy
-            name, bounds = "ppo", {"clip_low": 1.0, "clip_high": _NO_CLIP, "clip_dual": None}
-            distance = torch.where(rows["selected"].values().bool(), (output.logprobs - old).abs(), 0.0)
-            extra = self._share(options["kl_coef"] * distance, output, kept)
         has_reference = config.kl_coef > 0 and not config.kl_in_reward
         is_weighted_kl = has_reference and config.kl_estimator == UNBIASED
         result = rl_csrc.policy_loss(
             output.logprobs,
             old,
-            advantages,
+            term.advantages,
             mask,
             output.cu_seqlens,
-            loss=name,  # pyright: ignore[reportArgumentType] - registered, and without a function of its own
+            loss=term.loss,  # pyright: ignore[reportArgumentType] - registered, and without a function of its own
             kl=config.kl_estimator if has_reference and not is_weighted_kl else "none",  # pyright: ignore[reportArgumentType] - UNBIASED is left out
             kl_coef=config.kl_coef,
             ref_logprobs=rows["ref_logprobs"].values() if has_reference else None,
             entropy=output.entropy,
             entropy_coef=config.entropy_coef,
-            weights=weights,
-            **bounds,
+            weights=term.weights,
+            **term.bounds,
             **counted,
         )
         sums = dict(zip(METRIC_NAMES, result.metrics, strict=True))
-        metrics = {name: sums[name] / num_tokens for name in self._measured(bounds)}
+        metrics = {name: sums[name] / num_tokens for name in self._measured(term.bounds)}
         if config.loss != distillation.ALONE:
             metrics["policy_loss"] = sums["policy_loss"] + extra.detach()
         if has_reference:
@@ -182,6 +169,44 @@ class PolicyLossFunction:
             pull, taught = distillation.teacher_loss(output, rows, mask, self.teacher, counted)
             extra, metrics = extra + pull, metrics | taught
         return result.loss + extra, metrics | kept.metrics
+
+    def _policy_term(self, output: ModelOutput, rows: TensorDict, old: Tensor, kept: _Kept) -> _Term:
+        """Policy term of the configured loss.
+
+        That of a `compute` is in `extra`; KL, entropy and metrics are left to a formula without advantages.
+        """
+        config, spec = self.config, loss_named(self.config.loss)
+        options = {**spec.options, **config.loss_options}
+        name, weights = config.loss, kept.weights
+        advantages, extra = rows["advantages"].values(), torch.zeros((), device=old.device)
+        bounds: dict[str, Any] = {name: value for name, value in options.items() if name not in _SELECTION}
+        if "clip_dual" in bounds:
+            bounds["clip_dual"] = bounds["clip_dual"] or None
+        if spec.compute is not None:
+            per_token = spec.compute(
+                PolicyLossInput(
+                    logprobs=output.logprobs,
+                    old_logprobs=old,
+                    advantages=advantages,
+                    loss_mask=kept.mask,
+                    cu_seqlens=output.cu_seqlens,
+                    options=options,
+                    rollout_logprobs=rows["old_logprobs" if config.old_logprobs == "rollout" else _SAMPLER].values(),
+                    entropy=output.entropy,
+                    columns={name: _values(rows[name]) for name in spec.reads},
+                )
+            )
+            extra = self._share(per_token, output, kept)
+            name, advantages, bounds = "reinforce", torch.zeros_like(old), {}
+        elif name == distillation.ALONE:
+            name, advantages = "reinforce", torch.zeros_like(old)
+        elif name == "clip_cov":  # ppo, but for the chosen tokens, which get no gradient
+            name, weights = "ppo", _times(weights, ~rows["selected"].values().bool())
+        elif name == "kl_cov":  # the plain ratio; the chosen tokens pay for leaving the old policy
+            name, bounds = "ppo", {"clip_low": 1.0, "clip_high": _NO_CLIP, "clip_dual": None}
+            distance = torch.where(rows["selected"].values().bool(), (output.logprobs - old).abs(), 0.0)
+            extra = self._share(options["kl_coef"] * distance, output, kept)
+        return _Term(loss=name, advantages=advantages, weights=weights, bounds=bounds, extra=extra)
 
     def _measured(self, bounds: Mapping[str, Any]) -> Iterator[str]:
         """Names of the token metrics that this loss computes: of the ratio, where there is one, and of clips."""
