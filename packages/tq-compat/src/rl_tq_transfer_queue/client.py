@@ -33,7 +33,7 @@ class StorageKeyNotFoundError(KeyError):
     """A sample that was asked for is not there: it was cleared, or has no such field yet."""
 
 
-def _in_thread(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+def in_thread(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Asyncio twin of a call; it runs in a thread."""
 
     @functools.wraps(method)
@@ -296,25 +296,25 @@ class TransferQueueClient:
             self._connected.close()
         self._connected = None
 
-    async_get_meta = _in_thread(get_meta)
-    async_put = _in_thread(put)
-    async_get_data = _in_thread(get_data)
-    async_set_custom_meta = _in_thread(set_custom_meta)
-    async_clear_partition = _in_thread(clear_partition)
-    async_clear_samples = _in_thread(clear_samples)
-    async_get_consumption_status = _in_thread(get_consumption_status)
-    async_get_production_status = _in_thread(get_production_status)
-    async_check_consumption_status = _in_thread(check_consumption_status)
-    async_check_production_status = _in_thread(check_production_status)
-    async_reset_consumption = _in_thread(reset_consumption)
-    async_get_partition_list = _in_thread(get_partition_list)
-    async_kv_retrieve_meta = _in_thread(kv_retrieve_meta)
-    async_kv_retrieve_keys = _in_thread(kv_retrieve_keys)
-    async_kv_list = _in_thread(kv_list)
-    async_save_controller_checkpoint = _in_thread(save_controller_checkpoint)
-    async_load_controller_checkpoint = _in_thread(load_controller_checkpoint)
-    async_save_storage_checkpoint = _in_thread(save_storage_checkpoint)
-    async_load_storage_checkpoint = _in_thread(load_storage_checkpoint)
+    async_get_meta = in_thread(get_meta)
+    async_put = in_thread(put)
+    async_get_data = in_thread(get_data)
+    async_set_custom_meta = in_thread(set_custom_meta)
+    async_clear_partition = in_thread(clear_partition)
+    async_clear_samples = in_thread(clear_samples)
+    async_get_consumption_status = in_thread(get_consumption_status)
+    async_get_production_status = in_thread(get_production_status)
+    async_check_consumption_status = in_thread(check_consumption_status)
+    async_check_production_status = in_thread(check_production_status)
+    async_reset_consumption = in_thread(reset_consumption)
+    async_get_partition_list = in_thread(get_partition_list)
+    async_kv_retrieve_meta = in_thread(kv_retrieve_meta)
+    async_kv_retrieve_keys = in_thread(kv_retrieve_keys)
+    async_kv_list = in_thread(kv_list)
+    async_save_controller_checkpoint = in_thread(save_controller_checkpoint)
+    async_load_controller_checkpoint = in_thread(load_controller_checkpoint)
+    async_save_storage_checkpoint = in_thread(save_storage_checkpoint)
+    async_load_storage_checkpoint = in_thread(load_storage_checkpoint)
 
 
 def _by_partition(metadata: BatchMeta) -> list[tuple[BatchMeta, list[int]]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
 import os
 import shutil
@@ -16,12 +14,12 @@ import torch
 from tensordict import TensorDict
 
 from rl_tq.errors import WaitTimeoutError
-from rl_tq_transfer_queue.client import TransferQueueClient
+from rl_tq_transfer_queue.client import TransferQueueClient, in_thread
 from rl_tq_transfer_queue.metadata import KVBatchMeta
 from rl_tq_transfer_queue.service.job import Config, ControllerHost, merged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Mapping
 
     from rl_tq_transfer_queue.service.rpc import ControllerInfo
 
@@ -204,20 +202,12 @@ def kv_clear(keys: list[str] | str, partition_id: str) -> None:
         client.clear_samples(meta)
 
 
-def _in_thread(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    @functools.wraps(function)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.to_thread(function, *args, **kwargs)
-
-    return call
-
-
-async_kv_put = _in_thread(kv_put)
-async_kv_batch_put = _in_thread(kv_batch_put)
-async_kv_batch_get_by_meta = _in_thread(kv_batch_get_by_meta)
-async_kv_batch_get = _in_thread(kv_batch_get)
-async_kv_list = _in_thread(kv_list)
-async_kv_clear = _in_thread(kv_clear)
+async_kv_put = in_thread(kv_put)
+async_kv_batch_put = in_thread(kv_batch_put)
+async_kv_batch_get_by_meta = in_thread(kv_batch_get_by_meta)
+async_kv_batch_get = in_thread(kv_batch_get)
+async_kv_list = in_thread(kv_list)
+async_kv_clear = in_thread(kv_clear)
 
 
 # Checkpoints

@@ -21,7 +21,7 @@ from rl_ckpt.tensors.spec import as_bytes
 from rl_ckpt.types import Capability, ReceiverState
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from torch import Tensor
 
@@ -97,6 +97,12 @@ def assert_same(got: dict[str, Tensor], sent: dict[str, Tensor]) -> None:
 async def receive_all(engine: WeightReceiver) -> dict[str, Tensor]:
     """Clones of every tensor of one sync."""
     return {name: tensor.clone() async for name, tensor in engine.receive_weights()}
+
+
+async def exhaust(iterator: AsyncIterator[tuple[str, Tensor]]) -> None:
+    """Iterate to the end."""
+    async for _ in iterator:
+        pass
 
 
 async def failure(kind: type[E], awaitable: Awaitable[object]) -> E:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import CkptError, PeerLostError, SyncAbortedError
 from rl_ckpt.testing.ends import Bench, BetweenProcesses, weights_of
-from rl_ckpt.testing.helpers import assert_same, failure, receive_all, until
+from rl_ckpt.testing.helpers import assert_same, exhaust, failure, receive_all, until
 from rl_ckpt.types import ReceiverState, Role
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ProcessSuite(BetweenProcesses):
             await until(lambda: quick.state is ReceiverState.STAGED)
             sender.kill()
             await failure(CkptError, done)
-            await failure(CkptError, _exhaust(waiting))
+            await failure(CkptError, exhaust(waiting))
             assert quick.version is None
             await bench.succeed(1, [quick, slow])
 
@@ -138,15 +138,10 @@ class ProcessSuite(BetweenProcesses):
             killed.kill()
             error = await failure(SyncAbortedError, sending)
             assert f"pid {killed.pid}" in str(error), error
-            await failure(SyncAbortedError, _exhaust(waiting))
+            await failure(SyncAbortedError, exhaust(waiting))
             await bench.send(sender, 1, [slow])
 
         self.run_processes(work)
-
-
-async def _exhaust(iterator: Any) -> None:
-    async for _ in iterator:
-        pass
 
 
 class KillSuite(BetweenProcesses):

@@ -20,6 +20,7 @@ from rl_ckpt.testing.helpers import (
     Suite,
     assert_same,
     blank,
+    exhaust,
     failure,
     receive_all,
     sample_weights,
@@ -87,7 +88,7 @@ class VoteSuite(Suite):
             await anext(tensors)
             waiting = asyncio.ensure_future(receive_all(late))
             await asyncio.sleep(0.2)
-            await _exhaust(tensors)
+            await exhaust(tensors)
             report = await sending
             assert (len(report.receipts), report.lost) == (1, ())
             assert not waiting.done()
@@ -184,7 +185,7 @@ class VoteSuite(Suite):
             stalling = asyncio.ensure_future(_stall(receiver))
             while not stalling.done():
                 await _is_told(sender, "did not take")
-            await failure(CkptError, _exhaust(await stalling))
+            await failure(CkptError, exhaust(await stalling))
             assert receiver.state is ReceiverState.POISONED
             await sender.close()
             await works(await pair.send_end(), receiver, 0)
@@ -206,7 +207,7 @@ class VoteSuite(Suite):
             await anext(stalled)
             sending.cancel()
             await failure(asyncio.CancelledError, sending)
-            await failure(SyncAbortedError, _exhaust(stalled))
+            await failure(SyncAbortedError, exhaust(stalled))
             await works(sender, receiver, 0)
 
         self.run(work, bucket_bytes=1024)
@@ -336,8 +337,3 @@ async def _stall(receiver: WeightReceiver) -> AsyncIterator[tuple[str, Tensor]]:
 def _generator(engine: WeightReceiver) -> Any:
     """The iterator of `receive_weights`, which is an async generator in all but its declared type."""
     return engine.receive_weights()
-
-
-async def _exhaust(iterator: AsyncIterator[tuple[str, Tensor]]) -> None:
-    async for _ in iterator:
-        pass
