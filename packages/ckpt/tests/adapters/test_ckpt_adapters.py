@@ -188,7 +188,7 @@ def same(model, weights):
 
 
 def installer_of(model, url, restore):
-    installer = Installer(model, load=lambda weights: loaded(model, weights), restore=restore)
+    installer = Installer(model, load=lambda weights, owner=None: loaded(model, weights), restore=restore)
     installer.attach(rl_ckpt.connect(url, role="receive", timeout_s=30))
     return installer
 

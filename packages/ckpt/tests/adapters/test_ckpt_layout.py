@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -133,13 +134,17 @@ class Engine:
         self.model, self.num_restored = model, 0
         self.loses = None
         """What the next load leaves out."""
+        self.owners = []
+        """Of the loads until now."""
         self.installer = Installer(model, load=self.load, restore=self.restore)
 
-    def load(self, weights):
+    def load(self, weights, owner=None):
+        self.owners.append(owner)
         recorder = LoadRecorder(self.model, weights)
         with recorder:
             self.model.load_weights((name, tensor) for name, tensor in weights.items() if name != self.loses)
-        self.loses = None
+        if self.loses in weights:
+            self.loses = None
         return Held(self.model, weights, recorder.bindings)
 
     def restore(self):
@@ -148,16 +153,42 @@ class Engine:
             parameter.data.zero_()
 
 
-def rows_of(rank):
+class Stack(nn.Module):
+    """A rank with two layers."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.layers = nn.ModuleList([Rank(rank), Rank(rank)])
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            _, number, own = name.split(".", 2)
+            self.layers[int(number)].load_weights([(own, tensor)])
+
+    def holds(self, weights):
+        return all(layer.holds(weights_of_layer(weights, number)) for number, layer in enumerate(self.layers))
+
+
+def weights_of_layer(weights, number):
+    prefix = f"layers.{number}."
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def stacked(seed):
+    return {f"layers.{n}.{name}": tensor for n in (0, 1) for name, tensor in weights_of(10 * seed + n).items()}
+
+
+def rows_of(rank, like):
     """FSDP: two ranks of a trainer."""
-    for name, tensor in weights_of(0).items():
+    for name, tensor in like.items():
         axis = 0 if tensor.ndim else None
         yield ShardSpec.on_mesh(name, tuple(tensor.shape), mesh=(2,), placements=(axis,), coordinate=(rank,))
 
 
 class Trainer:
-    def __init__(self, targets):
-        self.plan = rl_ckpt.ShardPlan([list(rows_of(rank)) for rank in (0, 1)], targets)
+    def __init__(self, targets, like=None):
+        self.like = like or weights_of(0)
+        self.plan = rl_ckpt.ShardPlan([list(rows_of(rank, self.like)) for rank in (0, 1)], targets)
         name = new_name()
         self.senders = [
             rl_ckpt.ShardedSender(self.plan, rank, lambda to, rank=rank: f"inproc://{name}-{rank}-{to}", timeout_s=30)
@@ -174,7 +205,8 @@ class Trainer:
         async def run():
             staging = [
                 sender.stage(
-                    lambda rank=rank: [(spec, spec.of(weights[spec.name])) for spec in rows_of(rank)], version=version
+                    lambda rank=rank: [(spec, spec.of(weights[spec.name])) for spec in rows_of(rank, self.like)],
+                    version=version,
                 )
                 for rank, sender in enumerate(self.senders)
             ]
@@ -196,15 +228,14 @@ class Trainer:
         asyncio.run(run())
 
 
-@pytest.fixture
-def job(tmp_path):
+@contextmanager
+def running(models, like, folder):
     """Two ranks of a trainer, two engines, and the layouts that they have told."""
-    engines = [Engine(Rank(rank, is_last_stage=rank == 1)) for rank in (0, 1)]
-    told = {name: ("float32", tuple(tensor.shape)) for name, tensor in weights_of(0).items()}
-    url = write_layout_request(tmp_path, told)
+    engines = [Engine(model) for model in models]
+    url = write_layout_request(folder, {name: ("float32", tuple(tensor.shape)) for name, tensor in like.items()})
     for rank, engine in enumerate(engines):
         engine.installer.tell_layout(url, rank, lambda given, engine=engine: engine.model.load_weights(given.items()))
-    trainer = Trainer(read_layouts(tmp_path, 2))
+    trainer = Trainer(read_layouts(folder, 2), like)
     address = trainer.open()
     for rank, engine in enumerate(engines):
         engine.installer.join(address, rank, timeout_s=30)
@@ -212,6 +243,18 @@ def job(tmp_path):
     for engine in engines:
         engine.installer.detach()
     trainer.close()
+
+
+@pytest.fixture
+def job(tmp_path):
+    with running([Rank(rank, is_last_stage=rank == 1) for rank in (0, 1)], weights_of(0), tmp_path) as job:
+        yield job
+
+
+@pytest.fixture
+def layered_job(tmp_path):
+    with running([Stack(rank) for rank in (0, 1)], stacked(0), tmp_path) as job:
+        yield job
 
 
 def sync(job, weights, version, fails=None):
@@ -265,6 +308,57 @@ def test_a_rank_that_stores_other_numbers_than_were_sent_is_found(job):
 
     engines[0].model.load_weights = spoil
     sync(job, weights_of(1), 1, fails="the engine does not hold 'q' as it was sent")
+
+
+def staged_bytes(installer):
+    """Of all host memory that is kept for weights."""
+    staging = installer._staging
+    kept = [*staging.current.values(), *staging.incoming.values(), *staging._spare.values()]
+    return sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in kept}.values())
+
+
+def test_layers_are_exchanged_one_by_one_so_that_one_version_is_kept_and_any_failure_is_undone(layered_job):
+    _, engines = layered_job
+    first, second, third = stacked(1), stacked(2), stacked(3)
+    sync(layered_job, first, 1)
+    assert [engine.owners for engine in engines] == [[None], [None]]
+    one_version = staged_bytes(engines[0].installer)
+    for loses, told in (("layers.1.o", "took 'layers.1.o' nowhere"), ("layers.0.q", "took 'layers.0.q' nowhere")):
+        engines[1].loses = loses  # the other rank has voted by then, or not: it goes back as well
+        sync(layered_job, second, 2, fails=told)
+        assert all(engine.model.holds(first) for engine in engines)
+    for version, weights in ((2, second), (3, third)):
+        for engine in engines:
+            engine.owners.clear()
+        report = sync(layered_job, weights, version)
+        assert report.digest == rl_ckpt.tree_digest(weights)
+        assert all(receipt.is_attested for receipt in report.receipts)
+        assert all(engine.model.holds(weights) for engine in engines)
+        assert [engine.owners for engine in engines] == [["layers.0", "layers.1"]] * 2
+        assert all(staged_bytes(engine.installer) <= one_version for engine in engines)
+
+
+def test_whole_tensors_after_slices_can_be_undone_as_well(layered_job):
+    _, engines = layered_job
+    first, second = stacked(1), stacked(2)
+    sync(layered_job, first, 1)
+    engine = engines[0]
+    own = {name: tensor for name, tensor in second.items() if not name.endswith(("experts.2", "experts.3"))}
+    address = f"inproc://{new_name()}"
+    with rl_ckpt.connect(address, role="send", timeout_s=30) as sender, ThreadPoolExecutor(1) as pool:
+        engine.installer.join(address, 0, timeout_s=30)
+        for loses in ("layers.1.o", None):
+            engine.loses = loses
+            taking = pool.submit(engine.installer.take, 2)
+            if loses is None:
+                sender.send(own.items(), version=2)
+                taking.result(30)
+                assert engine.model.holds(second)
+                continue
+            with pytest.raises(rl_ckpt.SyncAbortedError):
+                sender.send(own.items(), version=2)
+            assert isinstance(taking.exception(30), rl_ckpt.CkptError)
+            assert engine.model.holds(first)
 
 
 def test_slices_are_refused_where_no_layout_was_told():

@@ -243,6 +243,10 @@ class FakeVllm:
             return
         if self.receiver is not None:
             await self.receiver.close()
+        told = body["init_info"]
+        assert told.keys() - {"adapters"} == {"url", "timeout_s", "attest"}
+        # The real one numbers them in this order.
+        assert told.get("adapters", {}) == {each["name"]: each["path"] for each in self.arguments.lora_modules}
         self.receiver = CkptReceiver(body["init_info"]["url"], timeout_s=body["init_info"]["timeout_s"])
 
     async def update(self, body, query):

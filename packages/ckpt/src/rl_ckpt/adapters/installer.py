@@ -3,16 +3,20 @@
 A sync lands in host memory, where it is verified, while the engine is not touched. When all of it is there, the
 engine's own loader installs it, and what the engine then holds is attested, before the sender commits. What fails
 before that leaves the engine as it was; what fails later is undone with the weights before.
+
+The weights before are kept in host memory where whole tensors come. Where slices come, they are read out of the engine
+layer by layer as new ones take their place, so that host memory has room for the slices of one version.
 """
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import rl_ckpt
 from rl_ckpt.adapters.layout import DryLoad, answer_request, write_answer
+from rl_ckpt.adapters.load_recorder import Held
 from rl_ckpt.errors import TensorError, UsageError, VersionError
 from rl_ckpt.receiver.staging import Staging
 from rl_ckpt.sharded import ShardedReceiver, split_address
@@ -22,8 +26,22 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from rl_ckpt.adapters.load_recorder import Held
+    from rl_ckpt.adapters.lora import HeldAdapters
     from rl_ckpt.types import ShardSpec
+
+
+class Load(Protocol):
+    """An engine's loader."""
+
+    def __call__(self, weights: Mapping[str, Tensor], owner: str | None = None) -> Held | HeldAdapters | None:
+        """Install these weights, CPU tensors by name; returns what the engine then holds of them, None if not known.
+
+        Args:
+            weights: All of the model's, or those of `owner`. A part of each, where slices come: the rest was never
+                written to.
+            owner: Name of the module that they are all weights of.
+        """
+        ...
 
 
 class Installer:
@@ -33,8 +51,7 @@ class Installer:
         model: The engine's. Where what was there before cannot be installed again, its `forward` raises, and its
             parameters are NaN for those that replay a CUDA graph instead, until a later sync has brought all that the
             failed one may have changed. What no sync brings, because checkpoints do not have it, is then as it was.
-        load: Installs all of these weights, CPU tensors by name, and returns what the engine then holds of them, or
-            None where that cannot be told. A part of each, where slices come: the rest was never written to.
+        load: Of the engine.
         restore: Undoes what the last load did where loading the version before writes nothing. Called before that is
             loaded again, if names came that it does not have; all that there is to do while there is none before.
     """
@@ -43,7 +60,7 @@ class Installer:
         self,
         model: nn.Module,
         *,
-        load: Callable[[Mapping[str, Tensor]], Held | None],
+        load: Load,
         restore: Callable[[], None],
     ) -> None:
         self._receiver: rl_ckpt.WeightReceiver | ShardedReceiver | None = None
@@ -61,6 +78,10 @@ class Installer:
         self._suspects: set[str] = set()
         """Names that a failed sync may have left something of in the model; it must not serve before they come."""
         self._staging = Staging()
+        self._held: Held | None = None
+        """Where the engine has the slices of the committed version, of which host memory has no copy."""
+        self._replaced: dict[str, dict[str, Tensor]] = {}
+        """By owner, what the sync under way has replaced of that version."""
         self._is_touched = False
         self._is_fresh = True
         self._is_partial = False
@@ -138,8 +159,14 @@ class Installer:
             self._staging.clear()
             if touched:
                 self._go_back(touched, error)
+            self._replaced = {}
             raise
-        self._staging.commit(is_whole=self._is_fresh)
+        if self._held is None:
+            self._staging.commit(is_whole=self._is_fresh)
+        else:
+            self._held.forget_given()
+            self._staging.clear()
+            self._staging.current, self._replaced = {}, {}
         self._is_touched = self._is_fresh = False
         if self._forward is not None:
             self._model.forward = self._forward
@@ -167,15 +194,30 @@ class Installer:
                 wait(either, return_when=FIRST_COMPLETED)
                 if landed.done():
                     self._require_version(receiver, version)
-                    if (held := self._install()) is not None:
-                        held.require_all()
+                    self._install_slices()
                 installed.set_result(None)
             except BaseException as error:  # noqa: BLE001 - the receiver raises it
                 installed.set_exception(error)
             receiving.result()
 
-    def _install(self) -> Held | None:
+    def _install_slices(self) -> None:
+        """Install what has landed, attested. What was there before takes its place in host memory, if it is known."""
+        if self._held is not None and self._forward is None:
+            for owner, names in self._held.owners().items():
+                self._replaced[owner] = {name: self._held.read(name) for name in names}
+                self._is_touched = True
+                if (held := self._load({name: self._staging.incoming[name] for name in names}, owner)) is not None:
+                    held.require_all()
+                self._staging.incoming |= self._replaced[owner]
+        elif (held := self._install()) is not None:
+            held.require_all()
+            self._held = held if isinstance(held, Held) else None
+
+    def _install(self) -> Held | HeldAdapters | None:
         """Called by the receiver when everything has landed and was verified, before it votes."""
+        if self._held is not None:  # slices came until now
+            self._staging.current = {name: self._held.read(name) for name in self._held}
+            self._held = None
         for name, tensor in self._staging.incoming.items():
             held = self._staging.current.get(name, tensor)
             if held.shape != tensor.shape:  # a loader may pad a shorter one with what was there before
@@ -200,14 +242,21 @@ class Installer:
         before = self._staging.current
         suspects = touched
         try:
-            if not touched <= before.keys():
-                self._restore()
-            suspects = set(before)
-            if before and (held := self._load(before)) is not None:
-                held.require_all()
+            if self._replaced:
+                for owner, weights in self._replaced.items():
+                    if (held := self._load(weights, owner)) is not None:
+                        held.require_all()
+            else:
+                self._held = None
+                if not touched <= before.keys():
+                    self._restore()
+                suspects = set(before)
+                if before and (held := self._load(before)) is not None:
+                    held.require_all()
         except Exception as another:  # noqa: BLE001  # whatever it is, the engine is mixed, and the first error is raised
             error.add_note(f"the weights before could not be loaded again, so the engine must not serve: {another}")
             self._suspects |= suspects
+            self._held = None
             self._refuse(error)
         else:
             if self._forward is not None:  # of what failed earlier there may still be something left

@@ -214,6 +214,26 @@ class Held(Mapping[str, "Tensor"]):
             if self[name] is not given:
                 raise AttestationError(f"the engine does not hold {name!r} as it was sent")
 
+    def forget_given(self) -> None:
+        """Let go of what was given: `read` goes on, and nothing is compared any more."""
+        self._given = {name: tensor.to("meta") for name, tensor in self._given.items()}
+
+    def owners(self) -> dict[str, list[str]]:
+        """Names by the module that they are weights of: a numbered layer with all that is in it, or a single module."""
+        found: dict[str, list[str]] = {}
+        for name in self._names:
+            parts = (self._bindings[name][0].path if name in self._bindings else name).split(".")[:-1]
+            number = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts))
+            found.setdefault(".".join(parts[: number + 1]), []).append(name)
+        return found
+
+    def read(self, name: str) -> Tensor:
+        """A tensor like the one that was given, of which what the model has is as the model has it now."""
+        room = torch.empty(self._given[name].shape, dtype=self._given[name].dtype)
+        for binding in self._bindings.get(name, ()):
+            binding.source.view(room).copy_(binding.part.view(self._all_copies(binding)[0]))
+        return room
+
     def _is_readable(self, name: str) -> bool:
         bindings = self._bindings.get(name, ())
         return not self._given[name].numel() or (bool(bindings) and all(map(self._is_as_filled, bindings)))

@@ -13,14 +13,17 @@ import base64
 import io
 import pickle
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
 from rl_ckpt.adapters.installer import Installer
 from rl_ckpt.adapters.layout import SCHEME
 from rl_ckpt.adapters.load_recorder import Held, LoadRecorder, filled_by
+from rl_ckpt.adapters.lora import TENSORS_FILE, Adapters, Copy, CopyRecorder, brings_adapters, pointer
 from rl_ckpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,14 +31,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from rl_ckpt.adapters.lora import HeldAdapters
+
 LOADER = "rl_ckpt.adapters.sglang.load_weights"
 """For `--custom-weight-loader`."""
 TIMEOUT_S = 120.0
 """Longest wait for the sender: SGLang's scheduler stands still meanwhile."""
 _UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
 """What calls a custom loader, in SGLang 0.5.23."""
+_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
+"""What makes SGLang's adapters, in 0.5.23."""
 _engines: dict[int, _Engine] = {}
 """By the id of a model, which its engine keeps alive."""
+_managers: dict[int, Any] = {}
+"""SGLang's LoRA managers, by the id of the model, which they keep alive."""
 
 
 def session_tensors(url: str, version: int) -> list[tuple[str, Tensor]]:
@@ -87,6 +96,12 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_UPDATE, _answer, HookType.AROUND)
+    HookRegistry.register(_MANAGER, _remember, HookType.AFTER)
+
+
+def _remember(_: object, manager: Any, base_model: nn.Module, *__: object, **___: object) -> None:
+    """Note the LoRA manager of a model, which a custom loader is not given."""
+    _managers[id(base_model)] = manager
 
 
 def _answer(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -109,6 +124,10 @@ class _Engine:
     def __init__(self, model: nn.Module) -> None:
         self.installer = Installer(model, load=self._load, restore=self._restore)
         self._model = model
+        self._adapters: SglangAdapters | None = None
+        """Once a sync has brought one."""
+        self._brings_adapters = False
+        """Whether the last load was of adapters."""
         self._url = ""
         self._loaded: set[str] = set()
         """The model's tensors that the last load filled."""
@@ -137,18 +156,30 @@ class _Engine:
         with torch.no_grad():
             loader.load_weights(iter(weights.items()))
 
-    def _load(self, weights: Mapping[str, Tensor]) -> Held:
+    def _load(self, weights: Mapping[str, Tensor], owner: str | None = None) -> Held | HeldAdapters:
+        self._brings_adapters = brings_adapters(weights)
+        if self._brings_adapters:
+            self._adapters = self._adapters or SglangAdapters(_managers.get(id(self._model)))
+            with torch.no_grad():
+                return self._adapters.load(weights)
         loader: Any = self._model
-        self._kept = {
-            name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items() if name not in self._committed
-        }
+        if owner is None:
+            self._kept = {
+                name: tensor.to("cpu", copy=True)
+                for name, tensor in self._tensors().items()
+                if name not in self._committed
+            }
         recorder = LoadRecorder(self._model, weights)
         with recorder, torch.no_grad():
             loader.load_weights(iter(weights.items()))
-        self._loaded = filled_by(recorder.bindings)
+        self._loaded = filled_by(recorder.bindings) | (set() if owner is None else self._committed)
         return Held(self._model, weights, recorder.bindings)
 
     def _restore(self) -> None:
+        if self._brings_adapters:
+            if self._adapters is not None:
+                self._adapters.restore()
+            return
         tensors = self._tensors()
         for name, tensor in self._kept.items():
             tensors[name].copy_(tensor)
@@ -156,6 +187,58 @@ class _Engine:
     def _tensors(self) -> dict[str, Tensor]:
         named = (*self._model.named_parameters(), *self._model.named_buffers())
         return {name: tensor.detach() for name, tensor in named}
+
+
+class SglangAdapters(Adapters):
+    """LoRA adapters of one rank: in host memory, from where SGLang fills the slots of its memory pool.
+
+    Args:
+        manager: SGLang's; None where the server was started without adapters.
+
+    Raises:
+        UsageError: it was.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        if manager is None:
+            raise UsageError("an adapter came to an SGLang without adapters; start it with --enable-lora")
+        self._manager = manager
+        self._refs = {ref.lora_name: ref for ref in manager.lora_refs.values()}
+        super().__init__({name: load_file(Path(ref.lora_path) / TENSORS_FILE) for name, ref in self._refs.items()})
+
+    def install(self, adapter: str, tensors: Mapping[str, Tensor]) -> Mapping[str, list[Copy]]:
+        """See `Adapters`. SGLang stacks tensors of fused layers, so that a copy may have those of others as well."""
+        manager, ref = self._manager, self._refs[adapter]
+        mine = {key: tensor.to(manager.dtype, copy=True) for key, tensor in tensors.items()}
+        manager.load_lora_weights_from_tensors(ref, mine)
+        if (slot := manager.memory_pool.remove_lora(ref.lora_id)) is not None:
+            manager._notify_lora_slots_updated({slot})
+        placed = {name: each for layer in manager.loras[ref.lora_id].layers for name, each in layer.weights.items()}
+        with CopyRecorder(placed) as recorder:
+            manager.fetch_new_loras({ref.lora_id})
+        pool = manager.memory_pool
+        slots = {pointer(each) for kept in (pool.A_buffer, pool.B_buffer) for all_ in kept.values() for each in all_}
+        copies: dict[str, list[Copy]] = {}
+        for name, stacked in placed.items():
+            made = [Copy(*each) for each in recorder.made.get(name, ()) if pointer(each[0]) in slots]
+            for key, tensor in mine.items():
+                if _place_of(key) == _place_of(name) and _has_rows(stacked, tensor):
+                    copies.setdefault(key, []).extend(made)
+        return copies
+
+
+def _place_of(name: str) -> tuple[str, ...]:
+    """Layer, block and factor of an adapter's tensor: what SGLang keeps when it stacks several."""
+    parts = name.removeprefix("base_model.model.").split(".")
+    return (*parts[:-3], parts[-2])
+
+
+def _has_rows(stacked: Tensor, tensor: Tensor) -> bool:
+    """Whether these rows are among those of the other."""
+    count = len(tensor)
+    if stacked.shape[1:] != tensor.shape[1:]:
+        return False
+    return any(torch.equal(stacked[at : at + count], tensor) for at in range(len(stacked) - count + 1))
 
 
 class _Pickler(pickle.Pickler):

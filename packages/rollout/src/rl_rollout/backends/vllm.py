@@ -127,6 +127,7 @@ class VllmServer(ExternalServer):
             sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
             gives_routed_experts=ROUTED_ARGUMENT in self.arguments,
             has_adapters=bool(self.adapters),
+            updates_adapters=self.config.parallel.pp == 1,
             takes_images=self.preparer is not None,
             num_receivers=self.config.parallel.num_ranks,
             takes_slices=True,
@@ -239,7 +240,9 @@ class VllmServer(ExternalServer):
         """See `ExternalServer`. The plug-in verifies, installs and attests; after a failure it restores."""
         if address not in self._sessions:
             is_attested = address.startswith(SLICES) or not self._is_spread
-            info = {"url": address, "timeout_s": self.config.timeout_s, "attest": is_attested}
+            info: dict[str, Any] = {"url": address, "timeout_s": self.config.timeout_s, "attest": is_attested}
+            if self.adapters and self.capabilities.updates_adapters:
+                info["adapters"] = {adapter.name: adapter.folder for adapter in self.adapters.values()}
             await self.upstream.command("/init_weight_transfer_engine", {"init_info": info})
             self._sessions = {address}  # a new session takes the place of the one before
         await self.upstream.command("/start_weight_update")

@@ -65,32 +65,43 @@ def test_an_embedded_server_is_one_rank_that_takes_all(qwen3_folder):
 
 
 @real_vllm
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_each_rank_of_the_real_one_is_sent_its_slices_and_attests_them(num_ranks, family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen2", {"tp": 2}),
+        ("qwen3", {"tp": 1}),
+        ("qwen3", {"tp": 2}),
+        ("qwen3", {"pp": 2}),
+        ("qwen3_moe", {"tp": 1}),
+        ("qwen3_moe", {"tp": 2}),
+        ("qwen3_moe", {"tp": 2, "ep": 2}),
+    ],
+    ids=lambda told: told if isinstance(told, str) else "-".join(f"{name}{size}" for name, size in told.items()),
+)
+def test_each_rank_of_the_real_one_is_sent_its_slices_and_attests_them(family, sizes, tmp_path):
     """With two ranks, what is cut over them moves once, and what both have, twice."""
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    layout = ServerParallel(**sizes)
+    fields = {"num_attention_heads": 4, "num_key_value_heads": 2}
     if family == "qwen3_moe":
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    old, new = (real_model(tmp_path / str(seed), seed=seed, family=family, **sizes) for seed in (0, 1))
+        fields |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    old, new = (real_model(tmp_path / str(seed), seed=seed, family=family, **fields) for seed in (0, 1))
     weights = load_weights(new)
 
     async def main():
-        layout = ServerParallel(tp=num_ranks)
-        servers = [create_server("vllm", real_vllm_config(path, parallel=layout)) for path in (old, new)]
+        server = create_server("vllm", real_vllm_config(old, parallel=layout))
+        oracle = create_server("embedded", ServerConfig(model_path=str(new), num_threads=1))
         try:
-            for server in servers:
-                await server.start()
-            layouts, num_bytes, outputs = await updated(servers[0], weights)
+            await asyncio.gather(server.start(), oracle.start())
+            layouts, num_bytes, outputs = await updated(server, weights)
             whole = sum(tensor.nbytes for tensor in weights.values())
-            assert whole <= num_bytes < (1.0 if num_ranks == 1 else 1.5) * whole + 1
-            assert len(layouts) == num_ranks
-            for one, other in zip(outputs, await told_by(servers[1]), strict=True):
+            assert whole <= num_bytes < (1.0 if layout.num_ranks == 1 else 1.5) * whole + 1
+            assert len(layouts) == layout.num_ranks
+            assert {version for each in outputs for version in each.weight_versions} == {2}
+            for one, other in zip(outputs, await told_by(oracle), strict=True):
                 assert one.token_ids == other.token_ids
                 torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
         finally:
-            for server in servers:
-                await server.stop()
+            await asyncio.gather(server.stop(), oracle.stop())
 
     asyncio.run(main())
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -25,6 +27,8 @@ from vllm.model_executor.model_loader.reload import (
 from rl_ckpt.adapters.installer import Installer
 from rl_ckpt.adapters.layout import SCHEME
 from rl_ckpt.adapters.load_recorder import Held, Layout, LoadRecorder, copies_in
+from rl_ckpt.adapters.lora import HeldAdapters, brings_adapters
+from rl_ckpt.adapters.vllm.lora import VllmAdapters
 from rl_ckpt.errors import TensorError, UsageError
 from rl_ckpt.sharded import split_address
 
@@ -50,6 +54,9 @@ class InitInfo(WeightTransferInitInfo):
     """Longest wait for the sender, seconds."""
     attest: bool = True
     """Whether the model is read back after loading, before the vote."""
+    adapters: dict[str, str] | None = None
+    """Name to folder of each LoRA adapter of the server, in the order of `--lora-modules`: syncs may bring their
+    tensors alone, named `adapters.NAME.` and as in the folder."""
 
 
 @dataclass
@@ -71,6 +78,10 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     _installer: Installer | None = None
     """Kept from session to session: it knows what the model holds."""
+    _adapters: VllmAdapters | None = None
+    """Once a session has named them."""
+    _brings_adapters = False
+    """Whether the last load was of adapters."""
     _attests = True
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -78,13 +89,20 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         parallel, url = self.parallel_config, init_info.url
         is_whole = not url.startswith(SCHEME) and split_address(url) is None
         is_spread = parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel
-        if is_whole and is_spread and init_info.attest:
+        if init_info.adapters and parallel.pipeline_parallel_size > 1:
+            raise UsageError(
+                "adapters cannot be sent alone to a server of several pipeline stages, none of which has all of their "
+                "layers; send them merged into the weights"
+            )
+        if is_whole and is_spread and init_info.attest and not init_info.adapters:
             raise UsageError(
                 "attest is true, and this server spreads whole tensors over its workers (pipeline or expert "
                 "parallelism), so that none of them can attest all; send slices, or pass attest=false in init_info"
             )
         if self._installer is None:
-            self._installer = Installer(self.model, load=self._load, restore=self._load_from_disk)
+            self._installer = Installer(self.model, load=self._load, restore=self._restore)
+        if init_info.adapters and self._adapters is None:
+            self._adapters = VllmAdapters(self.model, init_info.adapters)
         self._attests = init_info.attest
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         if url.startswith(SCHEME):
@@ -117,17 +135,28 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise UsageError("no session is open; POST /init_weight_transfer_engine with a url in init_info first")
         return self._installer
 
-    def _load(self, weights: Mapping[str, Tensor]) -> Held | None:
-        """Put all weights into the model; return what it then holds of them, if that is to be attested."""
+    def _load(self, weights: Mapping[str, Tensor], owner: str | None = None) -> Held | HeldAdapters | None:
+        """Put weights into the model; return what it then holds of them, if that is to be attested."""
+        self._brings_adapters = brings_adapters(weights)
+        if self._brings_adapters:
+            if self._adapters is None:
+                raise UsageError("an adapter came, and the session was opened without the names of adapters")
+            return self._adapters.load(weights)
         with _without_lora(self.model):
-            return self._load_bare(weights)
+            return self._load_bare(weights, owner)
 
-    def _load_bare(self, weights: Mapping[str, Tensor]) -> Held | None:
-        expected = {name for name, _ in self.model.named_parameters()}
+    def _load_bare(self, weights: Mapping[str, Tensor], owner: str | None) -> Held | None:
+        must_fill = owner is None and self.model_config.quantization is None
+        expected = {name for name, _ in self.model.named_parameters()} if must_fill else set[str]()
         recorder = LoadRecorder(self.model, weights)
         with recorder:
-            loaded = self._reload(weights.items())
-        if loaded is not None and self.model_config.quantization is None and (missing := sorted(expected - loaded)):
+            loaded = self._reload(weights.items(), owner or "")
+        if (
+            owner is None
+            and loaded is not None
+            and self.model_config.quantization is None
+            and (missing := sorted(expected - loaded))
+        ):
             raise TensorError(
                 f"{len(missing)} parameters of the model got nothing, {missing[0]!r} the first; the first sync must "
                 "bring all weights"
@@ -147,6 +176,13 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 _abandon(self.model)
                 finalize_layerwise_reload(self.model, self.model_config)
 
+    def _restore(self) -> None:
+        if self._brings_adapters:
+            assert self._adapters is not None, "they were being loaded"
+            self._adapters.restore()
+        else:
+            self._load_from_disk()
+
     def _load_from_disk(self) -> None:
         """What the server was started with."""
         loader = get_model_loader(self.vllm_config.load_config)
@@ -155,19 +191,24 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with _without_lora(self.model):
             self._reload(loader.get_all_weights(self.model_config, self.model))
 
-    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        """Call vLLM's loader; the names of the parameters that it filled, if the model tells."""
-        initialize_layerwise_reload(self.model)
-        try:
-            loaded: set[str] | None = self.model.load_weights(iter(weights))
-            finalize_layerwise_reload(self.model, self.model_config)
-        except BaseException:
-            _abandon(self.model)
-            finalize_layerwise_reload(
-                self.model, self.model_config
-            )  # no layer is left to it, but the model's own flags
-            raise
-        _repack_tied(self.model)
+    def _reload(self, weights: Iterable[tuple[str, Tensor]], owner: str = "") -> set[str] | None:
+        """Call vLLM's loader; the names of the parameters that it filled, if the model tells.
+
+        Args:
+            weights: Of a module.
+            owner: Its name; the model's for none.
+        """
+        module = self.model.get_submodule(owner)
+        initialize_layerwise_reload(module)
+        with _repacked_experts(module):
+            try:
+                loaded: set[str] | None = self.model.load_weights(iter(weights))
+                finalize_layerwise_reload(module, self.model_config)
+            except BaseException:
+                _abandon(module)
+                finalize_layerwise_reload(module, self.model_config)  # no layer is left to it, but the model's flags
+                raise
+        _repack_tied(self.model, module)
         return loaded
 
 
@@ -202,7 +243,7 @@ def _abandon(model: nn.Module) -> None:
             info.reset()
 
 
-def _repack_tied(model: nn.Module) -> None:
+def _repack_tied(model: nn.Module, loaded: nn.Module) -> None:
     """Let layers that share a weight with a loaded one pack it again: vLLM 0.32 leaves their old packed copy in use.
 
     That is so on CPUs alone, where a layer computes with a packed copy, and a tied `lm_head` would go on giving the
@@ -213,15 +254,60 @@ def _repack_tied(model: nn.Module) -> None:
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel():
             layers.setdefault(weight.data_ptr(), []).append(layer)
+    fresh = set(loaded.modules())
     for alias in layers.values():
-        for layer in alias if len(alias) > 1 else ():
+        for layer in alias if len(alias) > 1 and not fresh.isdisjoint(alias) else ():
             layer.quant_method.process_weights_after_loading(layer)
+
+
+@contextmanager
+def _repacked_experts(model: nn.Module) -> Generator[None]:
+    """Let a load pack experts as the first load did: vLLM 0.32 does not on CPUs, and its kernel reads packed ones.
+
+    To be deleted when `UnquantizedFusedMoEMethod` packs in every load.
+    """
+    layers: list[Any] = [layer for layer in model.modules() if _packed_experts(layer) is not None]
+    kernels = [(layer.quant_method, layer.quant_method.moe_kernel) for layer in layers]
+    for method, _ in kernels:
+        method.moe_kernel = None  # another is made, in which the experts are packed
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            method.moe_kernel = method.moe_kernel or kernel
+
+
+def _packed_experts(layer: Any) -> Any:
+    """The kernel of a layer whose experts lie packed, for a CPU."""
+    kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+    experts: Any = getattr(kernel, "fused_experts", None)
+    return experts if isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch else None
+
+
+def _unpacked_experts(experts: Any, packed: Tensor, whole: Layout) -> Tensor:
+    """The weights [E, N, K] of packed experts: where each number went is seen by packing their positions."""
+    num_experts, num_outputs, num_inputs = whole.size
+    count = num_outputs * num_inputs
+    halves = 1 if num_outputs == packed.shape[1] else 2  # of gate and up, each with rows that were added
+    positions = torch.zeros(packed.shape[1:], dtype=torch.int64)  # 0 where kernels want more than there is
+    rows = positions.view(halves, -1, packed.shape[2])[:, : num_outputs // halves, :num_inputs]
+    rows.copy_(torch.arange(1, count + 1).view(halves, -1, num_inputs))
+    found = torch.zeros(positions.shape, dtype=torch.int64)
+    for digit in range(0, count.bit_length(), 8):  # numbers up to 255 are exact in every format
+        plane = (positions >> digit & 255).to(packed.dtype)[None]
+        found += cpu_prepack_moe_weight(plane, experts.isa)[0].view_as(found).to(torch.int64) << digit
+    weights = torch.empty(num_experts, count + 1, dtype=packed.dtype)
+    weights[:, found.flatten()] = packed.reshape(num_experts, -1)
+    return weights[:, 1:].reshape(whole.size)
 
 
 def _copies(model: nn.Module, path: str, whole: Layout) -> Sequence[Tensor]:
     """All that vLLM computes with: the parameter, unless it was emptied, and on a CPU what its layer has packed."""
     owner, _, name = path.rpartition(".")
-    packed = getattr(model.get_submodule(owner), "cpu_linear", None) if name == "weight" else None
+    layer: Any = model.get_submodule(owner)
+    if name in {"w13_weight", "w2_weight"} and (experts := _packed_experts(layer)) is not None:
+        return [_unpacked_experts(experts, getattr(layer, name), whole)]
+    packed = getattr(layer, "cpu_linear", None) if name == "weight" else None
     if packed is None or len(whole.size) != 2:
         return copies_in(model, path, whole)
     kept = [tensor for tensor in copies_in(model, path, whole) if tensor.numel()]

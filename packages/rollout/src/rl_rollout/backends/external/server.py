@@ -63,7 +63,10 @@ COMMON_OPTIONS = {
     "env": "environment variables of the server beside those of this process",
 }
 """Options of all third-party backends."""
-ADAPTER_OPTIONS = {"adapters": "name to folder of each LoRA adapter, in peft's format"}
+ADAPTER_OPTIONS = {
+    "adapters": "name to folder of each LoRA adapter, in peft's format",
+    "default_adapter": "the adapter of requests that ask for none",
+}
 """Options of the backends that serve adapters."""
 
 
@@ -116,6 +119,18 @@ def _read_adapter(name: str, folder: str) -> Adapter:
     if config.get("peft_type") != "LORA":
         raise ModelFolderError(f"adapter {name!r} is of type {config.get('peft_type')!r}; LORA is served")
     return Adapter(name, str(Path(folder).resolve()), int(config["r"]), config)
+
+
+def read_default(found: Any, adapters: Mapping[str, Adapter]) -> str | None:
+    """Validate the option `default_adapter`.
+
+    Raises:
+        ConfigError: it is none of the adapters.
+    """
+    if found is not None and found not in adapters:
+        names = ", ".join(adapters) or "none"
+        raise ConfigError(f"option default_adapter={found!r} is none of the adapters: {names}")
+    return found
 
 
 def read_environment(found: Any) -> dict[str, str]:
@@ -200,6 +215,7 @@ class ExternalServer(RolloutServer):
         self.max_position_embeddings = int(model_config.get("max_position_embeddings") or sys.maxsize)
         self.max_model_len = min(config.max_model_len, self.max_position_embeddings)
         self.adapters = read_adapters(config.options.get("adapters", {}), self.model_name)
+        self._default_adapter = read_default(config.options.get("default_adapter"), self.adapters)
         self.arguments = words(config.options.get("args", []), "args")
         self.weight_version = 0
         self._endpoint = Endpoint(self, config, model_name=self.model_name)
@@ -320,6 +336,8 @@ class ExternalServer(RolloutServer):
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         """See `RolloutServer.generate`."""
+        if request.adapter is None and self._default_adapter is not None:
+            request = replace(request, adapter=self._default_adapter)
         self._check(request)
         flight = self._flights[request.request_id] = Flight(request)
         deadline = None
@@ -524,7 +542,8 @@ class ExternalServer(RolloutServer):
 
         The server's own processes open their receivers by `receive.address`, a URL of rl-ckpt.
         """
-        if not self.capabilities.updates_weights:
+        can = self.capabilities
+        if not can.updates_weights and not (self.adapters and can.updates_adapters):
             why = " beside adapters" if self.adapters else ""
             raise UnsupportedError(f"{self.engine_name} as it was started takes no new weights{why}")
         async with self._update_lock:

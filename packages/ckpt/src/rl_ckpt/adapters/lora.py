@@ -1,0 +1,174 @@
+"""LoRA adapters of an inference engine: new tensors for those that it was started with, read back where they lie."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_ckpt.errors import AttestationError, TensorError
+from rl_ckpt.tensors.spec import as_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "adapters."
+"""Of the names of an adapter's tensors in a sync: `adapters.NAME.` and the name that peft gives it."""
+TENSORS_FILE = "adapter_model.safetensors"
+"""Of peft, in the folder of an adapter."""
+
+
+def brings_adapters(weights: Mapping[str, Tensor]) -> bool:
+    """Whether a sync brings adapters.
+
+    Raises:
+        TensorError: it brings weights of the model as well.
+    """
+    count = sum(name.startswith(PREFIX) for name in weights)
+    if count not in (0, len(weights)):
+        raise TensorError(
+            f"{count} tensors of adapters and {len(weights) - count} of the model came in one sync; send them in two "
+            "sessions"
+        )
+    return count > 0
+
+
+class Copy(NamedTuple):
+    """A part of an adapter's tensor in an engine's memory."""
+
+    held: Tensor
+    """What a layer computes with, a view."""
+    want: Tensor
+    """What it should be: of the tensor that came, in the engine's number format and as the engine scales it."""
+
+
+class Adapters(ABC):
+    """Adapters by name, as requests choose them.
+
+    Args:
+        started: By adapter, the tensors that the engine was started with, under peft's names.
+    """
+
+    def __init__(self, started: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._started = started
+        self.sent: dict[str, Mapping[str, Tensor]] = {}
+        """By adapter, what was installed last, if it was sent."""
+
+    @abstractmethod
+    def install(self, adapter: str, tensors: Mapping[str, Tensor]) -> Mapping[str, list[Copy]]:
+        """Put an adapter in the place of the one before. By tensor, the copies that layers took of it.
+
+        The tensors are valid until the next sync.
+        """
+
+    def load(self, weights: Mapping[str, Tensor]) -> HeldAdapters:
+        """Serve these adapters from now on, each of them whole; returns what the engine holds of them.
+
+        Raises:
+            TensorError: an adapter is unknown, or tensors of it are missing, unknown or of another shape.
+            AttestationError: the engine took a tensor nowhere.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in weights.items():
+            adapter, _, key = name.removeprefix(PREFIX).partition(".")
+            found.setdefault(adapter, {})[key] = tensor
+        for adapter, tensors in found.items():
+            self._require_same(adapter, tensors)
+        copies: dict[str, list[Copy]] = {}
+        for adapter, tensors in found.items():
+            made = self.install(adapter, tensors)
+            for key in tensors:
+                if not made.get(key):
+                    raise AttestationError(
+                        f"the engine took {key!r} of adapter {adapter!r} nowhere that it could be read back from; "
+                        "leave its layer out of the adapter's target modules, or send the adapter merged into the "
+                        "weights"
+                    )
+                copies[f"{PREFIX}{adapter}.{key}"] = made[key]
+        self.sent |= found
+        return HeldAdapters(weights, copies)
+
+    def restore(self) -> None:
+        """Serve what the engine was started with again."""
+        for adapter, tensors in self._started.items():
+            self.install(adapter, tensors)
+        self.sent = {}
+
+    def _require_same(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
+        known = self._started.get(adapter)
+        if known is None:
+            raise TensorError(f"there is no adapter {adapter!r}; loaded are: {', '.join(self._started) or 'none'}")
+        if other := sorted(tensors.keys() ^ known.keys()):
+            what = "did not come" if other[0] in known else "came, and the engine's has none"
+            raise TensorError(f"{len(other)} tensors of adapter {adapter!r} {what}, {other[0]!r} the first")
+        for key, tensor in tensors.items():
+            if tensor.shape != known[key].shape:
+                raise TensorError(
+                    f"{key!r} of adapter {adapter!r} came as {list(tensor.shape)}; the engine's is "
+                    f"{list(known[key].shape)}"
+                )
+
+
+class HeldAdapters(Mapping[str, "Tensor"]):
+    """What an engine holds of the tensors of a sync, under their names; read when it is asked for.
+
+    A rank of several has a part of some. The rest is completed from what came: the two are equal if and only if the
+    part is.
+    """
+
+    def __init__(self, given: Mapping[str, Tensor], copies: Mapping[str, list[Copy]]) -> None:
+        self._given = given
+        self._copies = copies
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __getitem__(self, name: str) -> Tensor:
+        given = self._given[name]
+        for copy in self._copies[name]:
+            if not torch.equal(as_bytes(copy.held.to("cpu").contiguous()), as_bytes(copy.want.contiguous())):
+                raise AttestationError(f"the layers do not hold {name!r} as it was sent")
+        return given
+
+    def require_all(self) -> None:
+        """See that the layers hold all of it, bit for bit.
+
+        Raises:
+            AttestationError: names a tensor that they do not.
+        """
+        for name in self:
+            self[name]
+
+
+class CopyRecorder(TorchDispatchMode):
+    """While it is entered, notes what is copied of the given tensors, and where to; of parts put together as well."""
+
+    def __init__(self, given: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.made: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """By name: target and source of each copy, views."""
+        self._names = {pointer(tensor): name for name, tensor in given.items()}
+        self._joined: list[Tensor] = []
+        """Parts of a tensor that were put together, kept so that their memory stays theirs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and (name := self._names.get(pointer(args[1]))) is not None:
+            self.made.setdefault(name, []).append((args[0], args[1]))
+        elif func is torch.ops.aten.cat.default:
+            names = {self._names.get(pointer(tensor)) for tensor in args[0]}
+            if len(names) == 1 and (name := names.pop()) is not None:
+                self._joined.append(result)
+                self._names[pointer(result)] = name
+        return result
+
+
+def pointer(tensor: Tensor) -> int:
+    """Address of a tensor's memory."""
+    return tensor.untyped_storage().data_ptr()
