@@ -195,6 +195,7 @@ def test_a_first_sync_that_fails_leaves_what_the_server_was_started_with(manager
         (dict([*named("one", adapter_of(8)).items()][1:]), "1 tensors of adapter 'one' did not come"),
         ({name: tensor[:1] for name, tensor in named("one", adapter_of(8)).items()}, "came as [1, 8]"),
         (named("one", adapter_of(8)) | {"model.norm.weight": torch.ones(2)}, "in one sync"),
+        ({"model.norm.weight": torch.ones(2)}, "send it adapters alone"),
     ):
         sync(sender, manager.base_model, bad, 1, fails=told)
         assert manager.serves("one", adapter_of(0))

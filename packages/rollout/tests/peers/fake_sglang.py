@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import base64
 import io
+import json
 import pickle
 import sys
 import warnings
@@ -53,10 +54,18 @@ def parse():
     parser.add_argument("--skip-tokenizer-init", action="store_true", required=True)
     parser.add_argument("--enable-deterministic-inference", action="store_true")
     parser.add_argument("--enable-memory-saver", action="store_true")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-loras-per-batch", type=int)
+    parser.add_argument("--lora-paths", nargs="+", type=json.loads, default=[])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--max-total-tokens", type=int, default=2**20)
     arguments = parser.parse_args()
     assert arguments.custom_weight_loader == LOADER
+    # Requests without one take a slot of their own.
+    assert not arguments.lora_paths or (arguments.enable_lora, arguments.max_loras_per_batch) == (
+        True,
+        len(arguments.lora_paths) + 1,
+    )
     return arguments
 
 
@@ -72,6 +81,7 @@ class FakeSglang:
                 seed=arguments.random_seed,
                 dtype=arguments.dtype,
                 num_threads=1,
+                options={"adapters": {each["lora_name"]: each["lora_path"] for each in arguments.lora_paths}},
             ),
         )
         self.receivers = {}
@@ -105,7 +115,7 @@ class FakeSglang:
         params = dict(body["sampling_params"])
         seed = params.pop("sampling_seed", None)
         assert seed is None or self.arguments.enable_deterministic_inference
-        assert (body["return_logprob"], body["lora_path"]) == (True, None)
+        assert body["return_logprob"] is True
         assert not (params["ignore_eos"] and params["stop_token_ids"])  # the real one would look at no stop ids
         params["top_k"] = max(params["top_k"], 0)
         params["stop_token_ids"] = tuple(params["stop_token_ids"])
@@ -115,6 +125,7 @@ class FakeSglang:
             sampling_params=SamplingParams(seed=seed, **params),
             num_top_logprobs=body["top_logprobs_num"],
             returns_prompt_logprobs=body["logprob_start_len"] == 0,
+            adapter=body["lora_path"],
         )
         self.rids.add(asked.request_id)
         try:

@@ -162,6 +162,11 @@ class _Engine:
             self._adapters = self._adapters or SglangAdapters(_managers.get(id(self._model)))
             with torch.no_grad():
                 return self._adapters.load(weights)
+        if id(self._model) in _managers:
+            raise UsageError(
+                "the model's weights came to an SGLang with adapters, whose layers have other names; send it adapters "
+                "alone, or start it without them"
+            )
         loader: Any = self._model
         if owner is None:
             self._kept = {

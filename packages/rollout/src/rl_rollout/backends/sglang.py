@@ -127,6 +127,7 @@ class SglangServer(ExternalServer):
             sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
             is_seeded=SEED_ARGUMENT in self.arguments,
             has_adapters=bool(self.adapters),
+            updates_adapters=True,
             takes_images=self.preparer is not None,
             num_receivers=self.config.parallel.num_ranks,
             takes_slices=not self.adapters,

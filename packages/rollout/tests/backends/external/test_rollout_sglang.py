@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from adapters_alone import check_adapter_alone
 from rollout_servers import fake_sglang_config, real_model, real_sglang, real_sglang_config, request, serve
 
 from rl_rollout import (
@@ -154,6 +155,12 @@ def test_adapters_have_room_beside_requests_without_one(qwen3_folder, write_adap
     assert [json.loads(path) for path in told[4:]] == [
         {"lora_name": name, "lora_path": folder, "pinned": False} for name, folder in folders.items()
     ]
+
+
+def test_an_adapter_alone_is_replaced_and_nothing_else(qwen3_folder, write_adapters, tmp_path):
+    adapters = write_adapters(qwen3_folder, has_rslora=False)
+    config = fake_sglang_config(qwen3_folder, adapters={name: folder for name, (folder, _) in adapters.items()})
+    check_adapter_alone("sglang", config, adapters, tmp_path)
 
 
 @pytest.mark.parametrize("setting", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 3}}, {"use_dora": True}])

@@ -1,35 +1,21 @@
 """LoRA adapters on vLLM: mixed in one batch, on weights that are updated beneath them."""
 
-import asyncio
 import json
-import shutil
-import uuid
 from dataclasses import replace
-from unittest.mock import ANY
 
 import pytest
 import torch
+from adapters_alone import check_adapter_alone, copy_of
 from rollout_servers import alone, fake_vllm_config, real_model, real_vllm, real_vllm_config, serve
-from safetensors.torch import load_file, save_file
 
-import rl_ckpt
 from rl_rollout import (
-    CkptReceiver,
     ConfigError,
     ModelFolderError,
     RequestError,
     ServerParallel,
-    WeightUpdateError,
     create_server,
 )
 from rl_rollout.testing import load_weights
-
-
-def copy_of(folder, other, weights):
-    """The folder of the same model with other weights."""
-    shutil.copytree(folder, other)
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    return other
 
 
 class WithAdapters:
@@ -67,55 +53,9 @@ class WithAdapters:
         with pytest.raises(RequestError, match=r"there is no adapter 'three'; loaded are: one, two"):
             served.run(served.server.generate(replace(served.request(), adapter="three")))
 
-    def test_an_adapter_alone_is_replaced_and_nothing_else(self, folder, adapters, new_trainer, tmp_path):
-        """By halves of both factors: a quarter of the difference to the base model, in every token from then on."""
+    def test_an_adapter_alone_is_replaced_and_nothing_else(self, folder, adapters, tmp_path):
         folders = {name: path for name, (path, _) in adapters.items()}
-        sent = load_file(f"{folders['one']}/adapter_model.safetensors")
-        halves = {f"adapters.one.{name}": tensor * 0.5 for name, tensor in sent.items()}
-        base, merged = load_weights(folder), load_weights(adapters["one"][1])
-        quarter = {name: base[name] + (merged[name] - base[name]) / 4 for name in base}
-        config = self.config(folder, folders)
-        options = {**config.options, "default_adapter": "one"}
-        served = serve("vllm", replace(config, options=options), new_trainer(60), max_model_len=256)
-        for server in served:
-            assert server.server.capabilities.updates_adapters
-            asked = server.request(max_new_tokens=16)
-            before = server.generate(max_new_tokens=16)
-            assert before.token_ids == alone(adapters["one"][1], asked).token_ids, "the default adapter answers"
-            for bad, told in (
-                (dict(list(halves.items())[1:]), "1 tensors of adapter 'one'"),
-                ({name.replace(".one.", ".six."): tensor for name, tensor in halves.items()}, "no adapter 'six'"),
-            ):
-                with pytest.raises(WeightUpdateError, match=told):
-                    server.run(self.sent(server.server, bad, 1))
-                assert server.generate(max_new_tokens=16) == replace(before, request_id=ANY)
-            num_bytes = server.run(self.sent(server.server, halves, 2))
-            assert num_bytes == sum(tensor.nbytes for tensor in halves.values()), "A and B, and nothing else"
-            want = copy_of(folder, tmp_path / "quarter", quarter)
-            for _ in range(2):
-                got = server.generate(max_new_tokens=16)
-                assert got.token_ids == alone(want, asked).token_ids
-                assert got.logprobs == pytest.approx(alone(want, asked).logprobs, abs=1e-4)
-                assert got.weight_versions == (2,) * 16
-            two = server.run(server.server.generate(replace(asked, request_id="two", adapter="two")))
-            assert two.token_ids == alone(adapters["two"][1], asked).token_ids, "the other one is as it was"
-            assert two.weight_versions == (2,) * 16
-
-    @staticmethod
-    async def sent(server, tensors, version):
-        """Bytes that one session sent; a server of several ranks takes them on each."""
-        url = f"shm://adapter-{uuid.uuid4().hex}"
-
-        def send():
-            with rl_ckpt.connect(url, role="send", timeout_s=60) as sender:
-                return sender.send(tensors.items(), version=version, num_peers=server.capabilities.num_receivers)
-
-        work = asyncio.to_thread(send), server.update_weights(CkptReceiver(url), version)
-        answers = await asyncio.gather(*work, return_exceptions=True)
-        for answer in reversed(answers):
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers[0].num_bytes
+        check_adapter_alone("vllm", self.config(folder, folders), adapters, tmp_path)
 
     def test_new_weights_are_those_under_the_adapters(self, served, adapters, tmp_path):
         """The last of these tests: the adapters stay, and lie on other weights from now on."""

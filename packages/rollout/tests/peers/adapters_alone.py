@@ -1,0 +1,90 @@
+"""What every third-party server must do when an adapter alone is sent to it."""
+
+import asyncio
+import shutil
+import uuid
+from dataclasses import replace
+from unittest.mock import ANY
+
+import pytest
+from rollout_servers import alone
+from safetensors.torch import load_file, save_file
+
+import rl_ckpt
+from rl_rollout import CkptReceiver, WeightUpdateError, create_server
+from rl_rollout.testing import Served, load_weights
+
+
+def copy_of(folder, other, weights):
+    """The folder of the same model with other weights."""
+    shutil.copytree(folder, other)
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    return other
+
+
+async def send(server, tensors, version):
+    """Send over a session of its own; returns the bytes. A server of several ranks takes them on each."""
+    url = f"shm://adapter-{uuid.uuid4().hex}"
+
+    def sent():
+        with rl_ckpt.connect(url, role="send", timeout_s=60) as sender:
+            return sender.send(tensors.items(), version=version, num_peers=server.capabilities.num_receivers)
+
+    work = asyncio.to_thread(sent), server.update_weights(CkptReceiver(url), version)
+    answers = await asyncio.gather(*work, return_exceptions=True)
+    for answer in reversed(answers):
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers[0].num_bytes
+
+
+def check_adapter_alone(backend, config, adapters, folder):
+    """By halves of both factors of `one`: a quarter of the difference to the base, in every token from then on.
+
+    Args:
+        backend: Name of the server's.
+        config: Of a server with the adapters one and two.
+        adapters: By name, folders of the adapter and of the model that it is merged into.
+        folder: Free.
+    """
+    sent = load_file(f"{adapters['one'][0]}/adapter_model.safetensors")
+    halves = {f"adapters.one.{name}": tensor * 0.5 for name, tensor in sent.items()}
+    base, merged = load_weights(config.model_path), load_weights(adapters["one"][1])
+    quarter = copy_of(
+        config.model_path,
+        folder / "quarter",
+        {name: base[name] + (merged[name] - base[name]) / 4 for name in base},
+    )
+
+    async def main():
+        server = create_server(backend, replace(config, options={**config.options, "default_adapter": "one"}))
+        await server.start()
+        try:
+            assert server.capabilities.updates_adapters
+            served = Served(server=server, run=None, model_path=config.model_path, update=None, max_model_len=256)
+            asked = served.request(max_new_tokens=16)
+            oracle = {name: await asyncio.to_thread(alone, path, asked) for name, (_, path) in adapters.items()}
+            before = await server.generate(asked)
+            assert before.token_ids == oracle["one"].token_ids, "the default adapter answers"
+            for bad, told in (
+                (dict(list(halves.items())[1:]), "1 tensors of adapter 'one'"),
+                ({name.replace(".one.", ".six."): tensor for name, tensor in halves.items()}, "no adapter 'six'"),
+            ):
+                with pytest.raises(WeightUpdateError, match=told):
+                    await send(server, bad, 1)
+                assert await server.generate(asked) == replace(before, request_id=ANY)
+            num_bytes = await send(server, halves, 2)
+            assert num_bytes == sum(tensor.nbytes for tensor in halves.values()), "A and B, and nothing else"
+            want = await asyncio.to_thread(alone, quarter, asked)
+            for _ in range(2):  # vLLM forgets adapters when weights were updated, and reads folders again
+                got = await server.generate(asked)
+                assert got.token_ids == want.token_ids
+                assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+                assert got.weight_versions == (2,) * 16
+            two = await server.generate(replace(asked, request_id="two", adapter="two"))
+            assert two.token_ids == oracle["two"].token_ids, "the other one is as it was"
+            assert two.weight_versions == (2,) * 16
+        finally:
+            await server.stop()
+
+    asyncio.run(main())
