@@ -235,7 +235,16 @@ def test_whether_prompts_are_shared_is_told(folder):
         ([VLLM, "rollout.parallel={tp: 2}"], "from shard to shard"),
         (["weights_transport=file:///w"], "because file:// takes no votes, so that slices could be of two versions"),
         (["weights_transport=file+memory://w", "weights.delta=true"], "could be of two versions, as differences"),
-        (["engine.lora.rank=4"], "because an adapter is merged into whole tensors (engine.lora)"),
+        (
+            ["engine.lora.rank=4"],
+            "because an adapter is merged into whole tensors (engine.lora; engine.lora.export=adapter sends it alone)",
+        ),
+        ([VLLM, "engine.lora.rank=4", "rollout.parallel={pp: 2}"], "is merged into whole tensors (engine.lora)"),
+        (
+            [VLLM, "engine.lora.export=adapter", "rollout.parallel={tp: 2}"],
+            "because the adapter alone is sent (engine.lora.export=adapter)",
+        ),
+        ([SGLANG, "engine.lora.export=adapter"], "because the adapter alone is sent (engine.lora.export=adapter)"),
         (["engine.lora.export=adapter"], "because the adapter alone is sent (engine.lora.export=adapter)"),
         (["rollout.dtype=bfloat16"], "engine.precision=float32, and rollout.dtype=bfloat16 is another"),
         (["weights_transport=tcp://127.0.0.1:4000"], "is one port and every rank needs its own: write tcp"),

@@ -1,7 +1,12 @@
 """Slices into third-party servers: each rank tells what it computes with, and is sent that alone."""
 
 import asyncio
+import contextlib
+import os
+import signal
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +14,15 @@ from ranks import Ranks
 from rollout_servers import fake_sglang_config, fake_vllm_config, real_model, real_vllm, real_vllm_config, request
 
 import rl_ckpt
-from rl_rollout import CkptReceiver, ServerConfig, ServerParallel, WeightUpdateError, create_server, launch_server
+from rl_rollout import (
+    CkptReceiver,
+    RolloutError,
+    ServerConfig,
+    ServerParallel,
+    WeightUpdateError,
+    create_server,
+    launch_server,
+)
 from rl_rollout.testing import load_weights, write_tiny_model
 
 
@@ -65,6 +78,7 @@ def test_an_embedded_server_is_one_rank_that_takes_all(qwen3_folder):
 
 
 @real_vllm
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
@@ -132,5 +146,70 @@ def test_a_version_that_does_not_fit_the_real_one_leaves_it_with_the_version_bef
             await ranks.close()
         finally:
             await server.stop()
+
+    asyncio.run(main())
+
+
+def descendants(pid):
+    """Command lines of the processes that a process has started, and theirs, by id."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):
+            found[int(child)] = Path(f"/proc/{child}/cmdline").read_text()
+            found |= descendants(int(child))
+    return found
+
+
+@real_vllm
+def test_a_worker_of_the_real_one_that_is_killed_in_a_sync_ends_it_and_the_next_one_is_whole(tmp_path):
+    """Beside it, workers that come late are waited for."""
+    old, new = (real_model(tmp_path / str(seed), seed=seed, num_key_value_heads=2) for seed in (0, 1))
+    weights = load_weights(new)
+    told = {name: ("float32", tuple(tensor.shape)) for name, tensor in weights.items()}
+
+    async def main():
+        first, second = (create_server("vllm", real_vllm_config(old, parallel=ServerParallel(tp=2))) for _ in range(2))
+        oracle = create_server("embedded", ServerConfig(model_path=str(new), num_threads=1))
+        await asyncio.gather(first.start(), oracle.start())
+        ranks = Ranks(weights, targets=await first.weight_layout(told))
+        try:
+            receiver = CkptReceiver(await ranks.open())
+            sending = asyncio.create_task(ranks.send(weights, 1))
+            await asyncio.sleep(3)
+            assert not sending.done(), "both are waited for"
+            await asyncio.gather(sending, first.update_weights(receiver, 1))
+            before = await told_by(first)
+            assert [each.token_ids for each in before] == [each.token_ids for each in await told_by(oracle)]
+
+            (victim,) = [pid for pid, line in descendants(first.process.pid).items() if "Worker_TP1" in line]
+            since = None
+
+            class Deadly(dict):
+                """Weights in the midst of which a worker dies."""
+
+                def items(self):
+                    nonlocal since
+                    for index, each in enumerate(super().items()):
+                        if index == len(self) // 2 and since is None:
+                            since = time.perf_counter()
+                            os.kill(victim, signal.SIGKILL)
+                        yield each
+
+            answers = await asyncio.gather(
+                ranks.send(Deadly(weights), 2), first.update_weights(receiver, 2), return_exceptions=True
+            )
+            assert isinstance(answers[0], rl_ckpt.SyncAbortedError), answers
+            assert isinstance(answers[1], RolloutError), answers
+            assert time.perf_counter() - since < 40, "far from the deadline of 60 s"
+            await second.start()
+            assert await second.weight_layout(told) is not None
+            receiver = CkptReceiver(receiver.address)
+            await asyncio.gather(ranks.send(weights, 3), second.update_weights(receiver, 3))
+            after = await told_by(second)
+            assert [each.token_ids for each in after] == [each.token_ids for each in before]
+            assert {version for each in after for version in each.weight_versions} == {3}
+        finally:
+            await ranks.close()
+            await asyncio.gather(first.stop(), second.stop(), oracle.stop())
 
     asyncio.run(main())

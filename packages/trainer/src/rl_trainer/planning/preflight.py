@@ -387,7 +387,8 @@ def why_gathered(config: Config, can: Capabilities) -> str | None:
     if sends_adapter(config):
         return "the adapter alone is sent (engine.lora.export=adapter)"
     if engine.lora is not None:
-        return "an adapter is merged into whole tensors (engine.lora)"
+        alone = "; engine.lora.export=adapter sends it alone" if can.updates_adapters and not rollout.colocated else ""
+        return f"an adapter is merged into whole tensors (engine.lora{alone})"
     if not can.takes_slices:
         return f"rollout.backend={rollout.backend} takes whole tensors"
     if rollout.dtype not in ("auto", str(engine.precision)):
