@@ -1,6 +1,8 @@
 """Slices into the ranks of an engine: each says what it takes by a dry run of its loader, and gets that and no more."""
 
 import asyncio
+import ctypes
+import mmap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -336,6 +338,61 @@ def test_layers_are_exchanged_one_by_one_so_that_one_version_is_kept_and_any_fai
         assert all(engine.model.holds(weights) for engine in engines)
         assert [engine.owners for engine in engines] == [["layers.0", "layers.1"]] * 2
         assert all(staged_bytes(engine.installer) <= one_version for engine in engines)
+
+
+def resident_bytes(tensor):
+    """Of the memory behind a tensor, what the kernel has given to this process."""
+    storage, page = tensor.untyped_storage(), mmap.PAGESIZE
+    first = storage.data_ptr() // page * page
+    length = storage.data_ptr() + storage.nbytes() - first
+    pages = (ctypes.c_ubyte * -(-length // page))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(length), pages) == 0
+    return page * sum(each & 1 for each in pages)
+
+
+class Wide(nn.Module):
+    """The third of eight ranks: rows of one matrix, columns of another, and one that the loader needs contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in {"up": (256, 512), "down": (512, 256), "flat": (64, 2048)}.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape), requires_grad=False))
+
+    @torch.no_grad()
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "up":
+                self.up.copy_(tensor[512:768])
+            elif name == "down":
+                self.down.copy_(tensor[:, 512:768])
+            elif name == "flat":
+                self.flat.copy_(tensor.view(-1)[: 64 * 2048].view(64, 2048))
+
+
+def test_host_memory_holds_the_slices_of_a_rank_and_hardly_more(tmp_path):
+    """In pages that were written to: a part of every row would otherwise take all pages of a matrix."""
+    engine = Engine(Wide())
+    like = {"up": torch.ones(2048, 512), "down": torch.ones(512, 2048), "flat": torch.ones(128, 2048)}
+    url = write_layout_request(tmp_path, {name: ("float32", tuple(tensor.shape)) for name, tensor in like.items()})
+    engine.installer.tell_layout(url, 0, lambda given: engine.model.load_weights(given.items()))
+    trainer = Trainer(read_layouts(tmp_path, 1), like)
+    engine.installer.join(trainer.open(), 0, timeout_s=30)
+    seen = {}
+    load = engine.installer._load
+
+    def measured(weights, owner=None):
+        seen.update({name: resident_bytes(tensor) for name, tensor in weights.items()})
+        return load(weights, owner)
+
+    engine.installer._load = measured
+    for version in (1, 2):
+        sync((trainer, [engine]), {name: tensor * version for name, tensor in like.items()}, version)
+        assert all((parameter == version).all() for parameter in engine.model.parameters())
+        for name, num_bytes in seen.items():
+            own = dict(engine.model.named_parameters())[name].nbytes
+            assert own <= num_bytes <= 1.3 * own, (name, own, num_bytes)  # malloc had some of these pages before
+    engine.installer.detach()
+    trainer.close()
 
 
 def test_whole_tensors_after_slices_can_be_undone_as_well(layered_job):

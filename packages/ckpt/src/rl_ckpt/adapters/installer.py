@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import rl_ckpt
-from rl_ckpt.adapters.layout import DryLoad, answer_request, write_answer
+from rl_ckpt.adapters.layout import DryLoad, answer_request, compact, write_answer
 from rl_ckpt.adapters.load_recorder import Held
 from rl_ckpt.errors import TensorError, UsageError, VersionError
 from rl_ckpt.receiver.staging import Staging
@@ -67,7 +67,7 @@ class Installer:
         self._parts: dict[str, ShardSpec] = {}
         """What this rank takes of each tensor, where slices come."""
         self._rooms: dict[str, Tensor] = {}
-        """The tensors that these are parts of, with no memory behind the rest: dtype and shape."""
+        """The tensors that these are parts of, with no memory behind the rest: dtype, shape and strides."""
         self._load = load
         self._restore = restore
         self._model = model
@@ -123,7 +123,18 @@ class Installer:
         with DryLoad(self._model, given) as dry:
             load_dry(given)
         self._parts = dry.parts()
-        self._rooms = {name: given[name].to("meta") for name in self._parts}
+        rooms = {name: compact(part, given[name].dtype) for name, part in self._parts.items()}
+        with DryLoad(self._model, rooms) as again:
+            try:
+                load_dry(rooms)
+            except RuntimeError:  # of torch, for want of a contiguous tensor
+                rooms = given
+        self._rooms = {
+            name: compact(part, given[name].dtype, "meta")
+            if rooms is not given and again.copied(name) == dry.copied(name)
+            else given[name].to("meta")
+            for name, part in self._parts.items()
+        }
         write_answer(answer, self._parts.values())
 
     def detach(self) -> None:

@@ -60,6 +60,10 @@ class DryLoad(TorchDispatchMode):
         self._whole |= {self._names[_pointer(source)] for source in sources if _pointer(source) not in shared}
         return result
 
+    def copied(self, name: str) -> list[tuple[int, ...]] | None:
+        """Shapes of what was copied of a tensor; None if something was computed of it."""
+        return None if name in self._whole else [layout.size for layout in self._copied.get(name, ())]
+
     def parts(self) -> dict[str, ShardSpec]:
         """By name, the smallest box that has all that was copied of a tensor. A tensor that was left out has none."""
         found: dict[str, ShardSpec] = {}
@@ -88,6 +92,15 @@ def _box(layout: Layout, whole: Tensor) -> list[tuple[int, int]]:
         box.append((low, high + 1))
     is_box = all(a < b for a, b in box) and math.prod(b - a for a, b in box) == math.prod(layout.size)
     return box if is_box else [(0, size) for size in whole.shape]
+
+
+def compact(part: ShardSpec, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """A tensor of the whole's shape in which a part is contiguous. Its other elements, worthless, share memory.
+
+    The columns that one rank takes of a matrix would otherwise lie on all pages of it.
+    """
+    strides = torch.empty(part.sizes, device="meta").stride()
+    return torch.empty_strided(part.shape, strides, dtype=dtype, device=device)
 
 
 def write_layout_request(folder: Path, weights: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:

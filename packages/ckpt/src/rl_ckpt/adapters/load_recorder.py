@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_ckpt.errors import AttestationError
-from rl_ckpt.tensors.spec import as_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -190,15 +189,18 @@ class Held(Mapping[str, "Tensor"]):
                 held = binding.part.view(copy).to("cpu")
                 if held.dtype == sent.dtype and held.shape == sent.shape and torch.equal(_bits(held), _bits(sent)):
                     continue
-                tensor = given.clone()
-                binding.source.view(tensor).copy_(held)
-                if torch.equal(as_bytes(tensor), as_bytes(given)):
+                again = held.to(sent.dtype)
+                if again.shape == sent.shape and torch.equal(_bits(again), _bits(sent)):
                     continue
                 if copy.dtype != given.dtype:
                     raise AttestationError(
                         f"the engine keeps {name!r} as {copy.dtype} and was sent {given.dtype}, which does not fit; "
                         "start it with the number format of the sender, or send its own"
                     )
+                if not given.is_contiguous():
+                    raise AttestationError(f"the engine does not hold {name!r} as it was sent")
+                tensor = given.clone()
+                binding.source.view(tensor).copy_(held)
                 return tensor
         return given
 
@@ -216,7 +218,7 @@ class Held(Mapping[str, "Tensor"]):
 
     def forget_given(self) -> None:
         """Let go of what was given: `read` goes on, and nothing is compared any more."""
-        self._given = {name: tensor.to("meta") for name, tensor in self._given.items()}
+        self._given = {name: _empty_like(tensor, "meta") for name, tensor in self._given.items()}
 
     def owners(self) -> dict[str, list[str]]:
         """Names by the module that they are weights of: a numbered layer with all that is in it, or a single module."""
@@ -229,7 +231,7 @@ class Held(Mapping[str, "Tensor"]):
 
     def read(self, name: str) -> Tensor:
         """A tensor like the one that was given, of which what the model has is as the model has it now."""
-        room = torch.empty(self._given[name].shape, dtype=self._given[name].dtype)
+        room = _empty_like(self._given[name], "cpu")
         for binding in self._bindings.get(name, ()):
             binding.source.view(room).copy_(binding.part.view(self._all_copies(binding)[0]))
         return room
@@ -265,6 +267,11 @@ def _tensors(model: nn.Module, path: str) -> list[Tensor]:
     except AttributeError:
         return []
     return [tensor] if isinstance(tensor, torch.Tensor) else []
+
+
+def _empty_like(tensor: Tensor, device: str) -> Tensor:
+    """Memory that is laid out like a tensor's, also where elements that nobody reads share it."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -92,10 +92,11 @@ class Staging:
         self._torn = None
 
     def room(self, name: str, like: Tensor) -> Tensor:
-        """Memory for a tensor to land in, of this dtype and shape. What is never written to takes none."""
+        """Memory for a tensor to land in, of this dtype, shape and strides. What is never written to takes none."""
         room = self._spare.pop(name, None)
-        if room is None or (room.dtype, room.shape) != (like.dtype, like.shape):
-            room = torch.empty(like.shape, dtype=like.dtype)
+        strides = like.stride() if like.device.type == "meta" else torch.empty(like.shape, device="meta").stride()
+        if room is None or (room.dtype, room.shape, room.stride()) != (like.dtype, like.shape, strides):
+            room = torch.empty_strided(like.shape, strides, dtype=like.dtype)
         self.incoming[name] = room
         return room
 
