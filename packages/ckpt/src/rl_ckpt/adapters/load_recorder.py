@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_ckpt.errors import AttestationError
+from rl_ckpt.receiver.staging import sparse_like
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -218,7 +219,10 @@ class Held(Mapping[str, "Tensor"]):
 
     def forget_given(self) -> None:
         """Let go of what was given: `read` goes on, and nothing is compared any more."""
-        self._given = {name: _empty_like(tensor, "meta") for name, tensor in self._given.items()}
+        self._given = {
+            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            for name, tensor in self._given.items()
+        }
 
     def owners(self) -> dict[str, list[str]]:
         """Names by the module that they are weights of: a numbered layer with all that is in it, or a single module."""
@@ -231,7 +235,7 @@ class Held(Mapping[str, "Tensor"]):
 
     def read(self, name: str) -> Tensor:
         """A tensor like the one that was given, of which what the model has is as the model has it now."""
-        room = _empty_like(self._given[name], "cpu")
+        room = sparse_like(self._given[name])
         for binding in self._bindings.get(name, ()):
             binding.source.view(room).copy_(binding.part.view(self._all_copies(binding)[0]))
         return room
@@ -267,11 +271,6 @@ def _tensors(model: nn.Module, path: str) -> list[Tensor]:
     except AttributeError:
         return []
     return [tensor] if isinstance(tensor, torch.Tensor) else []
-
-
-def _empty_like(tensor: Tensor, device: str) -> Tensor:
-    """Memory that is laid out like a tensor's, also where elements that nobody reads share it."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _bits(tensor: Tensor) -> Tensor:

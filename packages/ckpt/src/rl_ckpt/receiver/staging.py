@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from torch import Tensor
+
+SPARSE_BYTES = 1 << 20
+"""Tensors from this size on have pages of their own, where a part of them comes."""
 
 
 class Staging:
@@ -92,13 +96,26 @@ class Staging:
         self._torn = None
 
     def room(self, name: str, like: Tensor) -> Tensor:
-        """Memory for a tensor to land in, of this dtype, shape and strides. What is never written to takes none."""
+        """Memory for a tensor to land in, of this dtype and shape.
+
+        Where the other is of the device `meta`, the strides are its too, and what is never written to takes no memory.
+        """
         room = self._spare.pop(name, None)
-        strides = like.stride() if like.device.type == "meta" else torch.empty(like.shape, device="meta").stride()
+        is_sparse = like.device.type == "meta"
+        strides = like.stride() if is_sparse else torch.empty(like.shape, device="meta").stride()
         if room is None or (room.dtype, room.shape, room.stride()) != (like.dtype, like.shape, strides):
-            room = torch.empty_strided(like.shape, strides, dtype=like.dtype)
+            room = sparse_like(like) if is_sparse else torch.empty(like.shape, dtype=like.dtype)
         self.incoming[name] = room
         return room
+
+
+def sparse_like(like: Tensor) -> Tensor:
+    """Memory on the CPU laid out like a tensor's, which takes pages where it is written to: malloc may reuse some."""
+    count = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    if not like.numel() or count * like.element_size() < SPARSE_BYTES:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    pages = mmap.mmap(-1, count * like.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def _exchange(target: Tensor, mine: Tensor) -> None:
