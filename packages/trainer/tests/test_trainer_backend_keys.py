@@ -74,6 +74,7 @@ EFFECTS = {
     "rollout.elastic.max_replicas": ("4", "pools"),  # what the others do: test_trainer_elastic_policy.py
     "rollout.elastic.min_replicas": ("2", "elastic"),
     "rollout.elastic.policy": ("mine", "elastic"),
+    "rollout.elastic.lend": ("true", "elastic"),
     "rollout.elastic.patience": ("2", "elastic"),
     "rollout.temperature": ("0.5", "sampling"),
     "rollout.eval_temperature": ("0.5", "evaluation"),
@@ -100,7 +101,8 @@ EFFECTS = {
 BESIDE = {key: ["engine.lora={}"] for key in EFFECTS if key.startswith("engine.lora.")}
 BESIDE |= {f"engine.parallel.{axis}": ["engine.world_size=2"] for axis in ("tp", "pp", "cp")}
 BESIDE |= {
-    f"rollout.elastic.{key}": ["rollout.elastic.max_replicas=4"] for key in ("min_replicas", "policy", "patience")
+    f"rollout.elastic.{key}": ["rollout.elastic.max_replicas=4"]
+    for key in ("min_replicas", "policy", "patience", "lend")
 }
 BESIDE["rollout.eval_samples"] = ["rollout.eval_temperature=0.7"]
 BESIDE["engine.optimizer.momentum"] = ["engine.optimizer.kind=muon"]

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rl_trainer.errors import ConfigError
-from rl_trainer.runtime.network import address_of, check_reach, make_tokens, server_token
+from rl_trainer.runtime.network import address_of, check_reach, make_tokens, server_token, storage_of
 
 CLUSTER = """
 import sys
@@ -28,6 +28,11 @@ def test_an_address_is_the_backend_s_own_or_made_for_the_run():
     assert address_of("shm", "run", place) == "shm://run"
     assert address_of("tcp", "run", place) == "tcp://10.0.0.1:7070"
     assert address_of("tcp://10.0.0.2:1?streams=4", "run", place) == "tcp://10.0.0.2:1?streams=4"
+
+
+def test_samples_stay_on_the_node_that_made_them_where_there_are_several():
+    assert [storage_of(None, nodes) for nodes in (1, 2)] == ["shm", "ray"]
+    assert [storage_of("tcp", nodes) for nodes in (1, 2)] == ["tcp", "tcp"]
 
 
 def test_what_does_not_leave_its_machine_is_refused_on_several():
@@ -65,7 +70,7 @@ def cluster():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_job_runs_on_two_nodes_by_tcp_and_says_what_keeps_it_to_one(cluster, model, tmp_path):
+def test_a_job_runs_on_two_nodes_with_samples_on_each_and_says_what_keeps_it_to_one(cluster, model, tmp_path):
     def train(*overrides):
         command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", f"model.path={model}", *SIZES, *overrides]
         return subprocess.run(command, env=cluster, cwd=tmp_path, capture_output=True, text=True, timeout=500)
@@ -73,7 +78,8 @@ def test_a_job_runs_on_two_nodes_by_tcp_and_says_what_keeps_it_to_one(cluster, m
     refused = train()
     assert refused.returncode == 2
     assert "weights_transport=shm does not leave its machine" in refused.stdout + refused.stderr
-    done = train("weights_transport=tcp", "queue_storage=tcp")
+    done = train("weights_transport=tcp")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "samples by shm, or ray over several nodes" in done.stdout
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())  # the relative path meant the same to all
     assert (summary["steps"], summary["failed_rollouts"]) == (2, 0)

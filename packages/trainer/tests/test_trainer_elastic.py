@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+import urllib.request
 
 import pytest
 
@@ -11,6 +12,7 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.loop import run_loop
+from rl_trainer.run import create_elastic
 from rl_trainer.runtime import create_runtime
 from rl_trainer.setup import place
 
@@ -69,3 +71,69 @@ def test_a_run_goes_on_without_the_dead_and_with_the_new(model):
     assert re.search(r"the rollout server is gone|is given up: http\S+ is not there", news), news
     assert news.count("has joined") >= 4, news  # two replacements and two that were asked for; the third may come late
     assert news.count("has left") == 2, news
+
+
+POLICY = """
+from rl_trainer.pipeline.elastic import ElasticPolicy
+
+class Script(ElasticPolicy):
+    def wanted(self, load):
+        return 3 if 2 <= load.step < 6 else 1
+
+    def lends(self, load):
+        return 3 <= load.step < 7
+"""
+
+
+def num_generated(server):
+    """Batches of requests that a replica has answered."""
+    token = {"Authorization": f"Bearer {os.environ['RL_ROLLOUT_API_TOKEN']}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/metrics", headers=token), timeout=60) as answer:
+        found = re.search(r'total\{path="/generate_batch",status="200"\} (\d+)', answer.read().decode())
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_replicas_follow_a_policy_and_the_engine_s_gpus_are_lent_and_taken_back(model, tmp_path):
+    (tmp_path / "policy.py").write_text(POLICY)
+    num_steps, batch_size = 9, 4
+    config = load_config(
+        "quickstart",
+        [
+            "pipeline=fully_async", "staleness.max_staleness=2", "agent.num_workers=2", "rollout.elastic.lend=true",
+            "rollout.elastic.max_replicas=3", f"rollout.elastic.policy={tmp_path / 'policy.py'}:Script",
+            f"model.path={model}", f"data.options.num_rows={num_steps * batch_size}", "data.eval_size=8",
+            f"batch.batch_size={batch_size}", "batch.mini_batch_size=4", "batch.group_size=4", f"steps={num_steps}",
+            "eval_every=0", "timeout_s=400",
+        ],
+    )  # fmt: skip
+    datasets = load_datasets(config.data, seed=config.seed)
+    with create_runtime("ray", timeout_s=config.timeout_s) as runtime:
+        components = place(config, runtime, model, datasets, RunState(seed=0, num_rows=len(datasets.train)))
+        elastic, servers = create_elastic(config, components), components.weights.servers
+        rows, failures, news, lent, own, answered = [], 0, [], [], [], 0
+        for record in run_loop(components, config, components.eval_rows):
+            rows += record.rows
+            failures += sum(record.failures.values())
+            in_use = components.weights.in_use
+            lent.append([member for member in in_use if member >= 1_000_000])
+            own.append(len(in_use) - len(lent[-1]))
+            answered = max([answered, *(num_generated(in_use[member]) for member in lent[-1])])
+            news += [*elastic.follow(record), *servers.take_news()]
+            if record.step == 4:
+                until(lambda: len(servers.members) == 3, "two have joined")
+        components.queue.close()
+    told = "\n".join(news)
+    assert sorted(rows) == list(range(num_steps * batch_size)), "a prompt was lost, or used twice"
+    assert failures == 0
+    # Decided after steps 3 to 6, so that the syncs of the steps after them lend.
+    assert [bool(each) for each in lent] == [False] * 4 + [True] * 4 + [False] * 2
+    assert own[5:7] == [3, 3], own
+    assert own[-2:] == [1, 1], own
+    assert answered > 0, "the lent replica generated nothing"
+    assert "rollout.elastic: 1 replicas to 3 after step 2" in told
+    assert "rollout.elastic: 3 replicas to 1 after step 6" in told
+    assert (told.count("has joined"), told.count("has left")) == (2, 2), told
+    assert "engine's GPUs are lent while learning waits" in told
+    assert "engine's GPUs are lent no more" in told

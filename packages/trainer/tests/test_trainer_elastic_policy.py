@@ -93,6 +93,28 @@ def test_one_that_found_no_room_is_asked_for_again_after_a_while():
     assert replicas.asked == [3, 3]
 
 
+class Weights:
+    """What lends the engine's GPUs from the next sync on."""
+
+    lends = False
+
+
+def test_the_engine_s_gpus_are_lent_while_learning_waits_and_stay_with_it_once_it_does_not():
+    section = load_config("quickstart", [*AHEAD, "rollout.elastic.lend=true", "rollout.elastic.patience=99"])
+    weights, replicas = Weights(), Replicas(1)
+    elastic = Elastic(section.rollout.elastic, replicas, num_replicas=1, batch_size=4, weights=weights)
+    told = [elastic.follow(record(step, wait_s)) for step, wait_s in enumerate((1.0, 3.0, 1.0, 0.4, 1.0), start=1)]
+    assert [len(lines) for lines in told] == [0, 1, 0, 1, 0]
+    assert told[1] == ["rollout.elastic: the engine's GPUs are lent while learning waits; it waited for 30% of step 2"]
+    assert told[3] == ["rollout.elastic: the engine's GPUs are lent no more; it waited for 4% of step 4"]
+    assert not weights.lends
+    apart = Elastic(
+        replace(section.rollout.elastic, lend=False), replicas, num_replicas=1, batch_size=4, weights=weights
+    )
+    assert apart.follow(record(1, 9.0)) == []
+    assert not weights.lends
+
+
 def test_a_policy_of_one_s_own_is_a_plug_in(tmp_path):
     (tmp_path / "own.py").write_text(
         "from rl_trainer.pipeline.elastic import ElasticPolicy\n"
@@ -120,6 +142,12 @@ TIS = ["algorithm.correction=tis", "algorithm.old_logprobs=recompute"]
         (["pipeline=sync"], "does not go with pipeline=sync, in which generation and learning take turns"),
         (["pipeline=sync", "rollout.colocated=true"], "does not go with rollout.colocated=true"),
         (["runtime=inline"], "does not go with runtime=inline, which has one process"),
+        (["rollout.elastic.lend=true", "pipeline=one_step_off"], "lend does not go with pipeline=one_step_off, which"),
+        (["rollout.elastic.lend=true", "weights.delta=true"], "lend does not go with weights.delta=true: a lent"),
+        (
+            ["rollout.elastic.lend=true", "rollout.parallel.tp=2", "rollout.backend=vllm"],
+            "lend does not go with replicas of 2 GPUs, which do not divide engine.world_size=1",
+        ),
     ],
 )
 def test_what_cannot_be_elastic_is_refused_in_one_sentence(overrides, words):

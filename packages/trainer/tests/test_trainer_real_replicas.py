@@ -6,8 +6,11 @@ RL_ROLLOUT_VLLM is the folder of a virtual environment with vLLM and rl-ckpt.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,8 +39,8 @@ def model(tmp_path_factory):
     return make_small_model(folder, warmup, rows, seed=0, timeout_s=300, on_line=lambda line: None)
 
 
-def run(model, folder, *, steps, overrides):
-    """What the run says, and its records of steps."""
+def command_of(model, folder, *, steps, overrides):
+    """Command of a run whose weights change, whatever the rewards are."""
     options = {"command": f"{ENVIRONMENT}/bin/python -m vllm.entrypoints.openai.api_server"}
     options |= {"args": ["--enforce-eager"], "env": SETTINGS}
     settings = [
@@ -45,14 +48,24 @@ def run(model, folder, *, steps, overrides):
         *("batch.group_size=4", f"model.path={model}", f"output_dir={folder}", f"steps={steps}", "timeout_s=900"),
         *("engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0", "engine.matmul_precision=highest"),
         *("algorithm.old_logprobs=recompute", "algorithm.correction=tis", "rollout.backend=vllm", "eval_every=0"),
-        "algorithm.entropy_coef=0.1",  # so that the weights change whatever the rewards are
+        "algorithm.entropy_coef=0.1",
         *("rollout.parallel.tp=2", f"rollout.options={json.dumps(options)}", *overrides),
     ]
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", *settings]
+    return [sys.executable, "-m", "rl_trainer.cli", "quickstart", *settings]
+
+
+def run(model, folder, *, steps, overrides):
+    """What the run says, and its records of steps."""
+    command = command_of(model, folder, steps=steps, overrides=overrides)
     ended = subprocess.run(command, capture_output=True, text=True, timeout=2300, check=False)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
-    records = [json.loads(line) for line in Path(folder / "metrics.jsonl").read_text().splitlines()]
-    return re.sub(r"[\s│]+", " ", ended.stdout), [record for record in records if record["metrics"]]
+    return re.sub(r"[\s│]+", " ", ended.stdout), records_of(folder)
+
+
+def records_of(folder):
+    file = Path(folder / "metrics.jsonl")
+    records = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    return [record for record in records if record["metrics"]]
 
 
 def check(records, num_receipts):
@@ -69,6 +82,41 @@ def test_every_rank_of_every_replica_samples_from_the_weights_of_the_step_before
     assert "from shard to shard" in told
     assert len(records) == 5
     check(records, 2 * num_replicas)
+
+
+def descendants(ancestor, title):
+    """Processes that `ancestor` started, or what it started, whose titles begin so."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = []
+    for pid in parents:
+        above = pid
+        while above not in (0, ancestor):
+            above = parents.get(above, 0)
+        with suppress(OSError):
+            if above and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title):
+                found.append(pid)
+    return found
+
+
+def test_a_run_goes_on_without_a_replica_of_which_a_worker_is_killed(model, tmp_path):
+    """The replica is ended and another one started; until that has joined, the other one generates."""
+    log, folder = tmp_path / "log", tmp_path / "out"
+    command = command_of(model, folder, steps=5, overrides=["rollout.num_replicas=2"])
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        while process.poll() is None and len(records_of(folder)) < 2:
+            time.sleep(0.2)
+        workers = descendants(process.pid, b"VLLM::Worker_TP1")
+        assert len(workers) == 2, log.read_text()[-3000:]
+        os.kill(workers[0], signal.SIGKILL)
+        code = process.wait(2000)
+    told, records = log.read_text(), records_of(folder)
+    assert code == 0, told[-3000:]
+    assert f"VLLM::Worker_TP1 (pid {workers[0]}) had died" in told, told[-3000:]
+    assert len(records) == 5
+    check(records, 2)
 
 
 MEGATRON = ("engine.backend=megatron", "engine.world_size=4", "engine.parallel.tp=2", "engine.parallel.pp=2")

@@ -402,6 +402,60 @@ def test_colocated_replicas_and_actor_have_the_memory_in_turn():
     assert replica_set.workers[0].rewards == {"liked": f"http://{len(told)}"}, "it answers elsewhere every time"
 
 
+def test_replicas_on_the_engine_s_gpus_have_them_from_a_sync_to_the_next_step():
+    told = []
+
+    class Lent(Replica):
+        def sleep(self):
+            told.append("lent sleep")
+
+        def wake(self, tags):
+            told.append(f"lent wake {tags[0]}")
+
+        def address(self):
+            return address(f"lent {self.number}")
+
+    class Mover(Actor):
+        def onload(self):
+            told.append("actor onload")
+
+        def offload_optimizer(self):
+            told.append("optimizer offload")
+
+        def offload(self):
+            told.append("actor offload")
+
+        def send_weights(self, version, num_receivers):
+            told.append(f"send {version} to {num_receivers}")
+            return super().send_weights(version, num_receivers)
+
+    replica_set, workers = agents(1)
+    mover, own, lent = Mover(), LocalReplicas(Replica, 2), LocalReplicas(Lent, 1)
+    weights = WeightSync(mover, own, workers, GatheredTransfer(mover, "shm://policy"), lent=lent)
+
+    def servers():
+        return replica_set.workers[0].servers
+
+    weights.sync(1)
+    weights.yield_memory()
+    assert (told, servers()) == (["send 1 to 2"], ["http://0", "http://1"])
+    weights.lends = True
+    weights.sync(2)
+    assert servers() == ["http://0", "http://1", "http://lent 0"]
+    assert {*(each.version for each in (*own.workers.values(), *lent.workers.values()))} == {2}
+    weights.yield_memory()
+    assert servers() == ["http://0", "http://1"], "what is in flight goes on there"
+    weights.lends = False
+    weights.sync(3)
+    assert [replica.version for replica in (own.workers[0], lent.workers[0])] == [3, 2]
+    turn = ["optimizer offload", "lent wake weights", "send 2 to 3", "actor offload", "lent wake kv_cache"]
+    assert told == ["send 1 to 2", *turn, "lent sleep", "actor onload", "send 3 to 2"]
+    weights.lends = True
+    lent.dying = {0}
+    with pytest.raises(WorkerDiedError, match="member 0 died"):
+        weights.sync(4)
+
+
 def test_replicas_json_resizes_and_what_cannot_be_followed_is_told(tmp_path):
     replica_sets = {"agent": LocalReplicas(Agent, 1), "rollout": LocalReplicas(Replica, 1)}
     assert resize_as_asked(replica_sets, tmp_path) == []

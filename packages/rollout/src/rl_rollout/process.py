@@ -51,6 +51,7 @@ class ChildProcess:
         command: Command to run, in a session of its own: a Ctrl-C in this terminal goes to this process alone.
         environment: Environment variables beside those of this process.
         name: Name of the process in errors.
+        workers: Beginning of the titles of those processes of its session that it cannot do without; empty: none.
         on_line: Called in the reading thread with every line of output; True keeps the line out of `last_lines`.
     """
 
@@ -60,9 +61,12 @@ class ChildProcess:
         environment: Mapping[str, str],
         *,
         name: str,
+        workers: str = "",
         on_line: Callable[[str], bool] = lambda line: False,
     ) -> None:
         self._command = list(command)
+        self._title, self._workers = workers, dict[int, str]()
+        self._why_ended = ""
         self.environment = dict(environment)
         """Environment variables beside those of this process."""
         self._name = name
@@ -146,9 +150,25 @@ class ChildProcess:
                 raise ServerStartError(self.told(f"{self._name} (pid {self.pid}) was not ready within {timeout_s} s"))
             await asyncio.sleep(check_s)
 
+    def end_without_workers(self) -> bool:
+        """Kill the process and its descendants if a worker is gone that was there at an earlier call; returns whether.
+
+        The others wait for it, and find out late: vLLM 0.32 needs 15 s to answer its requests with an error. Always
+        False without /proc.
+        """
+        there = _titled(self.pid, self._title) if self._title else {}
+        gone = {pid: title for pid, title in self._workers.items() if pid not in there}
+        self._workers |= there
+        if not gone or self.returncode is not None:
+            return False
+        named = ", ".join(f"{title} (pid {pid})" for pid, title in gone.items())
+        self._why_ended = f"{self._name} (pid {self.pid}) was ended, because its process {named} had died"
+        self._kill()
+        return True
+
     def told_end(self) -> str:
         """Message about how the process ended, with its last lines of output."""
-        return self.told(f"{self._name} (pid {self.pid}) ended with code {self.returncode}")
+        return self.told(self._why_ended or f"{self._name} (pid {self.pid}) ended with code {self.returncode}")
 
     async def has_ended(self, timeout_s: float) -> bool:
         """Wait for the end of the process; returns whether it ended within the time."""
@@ -231,6 +251,19 @@ def _stopped_of_session(session: int) -> dict[int, str]:
             state, _, _, its_session = rest.split()[:4]
             if state == "T" and int(its_session) == session:
                 found[int(entry.parent.name)] = name
+    return found
+
+
+def _titled(session: int, beginning: str) -> dict[int, str]:
+    """Titles of the processes of a session that live and whose titles have this beginning, by process id."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc").glob("[0-9]*") if session else ():
+        with contextlib.suppress(OSError):  # it has ended
+            title = (entry / "cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace").strip()
+            if title.startswith(beginning):
+                state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                if state not in "ZX" and int(its_session) == session:
+                    found[int(entry.name)] = title
     return found
 
 

@@ -162,7 +162,7 @@ class Router(RolloutServer):
             raise ConfigError("the last replica cannot be removed; add another one first, or stop the router")
         del self._loads[server]
         if server.capabilities.pauses:
-            await server.abort()
+            await server.abort([*self._in_flight])  # not those of other routers over the same replica
         await server.stop()
 
     async def _watch(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import json
 import sys
+from contextlib import aclosing
 
 import torch
 from aiohttp import web
@@ -41,6 +42,7 @@ SAMPLING = {
     "prompt_logprobs",
     "detokenize",
 }
+"""Of a request whose answer comes in one piece; a stream has `stream_interval` beside."""
 
 
 def parse():
@@ -143,7 +145,6 @@ class FakeVllm:
             return web.json_response({})
 
         posts = {
-            "/inference/v1/generate": self.generate,
             "/abort_requests": self.abort,
             "/pause": lambda body, query: self.server.pause(query["mode"]),
             "/resume": self.resume,
@@ -157,7 +158,8 @@ class FakeVllm:
         }
         if self.arguments.enable_sleep_mode:
             posts |= {"/sleep": self.sleep, "/wake_up": self.wake}
-        return [web.get("/health", health), *(web.post(path, handler(call)) for path, call in posts.items())]
+        generate = web.post("/inference/v1/generate", self.answer_generate)
+        return [web.get("/health", health), generate, *(web.post(path, handler(call)) for path, call in posts.items())]
 
     async def nothing(self, body, query):
         return {}
@@ -175,16 +177,25 @@ class FakeVllm:
         assert self.has_weights
         await self.server.resume()
 
-    async def generate(self, body, query):
-        params = body["sampling_params"]
-        assert params.keys() == SAMPLING
-        assert body.keys() - {"features"} == {"request_id", "model", "token_ids", "sampling_params"}
+    async def answer_generate(self, request):
+        body = await request.json()
+        if body.get("stream"):
+            return await self.stream(request, body)
+        try:
+            return web.json_response(await self.generate(body))
+        except Exception as error:  # noqa: BLE001  told to the caller, as vLLM does
+            return failure(error)
+
+    def asked(self, body):
+        params, is_stream = body["sampling_params"], "stream" in body
+        assert params.keys() == SAMPLING | ({"stream_interval"} if is_stream else set())
+        assert body.keys() - {"features", "stream"} == {"request_id", "model", "token_ids", "sampling_params"}
         images, sampled = (), ()
         if "features" in body:
             images, sampled = self.pictures.read(body["token_ids"], body["features"])
         names = [each["name"] for each in self.arguments.lora_modules]
         assert body["model"] in (self.arguments.served_model_name, *names)
-        asked = GenerateRequest(
+        return GenerateRequest(
             request_id=f"generate-tokens-{body['request_id']}",
             prompt_token_ids=tuple(body["token_ids"]),
             sampling_params=SamplingParams(
@@ -198,40 +209,56 @@ class FakeVllm:
             images=images,
             sampled_spans=tuple(sampled),
         )
+
+    async def generate(self, body):
+        asked = self.asked(body)
         try:
             output = await self.server.generate(asked)
-        except GenerationError:  # the real one gives tokens all the same, and this in place of NaN
-            output = TokenOutput(
-                request_id=asked.request_id,
-                token_ids=(0,),
-                logprobs=(-9999.0,),
-                weight_versions=(self.server.status()["weight_version"],),
-                finish_reason=FinishReason.LENGTH,
-            )
-        tops = output.top_logprobs or ((),) * len(output.token_ids)
-        content = [
-            {
-                "token_id": token,
-                "logprob": logprob,
-                "top_logprobs": [{"token_id": i, "logprob": x} for i, x in ((token, logprob), *top)][: len(top) + 1]
-                if token not in dict(top)
-                else [{"token_id": i, "logprob": x} for i, x in sorted(top, key=lambda pair: pair[0] != token)],
-            }
-            for token, logprob, top in zip(output.token_ids, output.logprobs, tops, strict=True)
-        ]
+        except GenerationError:
+            output = self.made_up(asked)
         scores = zip(body["token_ids"][1:], output.prompt_logprobs, strict=False)
         return {
             "prompt_logprobs": [None, *({str(token): {"logprob": x}} for token, x in scores)],
-            "choices": [
-                {
-                    "finish_reason": str(output.finish_reason),
-                    "token_ids": output.token_ids,
-                    "logprobs": {"content": content},
-                    "weight_versions": version_spans(output.weight_versions) or None,
-                    "routed_experts": None,
-                }
-            ],
+            "choices": [choice_of(output, output.top_logprobs)],
         }
+
+    def made_up(self, asked):
+        """In place of NaN the real one gives tokens all the same."""
+        return TokenOutput(
+            request_id=asked.request_id,
+            token_ids=(0,),
+            logprobs=(-9999.0,),
+            weight_versions=(self.server.status()["weight_version"],),
+            finish_reason=FinishReason.LENGTH,
+        )
+
+    async def stream(self, request, body):
+        """Server-sent events, each of the first token or of `stream_interval` ones; versions with the last alone."""
+        response, asked, every = None, self.asked(body), body["sampling_params"]["stream_interval"]
+        pending, versions = TokenOutput.empty(asked), ()
+        try:
+            async with aclosing(self.server.generate_stream(asked)) as chunks:
+                async for chunk in chunks:
+                    versions += chunk.weight_versions
+                    pending = pending.extended(chunk)
+                    is_last = chunk.finish_reason is not None
+                    if not is_last and response is not None and len(pending.token_ids) < every:
+                        continue
+                    response = response or await start_events(request)
+                    choice = choice_of(pending) | {
+                        "weight_versions": (version_spans(versions) or None) if is_last else None
+                    }
+                    await write_event(response, {"choices": [choice | ({} if is_last else {"finish_reason": None})]})
+                    pending = TokenOutput.empty(asked)
+        except GenerationError:
+            response = response or await start_events(request)
+            await write_event(response, {"choices": [choice_of(self.made_up(asked))]})
+        except Exception as error:  # noqa: BLE001  told to the caller, as vLLM does
+            if response is None:
+                return failure(error)
+            await write_event(response, {"error": {"message": str(error), "code": 500}})
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def abort(self, body, query):
         await self.server.abort(body["request_ids"])
@@ -271,11 +298,47 @@ def handler(call):
             body = await request.json() if request.can_read_body else {}
             return web.json_response(await call(body, dict(request.query)) or {})
         except Exception as error:  # noqa: BLE001  told to the caller, as vLLM does
-            message = f"{type(error).__name__}: {error}"
-            status = 400 if isinstance(error, RolloutError) and isinstance(error, ValueError) else 500
-            return web.json_response({"error": {"message": message, "code": status}}, status=status)
+            return failure(error)
 
     return answer
+
+
+def failure(error):
+    message = f"{type(error).__name__}: {error}"
+    status = 400 if isinstance(error, RolloutError) and isinstance(error, ValueError) else 500
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)
+
+
+def choice_of(output, tops=()):
+    content = [
+        {
+            "token_id": token,
+            "logprob": logprob,
+            "top_logprobs": [{"token_id": i, "logprob": x} for i, x in ((token, logprob), *top)][: len(top) + 1]
+            if token not in dict(top)
+            else [{"token_id": i, "logprob": x} for i, x in sorted(top, key=lambda pair: pair[0] != token)],
+        }
+        for token, logprob, top in zip(
+            output.token_ids, output.logprobs, tops or ((),) * len(output.token_ids), strict=True
+        )
+    ]
+    return {
+        "finish_reason": str(output.finish_reason),
+        "token_ids": output.token_ids,
+        "logprobs": {"content": content},
+        "weight_versions": version_spans(output.weight_versions) or None,
+        "routed_experts": None,
+    }
+
+
+async def start_events(request):
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    return response
+
+
+async def write_event(response, event):
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
 
 async def main():

@@ -230,6 +230,28 @@ def test_a_replica_is_removed_and_loses_nothing(long_folder):
         assert len(each.prompt_token_ids) + each.sampling_params.max_new_tokens == 803
 
 
+def test_a_replica_that_one_router_removes_goes_on_for_another(long_folder):
+    async def scenario():
+        config = ServerConfig(model_path=str(long_folder), num_threads=1)
+        servers = [create_server("embedded", config) for _ in range(2)]
+        urls = [(await server.start()).url for server in servers]
+        one, other = await started(*map(connect_server, urls)), await started(connect_server(urls[0]))
+        params = SamplingParams(max_new_tokens=400, temperature=0.0, ignore_eos=True)
+        has_begun = slow_down(servers[0], 3)
+        task = asyncio.create_task(
+            other.generate(GenerateRequest(request_id="r", prompt_token_ids=(5, 6, 7), sampling_params=params))
+        )
+        assert await asyncio.to_thread(has_begun.wait, 60)
+        await one.remove(one.servers[0])
+        output = await task
+        for each in (one, other, *servers):
+            await each.stop()
+        return output
+
+    output = asyncio.run(scenario())
+    assert (output.finish_reason, len(output.token_ids)) == (FinishReason.LENGTH, 400)
+
+
 def spied(server):
     """Requests that the server is given from now on."""
     asked, real = [], server.generate

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -155,6 +156,57 @@ def test_each_node_keeps_what_is_put_on_it():
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray's own processes
+def test_values_are_read_where_they_were_put_and_pass_neither_server_nor_its_node():
+    """512 MiB are put and got on another node; the server's process and its node's object store stay as they were."""
+    from ray.cluster_utils import Cluster
+
+    if ray.is_initialized():
+        ray.shutdown()
+    store = {"object_store_memory": 1 << 30}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, **store})
+    try:
+        cluster.add_node(num_cpus=4, resources={"far": 1.0}, **store)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+
+        @ray.remote(num_cpus=1, resources={"far": 0.1}, max_calls=1)
+        def produce(address: str) -> rl_tq.BatchMeta:
+            with rl_tq.connect(address, timeout_s=60.0) as queue:
+                puts = [{"a": torch.full((64, 1 << 20), index, dtype=torch.uint8)} for index in range(8)]
+                return rl_tq.BatchMeta.concat([queue.put(each, partition="p") for each in puts])
+
+        @ray.remote(num_cpus=1, resources={"far": 0.1}, max_calls=1)
+        def consume(address: str) -> list[int]:
+            with rl_tq.connect(address, timeout_s=60.0) as queue:
+                meta = queue.get_meta(partition="p", columns=["a"], batch_size=512, task="t")
+                return queue.get(meta)["a"][:, -1].tolist()
+
+        with rl_tq.serve("ray://", timeout_s=60.0) as queue:
+            warm = queue.put({"a": torch.zeros(1, 1 << 20, dtype=torch.uint8)}, partition="q")
+            queue.get(warm)
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            before = peak_bytes()
+            put = ray.get(produce.remote(queue.address), timeout=120)
+            assert sorted(ray.get(consume.remote(queue.address), timeout=120)) == [
+                i for i in range(8) for _ in range(64)
+            ]
+            assert peak_bytes() - before < 64 << 20
+            here = ray.get_runtime_context().get_node_id()
+            stored = ray._private.state.available_resources_per_node()[here]["object_store_memory"]
+            assert (1 << 30) - stored < 64 << 20
+            assert len(put) == 512
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def peak_bytes() -> int:
+    """Most that this process had in memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def test_without_ray_it_says_what_to_do():

@@ -232,9 +232,10 @@ def _run(
 def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
     engine, rollout = config.engine, config.rollout
     components = f"{engine.backend} x {engine.world_size}, {rollout.backend} x {rollout.num_replicas}"
+    storage = config.queue_storage or "shm, or ray over several nodes"
     return [
         ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
-        ("components", f"{components}, weights by {config.weights_transport}, samples by {config.queue_storage}"),
+        ("components", f"{components}, weights by {config.weights_transport}, samples by {storage}"),
         *gpu_facts(config),
         *placement_facts(config, memory_of_pools(config), gpus=count_gpus(config)),
         *memory_facts(config, there=gpu_gib()),
@@ -465,7 +466,8 @@ def create_elastic(config: Config, components: Components) -> Elastic | None:
     section, servers = config.rollout.elastic, components.weights.servers
     if section is None:
         return None
-    return Elastic(section, servers, num_replicas=config.rollout.num_replicas, batch_size=config.batch.batch_size)
+    sizes = {"num_replicas": config.rollout.num_replicas, "batch_size": config.batch.batch_size}
+    return Elastic(section, servers, **sizes, weights=components.weights)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from rl_trainer.pipeline.weight_transfer import (
 )
 from rl_trainer.planning.environments import engine_python
 from rl_trainer.planning.gpus import count_gpus, named, why_apart
-from rl_trainer.planning.placement import home_of, is_in_turn, pools_of, reward_models
+from rl_trainer.planning.placement import home_of, is_in_turn, lends_engine, pools_of, reward_models
 from rl_trainer.planning.plan import (
     actor_config,
     candidates_of,
@@ -53,7 +53,7 @@ from rl_trainer.planning.plan import (
 )
 from rl_trainer.planning.preflight import check_started, why_gathered
 from rl_trainer.runtime.base import ResourcePool
-from rl_trainer.runtime.network import address_of, check_reach, has_votes
+from rl_trainer.runtime.network import address_of, check_reach, has_votes, storage_of
 from rl_trainer.samples import FOLDER
 from rl_trainer.workers.agent import AgentWorker
 from rl_trainer.workers.columns import EXPERTS, IMAGES, takes_images
@@ -127,23 +127,25 @@ def place(
     """
     job = f"{config.name}-{os.getpid()}"
     runtime.start(resource_pools(config))
-    for key, backend in (("weights_transport", config.weights_transport), ("queue_storage", config.queue_storage)):
+    storage = storage_of(config.queue_storage, runtime.num_machines)
+    for key, backend in (("weights_transport", config.weights_transport), ("queue_storage", storage)):
         check_reach(key, backend, runtime.num_machines)
     weights_address = address_of(config.weights_transport, f"{job}-weights", runtime.free_address(ENGINE_POOL))
     if config.weights.delta and not has_votes(weights_address):
         weights_address = chain_address(weights_address)
     snapshot = queue_snapshot(config, state)
-    store = runtime.create_group(
-        QueueWorker, "queue", storage=config.queue_storage, name=f"{job}-queue", snapshot=snapshot
-    )
+    store = runtime.create_group(QueueWorker, "queue", storage=storage, name=f"{job}-queue", snapshot=snapshot)
     queue_address = store.address()
     threads = ThreadPoolExecutor(1, thread_name_prefix="place")
     adapter = None
     if sends_adapter(config):
         assert config.engine.lora is not None and output_dir is not None, "a run has a folder"  # noqa: PT018
         adapter = write_start_adapter(output_dir / "start-adapter", model_path, config.engine.lora)
-    servers = threads.submit(create_servers, config, runtime, model_path, adapter)
+    servers, lent = threads.submit(create_servers, config, runtime, model_path, adapter), None
     try:  # processes start side by side
+        if lends_engine(config):
+            lent = create_servers(config, runtime, model_path, on_engine=True)
+            put_to_sleep(lent)
         if config.rollout.colocated:  # one after the other: neither counts on memory that the other will take
             put_to_sleep(servers.result())
         rewards = create_rewards(config, runtime)
@@ -204,6 +206,7 @@ def place(
             agents,
             create_transfer(config, actor, weights_address, capabilities, output_dir),
             rewards=rewards if is_in_turn(config, "reward") else None,
+            lent=lent,
             is_colocated=bool(config.rollout.colocated),
         ),
         queue=queue,
@@ -239,14 +242,15 @@ def create_transfer(
 
 
 def create_servers(
-    config: Config, runtime: Runtime, model_path: Path, adapter: Path | None = None
+    config: Config, runtime: Runtime, model_path: Path, adapter: Path | None = None, *, on_engine: bool | None = None
 ) -> ReplicaSet[RolloutWorker]:
-    """Place the rollout replicas."""
+    """Place the rollout replicas, on the GPUs of the engine where they are colocated, or as `on_engine` says."""
+    on_engine = bool(config.rollout.colocated) if on_engine is None else on_engine
     return runtime.create_replicas(
         RolloutWorker,
-        ENGINE_POOL if config.rollout.colocated else "rollout",
-        owns_pool=not config.rollout.colocated,
-        ranks_per_member=config.rollout.parallel.num_ranks if config.rollout.colocated else 1,
+        ENGINE_POOL if on_engine else "rollout",
+        owns_pool=not on_engine,
+        ranks_per_member=config.rollout.parallel.num_ranks if on_engine else 1,
         backend=config.rollout.backend,
         config=server_config(config, model_path, adapter),
         is_own_process=config.runtime != "inline",

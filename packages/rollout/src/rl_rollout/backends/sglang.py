@@ -47,7 +47,7 @@ from rl_rollout.validation import check_plain, versions_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_rollout.backends.external.server import Adapter
+    from rl_rollout.backends.external.server import Adapter, Flight
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig, ServerParallel
@@ -171,7 +171,7 @@ class SglangServer(ExternalServer):
         await self.upstream.command("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
 
     async def post_generate(
-        self, request: GenerateRequest, images: PreparedImages | None, upstream_id: str
+        self, request: GenerateRequest, images: PreparedImages | None, flight: Flight
     ) -> TokenOutput:
         """See `ExternalServer`."""
         params = request.sampling_params
@@ -202,7 +202,7 @@ class SglangServer(ExternalServer):
         if params.seed is not None:
             sampling["sampling_seed"] = params.seed
         body: dict[str, Any] = {
-            "rid": upstream_id,
+            "rid": flight.upstream_id,
             "input_ids": request.prompt_token_ids,
             "sampling_params": sampling,
             "return_logprob": True,

@@ -25,6 +25,7 @@ from rl_rollout.types import Capabilities, FinishReason, ServerParallel, TokenCh
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rl_rollout.backends.external.server import Flight
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig
@@ -91,23 +92,22 @@ class TensorrtLlmServer(ExternalServer):
         ]
 
     async def post_generate(
-        self, request: GenerateRequest, images: PreparedImages | None, upstream_id: str
+        self, request: GenerateRequest, images: PreparedImages | None, flight: Flight
     ) -> TokenOutput:
         """See `ExternalServer`. Images are not supported."""
         del images
         check_distribution(request)
-        chunks: list[TokenChunk] = []
-        reading = self._reading[upstream_id] = asyncio.ensure_future(self._read(request, chunks))
+        reading = self._reading[flight.upstream_id] = asyncio.ensure_future(self._read(request, flight))
         try:
             await asyncio.wait([reading])
             if not reading.cancelled():
                 reading.result()
         finally:
             reading.cancel()
-            del self._reading[upstream_id]
-        return put_together(request, chunks, is_aborted=reading.cancelled())
+            del self._reading[flight.upstream_id]
+        return put_together(request, flight.chunks, is_aborted=reading.cancelled())
 
-    async def _read(self, request: GenerateRequest, chunks: list[TokenChunk]) -> None:
+    async def _read(self, request: GenerateRequest, flight: Flight) -> None:
         params = request.sampling_params
         body = {
             "model": self.model_name,
@@ -129,11 +129,9 @@ class TensorrtLlmServer(ExternalServer):
                 async for line in response.content:
                     event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
                     if event:
-                        chunks.append(read_event(event, self.weight_version))
+                        flight.add(read_event(event, self.weight_version))
         except aiohttp.ClientError as error:
-            lost = await self.upstream.lost(closed(error))
-            lost.partial = TokenOutput.joined(request.request_id, chunks)
-            raise lost from error
+            raise await self.upstream.lost(closed(error)) from error
 
     async def post_abort(self, upstream_ids: Sequence[str]) -> None:
         """See `ExternalServer`."""

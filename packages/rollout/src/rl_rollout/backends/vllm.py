@@ -17,6 +17,8 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -35,7 +37,7 @@ from rl_rollout.backends.external.server import (
 from rl_rollout.errors import ConfigError, RolloutError, UnsupportedError
 from rl_rollout.receiver import SLICES
 from rl_rollout.registry import check_options
-from rl_rollout.types import Capabilities, FinishReason, TokenOutput
+from rl_rollout.types import Capabilities, FinishReason, TokenChunk, TokenOutput
 from rl_rollout.validation import NO_LOGPROB, as_logprob, versions_of
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_rollout.backends.external.server import Adapter
+    from rl_rollout.backends.external.server import Adapter, Flight
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig, ServerParallel
@@ -55,6 +57,9 @@ OPTIONS = {
     **ADAPTER_OPTIONS,
 }
 
+GENERATE = "/inference/v1/generate"
+STREAM_TOKENS = 32
+"""Tokens of a chunk: what a request loses at most when vLLM dies, and how seldom its front end works for it."""
 SLEEP_ARGUMENT = "--enable-sleep-mode"
 ROUTED_ARGUMENT = "--enable-return-routed-experts"
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
@@ -90,6 +95,8 @@ class VllmServer(ExternalServer):
     After a weight update the KV cache is recomputed (`/reset_prefix_cache`), that of requests in flight included. A
     seed determines a request's tokens on one server; its random stream starts over where a request is resumed.
     """
+
+    worker_title = "VLLM::"
 
     def __init__(self, config: ServerConfig) -> None:
         check_options(config.options, OPTIONS, "vllm")
@@ -186,9 +193,9 @@ class VllmServer(ExternalServer):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def post_generate(
-        self, request: GenerateRequest, images: PreparedImages | None, upstream_id: str
+        self, request: GenerateRequest, images: PreparedImages | None, flight: Flight
     ) -> TokenOutput:
-        """See `ExternalServer`."""
+        """See `ExternalServer`. Streamed, so that the tokens of a request survive vLLM's death."""
         params = request.sampling_params
         if 0 < params.temperature < LEAST_TEMPERATURE or params.seed == -1:
             raise UnsupportedError(
@@ -196,7 +203,7 @@ class VllmServer(ExternalServer):
                 f"{LEAST_TEMPERATURE} for lower temperatures than that, and -1 for no seed; choose 0 or others"
             )
         body: dict[str, Any] = {
-            "request_id": upstream_id,
+            "request_id": flight.upstream_id,
             "model": request.adapter or self.model_name,
             "token_ids": request.prompt_token_ids,
             "sampling_params": {
@@ -214,8 +221,17 @@ class VllmServer(ExternalServer):
         }
         if images is not None:
             body["features"] = features_of(images)
-        answer = await self.upstream.call("POST", "/inference/v1/generate", body)
-        return read_answer(request, answer)
+        if request.has_extras:  # chunks do not carry them
+            return read_answer(request, await self.upstream.call("POST", GENERATE, body))
+        body["stream"] = True
+        body["sampling_params"]["stream_interval"] = STREAM_TOKENS
+        async with aclosing(self.upstream.events(GENERATE, body)) as events:
+            async for event in events:
+                for choice in event["choices"]:
+                    flight.add(read_chunk(choice, self.weight_version))
+                    if choice["finish_reason"] is not None:
+                        return read_stream(request, flight.chunks, choice["weight_versions"])
+        raise await self.upstream.lost("it closed the connection before the end of a stream")
 
     async def post_abort(self, upstream_ids: Sequence[str]) -> None:
         """See `ExternalServer`. vLLM has ids of its own for them."""
@@ -331,6 +347,27 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
         finish_reason=FinishReason(choice["finish_reason"]),
         **extras,
     )
+
+
+def read_chunk(choice: Mapping[str, Any], version: int) -> TokenChunk:
+    """Chunk of a stream. vLLM tells versions with the last one alone: until then, they are `version`, which serves."""
+    ids = tuple(choice["token_ids"] or ())
+    content = choice["logprobs"]["content"] if ids else ()
+    reason = choice["finish_reason"]
+    return TokenChunk(
+        token_ids=ids,
+        logprobs=tuple(as_logprob(each["logprob"]) for each in content),
+        weight_versions=(version,) * len(ids),
+        finish_reason=None if reason is None else FinishReason(reason),
+    )
+
+
+def read_stream(request: GenerateRequest, chunks: Sequence[TokenChunk], spans: Any) -> TokenOutput:
+    """Output of one request, from the chunks of vLLM's stream and the spans of weight versions of the last one."""
+    output = TokenOutput.joined(request.request_id, chunks)
+    if not output.token_ids:
+        return TokenOutput.empty(request)
+    return replace(output, weight_versions=tuple(versions_of(spans, len(output.token_ids), "vllm")))
 
 
 def most_likely(found: Sequence[Mapping[str, Any]], count: int) -> tuple[tuple[int, float], ...]:

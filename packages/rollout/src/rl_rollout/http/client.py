@@ -241,7 +241,7 @@ class HttpServer(RolloutServer):
             elif isinstance(told, TokenOutput):
                 future.set_result(told)
             else:
-                future.set_exception(told)
+                future.set_exception(_with_partial(told, request_id, self._told.get(request_id, [])))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutServer.abort`."""

@@ -75,9 +75,9 @@ class TestProtocol(ServerConformance):
         server, post_generate, post_abort = served.server, served.server.post_generate, served.server.post_abort
         asked, ended = asyncio.Queue(), asyncio.Queue()
 
-        async def generate(request, images, upstream_id):
-            asked.put_nowait([upstream_id])
-            return await post_generate(request, images, upstream_id)
+        async def generate(request, images, flight):
+            asked.put_nowait([flight.upstream_id])
+            return await post_generate(request, images, flight)
 
         async def abort(upstream_ids):
             await post_abort(upstream_ids)

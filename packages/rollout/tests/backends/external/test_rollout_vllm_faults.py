@@ -14,6 +14,9 @@ from rollout_servers import (
     FAKES,
     START_S,
     fake_vllm_config,
+    real_model,
+    real_vllm,
+    real_vllm_config,
     request,
 )
 
@@ -141,6 +144,79 @@ def test_a_server_that_is_killed_is_told_and_leaves_nothing_behind(qwen3_folder)
     child, folder = asyncio.run(scenario())
     assert not Path(f"/proc/{child}").exists()
     assert not folder.exists()
+
+
+class Told:
+    """A request to a server that tells its tokens as they come, and when it has told some."""
+
+    def __init__(self, server, asked):
+        self.tokens, self.has_begun = 0, asyncio.Event()
+        self.task = asyncio.create_task(server.generate(asked, self.add))
+
+    def add(self, chunk):
+        self.tokens += len(chunk.token_ids)
+        if self.tokens > 40:
+            self.has_begun.set()
+
+
+def test_what_a_killed_server_has_told_of_a_request_is_kept(long_folder):
+    """Also by a client that reaches it over HTTP, which a router resumes from."""
+
+    async def scenario():
+        server = create_server("vllm", fake_vllm_config(long_folder))
+        client = connect_server((await server.start()).url)
+        (child,) = children(server.process.pid)
+        told = Told(server, request("told", max_new_tokens=4000))
+        far = asyncio.create_task(client.generate(request("far", max_new_tokens=4000)))
+        await told.has_begun.wait()
+        while not client._told.get("far"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        os.kill(int(child), signal.SIGKILL)
+        with pytest.raises(ServerLostError, match="ended with code 137") as lost:
+            await told.task
+        with pytest.raises(ServerLostError, match="ended with code 137") as far_lost:
+            await far
+        await client.stop()
+        await server.stop()
+        whole = create_server("embedded", ServerConfig(model_path=str(long_folder), num_threads=1, dtype="float32"))
+        await whole.start()
+        expected = await whole.generate(request("whole", max_new_tokens=400))
+        await whole.stop()
+        return told.tokens, lost.value.partial, far_lost.value.partial, expected
+
+    tokens, partial, far, expected = asyncio.run(scenario())
+    assert len(partial.token_ids) == tokens > 40
+    assert len(far.token_ids) > 0
+    for each in (partial, far):
+        count = min(len(each.token_ids), 400)
+        assert each.token_ids[:count] == expected.token_ids[:count]
+        assert each.logprobs[:count] == pytest.approx(expected.logprobs[:count], abs=1e-4)
+        assert set(each.weight_versions) == {0}
+
+
+@real_vllm
+def test_a_killed_worker_of_the_real_one_is_noticed_at_once_and_its_tokens_are_kept(tmp_path):
+    async def scenario():
+        config = real_vllm_config(real_model(tmp_path), max_model_len=8192, parallel=ServerParallel(tp=2))
+        server = create_server("vllm", config)
+        await server.start()
+        workers = process._titled(server.process.pid, "VLLM::Worker_TP1")
+        told = Told(server, request(max_new_tokens=8000))
+        await told.has_begun.wait()
+        (worker,) = workers
+        killed_at = time.monotonic()
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(ServerLostError, match=rf"its process VLLM::Worker_TP1 .*\(pid {worker}\) had died") as lost:
+            await told.task
+        noticed_s = time.monotonic() - killed_at
+        left = process._titled(server.process.pid, "VLLM::")
+        await server.stop()
+        return noticed_s, told.tokens, lost.value.partial, left
+
+    noticed_s, tokens, partial, left = asyncio.run(scenario())
+    assert len(partial.token_ids) == tokens > 40
+    assert noticed_s < 5
+    assert not left, "processes were left behind"
 
 
 def test_a_server_that_is_stopped_is_found_by_its_health_check_and_may_go_on_before(qwen3_folder, monkeypatch):

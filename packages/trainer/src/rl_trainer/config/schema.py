@@ -389,6 +389,9 @@ class ElasticSection:
     """Who decides: `wait_share`, by the share of a step that learning waits for groups, or a plug-in."""
     patience: Positive = 3
     """Steps in a row that have to ask for a change before it is made."""
+    lend: bool = False
+    """Lend the engine's GPUs to further replicas while learning waits for groups, as many as they hold; a step takes
+    the GPUs back, and requests in flight go on elsewhere. With pipeline=fully_async."""
 
     def __post_init__(self) -> None:
         if self.min_replicas > self.max_replicas:
@@ -833,5 +836,6 @@ class Config:
     weights_transport: str | None = None
     """Name of an installed rl-ckpt backend, or a whole address, such as tcp://HOST:PORT, with its options. None:
     cuda-ipc where engine and server are processes on one GPU, else shm."""
-    queue_storage: str = "shm"
-    """Name of an installed rl-tq storage, or a whole address."""
+    queue_storage: str | None = None
+    """Name of an installed rl-tq storage, or a whole address. None: shm, and over several nodes ray, which keeps every
+    sample on the node that made it."""

@@ -7,7 +7,7 @@ A policy sees a `Load` and says how many replicas it wants; it knows nothing of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.errors import ConfigError
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
     from rl_trainer.config.schema import ElasticSection
     from rl_trainer.metrics import StepRecord
+    from rl_trainer.pipeline.weight_sync import WeightSync
     from rl_trainer.runtime.base import ReplicaSet
 
 GROUP = "rl_trainer.elastic"
 _JOIN_STEPS = 10
 """Steps that a replica which was asked for may take to join before the policy is asked again."""
-_IDLE_SHARE, _WAITING_SHARE = 0.02, 0.2
+_IDLE_SHARE, _LENT_SHARE, _WAITING_SHARE = 0.02, 0.05, 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,8 @@ class Load:
     """Age of a sample's oldest token, weight versions."""
     late_groups: float
     """Groups that were given up as too old."""
+    is_lent: bool = False
+    """Whether the engine's GPUs generated while learning waited."""
 
     @classmethod
     def of(cls, record: StepRecord, num_replicas: int, batch_size: int) -> Load:
@@ -76,6 +79,13 @@ class ElasticPolicy(ABC):
     @abstractmethod
     def wanted(self, load: Load) -> int:
         """Replicas that the next steps are to have, called after every training step in which none is joining."""
+
+    def lends(self, load: Load) -> bool:
+        """Whether the next step lends the engine's GPUs while it waits, with `rollout.elastic.lend`.
+
+        By default where learning waited for over 20% of the last step; once lent, until it waits for less than 5%.
+        """
+        return load.wait_share > (_LENT_SHARE if load.is_lent else _WAITING_SHARE)
 
 
 class WaitShare(ElasticPolicy):
@@ -125,12 +135,20 @@ class Elastic:
         replicas: Rollout replicas.
         num_replicas: That the run begins with.
         batch_size: Groups of a step.
+        weights: Lends the engine's GPUs from one sync to the next step, where `section.lend` says so.
     """
 
     def __init__(
-        self, section: ElasticSection, replicas: ReplicaSet[Any], *, num_replicas: int, batch_size: int
+        self,
+        section: ElasticSection,
+        replicas: ReplicaSet[Any],
+        *,
+        num_replicas: int,
+        batch_size: int,
+        weights: WeightSync | None = None,
     ) -> None:
         self._section, self._replicas, self._batch_size = section, replicas, batch_size
+        self._weights = weights
         self._policy, self._target, self._num_waits = create_policy(section), num_replicas, 0
 
     def follow(self, record: StepRecord) -> list[str]:
@@ -138,16 +156,32 @@ class Elastic:
         if record.is_evaluation:
             return []
         there = len(self._replicas.members)
+        load = Load.of(record, there, self._batch_size)
+        return [*self._lend(load), *self._resize(load)]
+
+    def _lend(self, load: Load) -> list[str]:
+        """Decide for the sync after the next step."""
+        weights = self._weights
+        if weights is None or not self._section.lend:
+            return []
+        was_lent, weights.lends = weights.lends, self._policy.lends(replace(load, is_lent=weights.lends))
+        if was_lent == weights.lends:
+            return []
+        what = "are lent while learning waits" if weights.lends else "are lent no more"
+        return [f"rollout.elastic: the engine's GPUs {what}; it waited for {load.wait_share:.0%} of step {load.step}"]
+
+    def _resize(self, load: Load) -> list[str]:
+        there = load.num_replicas
         if there < self._target and self._num_waits < _JOIN_STEPS:  # the load is another once it is there
             self._num_waits += 1
             return []
         self._num_waits = 0
-        load, section = Load.of(record, there, self._batch_size), self._section
+        section = self._section
         self._target = min(max(self._policy.wanted(load), section.min_replicas), section.max_replicas)
         if self._target == there:
             return []
         self._replicas.resize(self._target)
         return [
-            f"rollout.elastic: {there} replicas to {self._target} after step {record.step}, in which learning waited "
+            f"rollout.elastic: {there} replicas to {self._target} after step {load.step}, in which learning waited "
             f"for {load.wait_share:.0%} and {load.num_ready} finished groups were left"
         ]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.errors import PlanError
-from rl_trainer.planning.placement import has, home_of
+from rl_trainer.planning.placement import has, home_of, lends_engine
 from rl_trainer.planning.plan import engine_of, longest_sequence, model_config, pool_size, teacher_folders
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int
         "weights": _BYTES.get(config.rollout.dtype, precision) * count / served / _GIB,
         "keys and values": per_token * longest_sequence(config)[0] / served / _GIB,
     }
-    is_colocated = bool(config.rollout.colocated)
+    is_colocated = bool(config.rollout.colocated) or lends_engine(config)
     return MemoryPlan(num_parameters=count, engine=parts, server=server, others=others, is_colocated=is_colocated)
 
 

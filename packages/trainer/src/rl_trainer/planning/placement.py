@@ -86,9 +86,15 @@ def reward_models(config: Config) -> dict[str, str]:
     return {name: term.path for name, term in terms if term.kind == "classifier" and term.path is not None}
 
 
+def lends_engine(config: Config) -> bool:
+    """Whether the engine's GPUs are lent to rollout while learning waits."""
+    return config.rollout.elastic is not None and config.rollout.elastic.lend
+
+
 def is_in_turn(config: Config, role: str) -> bool:
-    """Whether a role has its GPU in turn with the servers."""
-    return bool(config.rollout.colocated) and home_of(config, role) == ENGINE_POOL
+    """Whether a role has its GPU in turn with servers; reward models not with lent ones: they are asked all along."""
+    lends = lends_engine(config) and role != "reward"
+    return (bool(config.rollout.colocated) or lends) and home_of(config, role) == ENGINE_POOL
 
 
 def _size(config: Config, pool: str, roles: list[str]) -> int:
@@ -155,5 +161,6 @@ def placement_facts(
         known = memory.get(pool.name, {})
         if pool.name == "rollout" and (elastic := config.rollout.elastic) is not None:
             where += f", {elastic.min_replicas} to {elastic.max_replicas} by rollout.elastic ({elastic.policy})"
+            where += ", and on the engine's GPUs while learning waits" * elastic.lend
         parts = (f"{role} {known[role]:.1f} GiB" if role in known else role for role in pool.roles)
         yield f"pool {pool.name}", f"{where}: {', '.join(parts)}"

@@ -371,3 +371,17 @@ def _check_elastic(config: Config, section: ElasticSection, schedule: Schedule) 
     ):
         if is_so:
             raise PlanError(f"rollout.elastic does not go with {what}; leave it out")
+    ranks, size = config.rollout.parallel.num_ranks, config.engine.world_size
+    lora = config.engine.lora
+    for is_so, what in (
+        (schedule.settles_before_sync, f"pipeline={config.pipeline}, which waits with all of its memory in use"),
+        (config.batch.stream, "batch.stream=true, which learns while it waits"),
+        (config.weights.delta, "weights.delta=true: a lent replica misses versions"),
+        (
+            lora is not None and lora.export == LoraExport.ADAPTER,
+            "engine.lora.export=adapter: lent memory is given back",
+        ),
+        (size % ranks != 0, f"replicas of {ranks} GPUs, which do not divide engine.world_size={size}"),
+    ):
+        if section.lend and is_so:
+            raise PlanError(f"rollout.elastic.lend does not go with {what}; leave it out")

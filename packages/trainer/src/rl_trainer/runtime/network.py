@@ -14,9 +14,11 @@ from rl_ckpt.types import Capability
 from rl_trainer.errors import ConfigError
 
 SHARED_MEMORY = "shm"
-"""The transport of weights where nothing else is asked for."""
+"""The transport of weights, and the storage on one machine, where nothing else is asked for."""
 IN_ONE_PROCESS = "inproc"
 """The transport, and the storage, whose ends have to be in one process."""
+ON_EVERY_NODE = "ray"
+"""The storage that keeps values in Ray's object store, on the node that put them; its server keeps the books only."""
 _ON_ONE_MACHINE = {
     "weights_transport": (IN_ONE_PROCESS, "shm", "uds", "cuda-ipc"),
     "queue_storage": (IN_ONE_PROCESS, "shm", "file"),
@@ -42,6 +44,11 @@ def address_of(backend: str | None, name: str, place: tuple[str, int]) -> str:
         return backend
     host, port = place
     return f"{backend}://{host}:{port}" if backend in LISTENING else f"{backend}://{name}"
+
+
+def storage_of(backend: str | None, num_machines: int) -> str:
+    """`queue_storage`; where it is left open, the storage that the nodes of a run allow."""
+    return backend or (SHARED_MEMORY if num_machines == 1 else ON_EVERY_NODE)
 
 
 def has_votes(address: str) -> bool:

@@ -34,7 +34,7 @@ from rl_rollout.errors import (
 from rl_rollout.http.server import Endpoint
 from rl_rollout.multimodal import load_preparer
 from rl_rollout.process import STOP_TIMEOUT_S, ChildProcess
-from rl_rollout.types import FinishReason, ServerAddress, TensorPart, TokenOutput
+from rl_rollout.types import FinishReason, ServerAddress, TensorPart, TokenChunk, TokenOutput
 from rl_rollout.validation import (
     check_adapter,
     check_extras,
@@ -179,21 +179,37 @@ def check_arguments(arguments: Sequence[str], given: Mapping[str, str]) -> None:
 
 GRACE_S = 5.0
 """Seconds that a request may take to end when its deadline is over."""
+WORKERS_S = 0.5
+"""Seconds between two looks whether the server's worker processes live."""
 CHECK_S = 0.2
 """Seconds between two checks whether a starting server is ready, and between two aborts of a request."""
 
 
 class Flight:
-    """Request in flight."""
+    """Request in flight.
 
-    def __init__(self, request: GenerateRequest) -> None:
+    Args:
+        request: The request.
+        on_progress: Called with every chunk but the last, of a server that streams.
+    """
+
+    def __init__(self, request: GenerateRequest, on_progress: Callable[[TokenChunk], None] | None = None) -> None:
         self.request = request
+        self._on_progress = on_progress
+        self.chunks: list[TokenChunk] = []
+        """Tokens so far, where the server streams: what is kept of the request if the server is lost."""
         self.upstream_id = uuid.uuid4().hex
         """Id at the server, a fresh one. The request's own may be used again before the server has noticed that this
         connection is closed; and SGLang aborts all requests whose ids begin with the one named."""
         self.is_sent = False
         self.aborted = asyncio.Event()
         self.ended = asyncio.Event()
+
+    def add(self, chunk: TokenChunk) -> None:
+        """Keep new tokens, and report them; the last ones are told with the output."""
+        self.chunks.append(chunk)
+        if self._on_progress is not None and chunk.finish_reason is None:
+            self._on_progress(chunk)
 
 
 class ExternalServer(RolloutServer):
@@ -205,6 +221,8 @@ class ExternalServer(RolloutServer):
 
     upstream: Upstream
     """HTTP client of the subprocess, set by `run_as`."""
+    worker_title: str = ""
+    """Beginning of the titles of the server's worker processes; empty: it has none, or watches them well itself."""
 
     def __init__(self, config: ServerConfig, *, engine_name: str) -> None:
         self.model_config = model_config = read_model_config(config.model_path)
@@ -228,6 +246,7 @@ class ExternalServer(RolloutServer):
         self._flights: dict[str, Flight] = {}
         self._left: set[asyncio.Task[None]] = set()
         """Tasks that abort requests whose callers have left."""
+        self._watch: asyncio.Task[None] | None = None
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._update_lock = asyncio.Lock()
@@ -241,6 +260,7 @@ class ExternalServer(RolloutServer):
             [sys.executable, "-m", "rl_rollout.process", *command],
             {**threads, **environment, **read_environment(self.config.options.get("env", {}))},
             name=self.engine_name,
+            workers=self.worker_title,
         )
         self.upstream = Upstream(
             process, name=self.engine_name, url=url, connector=connector, timeout_s=self.config.timeout_s
@@ -255,9 +275,12 @@ class ExternalServer(RolloutServer):
 
     @abstractmethod
     async def post_generate(
-        self, request: GenerateRequest, images: PreparedImages | None, upstream_id: str
+        self, request: GenerateRequest, images: PreparedImages | None, flight: Flight
     ) -> TokenOutput:
-        """Generate at the server under `upstream_id`. Image placeholders of the prompt are expanded."""
+        """Generate at the server under `flight.upstream_id`. Image placeholders of the prompt are expanded.
+
+        A server that streams adds its chunks to the flight as they come.
+        """
 
     @abstractmethod
     async def post_abort(self, upstream_ids: Sequence[str]) -> None:
@@ -311,14 +334,23 @@ class ExternalServer(RolloutServer):
         except BaseException:
             await self.stop()
             raise
+        if self.worker_title:
+            self._watch = asyncio.create_task(self._end_without_workers())
         self._address = ServerAddress(url=url, model=self.model_name, pid=os.getpid())
         return self._address
+
+    async def _end_without_workers(self) -> None:
+        """End the server, and with it every request in flight, once one of its worker processes is gone."""
+        while not self.process.end_without_workers():  # noqa: ASYNC110  nothing tells of the end of a grandchild
+            await asyncio.sleep(WORKERS_S)
 
     async def stop(self) -> None:
         """End the subprocess and close the endpoint. Idempotent."""
         if self._is_stopped:
             return
         self._is_stopped = True
+        if self._watch is not None:
+            self._watch.cancel()
         for task in self._left:
             task.cancel()
         await self._endpoint.stop()
@@ -334,12 +366,14 @@ class ExternalServer(RolloutServer):
 
     # ---- requests
 
-    async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """See `RolloutServer.generate`."""
+    async def generate(
+        self, request: GenerateRequest, on_progress: Callable[[TokenChunk], None] | None = None
+    ) -> TokenOutput:
+        """See `RolloutServer.generate`. `on_progress` gets new tokens as they come, where the server streams."""
         if request.adapter is None and self._default_adapter is not None:
             request = replace(request, adapter=self._default_adapter)
         self._check(request)
-        flight = self._flights[request.request_id] = Flight(request)
+        flight = self._flights[request.request_id] = Flight(request, on_progress)
         deadline = None
         if request.timeout_s is not None:
             deadline = asyncio.get_running_loop().time() + request.timeout_s
@@ -361,6 +395,10 @@ class ExternalServer(RolloutServer):
         except asyncio.CancelledError:
             self._leave(flight)
             raise
+        except ServerLostError as error:
+            if flight.chunks:
+                error.partial = TokenOutput.joined(request.request_id, flight.chunks)
+            raise
         finally:
             del self._flights[request.request_id]
             flight.ended.set()
@@ -369,7 +407,7 @@ class ExternalServer(RolloutServer):
         self, deadline: float, request: GenerateRequest, images: PreparedImages | None, flight: Flight
     ) -> TokenOutput:
         """Generate; at the deadline the request is aborted, and its tokens are returned with the reason `timeout`."""
-        work = asyncio.ensure_future(self.post_generate(request, images, flight.upstream_id))
+        work = asyncio.ensure_future(self.post_generate(request, images, flight))
         try:
             done, _ = await asyncio.wait([work], timeout=deadline - asyncio.get_running_loop().time())
             if done:

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError, ServerLostError
+from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from rl_rollout.process import ChildProcess
 
 GRACE_S = 5.0
 """Seconds that the answer to a command is waited for beyond the server's deadline."""
+EVENT = b"data:"
+"""Prefix of a server-sent event's line."""
 EXIT_TIMEOUT_S = 2.0
 """Seconds to wait for the end of a process whose connection was lost."""
 
@@ -106,6 +108,24 @@ class Upstream:
         """`call` by POST, with the deadline of commands."""
         return await self.call("POST", path, body, timeout_s=self._timeout_s + GRACE_S, **query)
 
+    async def events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any]]:
+        """Send a POST whose response is a stream of server-sent events; yields their JSON objects as they come.
+
+        Raises:
+            RequestError, GenerationError, ServerLostError: as `call`; also where an event tells of the failure.
+        """
+        try:
+            async with self.request("POST", path, body) as response:
+                await self.check(response, path)
+                async for line in response.content:  # an event is one line; `[DONE]` and empty ones are no object
+                    event = decode(line[len(EVENT) :].decode(errors="replace")) if line.startswith(EVENT) else {}
+                    if isinstance(error := event.get("error"), dict):
+                        raise await self._failure(int(error.get("code") or 500), path, json.dumps(event))
+                    if event:
+                        yield event
+        except aiohttp.ClientError as error:
+            raise await self.lost(closed(error)) from error
+
     async def check(self, response: aiohttp.ClientResponse, path: str) -> None:
         """Raise the error that a response other than 200 stands for.
 
@@ -114,15 +134,18 @@ class Upstream:
             ServerLostError: it is 5xx, and the server is no longer well: one of its processes is gone.
             GenerationError: it is anything else.
         """
-        if response.status == 200:
-            return
-        what = f"{self.name} answered {response.status} to {path}: {error_text(await response.text())}"
-        if 400 <= response.status < 500:
-            raise RequestError(what)
+        if response.status != 200:
+            raise await self._failure(response.status, path, await response.text())
+
+    async def _failure(self, status: int, path: str, text: str) -> RolloutError:
+        """Error that a status and a message stand for; see `check`."""
+        what = f"{self.name} answered {status} to {path}: {error_text(text)}"
+        if 400 <= status < 500:
+            return RequestError(what)
         if await self._is_unwell():
-            raise await self.lost(what)
+            return await self.lost(what)
         errors = "".join(f"\n  | {line}" for line in self.process.first_errors)
-        raise GenerationError(what + (f"; the first errors in its log:{errors}" if errors else ""))
+        return GenerationError(what + (f"; the first errors in its log:{errors}" if errors else ""))
 
     async def _is_unwell(self) -> bool:
         """Whether the server is lost: it says so, or its port is closed. One that is too busy to answer may be well."""
