@@ -83,6 +83,63 @@ def test_a_plan_by_hand():
     assert plan.server == pytest.approx({"weights": 4.0, "keys and values": cache})
 
 
+LEARNED = {"weights": 4.0, "gradients": 4.0, "optimizer": 8.0}
+EXPERTS = 48 * 128 * 3 * 2048 * 768
+DENSE = 4 * GIB - EXPERTS - 2 * 151_936 * 2048
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["engine.parallel.dp_replicate=2"], {"weights": 8.0, "gradients": 8.0, "optimizer": 16.0}),
+        # A rank gathers the experts that it has, of two blocks at a time.
+        (["engine.parallel.ep=4"], LEARNED | {"gathered blocks": 2 * 2 * (DENSE + EXPERTS / 4) / 48 / GIB}),
+        ([], LEARNED | {"gathered blocks": 2 * 2 * (DENSE + EXPERTS) / 48 / GIB}),
+        (["engine.optimizer_offload=true", "engine.max_tokens_per_gpu=1"], LEARNED),
+        (
+            # Its part of the model whole, in bfloat16; float32 moments and copy of the weights are cut over all ranks.
+            ["engine.backend=megatron", "engine.parallel={tp: 2, ep: 4}"],
+            {
+                "weights": 2 * (DENSE / 2 + 2 * 151_936 * 2048 / 2 + EXPERTS / 4) / GIB,
+                "gradients": 4 * (DENSE / 2 + 2 * 151_936 * 2048 / 2 + EXPERTS / 4) / GIB,
+                "optimizer": 12 * (DENSE + 2 * 151_936 * 2048 + EXPERTS) / 4 / GIB,
+                "gathered blocks": 0.0,
+            },
+        ),
+    ],
+)
+def test_layouts_by_hand(overrides, wanted):
+    config = load_config("qwen3-30b-a3b", ["engine.world_size=4", *overrides])
+    plan = memory_plan(config, MODELS["qwen3-30b-a3b"], num_parameters=4 * GIB)
+    found = {name: plan.engine[name] for name in wanted}
+    if config.engine.optimizer_offload:
+        beside = plan.engine["activations"] + plan.engine["gathered blocks"]
+        assert plan.host == {"optimizer": 8.0}
+        found["optimizer"] += beside  # a step has it on the GPU, once these are gone
+    assert found == pytest.approx(wanted)
+
+
+def test_what_is_kept_on_the_host_takes_no_gpu():
+    sizes, own = MODELS["qwen2.5-7b"], ["engine.world_size=4", "engine.activation_checkpointing=true"]
+    plain, activations, everything = (
+        memory_plan(load_config("qwen2.5-7b", [*own, *more]), sizes, num_parameters=4 * GIB)
+        for more in ([], ["engine.activation_offload=true"], ["engine.cpu_offload=true"])
+    )
+    inputs = 16_384 * 2 * 28 * 3584 / GIB
+    assert plain.host == {}
+    assert activations.host == pytest.approx({"activations": inputs})
+    assert plain.engine["activations"] - activations.engine["activations"] == pytest.approx(inputs)
+    assert everything.host == LEARNED
+    assert {*everything.engine} == {"gathered blocks", "activations", "reference"}
+    assert dict(everything.lines())["memory, host of an engine rank"].startswith("16.0 GiB: weights 4.0, gradients 4.0")
+
+
+def test_experts_of_a_server_are_spread_over_its_ranks():
+    own = ["rollout.parallel={tp: 2, dp: 2, ep: 4}", "rollout.num_replicas=4"]
+    plan = memory_plan(load_config("qwen3-30b-a3b", own), MODELS["qwen3-30b-a3b"], num_parameters=4 * GIB)
+    assert plan.server["weights"] == pytest.approx(2 * ((4 * GIB - EXPERTS) / 2 + EXPERTS / 4) / GIB)
+
+
 def of_shape(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
     return f"model.path={tmp_path}"
@@ -158,6 +215,25 @@ def test_weights_gradients_and_moments_are_those_of_an_engine(tmp_path, override
     plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
     assert {name: round(plan.engine[name] * GIB) for name in held} == held
     assert ("adapter" in plan.engine) == bool(overrides)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_weights_gradients_and_moments_are_those_of_a_megatron_rank(tmp_path, precision):
+    folder = write_tiny_model(tmp_path / "model", tie_word_embeddings=False, **SIZES)
+    own = [f"model.path={folder}", "data.path=there", "engine.backend=megatron", f"engine.precision={precision}"]
+    config = load_config("gsm8k", own)
+    engine = create_engine("megatron", actor_config(config, folder))
+    engine.initialize()
+    optimizer = engine._optimizer
+    held = {
+        "weights": sum(buffer._params.nbytes for buffer in optimizer._buffers),
+        "gradients": sum(buffer.grad.nbytes for buffer in optimizer._buffers),
+        "optimizer": sum(v.nbytes for state in optimizer.state.values() for v in state.values() if v.ndim)
+        + sum(buffer.master.nbytes for buffer in optimizer._buffers if buffer.is_narrow),
+    }
+    engine.close()
+    plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
+    assert {name: round(plan.engine[name] * GIB) for name in held} == held
 
 
 def saved_bytes(num_layers, dtype, num_tokens):

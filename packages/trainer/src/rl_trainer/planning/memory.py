@@ -1,19 +1,26 @@
 """Memory plan: GiB that every role takes of a GPU, by the model's config.json and the run's layout; touches no GPU.
 
-Engine: 4 bytes per parameter for the weights, 4 for the gradients and 8 for AdamW's moments (float32; twice that with
-float64), cut over the ranks, and two gathered blocks in the number format of the passes; with LoRA, gradients and
-moments of the adapter alone. A frozen engine has its weights in the number format of its passes. Activations of the
-longest micro-batch are what torch keeps of a block's norms, heads and MLP, within a fifth; with
-`engine.activation_checkpointing` the inputs of all blocks, and the whole of the one that is computed again. Logits,
-the allocator's slack and CUDA itself come on top. Server: its weights, and keys and values of one sequence of the
-greatest length; it takes more for keys and values where there is more, and lets requests wait where there is not.
+Engine with fsdp: 4 bytes per parameter for the weights, 4 for the gradients and 8 for AdamW's moments (float32; twice
+that with float64), cut over the ranks of a copy (`parallel.dp_replicate`), and two gathered blocks in the number format
+of the passes, of whose experts a rank gathers its own (`parallel.ep`). With megatron a rank has its part of the model
+(`tp`, `pp`, `ep`) in the number format of the passes and its gradients in float32; moments, and the float32 copy of
+narrow weights, are cut over data-parallel ranks. With LoRA, gradients and moments are those of the adapter alone. A
+frozen engine has its weights in the number format of its passes.
+
+Activations of the longest micro-batch are what torch keeps of a block's norms, heads and MLP, within a fifth; with
+`engine.activation_checkpointing` the inputs of all blocks, and the whole of the one that is computed again. What
+`cpu_offload`, `optimizer_offload` and `activation_offload` keep on the host is told apart. Logits, the allocator's
+slack and CUDA itself come on top. Server: its weights, and keys and values of one sequence of the greatest length; it
+takes more for keys and values where there is more, and lets requests wait where there is not.
+
+On CPUs the same bytes are memory of the processes, each of which takes `PROCESS_GIB` beside.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from rl_trainer.config import Config
+    from rl_trainer.config.schema import EngineSection
 
 _GIB = 2.0**30
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -45,6 +53,8 @@ class MemoryPlan:
     """GiB of a GPU of a replica: `weights`, `keys and values`."""
     others: Mapping[str, Mapping[str, float]]
     """GiB of a rank by role, for each other pool of `placement`."""
+    host: Mapping[str, float]
+    """GiB of an engine rank that the policy keeps in the memory of the host."""
     is_colocated: bool = False
     """Whether engine and server have the same GPU in turn."""
 
@@ -52,7 +62,9 @@ class MemoryPlan:
         """Peak phase of a step, or the name of another pool, and the GiB that a GPU holds in it."""
         phases = {"training": sum(self.engine.values()), "generation": sum(self.server.values())}
         if self.is_colocated:  # the engine sends from the GPU what the server takes there
-            phases["weight sync"] = self.engine["weights"] + self.engine.get("adapter", 0.0) + self.server["weights"]
+            phases["weight sync"] = (
+                self.engine.get("weights", 0.0) + self.engine.get("adapter", 0.0) + self.server["weights"]
+            )
         phases |= {f"pool {name}": sum(roles.values()) for name, roles in self.others.items()}
         return max(phases.items(), key=lambda phase: phase[1])
 
@@ -69,6 +81,9 @@ class MemoryPlan:
         for whose, parts in self.groups():
             of = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items())
             yield f"memory, {whose}", f"{sum(parts.values()):.1f} GiB: {of}"
+        if self.host:
+            of = ", ".join(f"{name} {gib:.1f}" for name, gib in self.host.items())
+            yield "memory, host of an engine rank", f"{sum(self.host.values()):.1f} GiB: {of}"
 
 
 def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int | None = None) -> MemoryPlan:
@@ -83,47 +98,88 @@ def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int
         KeyError: the model's description lacks a size.
     """
     count = count_parameters(model) if num_parameters is None else num_parameters
-    ranks, engine = config.engine.world_size, config.engine
-    width, layers, precision = model["hidden_size"], model["num_hidden_layers"], _BYTES[str(engine.precision)]
-    embeddings = model["vocab_size"] * width * (1 if model.get("tie_word_embeddings") else 2)
-    adapter = 0 if engine.lora is None else adapter_parameters(model, engine.lora.rank, engine.lora.target_modules)
-    learns, wide = (count if engine.lora is None else adapter) / ranks / _GIB, max(precision, 4)
-    tokens = max(engine.max_tokens_per_gpu, longest_sequence(config)[0]) / _GIB
-    kept, block = precision * width, block_activations(model, precision)
-    parts = {
-        "weights": wide * count / ranks / _GIB,
-        "gradients": wide * learns,
-        "optimizer": 2 * wide * learns,
-        "gathered blocks": 2 * precision * (count - embeddings) / layers / _GIB if ranks > 1 else 0.0,
-        "activations": tokens * (layers * kept + block if engine.activation_checkpointing else layers * block),
-    }
-    if engine.lora is not None:
-        parts["adapter"] = wide * learns
+    engine, layers = config.engine, _num_layers(model)
+    precision = _BYTES[str(engine.precision)]
+    parts = _learner(engine, model, count)
+    tokens = max(engine.max_tokens_per_gpu, longest_sequence(config)[0] / _token_cut(engine)) / _GIB
+    inputs, block = layers * precision * model["hidden_size"], block_activations(model, precision)
+    whole = inputs + block if engine.activation_checkpointing else layers * block
+    parts["activations"] = tokens * (block if engine.activation_offload else whole)
+    host: dict[str, float] = {}
+    if engine.activation_offload:
+        host["activations"] = tokens * (inputs if engine.activation_checkpointing else whole)
+    if engine.cpu_offload:
+        host |= {name: parts.pop(name) for name in ("weights", "gradients", "optimizer")}
+    elif engine.optimizer_offload:
+        host["optimizer"] = parts["optimizer"]  # a step has it on the GPU, where the activations are gone by then
+        parts["optimizer"] = max(0.0, parts["optimizer"] - parts["activations"] - parts["gathered blocks"])
     others: dict[str, dict[str, float]] = {}
-    for role, gib in _roles(config, count):
+    for role, gib in _roles(config, model, count):
         pool = home_of(config, role)
         (parts if pool == ENGINE_POOL else others.setdefault(pool, {}))[role] = gib
-    served = config.rollout.parallel.tp * config.rollout.parallel.pp
+    replica = config.rollout.parallel
+    served, experts = replica.tp * replica.pp, expert_parameters(model)
+    each = (count - experts) / served + experts / replica.pp / (replica.ep if replica.ep > 1 else replica.tp)
     per_token = _BYTES.get(config.rollout.dtype, precision) * 2 * layers * _kv_width(model)
     server = {
-        "weights": _BYTES.get(config.rollout.dtype, precision) * count / served / _GIB,
+        "weights": _BYTES.get(config.rollout.dtype, precision) * each / _GIB,
         "keys and values": per_token * longest_sequence(config)[0] / served / _GIB,
     }
     is_colocated = bool(config.rollout.colocated) or lends_engine(config)
-    return MemoryPlan(num_parameters=count, engine=parts, server=server, others=others, is_colocated=is_colocated)
+    return MemoryPlan(
+        num_parameters=count, engine=parts, server=server, others=others, host=host, is_colocated=is_colocated
+    )
 
 
-def _roles(config: Config, count: int) -> Iterator[tuple[str, float]]:
+def _share(engine: EngineSection, model: Mapping[str, Any], count: int) -> tuple[float, float]:
+    """Elements of the weights that a rank holds, and of those the part whose optimizer state it has."""
+    layout, ranks = engine.parallel, engine.world_size
+    if engine.backend != "megatron":
+        held = count / (ranks // layout.dp_replicate)
+        return held, held
+    embeddings, experts = embedding_parameters(model), expert_parameters(model)
+    stage = (count - embeddings - experts) / layout.pp + embeddings / min(layout.pp, 2)  # of the first, or the last
+    dense = stage / layout.tp
+    return dense + experts / (layout.pp * layout.ep), dense * layout.tp * layout.pp / ranks + experts / ranks
+
+
+def _learner(engine: EngineSection, model: Mapping[str, Any], count: int) -> dict[str, float]:
+    """GiB of a rank that learns: weights, gradients, optimizer, gathered blocks, and an adapter."""
+    precision = _BYTES[str(engine.precision)]
+    wide, held, stepped = max(precision, 4), *_share(engine, model, count)
+    if engine.backend == "megatron":  # its weights are in the number format of the passes, beside a wider copy
+        weights, copies, gathered = precision * held, 2 + (precision < wide), 0.0
+    else:
+        experts = expert_parameters(model)
+        block = (count - embedding_parameters(model) - experts + experts / engine.parallel.ep) / _num_layers(model)
+        is_gathered = engine.world_size > 1 or precision < wide or engine.cpu_offload
+        weights, copies, gathered = wide * held, 2, 2 * precision * block * is_gathered
+    parts = {"weights": weights, "gradients": wide * held, "optimizer": copies * wide * stepped}
+    parts["gathered blocks"] = gathered
+    if engine.lora is not None:
+        learns = adapter_parameters(model, engine.lora.rank, engine.lora.target_modules) / engine.world_size
+        parts |= {"gradients": wide * learns, "optimizer": 2 * wide * learns, "adapter": wide * learns}
+    return {name: each / _GIB for name, each in parts.items()}
+
+
+def _token_cut(engine: EngineSection) -> int:
+    """Ranks that the tokens of a sequence are cut over."""
+    return engine.parallel.sp * engine.parallel.cp
+
+
+def _roles(config: Config, model: Mapping[str, Any], count: int) -> Iterator[tuple[str, float]]:
     """(role, GiB of one rank) of the engines beside the policy's: the weights, and of a critic what it learns with."""
     for role in ("reference", "critic", "teacher"):
         if not has(config, role):
             continue
-        own, size = engine_of(config, role), count
-        if role == "teacher":
-            size = sum(stored_parameters(folder) or 0 for folder in teacher_folders(config.teacher).values())
-        each = _BYTES[str(own.precision)]
-        if size:
-            yield role, (4 * max(each, 4) if role == "critic" else each) * size / own.world_size / _GIB
+        own = engine_of(config, role)
+        if role == "critic":
+            parts = _learner(replace(own, lora=None), model, count)
+            yield role, sum(each for name, each in parts.items() if name != "gathered blocks")
+        elif role == "reference":
+            yield role, _BYTES[str(own.precision)] * _share(own, model, count)[0] / _GIB
+        elif sizes := [stored_parameters(folder) or 0 for folder in teacher_folders(config.teacher).values()]:
+            yield role, _BYTES[str(own.precision)] * sum(sizes) / own.world_size / _GIB
 
 
 def block_activations(model: Mapping[str, Any], itemsize: int) -> int:
@@ -140,6 +196,22 @@ def block_activations(model: Mapping[str, Any], itemsize: int) -> int:
         experts * model["moe_intermediate_size"] if model.get("moe_intermediate_size") else model["intermediate_size"]
     )
     return norms + attention + 4 * itemsize * inner
+
+
+def embedding_parameters(model: Mapping[str, Any]) -> int:
+    """Elements of the embedding, and of the head where it is not the same."""
+    return model["vocab_size"] * model["hidden_size"] * (1 if model.get("tie_word_embeddings") else 2)
+
+
+def expert_parameters(model: Mapping[str, Any]) -> int:
+    """Elements of all experts of a mixture, without its routers; 0 of other models."""
+    experts = next((model[name] for name in _EXPERTS if model.get(name)), 0)
+    each = 3 * model["hidden_size"] * model["moe_intermediate_size"] if experts else 0
+    return _num_layers(model) * experts * each
+
+
+def _num_layers(model: Mapping[str, Any]) -> int:
+    return model["num_hidden_layers"]
 
 
 def adapter_parameters(model: Mapping[str, Any], rank: int, targets: Sequence[str]) -> int:
@@ -241,12 +313,9 @@ def count_parameters(model: Mapping[str, Any]) -> int:
     if kind.startswith("qwen3"):
         attention += 2 * size
     experts = next((model[name] for name in _EXPERTS if model.get(name)), 0)
-    if experts:
-        feed_forward = experts * 3 * width * model["moe_intermediate_size"] + width * experts
-    else:
-        feed_forward = 3 * width * model["intermediate_size"]
-    embeddings = model["vocab_size"] * width * (1 if model.get("tie_word_embeddings") else 2)
-    return embeddings + model["num_hidden_layers"] * (attention + feed_forward + 2 * width) + width
+    feed_forward = width * experts if experts else 3 * width * model["intermediate_size"]  # routers alone
+    blocks = _num_layers(model) * (attention + feed_forward + 2 * width)
+    return embedding_parameters(model) + blocks + expert_parameters(model) + width
 
 
 def stored_parameters(folder: Path) -> int | None:
