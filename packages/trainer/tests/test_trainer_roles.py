@@ -3,15 +3,22 @@
 import json
 import subprocess
 import sys
+import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from rl_engine import create_engine
 from rl_rollout.testing import write_tiny_model
+from rl_tq import BatchMeta
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
+from rl_trainer.loop import score
+from rl_trainer.metrics import PhaseTimer
 from rl_trainer.planning import gpus
 from rl_trainer.planning.memory import memory_of_pools, memory_plan, stored_parameters
 from rl_trainer.planning.placement import placement_facts, pools_of
@@ -20,7 +27,7 @@ from rl_trainer.planning.preflight import check_engines
 from rl_trainer.planning.simulate import forecast
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.run import run
-from rl_trainer.setup import check_gpus, resource_pools
+from rl_trainer.setup import check_gpus, resource_pools, scoring_pools
 
 GIB = 2**30
 KL = "algorithm.kl_coef=0.1"
@@ -185,6 +192,53 @@ def test_a_pool_that_its_gpus_do_not_hold_is_refused_with_its_key(tmp_path):
         PlanError, match=r"a GPU of pool frozen takes 122.1 GiB .* raise placement.reference.num_gpus=1"
     ):
         forecast(load_config("qwen2.5-32b", [*overrides, f"{place[1]}1", wide]), RATES | {"cluster": "3x8x80"})
+
+
+class Scorer:
+    """An engine that scores once as many others do as `together` has parties."""
+
+    def __init__(self, told, together=None):
+        self.told, self.together = told, together
+
+    def compute_log_prob(self, batch, column="old_logprobs"):
+        if self.together is not None:
+            self.together.wait(30)
+        self.told.append(column)
+        return BatchMeta(partition=batch.partition, sample_ids=batch.sample_ids, columns=(column,))
+
+    def compute_values(self, batch):
+        return self.compute_log_prob(batch, "values")
+
+    def compute_stage(self, batch, name):
+        assert {"old_logprobs", "ref_logprobs", "values"} <= {*batch.columns}, "it may read all of them"
+        return self.compute_log_prob(batch, name)
+
+    def collect(self):
+        pass
+
+
+def test_roles_of_other_pools_score_at_the_same_time_and_stages_of_one_in_turn():
+    apart = ["placement.reference.pool=frozen", "placement.critic.pool=value", "algorithm.stages=[mine]"]
+    apart += ["algorithm.old_logprobs=recompute", "algorithm.correction=tis"]
+    config, batch = of(*CRITIC, *apart), BatchMeta(partition="train", sample_ids=("a",), columns=("token_ids",))
+    pools = scoring_pools(config)
+    assert pools == {"ref_logprobs": "frozen", "values": "value"}
+    assert scoring_pools(of(*CRITIC)) == scoring_pools(replace(config, runtime="inline")) == {}
+    told, together = [], threading.Barrier(3)
+    actor, reference, critic = Scorer(told, together), Scorer(told, together), Scorer(told, together)
+    parts = {"actor": actor, "reference": reference, "critic": critic, "teacher": None, "source": actor}
+    actor.compute_stage = partial(Scorer.compute_stage, Scorer(told))
+    timer = PhaseTimer()
+    scored = score(SimpleNamespace(**parts, pools=pools), config, batch, timer)
+    assert scored.columns == ("token_ids", "old_logprobs", "ref_logprobs", "values", "mine")
+    assert [*timer.take()] == ["old_logprobs", "ref_logprobs", "values", "mine"]
+    assert sorted(told[:3]) == ["old_logprobs", "ref_logprobs", "values"]
+    shared, told[:] = Scorer(told), []
+    parts = dict.fromkeys(("actor", "reference", "critic", "source"), shared)
+    assert (
+        score(SimpleNamespace(**parts, teacher=None, pools={}), config, batch, PhaseTimer()).columns == scored.columns
+    )
+    assert told == ["old_logprobs", "ref_logprobs", "values", "mine"]
 
 
 SMALL = [

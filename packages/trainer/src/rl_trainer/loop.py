@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
@@ -78,6 +80,8 @@ class Components:
     """Resumed groups: in the queue, finished by an earlier process that did not learn from them."""
     num_too_long: int = 0
     """Rows that were left out because their prompts are longer than `data.max_prompt_tokens`."""
+    pools: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By scoring stage, the pool that computes it, of those that have one of their own; the others have the actor's."""
 
 
 def run_loop(
@@ -184,15 +188,44 @@ def evaluate(components: Components, eval_rows: Sequence[Row], timer: PhaseTimer
 
 
 def score(components: Components, config: Config, batch: BatchMeta, timer: PhaseTimer) -> BatchMeta:
-    """Score a batch, or a part of one: the batch with the log-probs, values and columns of `scores_of`.
+    """Add the columns that the scoring stages write. Stages of one pool take turns, those of different ones do not.
 
-    The engine ranks do the work; the calls here carry ids. Between two calls the source collects finished rollouts.
+    A plug-in's stages (`algorithm.stages`) come last and see all other columns. A phase is the time that its stage is
+    waited for.
     """
-    for name, compute in scores_of(components, config):
-        with timer.phase(name):
-            batch = batch.union(compute(batch))
+    stages, given = [*scores_of(components, config)], batch
+    lanes = {name: components.pools.get(name, "") for name, _ in stages}
+    with ExitStack() as stack:
+        threads = {pool: stack.enter_context(ThreadPoolExecutor(1, "score")) for pool in {*lanes.values()} - {""}}
+        begun = {name: threads[lanes[name]].submit(call, given) for name, call in stages if lanes[name]}
+        for name, call in stages:
+            if name not in begun:
+                with timer.phase(name):
+                    batch = batch.union(call(batch))
+                components.source.collect()
+        for name, stage in begun.items():
+            with timer.phase(name):
+                batch = batch.union(stage.result())
+            components.source.collect()
+    for name in config.algorithm.stages:
+        with timer.phase(name.rpartition(":")[2]):
+            batch = batch.union(components.actor.compute_stage(batch, name=name))
         components.source.collect()
     return batch
+
+
+def update_actor(components: Components, mini_batch: BatchMeta) -> UpdateReport:
+    """Take one optimizer step of the policy, and move the entropy coefficient if it follows a target.
+
+    `entropy_coef` among its metrics is the one of this step.
+    """
+    entropy = components.entropy
+    if entropy.target == 0:
+        return components.actor.update_actor(mini_batch)
+    weight = entropy.weight
+    report = components.actor.update_actor(mini_batch, entropy_coef=weight)
+    entropy.update(report.metrics[TOKEN_ENTROPY])
+    return replace(report, metrics={**report.metrics, "entropy_coef": weight})
 
 
 def by_release(batch: BatchMeta) -> BatchMeta:
@@ -239,22 +272,8 @@ def learn(
     return updates
 
 
-def update_actor(components: Components, mini_batch: BatchMeta) -> UpdateReport:
-    """Take one optimizer step of the policy, and move the entropy coefficient if it follows a target.
-
-    `entropy_coef` among its metrics is the one of this step.
-    """
-    entropy = components.entropy
-    if entropy.target == 0:
-        return components.actor.update_actor(mini_batch)
-    weight = entropy.weight
-    report = components.actor.update_actor(mini_batch, entropy_coef=weight)
-    entropy.update(report.metrics[TOKEN_ENTROPY])
-    return replace(report, metrics={**report.metrics, "entropy_coef": weight})
-
-
 def scores_of(components: Components, config: Config) -> Iterator[tuple[str, Callable[[BatchMeta], BatchMeta]]]:
-    """Stages between rollouts and advantages, in order: (phase, call); each call writes a column of the batch."""
+    """Scoring stages, in order: (phase, call). Each call writes a column, and reads none that another one writes."""
     actor, reference, teacher = components.actor, components.reference, components.teacher
     if has_old_pass(config):
         yield "old_logprobs", actor.compute_log_prob
@@ -264,8 +283,6 @@ def scores_of(components: Components, config: Config) -> Iterator[tuple[str, Cal
         yield "teacher_logprobs", teacher.compute_teacher_log_prob
     if components.critic is not None:
         yield "values", components.critic.compute_values
-    for name in config.algorithm.stages:
-        yield name.rpartition(":")[2], partial(actor.compute_stage, name=name)
 
 
 def mini_batches(batch: BatchMeta, config: Config, step: int) -> list[BatchMeta]:

@@ -35,7 +35,7 @@ from rl_trainer.pipeline.weight_transfer import (
 )
 from rl_trainer.planning.environments import engine_python
 from rl_trainer.planning.gpus import count_gpus, named, why_apart
-from rl_trainer.planning.placement import home_of, is_in_turn, lends_engine, pools_of, reward_models
+from rl_trainer.planning.placement import has, home_of, is_in_turn, lends_engine, pools_of, reward_models
 from rl_trainer.planning.plan import (
     actor_config,
     candidates_of,
@@ -214,7 +214,15 @@ def place(
         eval_rows=prompts.eval_rows,
         samples=samples,
         num_too_long=prompts.num_too_long,
+        pools=scoring_pools(config),
     )
+
+
+def scoring_pools(config: Config) -> dict[str, str]:
+    """By scoring stage, the pool of a role that shares no process with the policy; inline all are one process."""
+    roles = {"ref_logprobs": "reference", "teacher_logprobs": "teacher", "values": "critic"}
+    homes = {stage: home_of(config, role) for stage, role in roles.items() if has(config, role)}
+    return {stage: pool for stage, pool in homes.items() if pool != ENGINE_POOL and config.runtime != "inline"}
 
 
 def check_given(rows: Iterable[Row], count: int) -> None:
