@@ -10,6 +10,7 @@ import base64
 import json
 import sys
 from contextlib import aclosing
+from pathlib import Path
 
 import torch
 from aiohttp import web
@@ -130,6 +131,7 @@ class FakeVllm:
             ),
         )
         self.receiver = None
+        self.ranks = [Rank() for _ in range(arguments.tensor_parallel_size - 1)]
         self.label = "default"
         self.has_weights = True
 
@@ -275,9 +277,13 @@ class FakeVllm:
         # The real one numbers them in this order.
         assert told.get("adapters", {}) == {each["name"]: each["path"] for each in self.arguments.lora_modules}
         self.receiver = CkptReceiver(body["init_info"]["url"], timeout_s=body["init_info"]["timeout_s"])
+        for rank in self.ranks:
+            await rank.tell({"url": body["init_info"]["url"], "timeout_s": body["init_info"]["timeout_s"]})
 
     async def update(self, body, query):
-        await self.server.update_weights(self.receiver, body["update_info"]["version"])
+        version = body["update_info"]["version"]
+        updates = [self.server.update_weights(self.receiver, version), *(rank.update(version) for rank in self.ranks)]
+        await asyncio.gather(*updates)
         self.has_weights = True
 
     async def finish(self, body, query):
@@ -290,6 +296,25 @@ class FakeVllm:
 
     async def reset(self, body, query):
         assert query == {"reset_running_requests": "true"}
+
+
+class Rank:
+    """A further rank in a process of its own."""
+
+    process = None
+
+    async def tell(self, message):
+        if self.process is None:
+            program = str(Path(__file__).parent / "fake_vllm_rank.py")
+            pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+            self.process = await asyncio.create_subprocess_exec(sys.executable, program, **pipes)
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def update(self, version):
+        await self.tell({"version": version})
+        line = await self.process.stdout.readline()
+        assert line, "a rank has died"
+        assert json.loads(line)["count"] > 0
 
 
 def handler(call):
