@@ -237,7 +237,7 @@ def test_a_replica_that_one_router_removes_goes_on_for_another(long_folder):
         urls = [(await server.start()).url for server in servers]
         one, other = await started(*map(connect_server, urls)), await started(connect_server(urls[0]))
         params = SamplingParams(max_new_tokens=400, temperature=0.0, ignore_eos=True)
-        has_begun = slow_down(servers[0], 3)
+        has_begun = slow_down(servers[0], 1)
         task = asyncio.create_task(
             other.generate(GenerateRequest(request_id="r", prompt_token_ids=(5, 6, 7), sampling_params=params))
         )
