@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_trainer.errors import ConfigError
 from rl_trainer.plugins import named
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from rl_trainer.config.schema import ElasticSection
     from rl_trainer.metrics import StepRecord
-    from rl_trainer.pipeline.weight_sync import WeightSync
     from rl_trainer.runtime.base import ReplicaSet
 
 GROUP = "rl_trainer.elastic"
@@ -127,6 +126,13 @@ def create_policy(section: ElasticSection) -> ElasticPolicy:
     return found(patience=section.patience)
 
 
+class Lender(Protocol):
+    """What gives the engine's GPUs to replicas from one sync to the next step."""
+
+    lends: bool
+    """Whether the next sync does."""
+
+
 class Elastic:
     """Has a replica set follow a policy.
 
@@ -135,7 +141,7 @@ class Elastic:
         replicas: Rollout replicas.
         num_replicas: That the run begins with.
         batch_size: Groups of a step.
-        weights: Lends the engine's GPUs from one sync to the next step, where `section.lend` says so.
+        weights: Lends the engine's GPUs, where `section.lend` says so.
     """
 
     def __init__(
@@ -145,7 +151,7 @@ class Elastic:
         *,
         num_replicas: int,
         batch_size: int,
-        weights: WeightSync | None = None,
+        weights: Lender | None = None,
     ) -> None:
         self._section, self._replicas, self._batch_size = section, replicas, batch_size
         self._weights = weights
