@@ -219,6 +219,7 @@ class ExternalServer(RolloutServer):
     pause on its way.
     """
 
+    tells_progress = True
     upstream: Upstream
     """HTTP client of the subprocess, set by `run_as`."""
     worker_title: str = ""
