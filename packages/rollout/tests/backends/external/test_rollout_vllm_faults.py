@@ -194,6 +194,7 @@ def test_what_a_killed_server_has_told_of_a_request_is_kept(long_folder):
         assert set(each.weight_versions) == {0}
 
 
+@pytest.mark.integration
 @real_vllm
 def test_a_killed_worker_of_the_real_one_is_noticed_at_once_and_its_tokens_are_kept(tmp_path):
     async def scenario():
