@@ -75,7 +75,8 @@ class RolloutWorker:
                     await self._server.check_health()
             except (ServerLostError, TimeoutError) as error:
                 told = str(error) if isinstance(error, ServerLostError) else await self._end_hung_server()
-                print(f"the rollout server is gone: {told}", file=sys.stderr, flush=True)  # noqa: T201 - its last lines
+                first, _, lines = told.partition("\n")  # the reason comes last: the end of this output is told
+                print(f"{lines}\nthe rollout server is gone: {first}", file=sys.stderr, flush=True)  # noqa: T201
                 os._exit(1)
 
     async def _end_hung_server(self) -> str:
