@@ -21,7 +21,7 @@ from rl_trainer.loop import score
 from rl_trainer.metrics import PhaseTimer
 from rl_trainer.planning import gpus
 from rl_trainer.planning.memory import memory_of_pools, memory_plan, stored_parameters
-from rl_trainer.planning.placement import placement_facts, pools_of
+from rl_trainer.planning.placement import node_facts, placement_facts, pools_of
 from rl_trainer.planning.plan import critic_config, frozen_config, model_config
 from rl_trainer.planning.preflight import check_engines
 from rl_trainer.planning.simulate import forecast
@@ -192,6 +192,26 @@ def test_a_pool_that_its_gpus_do_not_hold_is_refused_with_its_key(tmp_path):
         PlanError, match=r"a GPU of pool frozen takes 122.1 GiB .* raise placement.reference.num_gpus=1"
     ):
         forecast(load_config("qwen2.5-32b", [*overrides, f"{place[1]}1", wide]), RATES | {"cluster": "3x8x80"})
+
+
+def test_the_plan_says_who_lives_on_which_gpu_of_which_node():
+    own = ["engine.world_size=10", "rollout.colocated=false", "rollout.num_replicas=2", "batch.mini_batch_size=4"]
+    config = of(KL, *FROZEN, *own, "rollout.parallel.tp=4", "rollout.backend=vllm")
+    memory = {"engine": {"policy": 12.34}, "frozen": {"reference": 1.0}, "rollout": {"rollout": 5.0}}
+    assert node_facts(config, memory, num_nodes=4, gpus_per_node=8) == [
+        ("node 0", "GPUs 0-7: policy 12.3 GiB"),
+        ("node 1", "GPUs 0-1: policy 12.3 GiB; GPUs 2-3: reference 1.0 GiB; GPUs 4-7: rollout 5.0 GiB"),
+        ("node 2", "GPUs 0-3: rollout 5.0 GiB"),
+        ("node 3", "idle"),
+    ]
+    shared = of("engine.world_size=16", "rollout.colocated=true", "rollout.num_replicas=16")
+    assert node_facts(shared, {}, num_nodes=2, gpus_per_node=8) == [("nodes 0-1", "GPUs 0-7: policy, rollout")]
+    scattered = of(*own, "engine.world_size=10", "rollout.parallel.tp=7", "rollout.backend=vllm")
+    words = (
+        "no node has 7 GPUs left for a process of pool 'rollout': 8, 2, 7 of 8 are taken on 3 nodes; take more nodes"
+    )
+    with pytest.raises(PlanError, match=words):
+        node_facts(scattered, {}, num_nodes=3, gpus_per_node=8)
 
 
 class Scorer:

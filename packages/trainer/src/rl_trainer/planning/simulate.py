@@ -30,7 +30,7 @@ from rl_trainer.pipeline.rollout_source import PARTITION, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.gpus import gpu_pools, named, why_apart
 from rl_trainer.planning.memory import memory_facts, memory_of_pools
-from rl_trainer.planning.placement import placement_facts
+from rl_trainer.planning.placement import node_facts, placement_facts
 from rl_trainer.samples import read_samples, steps_of
 from rl_trainer.workers.engine import AdvantageReport, UpdateReport
 
@@ -503,7 +503,9 @@ def _placed(config: Config, cluster: str) -> tuple[Config, list[tuple[str, str]]
             f"colocated replicas of {per_replica} GPUs do not divide the {per_node} GPUs of a node of cluster={cluster}"
             ", so that one would be on two nodes; choose rollout.parallel by which they do"
         )
-    placed = placement_facts(config, memory_of_pools(config), gpus=there)
+    memory = memory_of_pools(config)
+    placed = [*placement_facts(config, memory, gpus=there)]
+    placed += node_facts(config, memory, num_nodes=int(found[1]), gpus_per_node=per_node)
     return config, [line, *placed, *memory_facts(config, None if found[3] is None else float(found[3]))]
 
 
