@@ -103,10 +103,9 @@ struct Piece {
 struct Bucket {
   std::shared_ptr<Memory> memory;
   std::vector<Piece> pieces;
-  std::uint64_t nbytes;
 
   // [(tensor, tensor offset, bucket offset, nbytes), ...] in the order of the bucket; every range is checked.
-  Bucket(py::handle bucket, const py::list& list, std::uint64_t used, bool packing) : memory(borrow(bucket, packing)), nbytes(used) {
+  Bucket(py::handle bucket, const py::list& list, std::uint64_t used, bool packing) : memory(borrow(bucket, packing)) {
     std::uint64_t end = 0;
     pieces.reserve(list.size());
     if (used > memory->nbytes) raise("ArgumentError", "the bucket has " + std::to_string(used) + " bytes and its memory " + std::to_string(memory->nbytes));
@@ -120,52 +119,7 @@ struct Bucket {
       pieces.push_back(std::move(p));
     }
   }
-
-  // Calls work(from, to) for the bytes before, between and behind the pieces.
-  template <typename Work>
-  void gaps(Work work) const {
-    std::uint64_t end = 0;
-    for (const Piece& p : pieces) {
-      if (p.bucket_offset > end) work(end, p.bucket_offset);
-      end = p.bucket_offset + p.nbytes;
-    }
-    if (nbytes > end) work(end, nbytes);
-  }
 };
-
-std::uint64_t next_word(std::uint64_t offset) { return (offset + 7) / 8; }
-
-// Moves the pieces into the bucket (packing) or out of it. With `digest` returns the digest of its first `nbytes` bytes.
-std::uint64_t move(const Bucket& b, bool packing, bool digest, int num_threads) {
-  std::vector<DigestItem> items;
-  for (const Piece& p : b.pieces) {
-    unsigned char *inside = b.memory->data + p.bucket_offset, *outside = p.tensor->data + p.tensor_offset;
-    items.push_back({packing ? CopyItem{inside, outside, p.nbytes} : CopyItem{outside, inside, p.nbytes}, p.bucket_offset / 8});
-  }
-  if (packing) b.gaps([&](std::uint64_t from, std::uint64_t to) { std::memset(b.memory->data + from, 0, to - from); });
-  if (!digest) {
-    std::vector<CopyItem> plain;
-    for (const DigestItem& item : items) plain.push_back(item.copy);
-    copy_many(plain, num_threads);
-    return 0;
-  }
-  std::uint64_t sum = copy_many_digest(items, num_threads);
-  b.gaps([&](std::uint64_t from, std::uint64_t to) {
-    const std::uint64_t first = next_word(from);
-    if (8 * first < to) sum += digest_sum(b.memory->data + 8 * first, to - 8 * first, first);
-  });
-  return digest_finish(sum, b.nbytes);
-}
-
-py::object move_bucket(py::handle bucket, const py::list& list, std::uint64_t nbytes, bool packing, bool digest, int num_threads) {
-  const Bucket b(bucket, list, nbytes, packing);
-  std::uint64_t result;
-  {
-    py::gil_scoped_release release;
-    result = move(b, packing, digest, num_threads);
-  }
-  return digest ? py::object(py::int_(result)) : py::object(py::none());
-}
 
 // Moves the pieces into the bucket (packing) or out of it; of each, the digests of its leaves, one if it has no bytes.
 py::list move_leaves(py::handle bucket, const py::list& list, std::uint64_t nbytes, std::uint64_t leaf_nbytes, bool packing) {
@@ -201,7 +155,6 @@ void bind_delta(py::module_& m) {
   m.def("encode_delta", &encode_delta);
   m.def("advance_delta", &advance_delta);
   m.def("apply_delta", &apply_delta);
-  m.def("move_bucket", &move_bucket);
   m.def("move_leaves", &move_leaves);
 }
 

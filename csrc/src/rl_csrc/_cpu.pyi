@@ -40,14 +40,6 @@ def apply_delta(
     values: torch.Tensor,
     digest: bool,
 ) -> int | None: ...
-def move_bucket(
-    bucket: Any,
-    pieces: list[tuple[torch.Tensor, int, int, int]],
-    nbytes: int,
-    packing: bool,
-    digest: bool,
-    num_threads: int,
-) -> int | None: ...
 def move_leaves(
     bucket: Any,
     pieces: list[tuple[torch.Tensor, int, int, int]],

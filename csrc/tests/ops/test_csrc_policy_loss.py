@@ -173,6 +173,27 @@ def test_a_sequence_is_divided_by_the_count_that_is_given():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sequence_whose_tokens_are_all_masked_out_adds_nothing(dtype):
+    """Its count is 0, and it is not divided by it: loss, metrics and gradients are finite."""
+    lp = torch.tensor([-1.0, -2.0, -99.0, -99.0], dtype=dtype, requires_grad=True)
+    found = rl_csrc.policy_loss(
+        lp,
+        lp.detach(),
+        torch.ones(4, dtype=dtype),
+        torch.tensor([1, 1, 0, 0]),
+        torch.tensor([0, 2, 4]),
+        loss="reinforce",
+        aggregation="seq-mean-token-mean",
+        num_sequences=2,
+        sequence_counts=torch.tensor([2, 0]),
+    )
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx((1 + 2) / 2 / 2)
+    assert found.metrics.isfinite().all()
+    assert lp.grad.tolist() == pytest.approx([-0.25, -0.25, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("kl", "d", "value", "gradient"),
     [

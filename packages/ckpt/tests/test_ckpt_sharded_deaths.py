@@ -15,6 +15,7 @@ import torch
 
 import rl_ckpt
 from rl_ckpt import ShardSpec
+from rl_ckpt.sharded import relay_address
 from rl_ckpt.testing import new_name
 from rl_ckpt.testing.ends import die_at_message
 
@@ -122,14 +123,21 @@ class Process:
 
 
 class Job:
-    """Two ranks of a trainer, and replicas, as processes; this process is the controller."""
+    """Two ranks of a trainer, and replicas, as processes; this process is the controller.
 
-    def __init__(self, num_replicas, sender_faults=("", ""), receiver_faults=()):
+    With `has_relay` the first replica sends on what it takes to the others, which the trainer does not know.
+    """
+
+    def __init__(self, num_replicas, sender_faults=("", ""), receiver_faults=(), has_relay=False):
         name = new_name()
         self.senders = [Process("send", name, rank, fault) for rank, fault in enumerate(sender_faults)]
         addresses = [json.loads(sender.hear())["0"] for sender in self.senders]
         faults = [*receiver_faults, *[""] * (num_replicas - len(receiver_faults))]
-        self.receivers = [Process("receive", fault, *addresses) for fault in faults]
+        below = [f"shm://{name}-below-{rank}" for rank in (0, 1)]
+        relayed = [relay_address(*each, num_replicas - 1) for each in zip(addresses, below, strict=True)]
+        dialled = [relayed, *[below] * (num_replicas - 1)] if has_relay else [addresses] * num_replicas
+        self.has_relay = has_relay
+        self.receivers = [Process("receive", fault, *own) for fault, own in zip(faults, dialled, strict=True)]
         assert {receiver.hear() for receiver in self.receivers} == {"ready"}
 
     def sync(self, version, receivers=None, late_s=0.0):
@@ -139,7 +147,7 @@ class Job:
             receiver.tell(0)
         receivers[-1].tell(late_s)
         for sender in self.senders:
-            sender.tell(f"stage {version} {len(receivers)}")
+            sender.tell(f"stage {version} {1 if self.has_relay else len(receivers)}")
         told = [sender.hear() for sender in self.senders]
         if all(each.startswith("staged") for each in told):
             digest = rl_ckpt.join_digest([pickle.loads(base64.b64decode(each.split()[1])) for each in told])
@@ -233,6 +241,56 @@ def test_a_receiver_that_dies_at_any_message_leaves_the_other_with_what_was_deci
     assert is_committed or kind != "Committed"
     assert other == committed(1) if is_committed else other.startswith("failed"), other
     assert job.sync(2, job.receivers[1:]) == (["committed 1"] * 2, [committed(2)])
+
+
+def test_the_death_of_a_receiver_behind_a_relay_ends_the_wait_at_once_and_nobody_commits(start):
+    job = start(3, receiver_faults=("", "landed"), has_relay=True)
+    since = time.monotonic()
+    told, (relay, dead, other) = job.sync(1)
+    assert time.monotonic() - since < AT_ONCE_S
+    assert all(each.startswith("failed") for each in told), told
+    assert dead == ""
+    assert relay.startswith("failed")
+    assert other.startswith("failed")
+
+
+def test_a_receiver_behind_a_relay_that_comes_late_is_waited_for(start):
+    job = start(3, has_relay=True)
+    for version in (1, 2):
+        assert job.sync(version, late_s=1.0) == (["committed 1"] * 2, [committed(version)] * 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "kind", ["Session", "Ready", "Begin", "Manifest", "Buckets", "Free", "Seal", "Staged", "Commit"]
+)
+def test_a_relay_that_dies_at_any_message_leaves_nobody_with_what_was_not_decided(kind, moment, start):
+    """Who is behind it has the version if it was decided and the relay told so, and says that it failed else."""
+    job = start(3, receiver_faults=(f"at {kind} {moment}",), has_relay=True)
+    since = time.monotonic()
+    told, (dead, *others) = job.sync(1)
+    assert time.monotonic() - since < TIMEOUT_S
+    assert dead == ""
+    is_decided = all(each.startswith("committed") for each in told)
+    assert is_decided or all(each.startswith("failed") for each in told), told
+    assert is_decided or kind != "Commit"
+    for answer in others:
+        assert answer.startswith("failed") or (answer == committed(1) and is_decided), answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["Ready", "Free", "Staged", "Committed"])
+def test_one_behind_a_relay_that_dies_at_any_message_leaves_the_others_with_what_was_decided(kind, moment, start):
+    job = start(3, receiver_faults=("", f"at {kind} {moment}"), has_relay=True)
+    told, (relay, dead, other) = job.sync(1)
+    assert dead == ""
+    is_committed = all(each.startswith("committed") for each in told)
+    assert is_committed or all(each.startswith("failed") for each in told), told
+    assert is_committed or kind != "Committed"
+    for answer in (relay, other):
+        assert answer == committed(1) if is_committed else answer.startswith("failed"), answer
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Transfer buckets: a plan that packs many tensors into few buckets, and copies into and out of a bucket.
 
-The plan is a pure function of sizes, so both sides of a transfer can compute it. Every piece starts at a multiple of
-256 bytes; a tensor larger than a bucket is split over several buckets; gaps are zeros, so that the digest of a bucket
-is defined by its tensors.
+Every piece starts at a multiple of 256 bytes; a tensor larger than a bucket is split over several buckets.
 """
 
 from __future__ import annotations
@@ -13,36 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from rl_csrc.errors import ArgumentError
-from rl_csrc.native import cpu, has_cuda, plain_memory
+from rl_csrc.native import cpu, has_cuda
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 ALIGNMENT = 256
 """Bytes: the alignment that CUDA copies and DMA engines prefer, and a multiple of every vector width."""
-
-
-class Piece(NamedTuple):
-    """A run of bytes of one tensor inside a bucket."""
-
-    tensor: int
-    """Index of the tensor in the list that was planned."""
-    tensor_offset: int
-    """Bytes into the tensor's contiguous content. Not 0 only for the later pieces of a split tensor."""
-    bucket_offset: int
-    """Bytes into the bucket, a multiple of the alignment."""
-    nbytes: int
-    """Length in bytes; 0 for a tensor without elements, which is listed too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Bucket of a plan: the pieces of tensors that one transfer carries."""
-
-    pieces: tuple[Piece, ...]
-    """Pieces in the order of their offsets."""
-    nbytes: int
-    """Bytes used, a multiple of the alignment."""
 
 
 class Placement(NamedTuple):
@@ -100,73 +75,6 @@ class BucketPlan:
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
     """The smallest multiple of the alignment that is not below `num_bytes`."""
     return -(-num_bytes // alignment) * alignment
-
-
-def plan(sizes: Iterable[int], *, bucket_nbytes: int, alignment: int = ALIGNMENT) -> list[Bucket]:
-    """Lay tensors of the given sizes (bytes) into buckets of at most ``bucket_nbytes``, in order, as `BucketPlan` does.
-
-    Raises:
-        ArgumentError: the alignment is no power of two from 8 on, or a bucket is smaller than it.
-    """
-    if alignment < 8 or alignment & (alignment - 1) or bucket_nbytes < alignment:
-        raise ArgumentError(
-            f"alignment={alignment}, bucket_nbytes={bucket_nbytes}: the alignment is a power of two from 8 on, "
-            "and a bucket holds at least one such unit"
-        )
-    placing = BucketPlan(bucket_nbytes - bucket_nbytes % alignment, alignment)
-    pieces: list[list[Piece]] = []
-    for tensor, size in enumerate(sizes):
-        for bucket, offset, start, nbytes in placing.place(size):
-            if bucket == len(pieces):
-                pieces.append([])
-            pieces[bucket].append(Piece(tensor=tensor, tensor_offset=offset, bucket_offset=start, nbytes=nbytes))
-    ends = ((found, found[-1]) for found in pieces)
-    return [
-        Bucket(pieces=tuple(found), nbytes=last.bucket_offset + aligned(last.nbytes, alignment)) for found, last in ends
-    ]
-
-
-def pack(
-    bucket: Bucket,
-    tensors: Sequence[torch.Tensor],
-    out: torch.Tensor | memoryview,
-    *,
-    digest: bool = False,
-    num_threads: int = 1,
-) -> int | None:
-    """Copy a bucket's pieces into ``out`` and zero the gaps. With ``digest`` return the digest of the bucket's bytes.
-
-    ``out`` is CPU memory of at least ``bucket.nbytes`` bytes. A tensor that is not contiguous is made so first, for
-    this call. The digest is taken while copying: on most machines it costs nothing.
-    """
-    pieces = [(plain_memory(tensors[p.tensor]), p.tensor_offset, p.bucket_offset, p.nbytes) for p in bucket.pieces]
-    return cpu.move_bucket(out, pieces, bucket.nbytes, True, digest, num_threads)
-
-
-def unpack(
-    bucket: Bucket,
-    data: torch.Tensor | memoryview,
-    tensors: Sequence[torch.Tensor],
-    *,
-    digest: bool = False,
-    num_threads: int = 1,
-) -> int | None:
-    """Copy a bucket's pieces from ``data`` into the tensors; with ``digest`` return the digest of the bytes read.
-
-    The tensors must be contiguous and on the CPU. The digest is of the bytes as they were copied: compare it before
-    the tensors are used.
-    """
-    touched = {p.tensor: tensors[p.tensor] for p in bucket.pieces}
-    for index, tensor in touched.items():
-        if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
-            raise ArgumentError(
-                f"tensor {index} is not contiguous CPU memory that holds its values as they are (it is strided, on "
-                "another device, or lazily conjugated or negated): unpack into one that is, then copy it over"
-            )
-    pieces = [(tensors[p.tensor].detach(), p.tensor_offset, p.bucket_offset, p.nbytes) for p in bucket.pieces]
-    result = cpu.move_bucket(data, pieces, bucket.nbytes, False, digest, num_threads)
-    torch.autograd.graph.increment_version(list(touched.values()))
-    return result
 
 
 def pack_leaves(

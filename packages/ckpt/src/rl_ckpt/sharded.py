@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 from rl_ckpt.errors import AddressError, SyncAbortedError, TensorError, UsageError, VersionError
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.registry import connect
+from rl_ckpt.relay.pipe import Forwarding
 from rl_ckpt.resharding import Resharding
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.tensors.digest_share import DigestShare, join_digest
@@ -48,6 +49,7 @@ __all__ = [
     "join_addresses",
     "join_digest",
     "merge_reports",
+    "relay_address",
     "split_address",
 ]
 
@@ -76,6 +78,36 @@ def split_address(address: str, target: int = 0) -> list[str] | None:
     if not target < len(groups):
         raise AddressError(f"{address!r} is for {len(groups)} ranks; this is rank {target}")
     return groups[target].split()
+
+
+_ON = ">"
+"""Between the parts of the address of a receiver that sends on."""
+
+
+def relay_address(address: str, below: str, num_receivers: int) -> str:
+    """Address of a session for a receiver that sends on what it takes of it: as a relay.
+
+    Args:
+        address: Of the session that it takes part in.
+        below: URL of a session of its own, which as many other receivers dial instead.
+        num_receivers: They vote as well, or nothing is committed.
+    """
+    return f"{address}{_ON}{num_receivers}{_ON}{below}"
+
+
+def _split_relay(address: str) -> tuple[str, str, int]:
+    """The session of an address, and where and to how many receivers it is sent on: empty, and 0, if to none."""
+    parts = address.split(_ON)
+    if len(parts) == 1:
+        return address, "", 0
+    if len(parts) != 3 or not parts[1].isdecimal() or parts[1] == "0":
+        raise AddressError(f"{address!r} is no address of a relay; make it by rl_ckpt.sharded.relay_address")
+    return parts[0], parts[2], int(parts[1])
+
+
+def _token_for(address: str, token: str | None) -> str | None:
+    """The token, for a session at `host:port`: a name inside a host has none."""
+    return token if ":" in address.partition("://")[2] else None
 
 
 class Shard(Protocol):
@@ -169,7 +201,11 @@ class ShardedSender:
         return {target: _with_options(end.address, self._urls[target]) for target, end in self._ends.items()}
 
     async def stage(
-        self, shards: Callable[[], Iterable[tuple[Shard, Tensor]]], *, version: int, num_replicas: int = 1
+        self,
+        shards: Callable[[], Iterable[tuple[Shard, Tensor]]],
+        *,
+        version: int,
+        num_replicas: int | Mapping[int, int] = 1,
     ) -> dict[str, DigestShare]:
         """Send this rank's slices, and wait until every receiver holds and verified all that it takes from all ranks.
 
@@ -177,7 +213,8 @@ class ShardedSender:
             shards: Gives this rank's shards, each of which is valid until the next one is asked for. It is called once
                 for each session, in threads of their own.
             version: Greater than the last committed one.
-            num_replicas: Receivers that each session waits for.
+            num_replicas: Receivers that each session waits for; or, by rank of the server, that one waits for. Those
+                that a relay sends on to are its own.
 
         Returns:
             This rank's shares of the digest, for `join_digest`. `commit` or `abort` must follow.
@@ -187,9 +224,10 @@ class ShardedSender:
         """
         self._share = {}
         targets = list(self._ends)
+        counts = dict.fromkeys(targets, num_replicas) if isinstance(num_replicas, int) else num_replicas
         work = [
             self._ends[target].prepare_version(
-                version, num_peers=num_replicas, weights=self._slices(shards, target, is_first=target == targets[0])
+                version, num_peers=counts[target], weights=self._slices(shards, target, is_first=target == targets[0])
             )
             for target in targets
         ]
@@ -279,61 +317,89 @@ class _Joint:
             except BaseException as error:  # noqa: BLE001 - every session raises it
                 self.error = error
             for gate in self.gates:
-                gate.outcome.wake()
+                gate.wake_if_decided()
 
     def fail(self, error: BaseException) -> None:
         """One session has failed: before the vote, so have all; after it, what the others hear stands."""
         with self.lock:
             self.error = self.error if self.has_voted else self.error or error
             for gate in self.gates:
-                gate.outcome.wake()
+                gate.wake_if_decided()
 
 
 class _Gate:
-    """Where one session waits for the others before it votes; see `RelayPipe` of the receiver."""
+    """Where one session waits for the others, and for those that it is sent on to, before it votes; see `RelayPipe`."""
 
-    def __init__(self, joint: _Joint, unpacker: Unpacker) -> None:
+    def __init__(self, joint: _Joint, unpacker: Unpacker, below: tuple[Sender, int] | None) -> None:
         self.outcome = Waker()
+        self.forwarding = None if below is None else Forwarding(below[0], unpacker, below[1], self._voted_below)
         self._joint, self._unpacker = joint, unpacker
         with joint.lock:
             joint.gates.append(self)
-            if joint.error is not None:
-                self.outcome.wake()
+            self.wake_if_decided()
+
+    def wake_if_decided(self) -> None:
+        """Wake the receiving thread if there is nothing to wait for any more; under the lock."""
+        is_below = self.forwarding is None or self.forwarding.has_votes
+        if self._joint.error is not None or (self._joint.has_voted and is_below):
+            self.outcome.wake()
+
+    def _voted_below(self) -> None:
+        with self._joint.lock:
+            if self in self._joint.gates:
+                self.wake_if_decided()
 
     def landed(self) -> None:
         if self._joint.error is not None:
             raise SyncAbortedError(f"another session of this receiver failed: {self._joint.error}")
+        if self.forwarding is not None:
+            self.forwarding.pipe.landed()
 
     def end(self) -> None:
+        if self.forwarding is not None:
+            self.forwarding.pipe.end()
         self._joint.land(self._unpacker)
 
     def require_votes(self, digest: int) -> None:
-        del digest
-        self.landed()
+        if self._joint.error is not None:
+            raise SyncAbortedError(f"another session of this receiver failed: {self._joint.error}")
+        if self.forwarding is not None:
+            self.forwarding.pipe.require_votes(digest)
 
     def close(self) -> None:
         with self._joint.lock:
             self._joint.gates.remove(self)
         self.outcome.close()
+        if self.forwarding is not None:
+            self.forwarding.close()
 
 
 class ShardedReceiver:
     """One rank of a server: a session with every rank of the trainer that has something for it.
 
     Args:
-        addresses: Of the sessions, as the `prepare` of each sender tells for this rank.
+        addresses: Of the sessions, as the `prepare` of each sender tells for this rank. One that `relay_address` made
+            of it is sent on while it arrives, to the receivers of its own session, which vote before this one does.
         timeout_s: Longest wait for a peer, seconds.
-        token: Of the sessions, where their backend wants one.
+        token: Of the sessions that are at a port; those inside a host take none.
     """
 
     def __init__(self, addresses: Sequence[str], *, timeout_s: float = 60.0, token: str | None = None) -> None:
         self.address = " ".join(addresses)
         self._ends: list[Receiver] = []
+        self._below: dict[Receiver, tuple[Sender, int]] = {}
+        """Of a session that is sent on, the sender, and the number of receivers."""
         for address in addresses:
-            end = connect(address, role="receive", timeout_s=timeout_s, token=token)
+            above, below, count = _split_relay(address)
+            end = connect(above, role="receive", timeout_s=timeout_s, token=_token_for(above, token))
             if not isinstance(end, Receiver):
                 raise UsageError(f"slices need votes to {address}; file:// has none")
             self._ends.append(end)
+            if below:
+                sender = connect(below, role="send", timeout_s=timeout_s, token=_token_for(below, token))
+                if not isinstance(sender, Sender):
+                    raise UsageError(f"slices need votes to {below}; file:// has none")
+                self._below[end] = (sender, count)
         self._views: dict[Receiver, _Slices] = {}
         self._checked: tuple[int, bool, list[str]] | None = None
         """Targets and slices of the last check, which need none when they come again."""
@@ -396,6 +462,7 @@ class ShardedReceiver:
     async def close(self) -> None:
         """Leave all sessions. Idempotent."""
         await asyncio.gather(*(end.close() for end in self._ends))
+        await asyncio.gather(*(sender.close() for sender, _ in self._below.values()))
 
     async def __aenter__(self) -> Self:
         return self
@@ -411,13 +478,22 @@ class ShardedReceiver:
         if views is None or views.targets is not targets:
             views = self._views[end] = _Slices(targets, shards, end.address)
             end.attest_with(lambda: views)
+        forwarding = None
         try:
+            below = self._below.get(end)
+            if below is not None:
+                await below[0].prepare()
             unpacker = await end.begin(views)
-            with closing(_Gate(joint, unpacker)) as gate:
+            with closing(_Gate(joint, unpacker, below)) as gate:
+                forwarding = gate.forwarding
                 await end.take(unpacker, strict=False, pipe=gate)
         except BaseException as error:
             joint.fail(error)
+            if forwarding is not None:
+                await forwarding.call_off(f"its relay has not got the version itself: {error!r}")
             raise
+        if forwarding is not None:
+            await forwarding.commit()
         return unpacker.version
 
 

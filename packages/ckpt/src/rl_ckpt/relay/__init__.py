@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from rl_ckpt.errors import UsageError
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.registry import connect
-from rl_ckpt.relay.pipe import RelayPipe
+from rl_ckpt.relay.pipe import Forwarding
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.types import ReceiverState
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import CheckpointEngine, WeightReceiver
-    from rl_ckpt.sender.sender import PreparedVersion
     from rl_ckpt.types import SyncReport
 
 
@@ -165,24 +164,16 @@ class Relay(Holder):
         await self.prepare()
         receiver, sender = cast("Receiver", self._receiver), cast("Sender", self._sender)
         unpacker = await receiver.begin(targets, staged=staged)
-        pipe = RelayPipe(unpacker)
-        preparing = asyncio.ensure_future(sender.prepare_version(unpacker.version, num_peers=num_peers, pipe=pipe))
-        preparing.add_done_callback(pipe.set_result)
+        forwarding = Forwarding(sender, unpacker, num_peers)
         try:
-            await receiver.take(unpacker, strict=strict, pipe=pipe)
+            await receiver.take(unpacker, strict=strict, pipe=forwarding.pipe)
         except BaseException as error:
-            await self._call_off(preparing, f"its sender has not got the version itself: {error!r}")
+            await forwarding.call_off(f"its sender has not got the version itself: {error!r}")
             raise
         finally:
-            pipe.close()
+            forwarding.close()
         self._targets = targets
-        return await asyncio.to_thread(preparing.result().commit)
-
-    async def _call_off(self, preparing: asyncio.Future[PreparedVersion], text: str) -> None:
-        preparing.cancel(text)
-        await asyncio.wait([preparing])
-        if not preparing.cancelled() and preparing.exception() is None:
-            await asyncio.to_thread(preparing.result().abort, text)
+        return await forwarding.commit()
 
     async def close(self) -> None:
         """Close both sessions. Idempotent."""

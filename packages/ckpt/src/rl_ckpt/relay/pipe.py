@@ -1,10 +1,12 @@
 """`RelayPipe`: connects a relay's receiver to its sender; verified bytes become available for sending at once.
 
 One thread receives and notifies, another sends. Each waits for the other by a waker beside its own sockets.
+`Forwarding` is one version on its way through a pipe.
 """
 
 from __future__ import annotations
 
+import asyncio
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -13,13 +15,14 @@ from rl_csrc.ipc import Waker
 
 if TYPE_CHECKING:
     from asyncio import Future
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from rl_ckpt.receiver.unpacker import Unpacker
-    from rl_ckpt.sender.sender import PreparedVersion
+    from rl_ckpt.sender.sender import PreparedVersion, Sender
     from rl_ckpt.tensors.spec import TensorSpec
+    from rl_ckpt.types import SyncReport
 
 
 class RelayPipe:
@@ -129,3 +132,43 @@ class RelayPipe:
         """Close both wakers."""
         self.news.close()
         self.outcome.close()
+
+
+class Forwarding:
+    """Forwarding of one version: a sender passes on what a receiver is taking. Made on the event loop of both.
+
+    Args:
+        sender: To the receivers below.
+        unpacker: Of the version that is arriving; its targets are what is sent on.
+        num_peers: Receivers below, all of which must vote.
+        on_votes: Called on the event loop when they have voted or failed.
+    """
+
+    def __init__(
+        self, sender: Sender, unpacker: Unpacker, num_peers: int, on_votes: Callable[[], None] = lambda: None
+    ) -> None:
+        self.pipe = RelayPipe(unpacker)
+        version = unpacker.version
+        self._preparing = asyncio.ensure_future(sender.prepare_version(version, num_peers=num_peers, pipe=self.pipe))
+        self._preparing.add_done_callback(self.pipe.set_result)
+        self._preparing.add_done_callback(lambda _: on_votes())
+
+    @property
+    def has_votes(self) -> bool:
+        """Whether the receivers below have voted or failed."""
+        return self._preparing.done()
+
+    async def commit(self) -> SyncReport:
+        """Commit the version below, after the receiver's own commit."""
+        return await asyncio.to_thread(self._preparing.result().commit)
+
+    async def call_off(self, text: str) -> None:
+        """Abort the version below, however far it has come, and say why."""
+        self._preparing.cancel(text)
+        await asyncio.wait([self._preparing])
+        if not self._preparing.cancelled() and self._preparing.exception() is None:
+            await asyncio.to_thread(self._preparing.result().abort, text)
+
+    def close(self) -> None:
+        """Close the pipe: nothing is received any more."""
+        self.pipe.close()

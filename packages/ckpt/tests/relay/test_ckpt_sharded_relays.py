@@ -1,0 +1,129 @@
+"""Slices that receivers send on: one copy to a node, one transaction over all receivers of all nodes."""
+
+import asyncio
+import math
+from contextlib import AsyncExitStack
+
+import pytest
+import torch
+
+import rl_ckpt
+from rl_ckpt import ShardSpec
+from rl_ckpt.errors import AddressError
+from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, join_digest, relay_address
+from rl_ckpt.testing import new_name
+
+SHAPES = {"up": (700, 300), "down": (300, 700), "norm": (300,), "embed": (2048, 1030)}
+TIMEOUT_S = 20.0
+BUCKET = "bucket_bytes=65536"
+
+
+def model(version):
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def rows(rank):
+    return [ShardSpec.on_mesh(n, s, mesh=(2,), placements=(0,), coordinate=(rank,)) for n, s in SHAPES.items()]
+
+
+def part(tensor, spec):
+    return tensor[tuple(slice(a, a + n) for a, n in zip(spec.offsets, spec.sizes, strict=True))].contiguous()
+
+
+class Nodes:
+    """Two ranks of a trainer; receivers 0 to 2 of one node, where each session has another one as its relay."""
+
+    def __init__(self, option=""):
+        self.plan, self.name, self.option = ShardPlan([rows(0), rows(1)]), new_name(), option
+        self.stack = AsyncExitStack()
+
+    async def __aenter__(self):
+        self.senders = [
+            ShardedSender(self.plan, rank, lambda _, rank=rank: f"shm://{self.name}-{rank}?{BUCKET}{self.option}")
+            for rank in (0, 1)
+        ]
+        for sender in self.senders:
+            self.stack.push_async_callback(sender.close)
+        above = [(await sender.prepare())[0] for sender in self.senders]
+        self.receivers = []
+        for number in range(3):
+            addresses = []
+            for rank, address in enumerate(above):
+                below = f"shm://{self.name}-below-{rank}"
+                addresses.append(relay_address(address, below, 2) if number == rank else below)
+            self.receivers.append(ShardedReceiver(addresses, timeout_s=TIMEOUT_S))
+            self.stack.push_async_callback(self.receivers[-1].close)
+        self.held = [{name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in self.receivers]
+        return self
+
+    async def __aexit__(self, *details):
+        await self.stack.aclose()
+
+    async def sync(self, weights, version, **options):
+        """Reports or errors of the ranks, and what each receiver answered."""
+        receiving = [
+            asyncio.ensure_future(receiver.receive_into(held, **options.get(str(number), {})))
+            for number, (receiver, held) in enumerate(zip(self.receivers, self.held, strict=True))
+        ]
+        staged = await asyncio.gather(
+            *(
+                sender.stage(lambda r=rank: [(s, part(weights[s.name], s)) for s in rows(r)], version=version)
+                for rank, sender in enumerate(self.senders)
+            ),
+            return_exceptions=True,
+        )
+        if errors := [each for each in staged if isinstance(each, BaseException)]:
+            await asyncio.gather(*(sender.abort(str(errors[0])) for sender in self.senders))
+            return errors, await asyncio.gather(*receiving, return_exceptions=True)
+        digest = join_digest(staged)
+        reports = [await sender.commit(digest, version) for sender in self.senders]
+        return reports, await asyncio.gather(*receiving, return_exceptions=True)
+
+
+@pytest.mark.parametrize("option", ["", "&delta=1"], ids=["whole", "differences"])
+def test_every_receiver_of_the_node_has_the_version_and_the_trainer_sends_it_once(option):
+    async def main():
+        async with Nodes(option) as nodes:
+            for version in (1, 2, 3):
+                weights = model(1)
+                weights["embed"][version, :40] += version
+                reports, versions = await nodes.sync(weights, version)
+                assert versions == [version] * 3
+                for held in nodes.held:
+                    assert all(torch.equal(held[name], weights[name]) for name in weights)
+                assert {report.digest for report in reports} == {rl_ckpt.tree_digest(weights)}
+                assert [len(report.receipts) for report in reports] == [1, 1]
+                assert sum(report.num_bytes for report in reports) == sum(4 * math.prod(s) for s in SHAPES.values())
+            if option:
+                assert sum(report.num_wire_bytes for report in reports) < 0.1 * reports[0].num_bytes
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("who", [0, 1, 2], ids=["relay of one", "relay of the other", "of none"])
+def test_a_receiver_that_refuses_calls_it_off_for_all_and_the_next_sync_is_whole(who):
+    def refuse(names):
+        raise RuntimeError("the loader has no room")
+
+    async def main():
+        async with Nodes() as nodes:
+            await nodes.sync(model(1), 1)
+            errors, answers = await nodes.sync(model(2), 2, **{str(who): {"on_landed": refuse}})
+            assert any("no room" in str(error) for error in errors), errors
+            assert all(isinstance(answer, Exception) for answer in answers), answers
+            assert {receiver.version for receiver in nodes.receivers} == {1}
+            _, versions = await nodes.sync(model(3), 3)
+            assert versions == [3] * 3
+            for held in nodes.held:
+                assert all(torch.equal(held[name], tensor) for name, tensor in model(3).items())
+
+    asyncio.run(main())
+
+
+def test_the_address_of_a_relay_is_refused_where_it_is_none():
+    for wrong in ("shm://a>0>shm://b", "shm://a>x>shm://b", "shm://a>2"):
+        with pytest.raises(AddressError, match="is no address of a relay"):
+            ShardedReceiver([wrong])
+    address = relay_address("tcp://host:1?delta=1", "shm://below", 3)
+    assert address == "tcp://host:1?delta=1>3>shm://below"
