@@ -229,6 +229,27 @@ def test_the_decision_is_one_for_all_ranks_also_after_every_vote():
     asyncio.run(main())
 
 
+def test_who_waits_for_a_sync_that_is_called_off_before_it_began_is_told_at_once():
+    """One of two replicas has not come; the other one is not left waiting to its deadline."""
+
+    async def main():
+        async with Cluster(*LAYOUTS["rows to columns"], 2) as cluster:
+            waiting = [asyncio.ensure_future(cluster.receive((0, target))) for target in (0, 1)]
+            staging = asyncio.ensure_future(cluster.stage(model(1), 1))
+            await asyncio.sleep(0.2)
+            assert not staging.done()
+            staging.cancel("replica 1 is gone")
+            async with asyncio.timeout(TIMEOUT_S / 4):
+                answers = await asyncio.gather(*waiting, return_exceptions=True)
+            for answer in answers:
+                assert isinstance(answer, SyncAbortedError)
+                assert "called the sync off" in str(answer)
+            _, versions = await cluster.sync(model(2), 2)
+            assert versions == [2] * 4
+
+    asyncio.run(main())
+
+
 def test_a_commit_that_one_session_heard_stands_for_the_others_of_its_receiver():
     """A sender that dies after every vote takes nothing back, once another one has told the decision."""
 

@@ -4,7 +4,7 @@ import pytest
 
 from rl_ckpt import ShardSpec
 from rl_ckpt.cli import main
-from rl_ckpt.traffic import Placement, Traffic
+from rl_ckpt.traffic import Placement, Traffic, relay_groups
 
 MB = 1 << 20
 
@@ -13,8 +13,9 @@ def cut(axis, rank, num_ranks=2):
     return [ShardSpec.on_mesh("w", (1024, 1024), mesh=(num_ranks,), placements=(axis,), coordinate=(rank,))]
 
 
-def placement(targets, target_nodes, source_nodes=("a", "b")):
+def placement(targets, target_nodes, source_nodes=("a", "b"), **options):
     return Placement(
+        **options,
         sizes={"w": 2},
         sources=[cut(0, rank) for rank in (0, 1)],
         targets=targets,
@@ -34,6 +35,26 @@ def test_each_pair_exchanges_a_quarter_where_rows_become_columns_and_a_node_keep
     assert traffic.seconds(100 * MB, MB / 4) == 2.0, "a's and b's memory is"
     # a and b exchange halves, and rank 0 on a sends 2 MB to each of three ranks that are elsewhere
     assert traffic.gathered_seconds(MB, 100 * MB) == 6.0
+
+
+def test_a_node_has_one_relay_for_each_rank_of_the_trainer_and_the_sender_s_own_node_none():
+    nodes = ["b", "c", "b", "a", "c", "c", "a"]
+    assert relay_groups(0, "a", nodes) == [[0, 2], [1, 4, 5], [3], [6]]
+    assert relay_groups(1, "a", nodes) == [[2, 0], [4, 5, 1], [3], [6]]
+    assert relay_groups(5, "b", nodes) == [[0], [5, 1, 4], [2], [6, 3]]
+
+
+def test_with_relays_one_copy_crosses_to_a_node_and_the_rest_is_copied_there():
+    whole = placement(None, [["c"], ["c"], ["c"], ["d"]], has_relays=True)
+    traffic = Traffic(whole)
+    assert traffic.sent == {"a": 2 * MB, "b": 2 * MB}, "half of the weights to each of two nodes"
+    assert traffic.received == {"c": 2 * MB, "d": 2 * MB}
+    assert traffic.copied == {"c": 4 * MB}
+    told = traffic.lines(whole, 1.0, 1.0)
+    assert told[1] == "rank 0 (a) -> receiver 0 (c by a relay, replica 0, to 1, 2 too, d): 0.00105 GB"
+    assert told[2] == "rank 1 (b) -> receiver 0 (c by a relay, replica 1, to 2, 0 too, d): 0.00105 GB"
+    alone = Traffic(placement(None, [["c"], ["c"], ["c"], ["d"]]))
+    assert alone.sent == {"a": 4 * MB, "b": 4 * MB}
 
 
 def test_a_server_of_one_rank_takes_all():

@@ -94,7 +94,8 @@ def test_a_plain_job_has_its_policy_and_servers_and_nothing_beside(placed):
     assert components.actor is actor
     assert actor.config.model_path == "policy"
     assert actor.config.optimizer is not None
-    assert components.weights._transfer.address() == actor.weights_address, "these servers take whole tensors"
+    told = components.weights._transfer.addresses([0, 1])
+    assert told == dict.fromkeys((0, 1), actor.weights_address), "these servers take whole tensors"
     agents = made[AgentWorker]
     assert [address.url for address in agents.servers] == ["http://0", "http://1"]
     assert not agents.has_baseline

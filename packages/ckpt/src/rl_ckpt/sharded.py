@@ -489,8 +489,11 @@ class ShardedReceiver:
                 await end.take(unpacker, strict=False, pipe=gate)
         except BaseException as error:
             joint.fail(error)
+            text = f"its relay has not got the version itself: {error!r}"
             if forwarding is not None:
-                await forwarding.call_off(f"its relay has not got the version itself: {error!r}")
+                await forwarding.call_off(text)
+            elif (waiting := self._below.get(end)) is not None:
+                await waiting[0].dismiss(text)
             raise
         if forwarding is not None:
             await forwarding.commit()

@@ -39,6 +39,8 @@ class Placement:
     """Node of each rank of the trainer."""
     target_nodes: Sequence[Sequence[str]]
     """Node of each rank of each replica."""
+    has_relays: bool = False
+    """Whether one receiver of a node takes a slice for all of them and sends it on inside the node."""
 
     def save(self, path: Path) -> None:
         """Write it as JSON, for `rl-ckpt plan`."""
@@ -49,6 +51,7 @@ class Placement:
             "targets": None if self.targets is None else [_encoded(shards) for shards in self.targets],
             "source_nodes": list(self.source_nodes),
             "target_nodes": [list(nodes) for nodes in self.target_nodes],
+            "has_relays": self.has_relays,
         }
         path.write_text(json.dumps(fields))
 
@@ -72,6 +75,23 @@ class Placement:
             raise UsageError(
                 f"{path} is no plan ({error!r}); give weights-plan.json of the output folder of a run"
             ) from error
+
+
+def relay_groups(source: int, source_node: str, nodes: Sequence[str]) -> list[list[int]]:
+    """Replicas by who takes a slice from the trainer: the first of each group does, and sends it on to the rest.
+
+    On a node that is not the sender's, all are one group, so that one copy crosses the network. Each rank of the
+    trainer has another one of them as its relay. A group of one sends on to nobody.
+
+    Args:
+        source: Rank of the trainer.
+        source_node: Its node.
+        nodes: By replica, that of its receiver.
+    """
+    groups: dict[str | int, list[int]] = {}
+    for replica, node in enumerate(nodes):
+        groups.setdefault(replica if node == source_node else node, []).append(replica)
+    return [group[source % len(group) :] + group[: source % len(group)] for group in groups.values()]
 
 
 class Traffic:
@@ -101,9 +121,20 @@ class Traffic:
                 moves = plan.moves.moves(source, target)
                 size = sum(move.num_elements * placement.sizes[move.source.name] for move in moves)
                 self.pairs[source, target] = size
-                for nodes in placement.target_nodes:
-                    self._count(placement.source_nodes[source], nodes[target], size)
+                for relay, *others in self.groups(placement, source, target):
+                    nodes = [placement.target_nodes[replica][target] for replica in (relay, *others)]
+                    self._count(placement.source_nodes[source], nodes[0], size)
+                    for node in nodes[1:]:
+                        self._count(nodes[0], node, size)
         self._gathered = self._gather(placement)
+
+    @staticmethod
+    def groups(placement: Placement, source: int, target: int) -> list[list[int]]:
+        """Replicas that take a pair's slice from the trainer, each before those that it sends it on to."""
+        nodes = [nodes[target] for nodes in placement.target_nodes]
+        if not placement.has_relays:
+            return [[replica] for replica in range(len(nodes))]
+        return relay_groups(source, placement.source_nodes[source], nodes)
 
     def _count(self, source: str, target: str, size: int) -> None:
         if source == target:
@@ -136,7 +167,11 @@ class Traffic:
         num_replicas = len(placement.target_nodes)
         lines = [f"weights: {_gb(self.num_bytes)}, {len(placement.sizes)} tensors, to {num_replicas} replicas"]
         for (source, target), size in sorted(self.pairs.items()):
-            places = ", ".join(nodes[target] for nodes in placement.target_nodes)
+            places = ", ".join(
+                placement.target_nodes[relay][target]
+                + (f" by a relay, replica {relay}, to {', '.join(map(str, others))} too" if others else "")
+                for relay, *others in self.groups(placement, source, target)
+            )
             lines.append(
                 f"rank {source} ({placement.source_nodes[source]}) -> receiver {target} ({places}): {_gb(size)}"
             )

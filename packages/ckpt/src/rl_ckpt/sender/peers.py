@@ -295,6 +295,13 @@ class Peers:
             peer.sync = peer.mapped = 0  # it may not have mapped the source
         self.transport.leave_group()
 
+    def dismiss(self, reason: AbortReason, text: str) -> None:
+        """Tell those that wait for a sync that none begins, without waiting."""
+        for peer in [peer for peer in self.all if peer.waiting]:
+            if not peer.channel.try_send(Abort(reason, text), peer.waiting):
+                self.drop(peer)
+            peer.waiting = 0
+
     def drop(self, peer: Peer, error: CkptError | None = None) -> None:
         """Remove a receiver from the session; it may reconnect."""
         peer.error = peer.error or error or PeerLostError(f"{peer.name} was dropped from the session")

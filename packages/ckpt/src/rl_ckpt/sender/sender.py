@@ -135,8 +135,12 @@ class Sender(SourceSender):
         last = -1 if self._version is None else self._version
         version = checked_version(version, last, MAX_VERSION)
         peers = self._open()
-        with clock("wire_s"):
-            participants = peers.wait_for_ready(self._num_peers)
+        try:
+            with clock("wire_s"):
+                participants = peers.wait_for_ready(self._num_peers)
+        except SyncAbortedError as error:  # called off: those that came wait for nothing
+            peers.dismiss(AbortReason.FAILED, str(error))
+            raise
         self._require_codecs(participants)
         return self._stage(peers, participants, source, version, clock, self._base_copy, pipe)
 
@@ -180,6 +184,16 @@ class Sender(SourceSender):
             commit=lambda: self._worker.call(lambda: self._commit(prepared[0])),
             abort=abort,
         )
+
+    async def dismiss(self, text: str) -> None:
+        """Tell receivers that wait for a sync that none begins, and why."""
+
+        def tell() -> None:
+            if self._peers is not None:
+                self._peers.poll()
+                self._peers.dismiss(AbortReason.FAILED, text)
+
+        await self._worker.run(tell)
 
     def resend_from(self, weights: Iterable[tuple[str, Tensor]], version: int, digest: int) -> SyncReport | None:
         """`resend_current` in this thread from the given weights of a version, whose tree digest is checked."""

@@ -187,7 +187,8 @@ class WeightSync:
 
         `members` are the replicas with the receivers that each declares: the sync waits for all of them.
         """
-        update = dict.fromkeys(members, (self._transfer.address(), version))
+        addresses = self._transfer.addresses([*members])
+        update = {member: (addresses[member], version) for member in members}
         with ThreadPoolExecutor(2, thread_name_prefix="weight-sync") as threads:
             sent = threads.submit(self._transfer.send, version, members)
             updated = threads.submit(self._all.call, RolloutWorker.update_weights, update)

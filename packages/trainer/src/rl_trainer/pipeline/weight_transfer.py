@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,13 @@ from safetensors.torch import save_file
 
 import rl_ckpt
 from rl_ckpt import Placement
+from rl_ckpt.sharded import relay_address
+from rl_ckpt.traffic import Traffic
 from rl_trainer.errors import ConfigError
-from rl_trainer.runtime.network import LISTENING
+from rl_trainer.runtime.network import LISTENING, scheme_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
 PLAN_FILE = "weights-plan.json"
 """File of the output folder that says who sends what to whom."""
+_RELAYED = ("tcp", "nixl")
+"""Transports between machines that send to each receiver by itself: there, one of a node sends on to the others."""
 
 
 class WeightTransfer(ABC):
@@ -47,8 +52,8 @@ class WeightTransfer(ABC):
         del member, receivers
 
     @abstractmethod
-    def address(self) -> str:
-        """Address that replicas receive from."""
+    def addresses(self, members: Sequence[int]) -> dict[int, str]:
+        """Address that each of these replicas, which take part in the next sync, receives from."""
 
     @abstractmethod
     def send(self, version: int, receivers: Mapping[int, int]) -> SyncReport:
@@ -70,9 +75,9 @@ class GatheredTransfer(WeightTransfer):
         super().__init__(actor)
         self._address = address
 
-    def address(self) -> str:
-        """Address of rank 0's session."""
-        return self._address
+    def addresses(self, members: Sequence[int]) -> dict[int, str]:
+        """Address of rank 0's session, for all."""
+        return dict.fromkeys(members, self._address)
 
     def send(self, version: int, receivers: Mapping[int, int]) -> SyncReport:
         """See `WeightTransfer`."""
@@ -85,7 +90,7 @@ class ShardedTransfer(WeightTransfer):
     """Sharded transfer: every rank sends its shards, receivers take their slices, one commit for all.
 
     The plan and the sessions are made before the first sync, of the layouts that both sides tell, and serve every
-    later one.
+    later one. Between machines, one replica of a node takes what another one there is to have as well, and sends it on.
 
     Args:
         actor: The engine's ranks.
@@ -96,7 +101,12 @@ class ShardedTransfer(WeightTransfer):
     def __init__(self, actor: EngineWorker, pattern: str, folder: Path | None = None) -> None:
         super().__init__(actor)
         self._pattern, self._folder = pattern, folder
-        self._address = ""
+        self._opened: list[dict[int, str]] = []
+        """By rank of the engine, the address of its session to each receiver of a replica."""
+        self._groups: dict[tuple[int, int], list[list[int]]] = {}
+        """By rank of the engine and receiver, the replicas: the first of each group sends on to the rest of it."""
+        self._below = ""
+        """What the names of the relays' sessions begin with."""
         self._held: list[LocalWeights] = []
         """Weights that each rank of the engine holds."""
         self._joined: dict[int, Receivers] = {}
@@ -133,10 +143,10 @@ class ShardedTransfer(WeightTransfer):
                 )
         self._joined[member] = receivers
         if self._folder is not None:
-            self._placement().save(self._folder / PLAN_FILE)
+            self._placement([*self._joined]).save(self._folder / PLAN_FILE)
 
-    def _placement(self) -> Placement:
-        joined = [*self._joined.values()]
+    def _placement(self, members: Sequence[int]) -> Placement:
+        joined = [self._joined[member] for member in members]
         dtypes = {name: dtype for each in self._held for name, dtype in each.dtypes.items()}
         return Placement(
             sizes={name: getattr(torch, dtype).itemsize for name, dtype in dtypes.items()},
@@ -144,26 +154,67 @@ class ShardedTransfer(WeightTransfer):
             targets=joined[0].layout,
             source_nodes=[each.host for each in self._held],
             target_nodes=[[each.host] * len(each.layout or [[]]) for each in joined],
+            has_relays=scheme_of(self._pattern) in _RELAYED,
         )
 
-    def address(self) -> str:
-        """The sessions of all ranks; opened when they are asked for first."""
-        if not self._address:
-            targets = next(iter(self._joined.values())).layout
+    def addresses(self, members: Sequence[int]) -> dict[int, str]:
+        """The sessions of all ranks, or of relays on a replica's node; opened when they are asked for first.
+
+        They are opened anew where other replicas than before take part and one of them is, or was, a relay.
+        """
+        targets = self._joined[members[0]].layout
+        groups = self._groups_of(members, 1 if targets is None else len(targets))
+        if not self._opened or (groups != self._groups and _has_relay(self._groups, groups)):
             held = tuple(each.specs for each in self._held)
-            opened = self._actor.open_sessions(held, targets, self._pattern)
-            self._address = rl_ckpt.join_addresses(opened, 1 if targets is None else len(targets))
-        return self._address
+            self._opened = self._actor.open_sessions(held, targets, self._pattern)
+            self._below = f"shm://relay-{secrets.token_hex(6)}"
+        self._groups = groups
+        return {member: self._address_of(member, 1 if targets is None else len(targets)) for member in members}
+
+    def _groups_of(self, members: Sequence[int], num_targets: int) -> dict[tuple[int, int], list[list[int]]]:
+        placement = self._placement(members)
+        return {
+            (source, target): [
+                [members[replica] for replica in group] for group in Traffic.groups(placement, source, target)
+            ]
+            for source in range(len(self._held))
+            for target in range(num_targets)
+        }
+
+    def _address_of(self, member: int, num_targets: int) -> str:
+        told: list[dict[int, str]] = []
+        for source, opened in enumerate(self._opened):
+            own: dict[int, str] = {}
+            for target, address in opened.items():
+                group = next(group for group in self._groups[source, target] if member in group)
+                below = f"{self._below}-{source}-{target}-{group[0]}"
+                direct = address if len(group) == 1 else relay_address(address, below, len(group) - 1)
+                own[target] = direct if member == group[0] else below
+            told.append(own)
+        return rl_ckpt.join_addresses(told, num_targets)
 
     def send(self, version: int, receivers: Mapping[int, int]) -> SyncReport:
         """See `WeightTransfer`."""
         try:
-            digest = rl_ckpt.join_digest(self._actor.stage_weights(version, len(receivers)))
+            digest = rl_ckpt.join_digest(self._actor.stage_weights(version, self._num_direct(len(receivers))))
         except Exception as error:
             self._actor.abort_weights(str(error) or repr(error))
             raise
         reports = self._actor.commit_weights(version, digest)
         return rl_ckpt.merge_reports(reports, version=version, digest=digest)
+
+    def _num_direct(self, num_replicas: int) -> int | list[dict[int, int]]:
+        """Receivers that sessions wait for: all replicas, or by rank and receiver those that no relay sends to."""
+        if not _has_relay(self._groups):
+            return num_replicas
+        return [
+            {target: len(self._groups[source, target]) for target in opened}
+            for source, opened in enumerate(self._opened)
+        ]
+
+
+def _has_relay(*arrangements: Mapping[tuple[int, int], list[list[int]]]) -> bool:
+    return any(len(group) > 1 for groups in arrangements for each in groups.values() for group in each)
 
 
 def write_start_adapter(folder: Path, model_path: Path, lora: LoraConfig) -> Path:

@@ -531,7 +531,9 @@ class EngineWorker(_EngineRank):
     def open_sessions(
         self, layouts: tuple[Sequence[ShardSpec], ...], targets: list[list[TensorPart]] | None, address: str
     ) -> list[dict[int, str]]:
-        """Open a session to each rank of a replica that this rank has slices for; where each is reached.
+        """Open a session to each rank of a replica that this rank has slices for, in the place of earlier ones.
+
+        Returns where each is reached.
 
         Args:
             layouts: Shards that every rank of the engine holds.
@@ -539,6 +541,8 @@ class EngineWorker(_EngineRank):
             address: Pattern of a session's address, with `{rank}`, `{target}` and `{host}`.
         """
         rank, host = self._context.rank, self._context.host
+        if self._shards is not None:
+            self._loop.run(self._shards.close(), self._timeout_s)
         self._shards = rl_ckpt.ShardedSender(
             rl_ckpt.ShardPlan(layouts, targets),
             rank,
@@ -548,21 +552,27 @@ class EngineWorker(_EngineRank):
         return [self._loop.run(self._shards.prepare(), self._timeout_s)]
 
     @register(Dispatch.GATHER)
-    def stage_weights(self, version: int, num_replicas: int) -> list[dict[str, DigestShare]]:
+    def stage_weights(
+        self, version: int, num_replicas: int | Sequence[Mapping[int, int]]
+    ) -> list[dict[str, DigestShare]]:
         """Send this rank's slices; returns its share of the digest once every receiver holds them.
 
-        Nothing is committed before `commit_weights`.
+        Nothing is committed before `commit_weights`. `num_replicas` is how many receivers each session waits for; or,
+        by rank of the engine and of a replica, how many that one does.
 
         Raises:
             SyncAbortedError: it failed on either side, or was called off.
         """
         assert self._shards is not None, "sessions are opened first"
+        count = num_replicas if isinstance(num_replicas, int) else num_replicas[self._context.rank]
         try:
-            return [self._loop.run(self._stage(self._shards, version, num_replicas), self._timeout_s)]
+            return [self._loop.run(self._stage(self._shards, version, count), self._timeout_s)]
         except CancelledError:
             raise SyncAbortedError(f"the sync of version {version} was called off: a receiver is gone") from None
 
-    async def _stage(self, shards: ShardedSender, version: int, num_replicas: int) -> dict[str, DigestShare]:
+    async def _stage(
+        self, shards: ShardedSender, version: int, num_replicas: int | Mapping[int, int]
+    ) -> dict[str, DigestShare]:
         self._waiting = asyncio.current_task()
         try:
             return await shards.stage(self._engine.get_local_shards, version=version, num_replicas=num_replicas)
