@@ -1,147 +1,320 @@
-"""New weights from two FSDP ranks to an embedded server: from shard to shard beside gathered, in the same run.
+"""New weights from the ranks of a trainer to a server: from shard to shard beside gathered, in the same run.
 
-The ranks are processes with a real engine, the server is `rl-serve` in a process of its own, and what is called is what
-rl-train calls. Peaks are what the resident memory of a process grows by during a sync, shared buffers included.
+The ranks are processes with a real engine (two of fsdp; four of megatron, tp=2 x pp=2), the server is `rl-serve` in a
+process of its own (or vLLM at tp=2, where RL_ROLLOUT_VLLM names an environment with it), and what sends is rl-train's
+own `ShardedTransfer` and `GatheredTransfer`. Memory is what the resident memory of a process grows by in its first
+sync by a way, shared buffers included. Links of 1 Gbit/s are TCP connections that the kernel paces, each rank's to
+half. RL_BENCH names the parts to run, with commas: fsdp, link, megatron, vllm, lora, cluster; all, if it is not set.
 """
 
 import asyncio
+import json
 import multiprocessing
 import os
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from packages.ckpt.bench import _cluster
+from packages.ckpt.bench._child import pace
 
 import rl_ckpt
 from rl_bench import Role, Run
-from rl_engine import EngineConfig, Precision, create_engine
+from rl_engine import EngineConfig, LoraConfig, Precision, create_engine
+from rl_engine.types import LoraExport, ParallelConfig
 from rl_rollout import CkptReceiver, ServerConfig, launch_server
 from rl_rollout.testing import write_tiny_model
+from rl_rollout.types import ServerParallel
+from rl_trainer.pipeline.weight_transfer import GatheredTransfer, ShardedTransfer, session_pattern
+from rl_trainer.workers.engine import LocalWeights
+from rl_trainer.workers.rollout import Receivers
 
-NUM_RANKS = 2
-TIMEOUT_S = 120
+NUM_RANKS = {"fsdp": 2, "megatron": 4, "lora-adapter": 2, "lora-merged": 2}
+TIMEOUT_S = 300
 CHANGED = 0.01
-WAYS = ("gathered", "sharded", "differences")
 LINK_BYTES_PER_S = 125e6
 """1 Gbit/s."""
+BUFFERS_MIB = 256
+"""A session's ring over shm: 32 buckets of 8 MiB."""
+WAYS = ("gathered", "sharded", "differences")
+ADDRESSES = {
+    "gathered": ("shm", False, 0),
+    "sharded": ("shm", False, 0),
+    "differences": ("shm", True, 0),
+    "sharded, tcp": ("tcp", False, 0),
+    "link": ("tcp", False, LINK_BYTES_PER_S),
+    "link, differences": ("tcp", True, LINK_BYTES_PER_S),
+}
+"""By way: transport, whether differences are sent, and the bytes a second of all ranks together (0: no limit)."""
+PARTS = ("fsdp", "link", "megatron", "vllm", "lora", "cluster")
 
 
 def main(run: Run) -> None:
-    num_layers, rounds = (4, 3) if run.quick else (30, 3)
+    parts = [part for part in os.environ.get("RL_BENCH", ",".join(PARTS)).split(",") if part]
+    if unknown := set(parts) - set(PARTS):
+        raise ValueError(f"RL_BENCH names {sorted(unknown)}; there are {PARTS}")
+    os.environ.setdefault("RL_CKPT_TOKEN", uuid.uuid4().hex)
+    num_layers, rounds = (4, 2) if run.quick else (30, 3)
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": num_layers, "head_dim": 128}
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 64}
-    run.parameters(num_layers=num_layers, ranks=NUM_RANKS, rounds=rounds, transport="shm")
+    load = [round(each, 1) for each in os.getloadavg()[:2]]
+    run.parameters(num_layers=num_layers, rounds=rounds, parts=parts, load_averages_at_the_start=load)
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_tiny_model(Path(folder) / "model", **sizes))
-        taken = asyncio.run(measure(model, rounds))
-        report(run, taken, sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 2)
+        num_bytes = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 2  # bfloat16
+        if "fsdp" in parts:
+            ways = (*WAYS, "sharded, tcp")
+            report(run, "fsdp, 2 ranks, to embedded", asyncio.run(measure(model, rounds, ways=ways)), num_bytes)
+        if "megatron" in parts:
+            taken = asyncio.run(measure(model, rounds, source="megatron", ways=("gathered", "sharded")))
+            report(run, "megatron, tp=2 x pp=2, to embedded", taken, num_bytes)
+        if "vllm" in parts and os.environ.get("RL_ROLLOUT_VLLM"):
+            for source in ("fsdp", "megatron"):
+                ways = ("gathered", "sharded")
+                taken = asyncio.run(measure(model, rounds, source=source, ways=ways, backend="vllm"))
+                report(run, f"{source} to vLLM, tp=2", taken, num_bytes)
+        if "link" in parts:
+            taken = asyncio.run(measure(model, 1 if run.quick else 2, ways=("link", "link, differences")))
+            report_link(run, taken, num_bytes)
+        if "lora" in parts:
+            report_lora(run, Path(folder), {**sizes, "hidden_size": 2048, "intermediate_size": 6144})
+    if "cluster" in parts:
+        _cluster.simulated(run)
+        _cluster.measured(run)
 
 
-async def measure(model, rounds, *, option="", ways=WAYS):
-    """By way, a sample of each round after the first; `option` goes into the address of every session."""
+async def measure(model, rounds, *, source="fsdp", option="", ways=WAYS, backend="embedded"):
+    """By way, a sample of its first round ("first"), and of each after it; `option` goes into every address."""
     name = f"bench-weights-{uuid.uuid4().hex[:12]}"
-    ranks = Ranks(model, f"shm://{name}-gathered{option}")
-    server = launch_server("embedded", ServerConfig(model_path=model, dtype="bfloat16", timeout_s=TIMEOUT_S))
+    ranks = Ranks(model, source)
+    server = launch_server(backend, config_of(model, backend))
     try:
         pid = (await server.start()).pid
-        layouts = ranks.call("layout")
-        delta = f"{option}&delta=1" if option else "?delta=1"
-        receivers = {
-            "gathered": CkptReceiver(f"shm://{name}-gathered{option}"),
-            "sharded": CkptReceiver(ranks.open("sharded", layouts, f"shm://{name}-{{rank}}-{{target}}{option}")),
-            "differences": CkptReceiver(ranks.open("differences", layouts, f"shm://{name}-d{{rank}}{delta}")),
-        }
+        made = {way: await asyncio.to_thread(make, ranks, way, f"{name}-{i}", option) for i, way in enumerate(ways)}
+        receivers = {}
+        for way, (transfer, address) in made.items():
+            shapes = transfer.weights_for(0)
+            layout = None if shapes is None else await server.weight_layout(shapes)
+            await asyncio.to_thread(transfer.join, 0, Receivers(server.capabilities.num_receivers, layout, "here"))
+            with suppress(KeyError):
+                address = (await asyncio.to_thread(transfer.addresses, [0]))[0]
+            receivers[way] = CkptReceiver(address, timeout_s=TIMEOUT_S)
         version, taken = 0, {way: [] for way in ways}
+        count = {0: server.capabilities.num_receivers}
         for turn in range(rounds + 1):
             for way in ways:
-                for _ in range(2 if way == "differences" else 1):  # the first is whole: the ways before took its base
+                differs = "differences" in way
+                for _ in range(2 if differs else 1):  # the first is whole: the ways before took its base
                     version += 1
-                    ranks.call("touch", CHANGED if way == "differences" else 1.0)
-                    sample = await sync(ranks, server, pid, receivers[way], way, version)
-                if turn:
-                    taken[way].append(sample)
+                    ranks.call("touch", CHANGED if differs else 1.0)
+                    sample = await sync(ranks, server, pid, receivers[way], (made[way][0], count), version)
+                if turn in (0, rounds):  # it takes longer than the sync
+                    sample["digest"] = sample["told"] == await asyncio.to_thread(ranks.digest)
+                taken[way].append(sample)
         return taken
     finally:
         await server.stop()
         ranks.close()
 
 
-async def sync(ranks, server, pid, receiver, kind, version):
+def config_of(model, backend):
+    if backend == "embedded":
+        return ServerConfig(model_path=model, dtype="bfloat16", timeout_s=TIMEOUT_S)
+    options = {
+        "command": f"{os.environ['RL_ROLLOUT_VLLM']}/bin/python -m vllm.entrypoints.openai.api_server",
+        "args": ["--enforce-eager"],
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
+    }
+    return ServerConfig(
+        model_path=model,
+        dtype="bfloat16",
+        timeout_s=600,
+        parallel=ServerParallel(tp=2),
+        options=options,
+        kv_cache_bytes=2**28,
+        num_threads=1,
+        max_num_seqs=4,
+    )
+
+
+def make(ranks, way, name, option):
+    """What rl-train sends by, and the address where that is one for all receivers."""
+    scheme, delta, limit = ADDRESSES[way]
+    if way == "gathered":
+        address = f"{scheme}://{name}{option}"
+        return GatheredTransfer(Actor(ranks, way, limit, address), address), address
+    place = f"{scheme}://{name}{option}" if scheme == "shm" else f"{scheme}://127.0.0.1:0{option}"
+    pattern = session_pattern(place, delta=delta).replace("{host}", "127.0.0.1")
+    return ShardedTransfer(Actor(ranks, way, limit, ""), pattern), ""
+
+
+async def sync(ranks, server, pid, receiver, sending, version):
     """One sync as the controller drives it; its figures."""
+    transfer, count = sending
     ranks.call("reset")
-    before = resident(pid)
-    reset_peak(pid)
-    since, cpu = time.perf_counter(), cpu_s(pid)
-    sent = asyncio.to_thread(ranks.send, kind, version)
+    pids = [pid, *children(pid)]
+    before = {each: resident(each) for each in pids}
+    for each in pids:
+        reset_peak(each)
+    since, cpu = time.perf_counter(), {each: cpu_s(each) for each in pids}
+    sent = asyncio.to_thread(transfer.send, version, count)
     report, _ = await asyncio.gather(sent, server.update_weights(receiver, version))
     wall = time.perf_counter() - since
-    grown = ranks.call("grown")  # before the digest, for which whole tensors are gathered
+    grown = ranks.call("grown")
     return {
         "wall": wall,
         "wire": report.num_wire_bytes,
-        "digest": report.digest == ranks.call("digest")[0],
-        "server": peak(pid) - before,
-        "server_cpu": cpu_s(pid) - cpu,
-        "ranks": grown,
+        "told": report.digest,
+        "server": max(peak(each) - before[each] for each in pids),
+        "server_cpu": sum(cpu_s(each) - cpu[each] for each in pids) / count[0],
+        "ranks": [each[0] for each in grown],
+        "rank_cpu": [each[1] for each in grown],
     }
 
 
-def report(run, taken, num_bytes):
-    def medians(way, key):
-        return statistics.median(sample[key] for sample in taken[way])
+def report(run, what, taken, num_bytes):
+    """Rows of one source and server; the first sync of each way is for memory alone."""
+    first, later = ({way: samples[s] for way, samples in taken.items()} for s in (slice(0, 1), slice(1, None)))
+    roles = {way: Role.PEER if way == "gathered" else Role.OURS for way in taken}
+    gigabytes, num_ranks = num_bytes / 1e9, len(taken["sharded"][0]["ranks"])
+    base = statistics.median(sample["wall"] for sample in later["gathered"])
 
-    roles = {"gathered": Role.PEER, "sharded": Role.OURS, "differences": Role.OURS}
-    gigabytes = num_bytes / 1e9
-    base = medians("gathered", "wall")
-    for way, role in roles.items():
-        walls = [sample["wall"] for sample in taken[way]]
-        note = f"{gigabytes:.2f} GB"
-        run.record("wall time of a sync", way, walls, unit="s", role=role, note=note)
-    for way in ("sharded", "differences"):
-        ratios = [sample["wall"] / base for sample in taken[way]]
-        goal = "<= 0.6 x" if way == "sharded" else None
-        run.record("wall time over gathered", way, ratios, unit="x", goal=goal)
-    for way, role in roles.items():
-        wire = [sample["wire"] / num_bytes for sample in taken[way]]
-        goal = {"sharded": "<= 1.01 x", "differences": "<= 0.02 x"}.get(way)
-        run.record("bytes over the model's", way, wire, unit="x", role=role, goal=goal)
-    link = [sample["wire"] / LINK_BYTES_PER_S for sample in taken["differences"]]
-    whole = medians("gathered", "wire") / LINK_BYTES_PER_S
-    run.record("bytes at 1 Gbit/s over gathered", "differences", [s / whole for s in link], unit="x", goal="<= 0.1 x")
-    for rank in range(NUM_RANKS):
-        for way, role in roles.items():
-            grown = [sample["ranks"][rank] / 2**20 for sample in taken[way]]
-            run.record(f"memory that rank {rank} grows by", way, grown, unit="MiB", role=role)
-    for way, role in roles.items():
-        grown = [sample["server"] / 2**20 for sample in taken[way]]
-        run.record("memory that the server grows by", way, grown, unit="MiB", role=role)
-        spent = [sample["server_cpu"] / gigabytes for sample in taken[way]]
-        goal = "<= 0.4 s/GB" if way == "sharded" else None
-        run.record("CPU of the server", way, spent, unit="s/GB", role=role, goal=goal)
-        equal = [float(sample["digest"]) for sample in taken[way]]
-        run.record("syncs whose digest is that of the whole model", way, equal, unit="share", goal=">= 1 share")
+    def record(metric, way, samples, unit, goal=None):
+        run.record(f"{what}: {metric}", way, samples, unit=unit, role=roles[way], goal=goal, note=f"{gigabytes:.2f} GB")
+
+    for way in taken:
+        record("wall time of a sync", way, [sample["wall"] for sample in later[way]], "s")
+    for way in taken:
+        if way != "gathered":
+            goal = "<= 0.6 x" if way == "sharded" else None
+            record("wall time over gathered", way, [sample["wall"] / base for sample in later[way]], "x", goal)
+    for way in taken:
+        goal = {"gathered": None, "differences": "<= 0.02 x"}.get(way, "<= 1.01 x")
+        record("bytes over the model's", way, [sample["wire"] / num_bytes for sample in later[way]], "x", goal)
+    for rank in range(num_ranks):
+        for way in taken:
+            goal = f"<= {BUFFERS_MIB} MiB" if way == "sharded" else None
+            grown = [sample["ranks"][rank] / 2**20 for sample in first[way]]
+            record(f"memory that rank {rank} grows by", way, grown, "MiB", goal)
+    for way in taken:
+        grown = [sample["server"] / 2**20 for sample in first[way]]
+        record("memory that a process of the server grows by", way, grown, "MiB")
+    for way in taken:
+        goal = "<= 0.4 s/GB" if way.startswith("sharded") else None
+        shares = [sum(sample["rank_cpu"]) / gigabytes for sample in later[way]]
+        record("CPU of the ranks, together", way, shares, "s/GB", goal)
+        record("CPU of a receiver", way, [sample["server_cpu"] / gigabytes for sample in later[way]], "s/GB", goal)
+    for way in taken:
+        equal = [float(sample["digest"]) for sample in taken[way] if "digest" in sample]
+        record("syncs whose digest is that of the whole model", way, equal, "share", ">= 1 share")
+
+
+def report_link(run, taken, num_bytes):
+    dense, small = (taken[way][1:] for way in ("link", "link, differences"))
+    base = statistics.median(sample["wall"] for sample in dense)
+    note = f"{num_bytes / 1e9:.2f} GB, 1% changed"
+    what = "over a link of 1 Gbit/s"
+    run.record(f"{what}: wall time", "dense", [s["wall"] for s in dense], unit="s", role=Role.PEER, note=note)
+    run.record(f"{what}: wall time", "differences", [s["wall"] for s in small], unit="s", note=note)
+    ratios = [s["wall"] / base for s in small]
+    run.record(f"{what}: differences over dense", "differences", ratios, unit="x", goal="<= 0.10 x", note=note)
+    sent = [s["wire"] / num_bytes for s in small]
+    run.record(f"{what}: bytes over the model's", "differences", sent, unit="x", goal="<= 0.02 x", note=note)
+
+
+def report_lora(run, folder, sizes):
+    """Bytes of an adapter beside those of the merged weights, and how sampler and trainer differ in rl-train."""
+    model, sent = str(write_tiny_model(folder / "lora", **sizes)), {}
+    for export in ("adapter", "merged"):
+        address = f"shm://bench-lora-{uuid.uuid4().hex[:12]}"
+        ranks = Ranks(model, f"lora-{export}")
+        try:
+            transfer = GatheredTransfer(Actor(ranks, "gathered", 0, address), address)
+            drain = threading.Thread(target=take_one, args=(address,))
+            drain.start()
+            sent[export] = transfer.send(1, {0: 1}).num_wire_bytes
+            drain.join()
+        finally:
+            ranks.close()
+    note = f"r=16, {sizes['num_hidden_layers']} layers of hidden size {sizes['hidden_size']}"
+    ratio = [sent["adapter"] / sent["merged"]]
+    run.record("LoRA: bytes over those of the merged weights", "adapter", ratio, unit="x", goal="<= 0.02 x", note=note)
+    found = {export: mismatches(folder / f"run-{export}", export) for export in ("adapter", "merged")}
+    for name in sorted(found["adapter"][0]):
+        by_step = {export: [step[name] for step in steps] for export, steps in found.items()}
+        for export in ("merged", "adapter"):
+            role = Role.PEER if export == "merged" else Role.OURS
+            run.record(f"LoRA in rl-train, {name}", export, by_step[export], unit="nat", role=role)
+        apart = [abs(a - b) for a, b in zip(by_step["adapter"], by_step["merged"], strict=True)]
+        run.record(f"LoRA in rl-train, {name}, apart", "adapter", apart, unit="nat", goal="<= 0.0001 nat")
+
+
+def take_one(address):
+    with rl_ckpt.connect(address, role="receive", timeout_s=TIMEOUT_S) as receiver:
+        for _ in receiver.recv():
+            pass
+
+
+def mismatches(folder, export):
+    """`mismatch_*` of each step of a short run on the recipe's own model."""
+    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=inline", "steps=3", "eval_every=0"]
+    command += ["data.options.num_rows=2000", "data.eval_size=16", f"engine.lora.export={export}"]
+    command += ["engine.lora.rank=16", "engine.optimizer.lr=1e-2", "rollout.backend=embedded"]
+    command += ["algorithm.old_logprobs=recompute", f"output_dir={folder}"]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = ("mismatch_abs", "mismatch_k1", "mismatch_k3")
+    return [{name: line["metrics"][name] for name in names} for line in lines if line["metrics"]]
+
+
+class Actor:
+    """The ranks as rl-train's transfers call them: one way to send among several, which share the ranks."""
+
+    def __init__(self, ranks, way, limit, address):
+        self._ranks, self._way, self._limit, self._address = ranks, way, limit, address
+
+    def weight_layout(self):
+        return self._ranks.call("layout")
+
+    def open_sessions(self, layouts, targets, pattern):
+        return self._ranks.call("open", self._way, layouts, targets, pattern, self._limit)
+
+    def stage_weights(self, version, num_replicas):
+        return self._ranks.call("stage", self._way, version, num_replicas)
+
+    def commit_weights(self, version, digest):
+        return self._ranks.call("commit", self._way, version, digest)
+
+    def abort_weights(self, why):
+        self._ranks.call("abort", self._way, why)
+
+    def send_weights(self, version, num_receivers):
+        return self._ranks.call("gathered", self._address, version, num_receivers)[0]
 
 
 class Ranks:
     """The ranks of a trainer as processes, and the calls that its controller makes."""
 
-    def __init__(self, model, address):
+    def __init__(self, model, source):
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self.pipes, self.processes = [], []
-        for rank in range(NUM_RANKS):
+        for rank in range(NUM_RANKS[source]):
             mine, theirs = context.Pipe()
-            process = context.Process(target=be_rank, args=(theirs, rank, port, model, address), daemon=True)
+            process = context.Process(target=be_rank, args=(theirs, rank, port, model, source), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(mine)
             self.processes.append(process)
-        self.call("layout")
+        self.call("ready")
 
     def call(self, *command):
         for pipe in self.pipes:
@@ -152,14 +325,9 @@ class Ranks:
                 raise answer
         return answers
 
-    def open(self, kind, layouts, pattern):
-        return rl_ckpt.join_addresses(self.call("open", kind, layouts, pattern), 1)
-
-    def send(self, kind, version):
-        if kind == "gathered":
-            return self.call("gathered", version)[0]
-        digest = rl_ckpt.join_digest(self.call("stage", kind, version))
-        return rl_ckpt.merge_reports(self.call("commit", kind, version, digest), version=version, digest=digest)
+    def digest(self):
+        """Of the whole model, which is gathered for it."""
+        return self.call("digest")[0]
 
     def close(self):
         for pipe in self.pipes:
@@ -172,66 +340,91 @@ class Ranks:
 class RankEnd:
     """What a rank does at each call."""
 
-    def __init__(self, rank, model, address):
-        self.rank, self.address = rank, address
-        config = EngineConfig(model_path=model, precision=Precision.BFLOAT16, optimizer=None)
-        self.engine = create_engine("fsdp", config)
+    def __init__(self, rank, model, source):
+        self.rank = rank
+        backend, _, export = source.partition("-")
+        config = EngineConfig(
+            model_path=model,
+            precision=Precision.BFLOAT16,
+            optimizer=None,
+            parallel=ParallelConfig(tp=2, pp=2) if backend == "megatron" else ParallelConfig(),
+            lora=LoraConfig(rank=16, export=LoraExport(export)) if export else None,
+        )
+        self.engine = create_engine("fsdp" if export else backend, config)
         self.engine.initialize()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.sender, self.shards, self.before = None, {}, 0
+        self.sender, self.shards, self.before, self.cpu = None, {}, 0, 0.0
 
     def run(self, work):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(TIMEOUT_S)
 
+    def ready(self):
+        return True
+
     def layout(self):
-        return [spec for spec, _ in self.engine.get_local_shards()]
+        held = LocalWeights([], {}, "here")
+        for spec, tensor in self.engine.get_local_shards():
+            held.specs.append(spec)
+            held.dtypes[spec.name] = str(tensor.dtype).removeprefix("torch.")
+        return held
 
     def digest(self):
-        return rl_ckpt.tree_digest((name, tensor.clone()) for name, tensor in self.engine.get_per_tensor_param()[0])
+        weights = ((name, tensor) for name, tensor in self.engine.get_per_tensor_param()[0])
+        if self.rank:  # the gather is collective
+            return [None for _ in weights][:0]
+        return rl_ckpt.tree_digest((name, tensor.clone()) for name, tensor in weights)
 
     def touch(self, share):
+        """Change one bit of one number in so many."""
         step = round(1 / share)
         for _, tensor in self.engine.get_local_shards():
-            tensor.view(torch.int16).view(-1)[::step] ^= 1
-        return
+            numbers = tensor.view(torch.int16)
+            (numbers.view(-1) if numbers.is_contiguous() else numbers)[::step] ^= 1
 
-    def open(self, kind, layouts, pattern):
-        plan = rl_ckpt.ShardPlan(layouts)
-        self.shards[kind] = rl_ckpt.ShardedSender(
+    def open(self, way, layouts, targets, pattern, limit):
+        plan = rl_ckpt.ShardPlan(layouts, targets)
+        undo = pace(int(limit / len(layouts))) if limit else lambda: None
+        self.shards[way] = rl_ckpt.ShardedSender(
             plan, self.rank, lambda target: pattern.format(rank=self.rank, target=target), timeout_s=TIMEOUT_S
         )
-        return self.run(self.shards[kind].prepare())
+        addresses = self.run(self.shards[way].prepare())
+        undo()
+        return addresses
 
-    def stage(self, kind, version):
-        return self.run(self.shards[kind].stage(self.engine.get_local_shards, version=version))
+    def stage(self, way, version, num_replicas):
+        work = self.shards[way].stage(self.engine.get_local_shards, version=version, num_replicas=num_replicas)
+        return self.run(work)
 
-    def commit(self, kind, version, digest):
-        return self.run(self.shards[kind].commit(digest, version))
+    def commit(self, way, version, digest):
+        return self.run(self.shards[way].commit(digest, version))
 
-    def gathered(self, version):
+    def abort(self, way, why):
+        self.run(self.shards[way].abort(why))
+
+    def gathered(self, address, version, num_receivers):
         weights, _ = self.engine.get_per_tensor_param()
         if self.rank:
             for _ in weights:
                 pass
             return None
         if self.sender is None:
-            self.sender = rl_ckpt.connect(self.address, role="send", timeout_s=TIMEOUT_S)
-        return self.run(self.sender.send_weights(weights, version=version, num_peers=1))
+            self.sender = rl_ckpt.connect(address, role="send", timeout_s=TIMEOUT_S)
+        return self.run(self.sender.send_weights(weights, version=version, num_peers=num_receivers))
 
     def reset(self):
-        self.before = resident(os.getpid())
+        self.before, self.cpu = resident(os.getpid()), time.process_time()
         reset_peak(os.getpid())
 
     def grown(self):
-        return peak(os.getpid()) - self.before
+        return peak(os.getpid()) - self.before, time.process_time() - self.cpu
 
 
-def be_rank(pipe, rank, port, model, address):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
+def be_rank(pipe, rank, port, model, source):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS[source])}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    end = RankEnd(rank, model, address)
+    end = RankEnd(rank, model, source)
     while True:
         try:
             name, *arguments = pipe.recv()
@@ -246,8 +439,6 @@ def be_rank(pipe, rank, port, model, address):
 
 
 def free_port():
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -273,3 +464,14 @@ def reset_peak(pid):
 def cpu_s(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def children(pid):
+    """Processes below one, such as the workers of a server."""
+    found, todo = [], [pid]
+    while todo:
+        own = Path(f"/proc/{todo.pop()}/task").glob("*/children")
+        below = [int(child) for file in own for child in file.read_text().split()]
+        found += below
+        todo += below
+    return found
