@@ -23,6 +23,7 @@ from rl_ckpt.sharded import (
     join_digest,
     split_address,
 )
+from rl_ckpt.tensors import digest_share
 from rl_ckpt.testing import new_name
 
 SHAPES = {"up": (17, 6), "down": (6, 17), "norm": (6,), "scale": (), "embed": (2048, 1030), "none": (0, 3)}
@@ -394,6 +395,51 @@ def test_differences_travel_alone_to_receivers_that_hold_the_version_before():
 
 
 SHAPE = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "dtype"),
+    [
+        ((2100, 2048), 1, torch.bfloat16),  # rows of 4 KiB, over several leaves
+        ((2100, 2048), 1, torch.float32),
+        ((6, 96, 640), 2, torch.bfloat16),  # experts, cut inside
+        ((6, 96, 640), 1, torch.bfloat16),
+        ((40, 24), 1, torch.float64),
+        ((40, 26), 1, torch.bfloat16),  # words are cut
+        ((3, 90_000), 1, torch.float32),  # long rows
+        ((2, 4, 8, 16), 3, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_shares_of_tensors_that_are_cut_inside_add_up_to_the_digest(shape, axis, dtype, num_ranks):
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole[0] = 0  # as what stands beside a part
+    size = -(-shape[axis] // num_ranks)
+    for is_view in (True, False):
+        shares = []
+        for start in range(0, shape[axis], size):
+            end = min(shape[axis], start + size)
+            box = tuple((start, end) if each == axis else (0, n) for each, n in enumerate(shape))
+            part = whole.narrow(axis, start, end - start)
+            share = DigestShare(dtype, shape)
+            for first, last in ((0, shape[0] // 2), (shape[0] // 2, shape[0])):
+                rows = ((first, last), *box[1:])
+                own = part[first:last]
+                share.add(own if is_view else own.contiguous(), rows)
+            shares.append({"w": share})
+        assert join_digest(shares) == rl_ckpt.tree_digest({"w": whole})
+
+
+def test_many_short_rows_are_digested_together(monkeypatch):
+    calls, digest_sum = [], digest_share.digest_sum
+    monkeypatch.setattr(
+        digest_share, "digest_sum", lambda data, offset=0: calls.append(1) or digest_sum(data, offset=offset)
+    )
+    for _ in range(2):
+        calls.clear()
+        share = DigestShare(torch.bfloat16, (4096, 1024))
+        share.add(torch.ones(4096, 512, dtype=torch.bfloat16), ((0, 4096), (512, 1024)))
+    assert len(calls) < 20, "one for each row the first time, for the zeros; a few for each MiB after it"
 
 
 @settings(max_examples=150, deadline=None)
