@@ -3,9 +3,9 @@
 Real: two ranks of a trainer and four nodes of 16 receivers each are processes here, over TCP, and a rank's connections
 share its link: the kernel paces each to its part of it (`SO_MAX_PACING_RATE`). Inside a node relays go over `shm`.
 
-Simulated: the pairs, groups and bytes that the product's plan names (`ShardPlan`, `Traffic.groups`) as flows that share
-links max-min fairly, without latency; validated on the real runs' own layout. A node has one link, in and out, and one
-memory; a rank takes and sends no faster than its CPU digests and copies.
+Simulated: the pairs, groups and bytes that the product's plan names (`ShardPlan`, `Placement.groups`) as flows that
+share links max-min fairly, without latency; validated on the real runs' own layout. A node has one link, in and out,
+and one memory; a rank takes and sends no faster than its CPU digests and copies.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ from packages.ckpt.bench._child import TOKEN, pace, shapes
 import rl_ckpt
 from rl_bench import Role
 from rl_ckpt import Placement, ShardSpec
-from rl_ckpt.sharded import relay_address
 from rl_ckpt.traffic import Traffic
 
 NUM_SOURCES, NUM_NODES, PER_NODE = 2, 4, 16
@@ -77,7 +76,7 @@ def planned_flows(placement, traffic):
     """What the plan sends, over links and, from relays, inside nodes."""
     flows = []
     for (source, target), size in traffic.pairs.items():
-        for relay, *others in traffic.groups(placement, source, target):
+        for relay, *others in placement.groups(source, target):
             node = placement.target_nodes[relay][target]
             ends = (f"trainer rank {source}", f"rank {target} of {relay}")
             flows.append((size, (*between(placement.source_nodes[source], node), *ends)))
@@ -224,7 +223,7 @@ class Processes:
             has_relays=has_relays,
         )
         self.traffic = Traffic(self.placement)
-        self.groups = [self.traffic.groups(self.placement, rank, 0) for rank in range(NUM_SOURCES)]
+        self.groups = [self.placement.groups(rank, 0) for rank in range(NUM_SOURCES)]
         self._context, self._children, self._version = multiprocessing.get_context("spawn"), [], 0
         paced = int(LINK_BYTES_PER_S / len(self.groups[0]))
         self._sources = [self._start(source, rank, num_tensors, paced) for rank in range(NUM_SOURCES)]
@@ -242,7 +241,7 @@ class Processes:
         below = f"shm://bench-relay-{os.getpid()}-{rank}-{group[0]}?bucket_bytes=1048576"
         if replica != group[0]:
             return below
-        return above if len(group) == 1 else relay_address(above, below, len(group) - 1)
+        return above if len(group) == 1 else rl_ckpt.relay_address(above, below, len(group) - 1)
 
     def _start(self, function, *arguments):
         mine, theirs = self._context.Pipe()

@@ -46,6 +46,7 @@ def test_public_names():
         "join_digest",
         "merge_reports",
         "read_layouts",
+        "relay_address",
         "split_address",
         "tree_digest",
         "write_layout_request",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         join_addresses,
         join_digest,
         merge_reports,
+        relay_address,
         split_address,
     )
     from rl_ckpt.tensors.digest import tree_digest
@@ -72,6 +73,7 @@ __all__ = [
     "join_digest",
     "merge_reports",
     "read_layouts",
+    "relay_address",
     "split_address",
     "tree_digest",
     "write_layout_request",
@@ -90,6 +92,7 @@ _HOMES = {
         "join_addresses",
         "join_digest",
         "merge_reports",
+        "relay_address",
         "split_address",
     ),
     "rl_ckpt.sharded",

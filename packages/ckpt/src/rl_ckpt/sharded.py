@@ -101,7 +101,7 @@ def _split_relay(address: str) -> tuple[str, str, int]:
     if len(parts) == 1:
         return address, "", 0
     if len(parts) != 3 or not parts[1].isdecimal() or parts[1] == "0":
-        raise AddressError(f"{address!r} is no address of a relay; make it by rl_ckpt.sharded.relay_address")
+        raise AddressError(f"{address!r} is no address of a relay; make it by rl_ckpt.relay_address")
     return parts[0], parts[2], int(parts[1])
 
 

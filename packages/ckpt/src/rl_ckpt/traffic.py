@@ -42,6 +42,13 @@ class Placement:
     has_relays: bool = False
     """Whether one receiver of a node takes a slice for all of them and sends it on inside the node."""
 
+    def groups(self, source: int, target: int) -> list[list[int]]:
+        """Replicas that take a pair's slice from the trainer, each before those that it sends it on to."""
+        nodes = [nodes[target] for nodes in self.target_nodes]
+        if not self.has_relays:
+            return [[replica] for replica in range(len(nodes))]
+        return relay_groups(source, self.source_nodes[source], nodes)
+
     def save(self, path: Path) -> None:
         """Write it as JSON, for `rl-ckpt plan`."""
         fields = {
@@ -121,20 +128,12 @@ class Traffic:
                 moves = plan.moves.moves(source, target)
                 size = sum(move.num_elements * placement.sizes[move.source.name] for move in moves)
                 self.pairs[source, target] = size
-                for relay, *others in self.groups(placement, source, target):
+                for relay, *others in placement.groups(source, target):
                     nodes = [placement.target_nodes[replica][target] for replica in (relay, *others)]
                     self._count(placement.source_nodes[source], nodes[0], size)
                     for node in nodes[1:]:
                         self._count(nodes[0], node, size)
         self._gathered = self._gather(placement)
-
-    @staticmethod
-    def groups(placement: Placement, source: int, target: int) -> list[list[int]]:
-        """Replicas that take a pair's slice from the trainer, each before those that it sends it on to."""
-        nodes = [nodes[target] for nodes in placement.target_nodes]
-        if not placement.has_relays:
-            return [[replica] for replica in range(len(nodes))]
-        return relay_groups(source, placement.source_nodes[source], nodes)
 
     def _count(self, source: str, target: str, size: int) -> None:
         if source == target:
@@ -170,7 +169,7 @@ class Traffic:
             places = ", ".join(
                 placement.target_nodes[relay][target]
                 + (f" by a relay, replica {relay}, to {', '.join(map(str, others))} too" if others else "")
-                for relay, *others in self.groups(placement, source, target)
+                for relay, *others in placement.groups(source, target)
             )
             lines.append(
                 f"rank {source} ({placement.source_nodes[source]}) -> receiver {target} ({places}): {_gb(size)}"

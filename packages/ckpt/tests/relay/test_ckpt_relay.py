@@ -15,6 +15,7 @@ import torch
 import rl_ckpt
 from rl_ckpt import DigestError, ReceiverState, SyncAbortedError, UsageError
 from rl_ckpt.relay import Relay
+from rl_ckpt.relay.pipe import Forwarding
 from rl_ckpt.tensors.spec import spec_of
 from rl_ckpt.testing import assert_same, failure, new_name, new_port, receive_all
 from rl_csrc.ipc import Waker
@@ -269,16 +270,16 @@ def test_a_sync_that_ends_on_its_way_ends_on_all_levels(is_cancelled):
 def test_votes_that_come_while_a_relay_calls_the_sync_off_get_their_verdict(monkeypatch):
     """The receiver below has voted, and the relay hears of it only after it has begun to call the sync off."""
     has_landed, is_calling_off = threading.Event(), threading.Event()
-    call_off = Relay._call_off
+    call_off, relays = Forwarding.call_off, []
 
     def stand_still_until_the_vote(relay):  # the event loop, which would hear of it
         is_calling_off.set()
         while relay._sender._worker._lock.locked():
             time.sleep(0.001)
 
-    async def call_off_late(relay, *arguments):
-        stand_still_until_the_vote(relay)
-        await call_off(relay, *arguments)
+    async def call_off_late(forwarding, text):
+        stand_still_until_the_vote(relays[0])
+        await call_off(forwarding, text)
 
     def veto():
         assert has_landed.wait(60)
@@ -288,7 +289,7 @@ def test_votes_that_come_while_a_relay_calls_the_sync_off_get_their_verdict(monk
         has_landed.set()
         assert is_calling_off.wait(60)
 
-    monkeypatch.setattr(Relay, "_call_off", call_off_late)
+    monkeypatch.setattr(Forwarding, "call_off", call_off_late)
     weights, mine = weights_of(2), [blank() for _ in range(3)]
 
     async def main():
@@ -299,6 +300,7 @@ def test_votes_that_come_while_a_relay_calls_the_sync_off_get_their_verdict(monk
             rl_ckpt.connect(top, role="receive", timeout_s=60) as beside,
             rl_ckpt.connect(bottom, role="receive", timeout_s=60) as below,
         ):
+            relays.append(relay)
             beside.attest_with(veto)
             below.attest_with(vote_late)
             outcomes = await asyncio.gather(

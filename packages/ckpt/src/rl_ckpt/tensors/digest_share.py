@@ -62,7 +62,7 @@ class DigestShare:
         content = memory_of(raw) if raw.device == CPU else raw
         start = 0
         for first, count in _runs(box, self.shape):
-            self._add_run(content[start : start + count * size], first * size, num_bytes)
+            self.add_run(content[start : start + count * size], first * size, num_bytes)
             start += count * size
 
     def _add_rows(self, part: Tensor, box: Box, rows: _Rows, num_bytes: int) -> None:
@@ -76,11 +76,11 @@ class DigestShare:
         for first in range(0, len(cut), chunk):
             own = cut[first : first + chunk]
             padded[: len(own), rows.start : rows.start + own.shape[1]].copy_(own)
-            self._add_run(content[: len(own) * rows.num_bytes], (rows.first + first) * rows.num_bytes, num_bytes)
+            self.add_run(content[: len(own) * rows.num_bytes], (rows.first + first) * rows.num_bytes, num_bytes)
         for leaf, total in _zeros_beside(box, self.shape, part.element_size()).items():
             self.sums[leaf] = (self.sums[leaf] - total) & _MASK
 
-    def _add_run(self, content: Tensor | memoryview, position: int, num_bytes: int) -> None:
+    def add_run(self, content: Tensor | memoryview, position: int, num_bytes: int) -> None:
         """Bytes that are neighbours in the tensor, whose first is at `position` of its `num_bytes`."""
         start, end = 0, len(content)
         while start < end:
@@ -182,7 +182,7 @@ def _zeros_beside(box: Box, shape: tuple[int, ...], size: int) -> dict[int, int]
     zeros = memoryview(bytes(rows.num_bytes))
     for row in range(rows.first, rows.end):
         for start, end in ((0, rows.start * size), (stop, rows.num_bytes)):
-            share._add_run(zeros[start:end], row * rows.num_bytes + start, num_bytes)
+            share.add_run(zeros[start:end], row * rows.num_bytes + start, num_bytes)
     return share.sums
 
 

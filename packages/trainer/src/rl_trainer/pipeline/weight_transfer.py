@@ -13,8 +13,6 @@ from safetensors.torch import save_file
 
 import rl_ckpt
 from rl_ckpt import Placement
-from rl_ckpt.sharded import relay_address
-from rl_ckpt.traffic import Traffic
 from rl_trainer.errors import ConfigError
 from rl_trainer.runtime.network import LISTENING, scheme_of
 
@@ -174,9 +172,7 @@ class ShardedTransfer(WeightTransfer):
     def _groups_of(self, members: Sequence[int], num_targets: int) -> dict[tuple[int, int], list[list[int]]]:
         placement = self._placement(members)
         return {
-            (source, target): [
-                [members[replica] for replica in group] for group in Traffic.groups(placement, source, target)
-            ]
+            (source, target): [[members[replica] for replica in group] for group in placement.groups(source, target)]
             for source in range(len(self._held))
             for target in range(num_targets)
         }
@@ -188,7 +184,7 @@ class ShardedTransfer(WeightTransfer):
             for target, address in opened.items():
                 group = next(group for group in self._groups[source, target] if member in group)
                 below = f"{self._below}-{source}-{target}-{group[0]}"
-                direct = address if len(group) == 1 else relay_address(address, below, len(group) - 1)
+                direct = address if len(group) == 1 else rl_ckpt.relay_address(address, below, len(group) - 1)
                 own[target] = direct if member == group[0] else below
             told.append(own)
         return rl_ckpt.join_addresses(told, num_targets)
