@@ -81,7 +81,7 @@ def split_address(address: str, target: int = 0) -> list[str] | None:
 
 
 _ON = ">"
-"""Between the parts of the address of a receiver that sends on."""
+"""Separator of the parts of a relay's address."""
 
 
 def relay_address(address: str, below: str, num_receivers: int) -> str:
@@ -388,7 +388,7 @@ class ShardedReceiver:
         self.address = " ".join(addresses)
         self._ends: list[Receiver] = []
         self._below: dict[Receiver, tuple[Sender, int]] = {}
-        """Of a session that is sent on, the sender, and the number of receivers."""
+        """Sender and number of receivers of each session that is sent on."""
         for address in addresses:
             above, below, count = _split_relay(address)
             end = connect(above, role="receive", timeout_s=timeout_s, token=_token_for(above, token))

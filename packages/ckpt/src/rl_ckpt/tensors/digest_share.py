@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 _WORD = 8
 _MASK = 2**64 - 1
 _CHUNK_BYTES = 1 << 20
-"""Of rows that are digested at a time on a CPU: they stay in its cache."""
+"""Bytes of rows that are digested at a time on a CPU: they stay in its cache."""
 _LONG_ROW_BYTES = 64 << 10
-"""Of rows so long, a call for each costs less than digesting what is beside the part."""
+"""Length from which a call for each row costs less than digesting what is beside the part, bytes."""
 _DEVICE_CHUNK_BYTES = 64 << 20
 """The same on a device, where each call costs a launch and a wait."""
 
@@ -143,15 +143,15 @@ class _Rows:
     """Rows of a tensor that a box has a part of each of."""
 
     first: int
-    """Number of the first row."""
+    """Index of the first row."""
     end: int
-    """Number after that of the last one."""
+    """Index after that of the last row."""
     start: int
     """Element of a row where the part begins."""
     num_elements: int
-    """Of a row."""
+    """Length of a row, elements."""
     num_bytes: int
-    """Of a row."""
+    """Length of a row, bytes."""
 
 
 def _rows_of(box: Box, shape: Sequence[int], size: int) -> _Rows | None:

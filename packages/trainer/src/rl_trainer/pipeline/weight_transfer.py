@@ -100,11 +100,11 @@ class ShardedTransfer(WeightTransfer):
         super().__init__(actor)
         self._pattern, self._folder = pattern, folder
         self._opened: list[dict[int, str]] = []
-        """By rank of the engine, the address of its session to each receiver of a replica."""
+        """Addresses of the sessions, by rank of the engine and receiver of a replica."""
         self._groups: dict[tuple[int, int], list[list[int]]] = {}
-        """By rank of the engine and receiver, the replicas: the first of each group sends on to the rest of it."""
+        """Replicas by rank of the engine and receiver, in groups whose first one sends on to the rest."""
         self._below = ""
-        """What the names of the relays' sessions begin with."""
+        """Prefix of the addresses of the relays' sessions."""
         self._held: list[LocalWeights] = []
         """Weights that each rank of the engine holds."""
         self._joined: dict[int, Receivers] = {}
