@@ -11,7 +11,7 @@ import torch
 
 from rl_ckpt import tree_digest
 from rl_ckpt.errors import DigestError, TensorError
-from rl_ckpt.testing.helpers import Pair, Suite, assert_same, failure, receive_all
+from rl_ckpt.testing.helpers import Pair, Suite, assert_same, failure, receive_all, with_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -89,63 +89,54 @@ class AliasSuite(Suite):
 
         self.run(work, bucket_bytes=1024)
 
-    def test_a_registered_source_is_tied_as_well(self) -> None:
+    @with_pair()
+    async def test_a_registered_source_is_tied_as_well(self, pair: Pair) -> None:
         """Also where a stream carries it from where it is; views that overlap, or are read otherwise, are not."""
+        embed = torch.randn(1 << 10, 1 << 10)
+        weights = {"embed": embed, "norm": torch.ones(3), "half": embed[: 1 << 9], "head": embed, "t": embed.t()}
+        weights["bits"] = embed.view(torch.int32)
+        sender, receiver = await pair.send_end(), await pair.receive_end()
+        sender.register_source(weights)
+        into = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
+        into["head"] = torch.zeros(1 << 10, 1 << 10).t()
+        for version in (1, 2):
+            embed.add_(1)
+            report, _ = await asyncio.gather(sender.send_weights(version=version), receiver.receive_into(into))
+            assert_same(into, weights)
+            assert (report.num_tensors, report.digest) == (len(weights), tree_digest(weights))
+            assert report.num_wire_bytes < report.num_bytes - embed.nbytes + 4096
 
-        async def work(pair: Pair) -> None:
-            embed = torch.randn(1 << 10, 1 << 10)
-            weights = {"embed": embed, "norm": torch.ones(3), "half": embed[: 1 << 9], "head": embed, "t": embed.t()}
-            weights["bits"] = embed.view(torch.int32)
-            sender, receiver = await pair.send_end(), await pair.receive_end()
-            sender.register_source(weights)
-            into = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
-            into["head"] = torch.zeros(1 << 10, 1 << 10).t()
-            for version in (1, 2):
-                embed.add_(1)
-                report, _ = await asyncio.gather(sender.send_weights(version=version), receiver.receive_into(into))
-                assert_same(into, weights)
-                assert (report.num_tensors, report.digest) == (len(weights), tree_digest(weights))
-                assert report.num_wire_bytes < report.num_bytes - embed.nbytes + 4096
-
-        self.run(work)
-
-    def test_what_an_iterator_yields_is_never_taken_for_tied(self) -> None:
+    @with_pair()
+    async def test_what_an_iterator_yields_is_never_taken_for_tied(self, pair: Pair) -> None:
         """One buffer that is filled again for each tensor is as many tensors."""
+        sender, receiver = await pair.send_end(), await pair.receive_end()
+        buffer = torch.zeros(100)
+        source = ((f"t{i}", buffer.data.fill_(i)) for i in range(4))
+        for version, weights in enumerate([source, _Lazy(buffer).items()]):
+            got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(weights, version=version))
+            assert_same(got, {f"t{i}": torch.full((100,), float(i)) for i in range(4)})
 
-        async def work(pair: Pair) -> None:
-            sender, receiver = await pair.send_end(), await pair.receive_end()
-            buffer = torch.zeros(100)
-            source = ((f"t{i}", buffer.data.fill_(i)) for i in range(4))
-            for version, weights in enumerate([source, _Lazy(buffer).items()]):
-                got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(weights, version=version))
-                assert_same(got, {f"t{i}": torch.full((100,), float(i)) for i in range(4)})
-
-        self.run(work)
-
-    def test_the_target_of_a_tie_is_looked_at_before_anything_is_committed(self) -> None:
+    @with_pair()
+    async def test_the_target_of_a_tie_is_looked_at_before_anything_is_committed(self, pair: Pair) -> None:
         """One that is missing, of another shape, or a part of the other's memory."""
-
-        async def work(pair: Pair) -> None:
-            embed = torch.randn(40, 30)
-            sender, receiver = await pair.send_end(), await pair.receive_end()
-            memory = torch.zeros(41, 30)
-            overlapping = {"embed": memory[:40], "head": memory[1:]}
-            for version, into in enumerate(
-                (
-                    {"embed": torch.zeros(40, 30)},
-                    {"embed": embed * 0, "head": torch.zeros(30, 40)},
-                    overlapping,
-                )
-            ):
-                sending = asyncio.ensure_future(
-                    sender.send_weights({"embed": embed, "head": embed}.items(), version=version)
-                )
-                error = await failure(Exception, receiver.receive_into(into))
-                assert isinstance(error, TensorError | DigestError), repr(error)
-                await pair.hears_of_it(sending)
-                assert receiver.version is None
-
-        self.run(work)
+        embed = torch.randn(40, 30)
+        sender, receiver = await pair.send_end(), await pair.receive_end()
+        memory = torch.zeros(41, 30)
+        overlapping = {"embed": memory[:40], "head": memory[1:]}
+        for version, into in enumerate(
+            (
+                {"embed": torch.zeros(40, 30)},
+                {"embed": embed * 0, "head": torch.zeros(30, 40)},
+                overlapping,
+            )
+        ):
+            sending = asyncio.ensure_future(
+                sender.send_weights({"embed": embed, "head": embed}.items(), version=version)
+            )
+            error = await failure(Exception, receiver.receive_into(into))
+            assert isinstance(error, TensorError | DigestError), repr(error)
+            await pair.hears_of_it(sending)
+            assert receiver.version is None
 
 
 class AliasDeltaSuite(Suite):

@@ -10,14 +10,14 @@ import signal
 from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 
 from rl_ckpt import connect
 from rl_ckpt.errors import CkptError
 from rl_ckpt.protocol.channel import Observer, observers
-from rl_ckpt.testing.helpers import assert_same, receive_all
+from rl_ckpt.testing.helpers import assert_same, named_after, receive_all
 from rl_ckpt.types import ReceiverState, Role
 
 if TYPE_CHECKING:
@@ -301,6 +301,18 @@ class Bench:
         for got, receiver in zip(running, receivers, strict=True):
             assert_same(await got, weights_of(version))
             assert (receiver.version, receiver.state) == (version, ReceiverState.COMMITTED)
+
+
+AnySuite = TypeVar("AnySuite", bound=BetweenProcesses)
+
+
+def with_bench(work: Callable[[AnySuite, Bench], Awaitable[None]]) -> Callable[[AnySuite], None]:
+    """Decorator that makes a test of a coroutine method, which `BetweenProcesses.run_processes` gives a `Bench`."""
+
+    def test(self: AnySuite) -> None:
+        self.run_processes(lambda bench: work(self, bench))
+
+    return named_after(work, test)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import socket
@@ -266,3 +267,27 @@ class Pair:
         assert report.digest == tree_digest(weights)
         self.require_receipts(report, len(weights), len(receivers))
         return report
+
+
+AnySuite = TypeVar("AnySuite", bound=Suite)
+
+
+def with_pair(
+    **options: Any,
+) -> Callable[[Callable[[AnySuite, Pair], Awaitable[None]]], Callable[[AnySuite], None]]:
+    """Decorator that makes a test of a coroutine method: `Suite.run` gives it a `Pair` of ends with `options`."""
+
+    def decorate(work: Callable[[AnySuite, Pair], Awaitable[None]]) -> Callable[[AnySuite], None]:
+        def test(self: AnySuite) -> None:
+            self.run(lambda pair: work(self, pair), **options)
+
+        return named_after(work, test)
+
+    return decorate
+
+
+def named_after(work: Callable[..., object], test: T) -> T:
+    """A test under the name and docstring of the coroutine function that it runs, but without its parameters."""
+    functools.update_wrapper(test, work)  # pyright: ignore[reportArgumentType]
+    del test.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]  # or pytest would look for fixtures of its parameters
+    return test

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import CkptError, PeerLostError, SyncAbortedError
-from rl_ckpt.testing.ends import Bench, BetweenProcesses, weights_of
+from rl_ckpt.testing.ends import Bench, BetweenProcesses, weights_of, with_bench
 from rl_ckpt.testing.helpers import assert_same, exhaust, failure, receive_all, until
 from rl_ckpt.types import ReceiverState, Role
 
@@ -24,124 +24,103 @@ class ProcessSuite(BetweenProcesses):
     Nobody waits until a deadline, the next sync works, and nothing is left behind.
     """
 
-    def test_between_two_processes(self) -> None:
+    @with_bench
+    async def test_between_two_processes(self, bench: Bench) -> None:
         """The bytes, the version and the receipt."""
+        sender, receiver = bench.process(Role.SEND, version=3), bench.process(Role.RECEIVE)
+        assert [await sender.says(), await receiver.says()] == ["open", "open"]
+        assert await sender.says() == 1
+        assert await receiver.says() == (3, sum(int(tensor.sum()) for tensor in weights_of(3).values()))
 
-        async def work(bench: Bench) -> None:
-            sender, receiver = bench.process(Role.SEND, version=3), bench.process(Role.RECEIVE)
-            assert [await sender.says(), await receiver.says()] == ["open", "open"]
-            assert await sender.says() == 1
-            assert await receiver.says() == (3, sum(int(tensor.sum()) for tensor in weights_of(3).values()))
-
-        self.run_processes(work)
-
-    def test_the_sender_is_killed_before_a_sync(self) -> None:
+    @with_bench
+    async def test_the_sender_is_killed_before_a_sync(self, bench: Bench) -> None:
         """A receiver that waits for it gets its sync from the successor."""
+        sender = bench.process(Role.SEND, stop_after=-1)
+        assert [await sender.says(), await sender.says()] == ["open", "stopped"]
+        receiver = await bench.end(Role.RECEIVE)
+        await receiver.connect()
+        receiving = asyncio.ensure_future(receive_all(receiver))
+        await asyncio.sleep(0.05)
+        sender.kill()
+        await bench.succeed(1, [receiver], [receiving])
 
-        async def work(bench: Bench) -> None:
-            sender = bench.process(Role.SEND, stop_after=-1)
-            assert [await sender.says(), await sender.says()] == ["open", "stopped"]
-            receiver = await bench.end(Role.RECEIVE)
-            await receiver.connect()
-            receiving = asyncio.ensure_future(receive_all(receiver))
-            await asyncio.sleep(0.05)
-            sender.kill()
-            await bench.succeed(1, [receiver], [receiving])
-
-        self.run_processes(work)
-
-    def test_the_sender_is_killed_in_the_middle_of_a_sync(self) -> None:
+    @with_bench
+    async def test_the_sender_is_killed_in_the_middle_of_a_sync(self, bench: Bench) -> None:
         """Receivers say so at once, name it, refuse to serve, and take the next sync."""
+        sender = bench.process(Role.SEND, stop_after=8)
+        receiver = await bench.end(Role.RECEIVE)
+        receiving = asyncio.ensure_future(receive_all(receiver))
+        assert [await sender.says(), await sender.says()] == ["open", "stopped"]
+        await until(lambda: receiver.state is ReceiverState.PREPARING)
+        sender.kill()
+        error = await failure(PeerLostError, receiving)
+        assert f"pid {sender.pid}" in str(error), error
+        assert (receiver.state, receiver.version) == (ReceiverState.POISONED, None)
+        await bench.succeed(1, [receiver])
 
-        async def work(bench: Bench) -> None:
-            sender = bench.process(Role.SEND, stop_after=8)
-            receiver = await bench.end(Role.RECEIVE)
-            receiving = asyncio.ensure_future(receive_all(receiver))
-            assert [await sender.says(), await sender.says()] == ["open", "stopped"]
-            await until(lambda: receiver.state is ReceiverState.PREPARING)
-            sender.kill()
-            error = await failure(PeerLostError, receiving)
-            assert f"pid {sender.pid}" in str(error), error
-            assert (receiver.state, receiver.version) == (ReceiverState.POISONED, None)
-            await bench.succeed(1, [receiver])
-
-        self.run_processes(work)
-
-    def test_the_sender_is_killed_while_it_collects_the_votes(self) -> None:
+    @with_bench
+    async def test_the_sender_is_killed_while_it_collects_the_votes(self, bench: Bench) -> None:
         """A receiver that has voted has nobody to tell it the verdict."""
+        sender = bench.process(Role.SEND, num_tensors=1, num_peers=2)
+        quick, slow = await bench.end(Role.RECEIVE), await bench.end(Role.RECEIVE)
+        waiting = slow.receive_weights()
+        first = asyncio.ensure_future(anext(waiting))
+        done = asyncio.ensure_future(receive_all(quick))
+        assert await sender.says() == "open"
+        await first
+        await until(lambda: quick.state is ReceiverState.STAGED)
+        sender.kill()
+        await failure(CkptError, done)
+        await failure(CkptError, exhaust(waiting))
+        assert quick.version is None
+        await bench.succeed(1, [quick, slow])
 
-        async def work(bench: Bench) -> None:
-            sender = bench.process(Role.SEND, num_tensors=1, num_peers=2)
-            quick, slow = await bench.end(Role.RECEIVE), await bench.end(Role.RECEIVE)
-            waiting = slow.receive_weights()
-            first = asyncio.ensure_future(anext(waiting))
-            done = asyncio.ensure_future(receive_all(quick))
-            assert await sender.says() == "open"
-            await first
-            await until(lambda: quick.state is ReceiverState.STAGED)
-            sender.kill()
-            await failure(CkptError, done)
-            await failure(CkptError, exhaust(waiting))
-            assert quick.version is None
-            await bench.succeed(1, [quick, slow])
-
-        self.run_processes(work)
-
-    def test_a_receiver_is_killed_between_syncs(self) -> None:
+    @with_bench
+    async def test_a_receiver_is_killed_between_syncs(self, bench: Bench) -> None:
         """The sender goes on with the others."""
+        sender = await bench.end(Role.SEND)
+        gone = bench.process(Role.RECEIVE, stop_after=-1)
+        assert [await gone.says(), await gone.says()] == ["open", "stopped"]
+        await sender.connect(1)
+        gone.kill()
+        await bench.send(sender, 1, [await bench.end(Role.RECEIVE)])
 
-        async def work(bench: Bench) -> None:
-            sender = await bench.end(Role.SEND)
-            gone = bench.process(Role.RECEIVE, stop_after=-1)
-            assert [await gone.says(), await gone.says()] == ["open", "stopped"]
-            await sender.connect(1)
-            gone.kill()
-            await bench.send(sender, 1, [await bench.end(Role.RECEIVE)])
-
-        self.run_processes(work)
-
-    def test_a_receiver_is_killed_in_the_middle_of_a_sync(self) -> None:
+    @with_bench
+    async def test_a_receiver_is_killed_in_the_middle_of_a_sync(self, bench: Bench) -> None:
         """The sync is called off for all, the sender names it, and its successor takes the next."""
+        sender, other = await bench.end(Role.SEND), await bench.end(Role.RECEIVE)
+        killed = bench.process(Role.RECEIVE, stop_after=2)
+        assert await killed.says() == "open"
+        await other.connect()
+        await sender.connect(2)
+        sending = asyncio.ensure_future(sender.send_weights(weights_of(1).items(), version=1))
+        receiving = asyncio.ensure_future(receive_all(other))
+        assert await killed.says() == "stopped"
+        killed.kill()
+        error = await failure(SyncAbortedError, sending)
+        assert isinstance(error.__cause__, PeerLostError)
+        assert f"pid {killed.pid}" in str(error), error
+        await failure(SyncAbortedError, receiving)
+        assert (sender.version, other.version) == (None, None)
+        await bench.send(sender, 1, [other, await bench.end(Role.RECEIVE)])
 
-        async def work(bench: Bench) -> None:
-            sender, other = await bench.end(Role.SEND), await bench.end(Role.RECEIVE)
-            killed = bench.process(Role.RECEIVE, stop_after=2)
-            assert await killed.says() == "open"
-            await other.connect()
-            await sender.connect(2)
-            sending = asyncio.ensure_future(sender.send_weights(weights_of(1).items(), version=1))
-            receiving = asyncio.ensure_future(receive_all(other))
-            assert await killed.says() == "stopped"
-            killed.kill()
-            error = await failure(SyncAbortedError, sending)
-            assert isinstance(error.__cause__, PeerLostError)
-            assert f"pid {killed.pid}" in str(error), error
-            await failure(SyncAbortedError, receiving)
-            assert (sender.version, other.version) == (None, None)
-            await bench.send(sender, 1, [other, await bench.end(Role.RECEIVE)])
-
-        self.run_processes(work)
-
-    def test_a_receiver_is_killed_after_its_vote(self) -> None:
+    @with_bench
+    async def test_a_receiver_is_killed_after_its_vote(self, bench: Bench) -> None:
         """While another has not voted: nothing is committed."""
-
-        async def work(bench: Bench) -> None:
-            sender, slow = await bench.end(Role.SEND), await bench.end(Role.RECEIVE)
-            killed = bench.process(Role.RECEIVE)
-            assert await killed.says() == "open"
-            await slow.connect()
-            await sender.connect(2)
-            sending = asyncio.ensure_future(sender.send_weights(weights_of(1, 1).items(), version=1))
-            waiting = slow.receive_weights()
-            await anext(waiting)
-            await asyncio.sleep(0.3)  # by now the other has taken the only bucket and voted
-            killed.kill()
-            error = await failure(SyncAbortedError, sending)
-            assert f"pid {killed.pid}" in str(error), error
-            await failure(SyncAbortedError, exhaust(waiting))
-            await bench.send(sender, 1, [slow])
-
-        self.run_processes(work)
+        sender, slow = await bench.end(Role.SEND), await bench.end(Role.RECEIVE)
+        killed = bench.process(Role.RECEIVE)
+        assert await killed.says() == "open"
+        await slow.connect()
+        await sender.connect(2)
+        sending = asyncio.ensure_future(sender.send_weights(weights_of(1, 1).items(), version=1))
+        waiting = slow.receive_weights()
+        await anext(waiting)
+        await asyncio.sleep(0.3)  # by now the other has taken the only bucket and voted
+        killed.kill()
+        error = await failure(SyncAbortedError, sending)
+        assert f"pid {killed.pid}" in str(error), error
+        await failure(SyncAbortedError, exhaust(waiting))
+        await bench.send(sender, 1, [slow])
 
 
 class KillSuite(BetweenProcesses):

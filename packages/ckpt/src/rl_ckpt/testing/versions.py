@@ -9,7 +9,7 @@ import torch
 from rl_ckpt import tree_digest
 from rl_ckpt.errors import DigestError, SyncAbortedError, UsageError
 from rl_ckpt.testing.aliases import AliasDeltaSuite, AliasSuite
-from rl_ckpt.testing.helpers import Pair, assert_same, blank, failure, sample_weights, step
+from rl_ckpt.testing.helpers import Pair, assert_same, blank, failure, sample_weights, step, with_pair
 from rl_ckpt.testing.into import IntoSuite
 from rl_ckpt.types import ReceiverState
 
@@ -20,23 +20,20 @@ LEAF_ELEMENTS = (4 << 20) // 4
 class DeltaSuite(AliasDeltaSuite):
     """Differences, and the committed version for late receivers. Every receiver here uses `receive_into`."""
 
-    def test_differences_of_every_kind_of_tensor(self) -> None:
+    @with_pair(bucket_bytes=1024, delta=True)
+    async def test_differences_of_every_kind_of_tensor(self, pair: Pair) -> None:
         """Small buckets; the bytes are few, the bits are those of the sender, and what has no difference is sent."""
-
-        async def work(pair: Pair) -> None:
-            weights = {name: tensor.detach().clone().contiguous() for name, tensor in sample_weights().items()}
-            weights["wide"] = torch.randn(40_000)
-            sender = await pair.send_end()
-            receivers = {await pair.receive_end(): blank(weights) for _ in range(2)}
-            dense = await pair.exchange(sender, receivers, weights, 1)
-            assert dense.num_deltas == 0
-            for version in (2, 3):
-                weights = step(weights)
-                report = await pair.exchange(sender, receivers, weights, version)
-                assert report.num_deltas > 0
-                assert report.num_wire_bytes < dense.num_wire_bytes / 5
-
-        self.run(work, bucket_bytes=1024, delta=True)
+        weights = {name: tensor.detach().clone().contiguous() for name, tensor in sample_weights().items()}
+        weights["wide"] = torch.randn(40_000)
+        sender = await pair.send_end()
+        receivers = {await pair.receive_end(): blank(weights) for _ in range(2)}
+        dense = await pair.exchange(sender, receivers, weights, 1)
+        assert dense.num_deltas == 0
+        for version in (2, 3):
+            weights = step(weights)
+            report = await pair.exchange(sender, receivers, weights, version)
+            assert report.num_deltas > 0
+            assert report.num_wire_bytes < dense.num_wire_bytes / 5
 
     def test_leaves_are_sent_as_they_changed(self) -> None:
         """One unchanged, one changed a little, one so much that it is sent whole, and a short one at the end."""
@@ -69,55 +66,46 @@ class DeltaSuite(AliasDeltaSuite):
 
         return self.run(work, delta=True, **options)
 
-    def test_a_base_that_was_tampered_with_is_found_and_replaced(self) -> None:
+    @with_pair(delta=True)
+    async def test_a_base_that_was_tampered_with_is_found_and_replaced(self, pair: Pair) -> None:
         """A difference on other bits than the sender's: no commit, and the next sync is whole."""
+        weights = {"a": torch.randn(50_000), "b": torch.randn(100)}
+        sender, receiver = await pair.send_end(), await pair.receive_end()
+        into = blank(weights)
+        await pair.exchange(sender, {receiver: into}, weights, 1)
+        into["a"][7] += 1  # an optimizer, a sleep, a bug; in an element that the update leaves alone
+        fresh = step(weights)
+        receiving = asyncio.ensure_future(receiver.receive_into(into))
+        await failure(SyncAbortedError, sender.send_weights(fresh.items(), version=2))
+        await failure(DigestError, receiving)
+        assert (receiver.version, receiver.state) == (1, ReceiverState.POISONED)
+        report = await pair.exchange(sender, {receiver: into}, fresh, 2)
+        assert report.num_deltas == 0
 
-        async def work(pair: Pair) -> None:
-            weights = {"a": torch.randn(50_000), "b": torch.randn(100)}
-            sender, receiver = await pair.send_end(), await pair.receive_end()
-            into = blank(weights)
-            await pair.exchange(sender, {receiver: into}, weights, 1)
-            into["a"][7] += 1  # an optimizer, a sleep, a bug; in an element that the update leaves alone
-            fresh = step(weights)
-            receiving = asyncio.ensure_future(receiver.receive_into(into))
-            await failure(SyncAbortedError, sender.send_weights(fresh.items(), version=2))
-            await failure(DigestError, receiving)
-            assert (receiver.version, receiver.state) == (1, ReceiverState.POISONED)
-            report = await pair.exchange(sender, {receiver: into}, fresh, 2)
-            assert report.num_deltas == 0
-
-        self.run(work, delta=True)
-
-    def test_who_comes_late_gets_the_version_in_force_and_then_differences(self) -> None:
+    @with_pair(delta=True)
+    async def test_who_comes_late_gets_the_version_in_force_and_then_differences(self, pair: Pair) -> None:
         """Whoever was there has nothing to do with it."""
+        weights = {name: tensor.detach().clone().contiguous() for name, tensor in sample_weights().items()}
+        weights["wide"] = torch.randn(40_000)
+        sender, first, late = await pair.send_end(), await pair.receive_end(), await pair.receive_end()
+        mine, theirs = blank(weights), blank(weights)
+        await pair.exchange(sender, {first: mine}, weights, 1)
+        assert await sender.resend_current() is None
+        receiving = asyncio.ensure_future(late.receive_into(theirs))
+        async with asyncio.timeout(self.long_s):
+            while (report := await sender.resend_current()) is None:  # noqa: ASYNC110  # it is the poll that is tested
+                await asyncio.sleep(0.02)
+        assert (await receiving, report.version, len(report.receipts)) == (1, 1, 1)
+        assert_same(theirs, weights)
+        assert late.digest == first.digest == sender.digest == tree_digest(weights)
+        report = await pair.exchange(sender, {first: mine, late: theirs}, step(weights), 2)
+        assert report.num_deltas > 0
 
-        async def work(pair: Pair) -> None:
-            weights = {name: tensor.detach().clone().contiguous() for name, tensor in sample_weights().items()}
-            weights["wide"] = torch.randn(40_000)
-            sender, first, late = await pair.send_end(), await pair.receive_end(), await pair.receive_end()
-            mine, theirs = blank(weights), blank(weights)
-            await pair.exchange(sender, {first: mine}, weights, 1)
-            assert await sender.resend_current() is None
-            receiving = asyncio.ensure_future(late.receive_into(theirs))
-            async with asyncio.timeout(self.long_s):
-                while (report := await sender.resend_current()) is None:  # noqa: ASYNC110  # it is the poll that is tested
-                    await asyncio.sleep(0.02)
-            assert (await receiving, report.version, len(report.receipts)) == (1, 1, 1)
-            assert_same(theirs, weights)
-            assert late.digest == first.digest == sender.digest == tree_digest(weights)
-            report = await pair.exchange(sender, {first: mine, late: theirs}, step(weights), 2)
-            assert report.num_deltas > 0
-
-        self.run(work, delta=True)
-
-    def test_without_a_copy_nobody_can_be_served_late(self) -> None:
+    @with_pair()
+    async def test_without_a_copy_nobody_can_be_served_late(self, pair: Pair) -> None:
         """And it says what to do."""
-
-        async def work(pair: Pair) -> None:
-            sender = await pair.send_end()
-            assert "delta=True" in str(await failure(UsageError, sender.resend_current()))
-
-        self.run(work)
+        sender = await pair.send_end()
+        assert "delta=True" in str(await failure(UsageError, sender.resend_current()))
 
 
 class VersionSuite(IntoSuite, AliasSuite, DeltaSuite):
