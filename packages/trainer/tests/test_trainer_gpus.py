@@ -9,8 +9,9 @@ import pytest
 
 from rl_trainer import cli
 from rl_trainer.config import load_config
+from rl_trainer.errors import ConfigError
 from rl_trainer.planning import gpus
-from rl_trainer.planning.gpus import gpu_facts, settle
+from rl_trainer.planning.gpus import check_ipc, gpu_facts, settle
 from rl_trainer.setup import resource_pools
 
 CLUSTER = """
@@ -65,6 +66,24 @@ def test_servers_share_the_engine_s_gpus_where_roles_ask_for_more_than_there_are
     told = dict(gpu_facts(config))
     assert ("GPUs" in told) is (num_gpus > 0)
     assert ("colocated" in told.get("GPUs", "")) is is_colocated
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "overrides", "why"),
+    [
+        (0, [], "there is no GPU here; leave it out"),
+        (2, ["rollout.colocated=false"], "the servers have GPUs of their own"),
+        (1, ["runtime=inline"], "runtime=inline is one process"),
+        (2, ["rollout.colocated=true", "engine.world_size=2", "rollout.parallel.tp=2", "rollout.backend=vllm"],
+         "a replica of 2 GPUs computes on others than the sender's"),
+    ],
+)  # fmt: skip
+def test_cuda_ipc_is_refused_where_engine_and_server_share_no_gpu(machine, num_gpus, overrides, why):
+    machine(num_gpus)
+    with pytest.raises(ConfigError, match=why):
+        check_ipc(settle(load_config("gsm8k", ["weights_transport=cuda-ipc", *overrides])))
+    machine(1)
+    check_ipc(settle(load_config("gsm8k", [])))
 
 
 def test_an_allocator_that_cannot_export_memory_sends_through_the_host_s(machine, monkeypatch):

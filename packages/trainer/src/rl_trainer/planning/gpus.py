@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from rl_trainer.errors import ConfigError
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.placement import pools_of
-from rl_trainer.runtime.network import SHARED_MEMORY
+from rl_trainer.runtime.network import SHARED_MEMORY, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -119,6 +120,26 @@ def _can_share_memory(config: Config) -> bool:
         and local_gpus() > 0
         and "expandable_segments:true" not in settings
     )
+
+
+def check_ipc(config: Config) -> None:
+    """Check that a run which asks for `cuda-ipc` has engine and server on one GPU of this machine.
+
+    Raises:
+        ConfigError: it has not; says why.
+    """
+    ranks = config.rollout.parallel.num_ranks
+    for is_so, why in (
+        (config.runtime == "inline", "runtime=inline is one process"),
+        (count_gpus(config) == 0, "there is no GPU here"),
+        (not config.rollout.colocated, "the servers have GPUs of their own (rollout.colocated)"),
+        (ranks > 1, f"a replica of {ranks} GPUs computes on others than the sender's"),
+    ):
+        if scheme_of(config.weights_transport) == _IPC and is_so:
+            raise ConfigError(
+                f"weights_transport={config.weights_transport} is for two processes that share a GPU, and {why}; leave "
+                "it out"
+            )
 
 
 def gpu_facts(config: Config) -> list[tuple[str, str]]:

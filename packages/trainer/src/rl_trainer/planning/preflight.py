@@ -29,6 +29,7 @@ from rl_trainer.data import shows_images
 from rl_trainer.equivalents import hint
 from rl_trainer.errors import ConfigError, InputError
 from rl_trainer.planning.environments import check_engine, check_environment, gives_shards, role_python
+from rl_trainer.planning.gpus import check_ipc
 from rl_trainer.planning.placement import has
 from rl_trainer.planning.plan import (
     actor_config,
@@ -418,6 +419,7 @@ def _require(config: Config, can: Capabilities, needs: list[_Need]) -> None:
 
 
 def _check_transport(config: Config) -> None:
+    check_ipc(config)
     address = address_of(config.weights_transport, "plan", ("127.0.0.1", 1))
     try:
         token = "of the plan" if scheme_of(address) in LISTENING else None
