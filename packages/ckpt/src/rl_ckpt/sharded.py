@@ -61,7 +61,7 @@ _PREFIX = "shards:"
 
 
 def join_addresses(addresses: Sequence[Mapping[int, str]], num_targets: int) -> str:
-    """One string for all receivers of a replica: what the `prepare` of each rank of the trainer told."""
+    """Joined address for all receivers of a replica, of what the `prepare` of each rank of the trainer returned."""
     groups = [" ".join(each[target] for each in addresses if target in each) for target in range(num_targets)]
     return _PREFIX + ";".join(groups)
 
@@ -124,12 +124,12 @@ class Shard(Protocol):
 
 
 def spec_of_shard(shard: Shard) -> ShardSpec:
-    """As this package's own."""
+    """Spec of a shard as this package's own type."""
     return ShardSpec(name=shard.name, shape=shard.shape, offsets=shard.offsets, sizes=shard.sizes)
 
 
 class ShardPlan:
-    """Who sends which slice to whom: made once, used for every sync while neither side is cut anew. Picklable.
+    """Plan of who sends which slice to whom: made once, used until a side is cut anew. Picklable.
 
     Args:
         sources: For each rank of the trainer, what it holds.
@@ -162,7 +162,7 @@ class ShardPlan:
 
 
 class ShardedSender:
-    """One rank of the trainer: a session to each rank of the server that it has something for.
+    """Sender of one rank of the trainer, with a session to each rank of the server that it has slices for.
 
     Args:
         plan: The same on every rank.
@@ -244,7 +244,7 @@ class ShardedSender:
         return self._share
 
     async def commit(self, digest: int, version: int) -> SyncReport:
-        """All ranks have staged the version: commit it. What this rank sent, under the digest of the whole model."""
+        """Commit the version that all ranks have staged; returns this rank's report, with the whole model's digest."""
         prepared, self._prepared = self._prepared, []
         reports = await asyncio.gather(*(asyncio.to_thread(each.commit) for each in prepared))
         return merge_reports(reports, version=version, digest=digest)
@@ -261,7 +261,7 @@ class ShardedSender:
     def _slices(
         self, shards: Callable[[], Iterable[tuple[Shard, Tensor]]], target: int, *, is_first: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """What goes to one rank of the server. The first session's pass counts the digest as well."""
+        """Slices that go to one rank of the server. The first session's pass counts the digest as well."""
         moves, left = self._moves.get(target, {}), set(self._moves.get(target, {}))
         for shard, tensor in shards():
             spec = spec_of_shard(shard)
@@ -291,7 +291,7 @@ class ShardedSender:
 
 @dataclass(slots=True)
 class _Joint:
-    """What the sessions of one receiver have in common during a sync: they vote together, or not at all."""
+    """Joint state of one receiver's sessions during a sync: they vote together, or not at all."""
 
     num_ends: int
     on_landed: Callable[[Sequence[Unpacker]], None]
@@ -303,7 +303,7 @@ class _Joint:
     has_voted: bool = False
 
     def land(self, unpacker: Unpacker) -> None:
-        """All that one session brings is there and verified; called in its thread."""
+        """Note that all that one session brings is there and verified; called in its thread."""
         with self.lock:
             self.landed.append(unpacker)
             if len(self.landed) < self.num_ends or self.error is not None:
@@ -320,7 +320,7 @@ class _Joint:
                 gate.wake_if_decided()
 
     def fail(self, error: BaseException) -> None:
-        """One session has failed: before the vote, so have all; after it, what the others hear stands."""
+        """Note that one session has failed: before the vote, so have all; after it, what the others hear stands."""
         with self.lock:
             self.error = self.error if self.has_voted else self.error or error
             for gate in self.gates:
@@ -328,7 +328,7 @@ class _Joint:
 
 
 class _Gate:
-    """Where one session waits for the others, and for those that it is sent on to, before it votes; see `RelayPipe`."""
+    """Gate at which a session waits for the others, and for those that it is sent on to, before it votes."""
 
     def __init__(self, joint: _Joint, unpacker: Unpacker, below: tuple[Sender, int] | None) -> None:
         self.outcome = Waker()
@@ -375,7 +375,7 @@ class _Gate:
 
 
 class ShardedReceiver:
-    """One rank of a server: a session with every rank of the trainer that has something for it.
+    """Receiver of one rank of a server, with a session to every rank of the trainer that has slices for it.
 
     Args:
         addresses: Of the sessions, as the `prepare` of each sender tells for this rank. One that `relay_address` made
@@ -473,7 +473,7 @@ class ShardedReceiver:
     async def _take(
         self, end: Receiver, joint: _Joint, targets: Mapping[str, Tensor], shards: Mapping[str, Shard]
     ) -> int:
-        """One session of the sync, to the commit."""
+        """Run one session of the sync, to the commit."""
         views = self._views.get(end)
         if views is None or views.targets is not targets:
             views = self._views[end] = _Slices(targets, shards, end.address)
@@ -574,7 +574,7 @@ class _Slices(Mapping[str, "Tensor"]):
 
 
 def merge_reports(reports: Sequence[SyncReport], *, version: int, digest: int) -> SyncReport:
-    """One report of several pairs: sums of bytes, the longest of each time, every receipt."""
+    """Merge the reports of several pairs: sums of bytes, the longest of each time, every receipt."""
     if not reports:
         zero = dict.fromkeys(("export_s", "pack_s", "wire_s", "verify_s", "wall_s"), 0.0)
         return SyncReport(version=version, digest=digest, num_tensors=0, num_bytes=0, **zero)
@@ -626,7 +626,7 @@ async def _settle(tasks: Sequence[asyncio.Future[T]], *, is_kept: Callable[[], b
 
 
 def _with_options(address: str, url: str) -> str:
-    """What a sender is reached at, with the options that its URL had: a port that was found has none."""
+    """Address of a sender with the options that its URL had: a port that was found has none."""
     options = url.partition("?")[2]
     return address if not options or "?" in address else f"{address}?{options}"
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _Item: TypeAlias = tuple[TensorSpec, int]
-"""What a tensor is, and where it starts in the buffer, bytes."""
+"""Tensor in the buffer: its name, dtype and shape, and its start, bytes."""
 _numbers = itertools.count()
 
 
@@ -50,7 +50,7 @@ class WorkerSender:
     """Sends to the worker of one GPU, update after update. A context manager that closes.
 
     Args:
-        device_uuid: Of the GPU, as vLLM's `current_platform.get_device_uuid` gives it.
+        device_uuid: UUID of the GPU, as vLLM's `current_platform.get_device_uuid` gives it.
         bucket_bytes: Size of each half of the buffer; the largest tensor must fit.
         timeout_s: Longest wait for the worker, seconds: it loads a bucket before it answers.
         buffer: Makes the memory of a size, and what the worker rebuilds it from.
@@ -76,7 +76,7 @@ class WorkerSender:
 
     @property
     def handles(self) -> dict[str, str]:
-        """What the next `update_weights_from_ipc` is called with, for this GPU: merge those of all."""
+        """Handles for the next `update_weights_from_ipc`, of this GPU: merge those of all."""
         return {self._uuid: self._address}
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> int:

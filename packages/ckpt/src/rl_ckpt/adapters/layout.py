@@ -35,7 +35,7 @@ class DryLoad(TorchDispatchMode):
     """While it is entered, a loader copies nothing into a model, and what it would have copied is noted.
 
     Args:
-        model: Whose tensors are not to change.
+        model: Model whose tensors are not to change.
         given: Name to tensor on the CPU, as the loader is given them; each has memory of its own, which nothing reads.
     """
 
@@ -46,7 +46,7 @@ class DryLoad(TorchDispatchMode):
         self._kept = {_pointer(tensor) for tensor in (*model.parameters(), *model.buffers())} - {0}
         self._copied: dict[str, list[Layout]] = {}
         self._whole: set[str] = set()
-        """What the loader computes something of before it copies: nobody can tell which part of it counts."""
+        """Names of tensors that the loader computes with before it copies: all of each counts."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sources = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and _pointer(t) in self._names]
@@ -65,7 +65,7 @@ class DryLoad(TorchDispatchMode):
         return None if name in self._whole else [layout.size for layout in self._copied.get(name, ())]
 
     def parts(self) -> dict[str, ShardSpec]:
-        """By name, the smallest box that has all that was copied of a tensor. A tensor that was left out has none."""
+        """Smallest box of all that was copied of each tensor, by name. A tensor that was left out has none."""
         found: dict[str, ShardSpec] = {}
         for name, tensor in self._given.items():
             boxes = [_box(layout, tensor) for layout in self._copied.get(name, ())]
@@ -83,7 +83,7 @@ def _pointer(tensor: Tensor) -> int:
 
 
 def _box(layout: Layout, whole: Tensor) -> list[tuple[int, int]]:
-    """What a view is of a contiguous tensor; all of that, where the view is no box of it."""
+    """Box of a contiguous tensor that a view is; the whole tensor, where the view is no box of it."""
     last = layout.offset + sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
     box: list[tuple[int, int]] = []
     first, end = layout.offset, last
@@ -107,15 +107,15 @@ def write_layout_request(folder: Path, weights: Mapping[str, tuple[str, tuple[in
     """Ask for layouts in an empty folder; returns the URL for the ranks.
 
     Args:
-        folder: Which all ranks see.
-        weights: By name, dtype (`bfloat16`) and shape of every tensor that will be sent.
+        folder: Folder that all ranks see.
+        weights: Dtype (`bfloat16`) and shape of every tensor that will be sent, by name.
     """
     folder.joinpath(_REQUEST).write_text(json.dumps(weights))
     return f"{SCHEME}{folder}"
 
 
 def answer_request(url: str, rank: int) -> tuple[dict[str, Tensor], Path]:
-    """In a rank: tensors to load dry, in memory that nothing was written to, and where `write_answer` writes."""
+    """Tensors for a rank to load dry, in memory that nothing was written to, and the file of `write_answer`."""
     folder = Path(url.removeprefix(SCHEME))
     told: dict[str, tuple[str, list[int]]] = json.loads(folder.joinpath(_REQUEST).read_text())
     given = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in told.items()}
@@ -128,7 +128,7 @@ def write_answer(path: Path, parts: Iterable[ShardSpec]) -> None:
 
 
 def read_layouts(folder: Path, num_ranks: int) -> list[list[ShardSpec]]:
-    """What each rank takes, when all have been called.
+    """Layouts of all ranks, once each was called.
 
     Raises:
         UsageError: the server has fewer ranks, or more.

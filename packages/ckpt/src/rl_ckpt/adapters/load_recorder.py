@@ -1,4 +1,4 @@
-"""Where a model's own loader puts the tensors it is given, and what lies there afterwards.
+"""Recorder of loads: where a model's own loader puts the tensors it is given, and what lies there afterwards.
 
 An inference engine fuses, cuts and renames the weights of a checkpoint. Instead of knowing how each of its models does
 that, we watch the copies that its loader makes, and read the same places back.
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the size of a number."""
+"""Integer dtype by the size of a number, bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which elements of its memory a tensor is."""
+    """Layout of a tensor: which elements of its memory it is."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -37,7 +37,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
-        """That of a tensor."""
+        """Layout of a tensor."""
         return cls(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def view(self, whole: Tensor) -> Tensor:
@@ -56,16 +56,16 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """One copy that the loader made: from a part of a tensor it was given into a part of one of the model's."""
+    """Binding of one copy of the loader: from a part of a given tensor to a part of one of the model's."""
 
     source: Layout
-    """What was copied of the given tensor."""
+    """Part of the given tensor that was copied."""
     path: str
     """Name of the model's parameter or buffer."""
     whole: Layout
     """The model's tensor, when it was filled."""
     part: Layout
-    """What was filled of it."""
+    """Part of it that was filled."""
 
 
 class LoadRecorder(TorchDispatchMode):
@@ -74,14 +74,14 @@ class LoadRecorder(TorchDispatchMode):
     A loader that changes a tensor before it copies it (or copies it twice) leaves no binding for it.
 
     Args:
-        model: Whose parameters and buffers are filled.
+        model: Model whose parameters and buffers are filled.
         given: Name to tensor on the CPU, as the loader is given them; each has memory of its own.
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.bindings: dict[str, list[Binding]] = {}
-        """By the name of the given tensor."""
+        """Bindings by the name of the given tensor."""
         self._model = model
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in given.items() if tensor.numel()}
         self._paths: dict[int, str] = {}
@@ -116,7 +116,7 @@ def filled_by(bindings: Mapping[str, Sequence[Binding]]) -> set[str]:
     """Names of the model's tensors that nothing of what was there before is left of. In doubt, one is not among them.
 
     Args:
-        bindings: What the recorder saw of a load.
+        bindings: Bindings that the recorder saw of a load.
     """
     spans: dict[tuple[str, Layout], list[tuple[int, int]]] = {}
     for binding in itertools.chain.from_iterable(bindings.values()):
@@ -135,13 +135,13 @@ def filled_by(bindings: Mapping[str, Sequence[Binding]]) -> set[str]:
 
 
 def copies_in(model: nn.Module, path: str, whole: Layout) -> list[Tensor]:
-    """What the model has under that name: one tensor or none. An engine that packs its weights has more."""
+    """Tensors of the model under a name: one or none. An engine that packs its weights has more."""
     del whole
     return _tensors(model, path)
 
 
 class Held(Mapping[str, "Tensor"]):
-    """What a model holds of the tensors that its loader was given, under their names; read when it is asked for.
+    """Tensors that a model holds of those that its loader was given, under their names; read when asked for.
 
     Where the model has a part of a tensor (as one rank of several), the rest is completed from what was given: the two
     are equal if and only if the part is. Names that the loader took nowhere, or whose place cannot be read any more
@@ -150,7 +150,7 @@ class Held(Mapping[str, "Tensor"]):
     Args:
         model: The model, after loading.
         given: Name to tensor, as the loader was given them.
-        bindings: What the recorder saw.
+        bindings: Bindings that the recorder saw.
         copies: All that the model keeps under the name of one of its tensors, which was laid out like that when it was
             filled. It is asked for every name that the tensor has: tied layers may keep copies of their own.
     """

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "adapters."
-"""Of the names of an adapter's tensors in a sync: `adapters.NAME.` and the name that peft gives it."""
+"""Prefix of the names of an adapter's tensors in a sync: `adapters.NAME.`, then the name that peft gives it."""
 TENSORS_FILE = "adapter_model.safetensors"
-"""Of peft, in the folder of an adapter."""
+"""File of peft in the folder of an adapter."""
 
 
 def brings_adapters(weights: Mapping[str, Tensor]) -> bool:
@@ -40,9 +40,9 @@ class Copy(NamedTuple):
     """A part of an adapter's tensor in an engine's memory."""
 
     held: Tensor
-    """What a layer computes with, a view."""
+    """View of what a layer computes with."""
     want: Tensor
-    """What it should be: of the tensor that came, in the engine's number format and as the engine scales it."""
+    """Values that it should have: those that came, in the engine's number format and as the engine scales them."""
 
 
 class Adapters(ABC):
@@ -55,7 +55,7 @@ class Adapters(ABC):
     def __init__(self, started: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._started = started
         self.sent: dict[str, Mapping[str, Tensor]] = {}
-        """By adapter, what was installed last, if it was sent."""
+        """Tensors installed last, by adapter, if they were sent."""
 
     @abstractmethod
     def install(self, adapter: str, tensors: Mapping[str, Tensor]) -> Mapping[str, list[Copy]]:
@@ -113,7 +113,7 @@ class Adapters(ABC):
 
 
 class HeldAdapters(Mapping[str, "Tensor"]):
-    """What an engine holds of the tensors of a sync, under their names; read when it is asked for.
+    """Tensors of a sync that an engine holds, under their names; read when asked for.
 
     A rank of several has a part of some. The rest is completed from what came: the two are equal if and only if the
     part is.
@@ -152,7 +152,7 @@ class CopyRecorder(TorchDispatchMode):
     def __init__(self, given: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.made: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        """By name: target and source of each copy, views."""
+        """Target and source of each copy, views, by name."""
         self._names = {pointer(tensor): name for name, tensor in given.items()}
         self._joined: list[Tensor] = []
         """Parts of a tensor that were put together, kept so that their memory stays theirs."""

@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from rl_ckpt.adapters.lora import HeldAdapters
 
 LOADER = "rl_ckpt.adapters.sglang.load_weights"
-"""For `--custom-weight-loader`."""
+"""Value for `--custom-weight-loader`."""
 TIMEOUT_S = 120.0
 """Longest wait for the sender: SGLang's scheduler stands still meanwhile."""
 _UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
-"""What calls a custom loader, in SGLang 0.5.23."""
+"""Function of SGLang 0.5.23 that calls a custom loader."""
 _MANAGER = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
-"""What makes SGLang's adapters, in 0.5.23."""
+"""Class of SGLang 0.5.23 that makes adapters."""
 _engines: dict[int, _Engine] = {}
-"""By the id of a model, which its engine keeps alive."""
+"""Engines by the id of a model, which its engine keeps alive."""
 _managers: dict[int, Any] = {}
 """SGLang's LoRA managers, by the id of the model, which they keep alive."""
 
@@ -115,7 +115,7 @@ def _answer(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) 
 
 
 class _Engine:
-    """One model and the session that it is in.
+    """Engine: one model and the session that it is in.
 
     During a sync, host memory holds what loading the version before would not write again: the whole model in the
     first one, hardly anything later.
@@ -132,7 +132,7 @@ class _Engine:
         self._loaded: set[str] = set()
         """The model's tensors that the last load filled."""
         self._committed: set[str] = set()
-        """Those that loading the committed version fills."""
+        """Bindings that loading the committed version fills."""
         self._kept: dict[str, Tensor] = {}
         """The others, as they were before a load."""
 
@@ -250,7 +250,7 @@ class _Pickler(pickle.Pickler):
     """Pickles a tensor of int64 by value, with functions that SGLang's unpickler allows."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Of a tensor or its storage; all else as usual."""
+        """Reduce a tensor or its storage; all else as usual."""
         if isinstance(obj, torch.Tensor):
             hooks: OrderedDict[Any, Any] = OrderedDict()  # an alias that is called would pickle itself too
             return _rebuild_tensor_v2, (_Numbers(obj.tolist()), 0, tuple(obj.shape), obj.stride(), False, hooks)

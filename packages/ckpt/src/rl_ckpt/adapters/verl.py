@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 @CheckpointEngineRegistry.register("rl_ckpt")
 class RlCkptCheckpointEngine(CheckpointEngine):
-    """One worker's end. Options are those of `checkpoint_engine.engine_kwargs.rl_ckpt`.
+    """Checkpoint engine of one verl worker. Options are those of `checkpoint_engine.engine_kwargs.rl_ckpt`.
 
     Args:
         bucket_size: Size of a bucket, bytes; verl's `update_weights_bucket_megabytes`. Rounded down to 256.
         is_master: Whether this is rank 0 of the actor, which sends.
-        url: Of the session; None is a free TCP port of the master's node. `shm://name` on one machine.
+        url: URL of the session; None is a free TCP port of the master's node. `shm://name` on one machine.
         timeout_s: Longest wait for a peer, seconds.
-        token: Of a session over TCP; None makes one, which goes to the others with verl's own messages.
+        token: Token of a session over TCP; None makes one, which goes to the others with verl's own messages.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RlCkptCheckpointEngine(CheckpointEngine):
         self._joined = (url, token)
 
     def finalize(self) -> None:
-        """Nothing: the session serves the next step as well."""
+        """Finalize a step: the session serves the next one as well."""
 
     async def send_weights(
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None

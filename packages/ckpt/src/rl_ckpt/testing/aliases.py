@@ -91,7 +91,7 @@ class AliasSuite(Suite):
 
     @with_pair()
     async def test_a_registered_source_is_tied_as_well(self, pair: Pair) -> None:
-        """Also where a stream carries it from where it is; views that overlap, or are read otherwise, are not."""
+        """A source is tied also where a stream carries it in place; views that overlap are not."""
         embed = torch.randn(1 << 10, 1 << 10)
         weights = {"embed": embed, "norm": torch.ones(3), "half": embed[: 1 << 9], "head": embed, "t": embed.t()}
         weights["bits"] = embed.view(torch.int32)
@@ -108,7 +108,7 @@ class AliasSuite(Suite):
 
     @with_pair()
     async def test_what_an_iterator_yields_is_never_taken_for_tied(self, pair: Pair) -> None:
-        """One buffer that is filled again for each tensor is as many tensors."""
+        """A buffer that is filled again for each tensor is as many tensors."""
         sender, receiver = await pair.send_end(), await pair.receive_end()
         buffer = torch.zeros(100)
         source = ((f"t{i}", buffer.data.fill_(i)) for i in range(4))
@@ -118,7 +118,7 @@ class AliasSuite(Suite):
 
     @with_pair()
     async def test_the_target_of_a_tie_is_looked_at_before_anything_is_committed(self, pair: Pair) -> None:
-        """One that is missing, of another shape, or a part of the other's memory."""
+        """A target that is missing, of another shape, or a part of the other's memory."""
         embed = torch.randn(40, 30)
         sender, receiver = await pair.send_end(), await pair.receive_end()
         memory = torch.zeros(41, 30)

@@ -29,7 +29,7 @@ class IntoSuite(Suite):
 
     @with_pair(bucket_bytes=1024)
     async def test_receiving_into_tensors_of_every_kind(self, pair: Pair) -> None:
-        """Of two receivers; and what does not fit is refused in a sentence before anything is committed."""
+        """Two receivers; what does not fit is refused in a sentence before anything is committed."""
         weights = {name: tensor.detach() for name, tensor in sample_weights().items()}
         sender = await pair.send_end()
         receivers = {await pair.receive_end(): blank(weights) for _ in range(2)}

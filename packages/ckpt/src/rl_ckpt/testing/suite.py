@@ -64,7 +64,7 @@ class SessionSuite(Suite):
 
     @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
     def test_an_end_is_of_one_process(self) -> None:
-        """It does not pickle; a forked child is told to open its own, and may close it, and the session goes on."""
+        """An end does not pickle; a forked child is told to open its own, and may close it, and the session goes on."""
 
         async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
@@ -99,7 +99,7 @@ class SessionSuite(Suite):
 
     @with_pair()
     async def test_what_a_backend_does_not_promise_is_refused(self, pair: Pair) -> None:
-        """By an error when it is asked for, in a sentence that says who does not promise what; never in silence."""
+        """The error of a capability that is missing says which backend lacks what; nothing is ignored in silence."""
         asked: list[tuple[Capability, dict[str, Any]]] = [
             (Capability.DELTA, {"role": "send", "delta": True}),
             (Capability.DELTA, {"role": "send", "delta": True, "zstd": True}),
@@ -237,7 +237,7 @@ class SessionSuite(Suite):
 
     @with_pair()
     async def test_a_registered_source_is_sent_as_it_is_at_each_sync(self, pair: Pair) -> None:
-        """Of all kinds, with large ones in between that are not copied aside; in place updates are what is sent."""
+        """Tensors of all kinds, with large ones in between that are not copied aside; in-place updates are sent."""
         weights = sample_weights() | {f"large{i}": torch.randn(LARGE // 4) for i in range(4)}
         weights["turned"] = torch.randn(1024, LARGE // 4096).t()
         sender, receiver = await pair.send_end(), await pair.receive_end()
@@ -255,7 +255,7 @@ class SessionSuite(Suite):
 
     @with_pair()
     async def test_a_storage_that_was_replaced_is_an_error_and_not_sent(self, pair: Pair) -> None:
-        """Nothing is committed; registering again mends it; and what a sender was not given it says."""
+        """The sync commits nothing; registering again mends it; and a sender without a source says so."""
         model = torch.nn.Linear(8, 4)
         sender, receiver = await pair.send_end(), await pair.receive_end()
         assert "register_source" in str(await _refused(sender.send_weights(version=1)))
@@ -274,7 +274,7 @@ class SessionSuite(Suite):
 
     @with_pair(bucket_bytes=1024)
     async def test_a_source_that_changes_meanwhile_is_not_sent_as_two_versions(self, pair: Pair) -> None:
-        """What is committed is what it was when the sync began, or else nothing is and the error says why."""
+        """The committed version is that of the beginning, or else nothing is committed and the error says why."""
         sender, receiver = await pair.send_end(), await pair.receive_end()
         for version in (1, 2):
             weights = {f"t{i}": torch.zeros(256) for i in range(50)}

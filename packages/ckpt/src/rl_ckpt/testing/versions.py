@@ -36,7 +36,7 @@ class DeltaSuite(AliasDeltaSuite):
             assert report.num_wire_bytes < dense.num_wire_bytes / 5
 
     def test_leaves_are_sent_as_they_changed(self) -> None:
-        """One unchanged, one changed a little, one so much that it is sent whole, and a short one at the end."""
+        """Leaves: one unchanged, one changed a little, one that is sent whole, and a short one at the end."""
         self._leaves({})
 
     def test_compressed_differences(self) -> None:

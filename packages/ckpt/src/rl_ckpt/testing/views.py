@@ -55,7 +55,7 @@ class ViewSuite(Suite):
 
     @with_pair(bucket_bytes=1024)
     async def test_too_many_holds_are_refused(self, pair: Pair) -> None:
-        """One bucket must be left for the rest of the sync."""
+        """A bucket must be left for the rest of the sync."""
         weights = {f"t{i}": torch.full((1024,), i, dtype=torch.uint8) for i in range(20)}
         sender, receiver = await pair.send_end(), await pair.receive_end()
         sending = asyncio.ensure_future(sender.send_weights(weights.items(), version=0))

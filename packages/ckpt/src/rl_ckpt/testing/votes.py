@@ -46,7 +46,7 @@ class VoteSuite(Suite):
 
     @with_pair()
     async def test_receipts(self, pair: Pair) -> None:
-        """Of every receiver that took part, with what it attests."""
+        """Receipts of every receiver that took part, with what it attests."""
         sender, receiver = await pair.send_end(), await pair.receive_end()
         for version in (1, 2):
             weights = sample_weights(version)
@@ -58,7 +58,7 @@ class VoteSuite(Suite):
 
     @with_pair()
     async def test_many_receivers_one_joining_late(self, pair: Pair) -> None:
-        """All get the same bits, and the late one takes part from the next sync on."""
+        """Receivers get the same bits, and the late one takes part from the next sync on."""
         sender = await pair.send_end()
         receivers = [await pair.receive_end() for _ in range(2)]
         for version in (0, 1):
@@ -74,7 +74,7 @@ class VoteSuite(Suite):
 
     @with_pair(bucket_bytes=4096)
     async def test_who_comes_in_the_middle_of_a_sync_waits_for_the_next(self, pair: Pair) -> None:
-        """It is given nothing of the one that is under way, not even its end, and all of the next."""
+        """A late receiver is given nothing of the sync under way, not even its end, and all of the next."""
         sender, first, late = await pair.send_end(), await pair.receive_end(), await pair.receive_end()
         old, new = ({f"t{i}": torch.full((1024,), value) for i in range(20)} for value in (1.0, 2.0))
         sending = asyncio.ensure_future(sender.send_weights(old.items(), version=1))
@@ -132,7 +132,7 @@ class VoteSuite(Suite):
 
     @with_pair(bucket_bytes=1024)
     async def test_a_consumer_that_leaves_aborts_the_sync(self, pair: Pair) -> None:
-        """It is poisoned, the sender says who it was, the rest of the source is drained, and the next sync works."""
+        """The receiver is poisoned, the sender names it, the rest of the source is drained, and the next sync works."""
         sender, receiver = await pair.send_end(), await pair.receive_end()
         taken: list[int] = []
 
@@ -220,7 +220,7 @@ class VoteSuite(Suite):
 
     @with_pair(bucket_bytes=1024)
     async def test_a_failed_sync_leaves_staged_tensors_as_they_were(self, pair: Pair) -> None:
-        """In the middle of it, by a receiver that votes no, by what the engine holds, by a tensor that is missing."""
+        """Syncs fail in the middle, by a receiver's no, by what the engine holds, by a tensor that is missing."""
         first, second = staged_weights(1), staged_weights(2)
         sender, receiver, other = await pair.send_end(), await pair.receive_end(), await pair.receive_end()
         mine, theirs = staged_targets(first), staged_targets(first)
@@ -261,7 +261,7 @@ class VoteSuite(Suite):
 
     @with_pair()
     async def test_who_has_voted_and_hears_no_verdict_refuses(self, pair: Pair) -> None:
-        """It holds what it held, but others may have committed."""
+        """The receiver holds what it held, but others may have committed."""
         first, second = staged_weights(1), staged_weights(2)
         sender, receiver, slow = await pair.send_end(), await pair.receive_end(), await pair.receive_end()
         mine = staged_targets(first)

@@ -72,7 +72,7 @@ class VllmAdapters(Adapters):
             skip_prefixes=getattr(self._model, "lora_skip_prefixes", None),
         )
         placed: dict[str, Tensor] = {}
-        """As vLLM keeps them, perhaps in pinned memory."""
+        """Tensors as vLLM keeps them, perhaps in pinned memory."""
         for key in mine:
             module, is_a = parse_fine_tuned_lora_name(key, mapper)
             placed[key] = lora.loras[module].lora_a if is_a else lora.loras[module].lora_b
@@ -97,7 +97,7 @@ class VllmAdapters(Adapters):
         return copies
 
     def _put_back(self) -> None:
-        """In place of the manager's `remove_all_adapters`, which the worker calls after every update of weights."""
+        """Replacement of the manager's `remove_all_adapters`, which the worker calls after every update of weights."""
         self._forget()
         for adapter, tensors in self.sent.items():
             self.load({f"{PREFIX}{adapter}.{key}": tensor for key, tensor in tensors.items()}).require_all()
