@@ -65,23 +65,23 @@ class Installer:
     ) -> None:
         self._receiver: rl_ckpt.WeightReceiver | ShardedReceiver | None = None
         self._parts: dict[str, ShardSpec] = {}
-        """What this rank takes of each tensor, where slices come."""
+        """Part of each tensor that this rank takes, where slices come."""
         self._rooms: dict[str, Tensor] = {}
         """The tensors that these are parts of, with no memory behind the rest: dtype, shape and strides."""
         self._load = load
         self._restore = restore
         self._model = model
         self._forward: Callable[..., object] | None = None
-        """Of the model, while that refuses."""
+        """The model's own `forward`, while the model refuses."""
         self._hidden: dict[str, Tensor] = {}
         """On the CPU, the parameters of a model that refuses, whose own are NaN."""
         self._suspects: set[str] = set()
         """Names that a failed sync may have left something of in the model; it must not serve before they come."""
         self._staging = Staging()
         self._held: Held | None = None
-        """Where the engine has the slices of the committed version, of which host memory has no copy."""
+        """The engine's slices of the committed version, of which host memory has no copy."""
         self._replaced: dict[str, dict[str, Tensor]] = {}
-        """By owner, what the sync under way has replaced of that version."""
+        """Slices of that version that the sync under way has replaced, by owner."""
         self._is_touched = False
         self._is_fresh = True
         self._is_partial = False
