@@ -298,7 +298,7 @@ def _unpacked_experts(experts: Any, packed: Tensor, whole: Layout) -> Tensor:
         found += cpu_prepack_moe_weight(plane, experts.isa)[0].view_as(found).to(torch.int64) << digit
     weights = torch.empty(num_experts, count + 1, dtype=packed.dtype)
     weights[:, found.flatten()] = packed.reshape(num_experts, -1)
-    return weights[:, 1:].reshape(whole.size)
+    return weights[:, 1:].contiguous().view(whole.size)
 
 
 def _copies(model: nn.Module, path: str, whole: Layout) -> Sequence[Tensor]:
