@@ -32,9 +32,12 @@ from rl_ckpt.protocol.channel import Canceller, Deadline, proof_of
 from rl_ckpt.protocol.messages import (
     WIRE_VERSION,
     Begin,
+    Bucket,
     Buckets,
     Commit,
     Committed,
+    Decoder,
+    Encoded,
     Free,
     Hello,
     HelloRole,
@@ -48,6 +51,7 @@ from rl_ckpt.protocol.messages import (
 )
 from rl_ckpt.sender.packer import BucketPacker
 from rl_ckpt.sender.peers import Peers
+from rl_ckpt.tensors.buckets import Codec, Span
 from rl_ckpt.transports import TcpReceive, UnixReceive
 from rl_ckpt.transports.streams import StreamWriter
 from rl_ckpt.types import Role, SessionConfig
@@ -273,11 +277,40 @@ def floor_cpu(count, num_buckets, bucket_bytes, core):
     return rows
 
 
-def measure(run, cores):
+def cold_and_warm(run):
+    """What a notice of 16 buckets costs a sender, as a call after the other, and with 128 MB copied in between."""
+    here, there = socket.socketpair()
+    source, target = torch.zeros(128 << 20, dtype=torch.uint8), torch.empty(128 << 20, dtype=torch.uint8)
+    span = Span(0, Codec.RAW, 0, 0, 0, 8 << 20, 8 << 20, 1 << 63)
+    buckets = tuple(Bucket(i, i, 8 << 20, (span._replace(tensor=i),)) for i in range(16))
+    answer = encode(Free(tuple(range(16))), 1)
+    decoder = Decoder()
+    samples = {"one after the other": [], "128 MB copied in between": []}
+    for _ in range(30):
+        for name, taken in samples.items():
+            if name != "one after the other":
+                target.copy_(source)
+            since = time.thread_time()
+            here.send(Encoded(Buckets(buckets)).for_sync(1))
+            sent = time.thread_time() - since
+            there.recv(1 << 16)
+            there.send(answer)
+            since = time.thread_time()
+            decoder.feed(here.recv(1 << 16))
+            taken.append((sent + time.thread_time() - since) / 16 * 1e6)
+    for connection in (here, there):
+        connection.close()
+    for name, taken in samples.items():
+        role = BenchRole.LIMIT if name == "one after the other" else BenchRole.PEER
+        run.record("a notice of 16 buckets and its answer, per bucket", name, taken, unit="us", role=role)
+
+
+def measure(run, cores, pairs=tuple((scheme, count) for scheme in ("shm", "tcp") for count in NUM_RECEIVERS)):
     """Rows for shm and tcp."""
-    for scheme, count in ((scheme, count) for scheme in ("shm", "tcp") for count in NUM_RECEIVERS):
+    cold_and_warm(run)
+    for scheme, count in pairs:
         num_buckets = 4096 if scheme == "shm" else {1: 2048, 8: 1024, 64: 256}[count]  # TCP copies payload for each
-        num_buckets = num_buckets // 2 if run.quick else num_buckets
+        num_buckets = num_buckets // 4 if run.quick else num_buckets
         size, (spent, payload, each) = sender_cpu(scheme, count, num_buckets, cores)
         what = f"{num_buckets} buckets of {size} MiB to {count} receivers, {scheme}"
         run.record(f"sender's CPU, {what}", "rl-ckpt", spent, unit="s")
@@ -286,3 +319,7 @@ def measure(run, cores):
             floor = floor_cpu(count, num_buckets, size << 20, cores)
             run.record(f"per bucket and receiver, {what}", "sendmsg loop", floor, unit="us", role=BenchRole.LIMIT)
         run.record(f"per bucket and receiver, {what}", "rl-ckpt", each, unit="us", goal=f"<= {GOAL_US} us")
+        per_gigabyte = [us / (size << 20) * 1e6 for us in each]  # us a bucket, in ms a GB
+        run.record(f"per GB and receiver, {what}", "rl-ckpt", per_gigabyte, unit="ms/GB")
+        whole = [seconds / num_buckets / (size << 20) * 1e12 for seconds in spent]
+        run.record(f"all of the sync per GB, packing and digests too, {what}", "rl-ckpt", whole, unit="ms/GB")
