@@ -425,20 +425,24 @@ def test_replicas_on_the_engine_s_gpus_have_them_from_a_sync_to_the_next_step():
         def offload(self):
             told.append("actor offload")
 
-        def send_weights(self, version, num_receivers):
-            told.append(f"send {version} to {num_receivers}")
+        def send_weights(self, version, num_receivers, address="shm://policy"):
+            told.append(f"send {version} to {num_receivers} at {address}")
             return super().send_weights(version, num_receivers)
 
     replica_set, workers = agents(1)
     mover, own, lent = Mover(), LocalReplicas(Replica, 2), LocalReplicas(Lent, 1)
-    weights = WeightSync(mover, own, workers, GatheredTransfer(mover, "shm://policy"), lent=lent)
+    transfer, lent_transfer = (
+        GatheredTransfer(mover, "shm://policy"),
+        GatheredTransfer(mover, "shm://lent", is_own=True),
+    )
+    weights = WeightSync(mover, own, workers, transfer, lent=lent, lent_transfer=lent_transfer)
 
     def servers():
         return replica_set.workers[0].servers
 
     weights.sync(1)
     weights.yield_memory()
-    assert (told, servers()) == (["send 1 to 2"], ["http://0", "http://1"])
+    assert (told, servers()) == (["send 1 to 2 at shm://policy"], ["http://0", "http://1"])
     weights.lends = True
     weights.sync(2)
     assert servers() == ["http://0", "http://1", "http://lent 0"]
@@ -448,8 +452,10 @@ def test_replicas_on_the_engine_s_gpus_have_them_from_a_sync_to_the_next_step():
     weights.lends = False
     weights.sync(3)
     assert [replica.version for replica in (own.workers[0], lent.workers[0])] == [3, 2]
-    turn = ["optimizer offload", "lent wake weights", "send 2 to 3", "actor offload", "lent wake kv_cache"]
-    assert told == ["send 1 to 2", *turn, "lent sleep", "actor onload", "send 3 to 2"]
+    turn = ["optimizer offload", "lent wake weights", "send 2 to 2 at shm://policy", "send 2 to 1 at shm://lent"]
+    turn += ["actor offload", "lent wake kv_cache"]
+    ends = ["lent sleep", "actor onload"]
+    assert told == ["send 1 to 2 at shm://policy", *turn, *ends, "send 3 to 2 at shm://policy"]
     weights.lends = True
     lent.dying = {0}
     with pytest.raises(WorkerDiedError, match="member 0 died"):

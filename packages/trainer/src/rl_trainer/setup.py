@@ -131,6 +131,9 @@ def place(
     for key, backend in (("weights_transport", config.weights_transport), ("queue_storage", storage)):
         check_reach(key, backend, runtime.num_machines)
     weights_address = address_of(config.weights_transport, f"{job}-weights", runtime.free_address(ENGINE_POOL))
+    lent_address = None
+    if lends_engine(config):
+        lent_address = address_of(config.weights_transport, f"{job}-lent-weights", runtime.free_address(ENGINE_POOL))
     if config.weights.delta and not has_votes(weights_address):
         weights_address = chain_address(weights_address)
     snapshot = queue_snapshot(config, state)
@@ -207,6 +210,7 @@ def place(
             create_transfer(config, actor, weights_address, capabilities, output_dir),
             rewards=rewards if is_in_turn(config, "reward") else None,
             lent=lent,
+            lent_transfer=GatheredTransfer(actor, lent_address, is_own=True) if lent_address else None,
             is_colocated=bool(config.rollout.colocated),
         ),
         queue=queue,

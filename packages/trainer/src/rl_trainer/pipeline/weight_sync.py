@@ -10,7 +10,7 @@ from rl_trainer.errors import StaleWeightsError, WorkerDiedError
 from rl_trainer.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from rl_ckpt.types import SyncReport
     from rl_rollout.types import ServerAddress
@@ -25,48 +25,6 @@ R = TypeVar("R")
 _SYNC_ATTEMPTS = 4
 """Attempts per version, each without the replicas that died during the last."""
 _GONE_CHECK_S = 0.1
-_LENT = 1_000_000
-"""The numbers of lent replicas begin here, above those that a run's own ones get."""
-
-
-class _Members:
-    """The run's own replicas and, while they are awake, those on the engine's GPUs, as one set of other numbers."""
-
-    def __init__(self, own: ReplicaSet[RolloutWorker], lent: ReplicaSet[RolloutWorker] | None) -> None:
-        self._own, self._lent = own, lent
-        self.has_lent = False
-        """Whether the lent ones are awake."""
-
-    @property
-    def lent(self) -> tuple[int, ...]:
-        """Numbers of the lent replicas that are awake."""
-        return tuple(_LENT + m for m in self._lent.members) if self._lent is not None and self.has_lent else ()
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Numbers of all that are there."""
-        return (*self._own.members, *self.lent)
-
-    def wait(self) -> tuple[int, ...]:
-        """See `ReplicaSet.wait`."""
-        return (*self._own.wait(), *self.lent)
-
-    def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:
-        """See `ReplicaSet.call`; both sets at once."""
-        lent = {member - _LENT: each for member, each in arguments.items() if member >= _LENT}
-        if self._lent is None or not lent:
-            return self._own.call(method, arguments)
-        own = {member: each for member, each in arguments.items() if member < _LENT}
-        with ThreadPoolExecutor(1, thread_name_prefix="lent-replicas") as thread:
-            called = thread.submit(self._lent.call, method, lent)
-            answers = self._own.call(method, own)
-            return answers | {_LENT + member: answer for member, answer in called.result().items()}
-
-    def lose(self, member: int, error: Exception) -> None:
-        """See `ReplicaSet.lose`. The process of a lent one is the engine's: the run ends with it."""
-        if member >= _LENT:
-            raise WorkerDiedError(f"a replica on the engine's GPUs is gone: {error}") from error
-        self._own.lose(member, error)
 
 
 class WeightSync:
@@ -89,12 +47,15 @@ class WeightSync:
         *,
         rewards: RewardServers | None = None,
         lent: ReplicaSet[RolloutWorker] | None = None,
+        lent_transfer: WeightTransfer | None = None,
         is_colocated: bool = False,
     ) -> None:
         self._actor, self.servers, self._agents, self._rewards = actor, servers, agents, rewards
         self._transfer = transfer
         self._is_colocated = is_colocated
-        self._all = _Members(servers, lent)
+        self._lent, self._lent_transfer = lent, lent_transfer
+        self.lent_in_use: tuple[ServerAddress, ...] = ()
+        """Addresses of the lent replicas, while they generate."""
         self.lends = False
         """Whether the next sync gives the actor's GPUs to the lent replicas."""
         self.in_use: dict[int, ServerAddress] = {}
@@ -102,13 +63,13 @@ class WeightSync:
 
     def yield_memory(self) -> None:
         """Put servers to sleep and onload the actor, where they share GPUs; does nothing otherwise."""
-        if lent := self._all.lent:
-            self._serve([member for member in self.in_use if member not in lent])  # what is in flight goes on there
-            self._on(lent, RolloutWorker.sleep)
-            self._all.has_lent = False
+        if self._lent is not None and self.lent_in_use:
+            self.lent_in_use = ()
+            self._agents.use_servers([*self.in_use.values()])  # what is in flight goes on there
+            _on_all(self._lent, RolloutWorker.sleep)
             self._actor.onload()
         if self._is_colocated:
-            self._on(self.servers.wait(), RolloutWorker.sleep)
+            _on_all(self.servers, RolloutWorker.sleep)
             if self._rewards is not None:
                 self._rewards.sleep()
             self._actor.onload()
@@ -119,35 +80,49 @@ class WeightSync:
         Raises:
             Exception: what either side failed with, where nobody died; both are told.
         """
-        if not self._is_colocated and not self.lends:
-            return self._sync(version)
         if self.lends:
-            self._all.has_lent = True
-            return self._sync_and_yield(version, self._all.lent)
-        report = self._sync_and_yield(version, self.servers.wait())
+            assert self._lent is not None, "it is set where there are some"
+            return self._sync_and_yield(version, self._lent)
+        if not self._is_colocated:
+            return self._sync(version)
+        report = self._sync_and_yield(version, self.servers)
         if self._rewards is not None:
             self._agents.use_rewards(self._rewards.wake())
         return report
 
-    def _sync_and_yield(self, version: int, members: Sequence[int]) -> SyncReport:
-        """Sync, in whose course the actor's memory becomes that of `members`."""
+    def _sync_and_yield(self, version: int, replicas: ReplicaSet[RolloutWorker]) -> SyncReport:
+        """Sync, in whose course the actor's memory becomes that of these replicas."""
         self._actor.offload_optimizer()  # before the replicas take the memory of their weights
-        self._on(members, RolloutWorker.wake, ("weights",))
+        _on_all(replicas, RolloutWorker.wake, ("weights",))
         report = self._sync(version)
+        if replicas is self._lent:
+            self._send_lent(version, replicas)
         self._actor.offload()
-        self._on(members, RolloutWorker.wake, ("kv_cache",))
+        _on_all(replicas, RolloutWorker.wake, ("kv_cache",))
         return report
+
+    def _send_lent(self, version: int, lent: ReplicaSet[RolloutWorker]) -> None:
+        """Send the committed version to the lent replicas, by a session of their own, and have agents use them.
+
+        A sender waits for every receiver of its session, and in most steps these take no weights.
+        """
+        assert self._lent_transfer is not None, "lent replicas have one"
+        members = lent.wait()
+        counts = {member: answer.count for member, answer in _on_all(lent, RolloutWorker.declare_receivers).items()}
+        sessions = self._lent_transfer.addresses(members)
+        with ThreadPoolExecutor(1, thread_name_prefix="lent-weights") as thread:
+            arguments = {member: (sessions[member], version) for member in members}
+            updated = thread.submit(lent.call, RolloutWorker.update_weights, arguments)
+            self._lent_transfer.send(version, counts)
+            _raise_first(updated.result())
+        self.lent_in_use = tuple(_on_all(lent, RolloutWorker.address).values())
+        self._agents.use_servers([*self.in_use.values(), *self.lent_in_use])
 
     def death(self) -> WorkerDiedError | None:
         """Error that ends generation: no replica is left; None while there is one."""
-        if not self.in_use or set(self.in_use) & set(self._all.members):
+        if not self.in_use or set(self.in_use) & set(self.servers.members):
             return None
         return WorkerDiedError(f"no replica is left that has the weights; {' '.join(self.servers.take_news())}")
-
-    def _on(self, members: Sequence[int], method: Callable[..., None], *arguments: Any) -> None:
-        for answer in self._all.call(method, dict.fromkeys(members, arguments)).values():
-            if isinstance(answer, Exception):
-                raise answer
 
     def _sync(self, version: int) -> SyncReport:
         for attempt in range(_SYNC_ATTEMPTS):
@@ -168,8 +143,8 @@ class WeightSync:
     def _declared_receivers(self) -> dict[int, int]:
         """Number of weight receivers that each present replica declares."""
         while True:
-            asked = {member: (self._transfer.weights_for(member),) for member in self._all.wait()}
-            declared = self._all.call(RolloutWorker.declare_receivers, asked)
+            asked = {member: (self._transfer.weights_for(member),) for member in self.servers.wait()}
+            declared = self.servers.call(RolloutWorker.declare_receivers, asked)
             if not self._find_lost(declared):
                 break
         counts: dict[int, int] = {}
@@ -191,10 +166,10 @@ class WeightSync:
         update = {member: (addresses[member], version) for member in members}
         with ThreadPoolExecutor(2, thread_name_prefix="weight-sync") as threads:
             sent = threads.submit(self._transfer.send, version, members)
-            updated = threads.submit(self._all.call, RolloutWorker.update_weights, update)
+            updated = threads.submit(self.servers.call, RolloutWorker.update_weights, update)
             while not sent.done():
                 wait([sent], timeout=_GONE_CHECK_S)
-                if not sent.done() and set(members) - set(self._all.members):
+                if not sent.done() and set(members) - set(self.servers.members):
                     self._transfer.call_off()  # a replica that is gone never joins, and the others wait for the sender
             error = sent.exception()
             installed = updated.result()
@@ -208,7 +183,7 @@ class WeightSync:
         lost = [m for m, answer in answers.items() if isinstance(answer, (WorkerDiedError, ServerLostError))]
         for member in lost:
             if isinstance(answers[member], ServerLostError):
-                self._all.lose(member, answers[member])
+                self.servers.lose(member, answers[member])
         return lost
 
     def _reason(self, error: BaseException | None, installed: dict[int, Any]) -> BaseException:
@@ -224,7 +199,19 @@ class WeightSync:
         if members == [*self.in_use]:
             return
         unknown = dict.fromkeys([member for member in members if member not in self.in_use], ())
-        known = self.in_use | self._all.call(RolloutWorker.address, unknown)
+        known = self.in_use | self.servers.call(RolloutWorker.address, unknown)
         found = {member: known[member] for member in members}
         self.in_use = {member: each for member, each in found.items() if not isinstance(each, Exception)}
         self._agents.use_servers([*self.in_use.values()])
+
+
+def _on_all(replicas: ReplicaSet[RolloutWorker], method: Callable[..., R], *arguments: Any) -> dict[int, R]:
+    """Call a method of all replicas; raises the first error."""
+    return _raise_first(replicas.call(method, dict.fromkeys(replicas.wait(), arguments)))
+
+
+def _raise_first(answers: Mapping[int, R | Exception]) -> dict[int, R]:
+    for answer in answers.values():
+        if isinstance(answer, Exception):
+            raise answer
+    return {member: answer for member, answer in answers.items() if not isinstance(answer, Exception)}

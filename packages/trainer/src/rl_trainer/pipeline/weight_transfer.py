@@ -67,11 +67,17 @@ class WeightTransfer(ABC):
 
 
 class GatheredTransfer(WeightTransfer):
-    """Gathered transfer: all ranks gather tensor by tensor, and rank 0 sends to every receiver."""
+    """Gathered transfer: all ranks gather tensor by tensor, and rank 0 sends to every receiver.
 
-    def __init__(self, actor: EngineWorker, address: str) -> None:
+    Args:
+        actor: The engine's ranks.
+        address: Address of the session.
+        is_own: Whether the actor was created with another address, so that it is told this one.
+    """
+
+    def __init__(self, actor: EngineWorker, address: str, *, is_own: bool = False) -> None:
         super().__init__(actor)
-        self._address = address
+        self._address, self._is_own = address, is_own
 
     def addresses(self, members: Sequence[int]) -> dict[int, str]:
         """Address of rank 0's session, for all."""
@@ -79,7 +85,8 @@ class GatheredTransfer(WeightTransfer):
 
     def send(self, version: int, receivers: Mapping[int, int]) -> SyncReport:
         """See `WeightTransfer`."""
-        report = self._actor.send_weights(version, sum(receivers.values()))
+        session = (self._address,) if self._is_own else ()
+        report = self._actor.send_weights(version, sum(receivers.values()), *session)
         assert report is not None, "rank 0 sends and reports"
         return report
 

@@ -381,6 +381,7 @@ def _check_elastic(config: Config, section: ElasticSection, schedule: Schedule) 
             lora is not None and lora.export == LoraExport.ADAPTER,
             "engine.lora.export=adapter: lent memory is given back",
         ),
+        ("://" in (config.weights_transport or ""), "a whole address as weights_transport: it takes two sessions"),
         (size % ranks != 0, f"replicas of {ranks} GPUs, which do not divide engine.world_size={size}"),
     ):
         if section.lend and is_so:

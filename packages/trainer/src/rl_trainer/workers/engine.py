@@ -311,7 +311,7 @@ class EngineWorker(_EngineRank):
             config=algorithm, teacher=teacher, has_old_logprobs=has_old, max_new_tokens=max_new_tokens
         )
         self._loop = LoopThread("weights")
-        self._sender: WeightSender | None = None
+        self._senders: dict[str, WeightSender] = {}
         self._shards: ShardedSender | None = None
         self._waiting: asyncio.Task[Any] | None = None
         self._weights_address = weights_address if context.rank == 0 else None
@@ -478,8 +478,13 @@ class EngineWorker(_EngineRank):
         return replace(report, metrics=finished_metrics(report.metrics))
 
     @register(Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int, num_receivers: int) -> SyncReport | None:
+    def send_weights(self, version: int, num_receivers: int, address: str | None = None) -> SyncReport | None:
         """Send gathered weights to every server once all have joined: all ranks gather, rank 0 sends and reports.
+
+        Args:
+            version: Of the weights.
+            num_receivers: Receivers of the session.
+            address: Of the session; None: the one that the actor was created with.
 
         Raises:
             SyncAbortedError: it failed on either side, or was called off.
@@ -488,10 +493,11 @@ class EngineWorker(_EngineRank):
         if adapter is not None:
             named_tensors = ((f"adapters.{ADAPTER}.{name}", tensor) for name, tensor in named_tensors)
         if self._weights_address is not None:
-            if self._sender is None:
-                self._sender = rl_ckpt.connect(self._weights_address, role="send", timeout_s=self._timeout_s)
+            address = address or self._weights_address
+            if address not in self._senders:
+                self._senders[address] = rl_ckpt.connect(address, role="send", timeout_s=self._timeout_s)
             try:
-                return self._loop.run(self._send(self._sender, named_tensors, version, num_receivers), self._timeout_s)
+                return self._loop.run(self._send(address, named_tensors, version, num_receivers), self._timeout_s)
             except CancelledError:
                 for _ in self._engine.get_per_tensor_param()[0]:  # the other ranks gather meanwhile
                     pass
@@ -501,7 +507,7 @@ class EngineWorker(_EngineRank):
         return None
 
     async def _send(
-        self, sender: WeightSender, named_tensors: Iterable[tuple[str, Tensor]], version: int, num_receivers: int
+        self, address: str, named_tensors: Iterable[tuple[str, Tensor]], version: int, num_receivers: int
     ) -> SyncReport:
         def begun() -> Iterator[tuple[str, Tensor]]:
             self._waiting = None
@@ -509,9 +515,8 @@ class EngineWorker(_EngineRank):
 
         self._waiting = asyncio.current_task()
         try:
-            assert self._weights_address is not None, "rank 0 sends"
-            num_peers = num_receivers if has_votes(self._weights_address) else None  # a folder knows no readers
-            return await sender.send_weights(begun(), version=version, num_peers=num_peers)
+            num_peers = num_receivers if has_votes(address) else None  # a folder knows no readers
+            return await self._senders[address].send_weights(begun(), version=version, num_peers=num_peers)
         finally:
             self._waiting = None
 
@@ -599,10 +604,10 @@ class EngineWorker(_EngineRank):
 
     def close(self) -> None:
         """Close every session and free the model."""
-        for sender in (self._sender, self._shards):
+        for sender in (*self._senders.values(), self._shards):
             if sender is not None:
                 self._loop.run(sender.close(), 30.0)
-        self._sender = self._shards = None
+        self._senders, self._shards = {}, None
         self._loop.close()
         super().close()
 
