@@ -11,6 +11,7 @@ import pytest
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
+from rl_trainer.data.warmup import make_small_model
 from rl_trainer.loop import run_loop
 from rl_trainer.run import create_elastic
 from rl_trainer.runtime import create_runtime
@@ -137,3 +138,41 @@ def test_replicas_follow_a_policy_and_the_engine_s_gpus_are_lent_and_taken_back(
     assert (told.count("has joined"), told.count("has left")) == (2, 2), told
     assert "engine's GPUs are lent while learning waits" in told
     assert "engine's GPUs are lent no more" in told
+
+
+@pytest.fixture
+def shipped(tmp_path):
+    """The quickstart's model as it is shipped."""
+    config = load_config("quickstart", [])
+    rows = load_datasets(config.data, seed=config.seed).train
+    return make_small_model(tmp_path, config.model.warmup, rows, seed=config.seed, timeout_s=9, on_line=print)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_in_one_process_the_engine_s_memory_is_lent_and_taken_back(shipped):
+    """Real engine, servers, agents and sessions, without Ray: two steps of four lend, and every row is used once."""
+    num_steps, batch_size = 4, 2
+    config = load_config(
+        "quickstart",
+        [
+            "pipeline=fully_async", "staleness.max_staleness=2", "rollout.elastic={lend: true, max_replicas: 1}",
+            f"model.path={shipped}", f"data.options.num_rows={num_steps * batch_size}", "data.eval_size=2",
+            f"batch.batch_size={batch_size}", "batch.mini_batch_size=2", "batch.group_size=2", f"steps={num_steps}",
+            "eval_every=0", "runtime=inline", "rollout.colocated=false", "weights_transport=inproc",
+            "queue_storage=inproc",
+        ],
+    )  # fmt: skip
+    datasets = load_datasets(config.data, seed=config.seed)
+    with create_runtime("inline", timeout_s=config.timeout_s) as runtime:
+        components = place(config, runtime, shipped, datasets, RunState(seed=0, num_rows=len(datasets.train)))
+        weights, rows, lent, metrics = components.weights, [], [], []
+        for record in run_loop(components, config, components.eval_rows):
+            rows += record.rows
+            lent.append(len(weights.lent_in_use))
+            metrics.append(record.metrics)
+            weights.lends = record.step in (1, 2)
+        components.queue.close()
+    assert lent == [0, 0, 1, 1, 0]
+    assert sorted(rows) == list(range(num_steps * batch_size)), "a prompt was lost, or used twice"
+    assert all(each["mismatch_abs"] < 1e-4 for each in metrics[1:] if each["staleness_max"] == 0)
