@@ -24,7 +24,8 @@ class Hold:
 
     def release(self) -> None:
         """Release the tensors: their memory may be reused from the next step of the iterator on. Idempotent."""
-        self._release()
+        release, self._release = self._release, lambda: None
+        release()
 
     def __enter__(self) -> Self:
         return self
@@ -202,8 +203,9 @@ class WeightReceiver(CheckpointEngine):
     def hold(self) -> Hold:
         """Keep the tensors that `receive_weights` or `receive_batches` yielded last, beyond the next step.
 
-        They stay valid until `release()` or the end of the sync, and their bucket is not reused meanwhile: at most all
-        but one of the session's buckets (four unless the backend says otherwise) can be held.
+        They stay valid until `release()` or the end of the sync, whatever becomes of other holds, and their bucket is
+        not reused meanwhile: at most all but one of the session's buckets (four unless the backend says otherwise) can
+        be held.
 
         Raises:
             UsageError: there are no such tensors, or too many buckets are held.

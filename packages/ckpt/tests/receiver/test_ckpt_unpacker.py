@@ -253,3 +253,18 @@ def test_a_consumer_holds_all_slots_but_one():
     held.hold()
     assert held.recycle() == [1]
     assert held.close() == [0, 2, 3]
+
+
+def test_a_bucket_is_free_when_its_last_hold_is_released():
+    """However often the others are."""
+    held = HeldBuckets(4, is_debug=False)
+    held.hand_out(0, [])
+    first, second = held.hold(), held.hold()
+    assert held.recycle() == []
+    held.hand_out(1, [])
+    first.release()
+    first.release()
+    assert held.recycle() == [1]
+    second.release()
+    assert held.recycle() == [0]
+    assert held.close() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,8 @@ class HeldBuckets:
         self._num_slots = num_slots
         self._is_debug = is_debug
         self._last: int | None = None
-        self._held: set[int] = set()
+        self._held: Counter[int] = Counter()
+        """Number of holds on each bucket."""
         self._released: list[int] = []
         self._copies: dict[int, list[Tensor]] = {}
 
@@ -49,11 +51,11 @@ class HeldBuckets:
         sequence = self._last
         if sequence is None:
             raise UsageError("hold() keeps the tensors that were handed out last, and there are none now")
-        if len(self._held | {sequence}) >= self._num_slots:
+        if len({*self._held, sequence}) >= self._num_slots:
             raise UsageError(
                 f"{len(self._held)} buckets are held, and a session has {self._num_slots}; release one, or take clones"
             )
-        self._held.add(sequence)
+        self._held[sequence] += 1
         return Hold(lambda: self._release(sequence))
 
     def recycle(self) -> list[int]:
@@ -69,11 +71,14 @@ class HeldBuckets:
 
     def close(self) -> list[int]:
         """Held buckets at the end of a sync, to be reported as free: nothing will overwrite them."""
-        held, self._held = sorted(self._held), set()
+        held, self._held = sorted(self._held), Counter()
         return held
 
     def _release(self, sequence: int) -> None:
-        if sequence in self._held:
-            self._held.remove(sequence)
+        if sequence not in self._held:  # the sync is over
+            return
+        self._held[sequence] -= 1
+        if not self._held[sequence]:
+            del self._held[sequence]
             if sequence != self._last:
                 self._released.append(sequence)

@@ -54,6 +54,25 @@ class ViewSuite(Suite):
         await sending
 
     @with_pair(bucket_bytes=1024)
+    async def test_every_hold_keeps_its_own_tensors(self, pair: Pair) -> None:
+        """Two tensors share a bucket; letting go of one, twice even, leaves the other."""
+        weights = {f"t{i}": torch.full((300,), i, dtype=torch.uint8) for i in range(30)}
+        sender, receiver = await pair.send_end(), await pair.receive_end()
+        sending = asyncio.ensure_future(sender.send_weights(weights.items(), version=0))
+        held: dict[str, Tensor] = {}
+        holds: list[Hold] = []
+        async for name, tensor in receiver.receive_weights():
+            if name in {"t0", "t1"}:
+                held[name] = tensor
+                holds.append(receiver.hold())
+            if name == "t4":
+                holds[0].release()
+                holds[0].release()
+                del held["t0"]
+            assert all(torch.equal(value, weights[kept]) for kept, value in held.items()), name
+        await sending
+
+    @with_pair(bucket_bytes=1024)
     async def test_too_many_holds_are_refused(self, pair: Pair) -> None:
         """A bucket must be left for the rest of the sync."""
         weights = {f"t{i}": torch.full((1024,), i, dtype=torch.uint8) for i in range(20)}
