@@ -11,7 +11,7 @@ BackendError BatchCounts BatchError CheckpointError ConfigError DataError Engine
 EngineConfig EngineError EngineOutput Head LoraConfig LoraExport LossFunction MatmulPrecision ModelFolderError ModelInit
 ModelOutput NonFiniteError OptimizerConfig OptimizerKind ParallelConfig PeftConfig Precision ShardSpec StepOutcome
 TrainingWorker
-check create_engine digest_files find_damage hold_lock FolderInUseError read_manifest write_manifest
+check create_engine digest_files find_damage hold_lock model_folder FolderInUseError read_manifest write_manifest
 """
 
 

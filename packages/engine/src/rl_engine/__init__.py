@@ -7,6 +7,7 @@ verbs; `check` says beforehand what would be refused. Loss functions live in `rl
 """
 
 from rl_engine.base import Engine, LossFunction
+from rl_engine.checkpoint.hub import model_folder
 from rl_engine.checkpoint.lock import hold_lock
 from rl_engine.checkpoint.manifest import digest_files, find_damage, read_manifest, write_manifest
 from rl_engine.errors import (
@@ -74,6 +75,7 @@ __all__ = [
     "digest_files",
     "find_damage",
     "hold_lock",
+    "model_folder",
     "read_manifest",
     "write_manifest",
 ]

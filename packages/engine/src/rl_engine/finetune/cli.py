@@ -1,4 +1,4 @@
-"""Command lines of rl-engine: `key=value` arguments in, exit code 2 and one sentence for bad input."""
+"""Command lines of rl-engine: a recipe and `key=value` in, exit code 2 and one sentence for bad input."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
+from rl_engine.checkpoint.hub import model_folder
 from rl_engine.checkpoint.lock import hold_lock
 from rl_engine.errors import (
     BackendError,
@@ -33,6 +34,8 @@ if typing.TYPE_CHECKING:
 
 _Config = TypeVar("_Config", bound="RunConfig")
 _NEEDED = "model.path=DIR data.path=FILE.jsonl output_dir=DIR"
+RECIPES = Path(__file__).parent / "recipes"
+"""Recipes that ship, a YAML file each: keys for models of usual size."""
 _BAD_INPUT = (BackendError, BatchError, CheckpointError, ConfigError, DataError, FolderInUseError, ModelFolderError)
 
 
@@ -61,12 +64,14 @@ def _main(program: str, module: str, config_name: str, arguments: Sequence[str] 
     config_class: type[RunConfig] = getattr(found, config_name)
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in ("-h", "--help"):
-        print(f"{program} {_NEEDED} [key=value ...]", *_key_lines(config_class), sep="\n")
+        print(f"{program} [RECIPE] {_NEEDED} [key=value ...]", *_key_lines(config_class), sep="\n")
+        print(f"RECIPE is a YAML file of such keys, or {program.removeprefix('rl-')}, which ships with:")
+        print((RECIPES / f"{program.removeprefix('rl-')}.yaml").read_text(), end="")
         return 0
     # torch 2.13 warns of a name of its own whenever a jagged tensor is made; delete when no torch does
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
-        config = parse_config(config_class, given, program=program)
+        config = with_models(parse_config(config_class, given, program=program))
         with _held(config):
             outcome = found.train(config)
     except _BAD_INPUT as error:
@@ -76,6 +81,18 @@ def _main(program: str, module: str, config_name: str, arguments: Sequence[str] 
     if os.environ.get("RANK", "0") == "0":
         print(f"{outcome.steps} steps, {outcome.wall_s:.1f} s{loss}; model in {config.output_dir}")
     return 0
+
+
+def with_models(config: _Config) -> _Config:
+    """The configuration with a folder for every model of the hub that it names, downloaded where it is not there.
+
+    Raises:
+        ModelFolderError: the hub has no such model, or does not answer.
+    """
+    names = [name for name in ("model_path", "teacher_path") if hasattr(config, name)]
+    return dataclasses.replace(
+        config, **{name: model_folder(getattr(config, name), key=_spelled(name)) for name in names}
+    )
 
 
 @contextmanager
@@ -91,12 +108,57 @@ def _held(config: RunConfig) -> Generator[None]:
 
 
 def parse_config(config_class: type[_Config], arguments: Sequence[str], *, program: str = "rl-sft") -> _Config:
-    """Build a config dataclass from `key=value` arguments; `model.path` and `model_path` are the same key.
+    """Build a config dataclass from a recipe and `key=value` arguments, which win over the recipe's keys.
+
+    `model.path` and `model_path` are the same key.
 
     Raises:
         ConfigError: an unknown key (nearest named), a value of the wrong type, a key twice or a needed key missing.
     """
     types = typing.get_type_hints(config_class)
+    named = [each for each in arguments[:1] if "=" not in each and not each.startswith("-")]
+    given = _values(types, arguments[len(named) :])
+    values = _values(types, _recipe(named[0], program)) if named else {}
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if one in given and other not in given:  # both say how long: the command line's counts
+            values.pop(other, None)
+    values |= given
+    needed = [
+        _spelled(field.name)
+        for field in dataclasses.fields(config_class)
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and field.name not in values
+    ]
+    if needed:
+        raise ConfigError(f"{' and '.join(needed)} must be given, as in: {program} {_NEEDED} [key=value ...]")
+    return config_class(**values)
+
+
+def _recipe(name: str, program: str) -> list[str]:
+    """A recipe's keys as arguments.
+
+    Raises:
+        ConfigError: there is no such recipe, or it is no mapping of keys to values.
+    """
+    import yaml
+
+    shipped = program.removeprefix("rl-")
+    file = Path(name) if Path(name).suffix in (".yaml", ".yml") else RECIPES / f"{name}.yaml"
+    if not file.is_file() or (file.parent == RECIPES and name != shipped):
+        raise ConfigError(f"there is no recipe {name!r} of {program}: give {shipped}, or a .yaml file, or key=value.")
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} must hold keys and values, such as lr: 1.0e-5")
+    words = {None: "none", True: "true", False: "false"}
+    return [f"{key}={words[value] if value is None or type(value) is bool else value}" for key, value in found.items()]
+
+
+def _values(types: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """Values of keys by name of the field."""
     values: dict[str, Any] = {}
     for argument in arguments:
         key, equals, text = argument.removeprefix("--").partition("=")
@@ -109,16 +171,7 @@ def parse_config(config_class: type[_Config], arguments: Sequence[str], *, progr
         if name in values:
             raise ConfigError(f"Key {key!r} is given twice.")
         values[name] = _parse(key, text, types[name])
-    needed = [
-        _spelled(field.name)
-        for field in dataclasses.fields(config_class)
-        if field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-        and field.name not in values
-    ]
-    if needed:
-        raise ConfigError(f"{' and '.join(needed)} must be given, as in: {program} {_NEEDED} [key=value ...]")
-    return config_class(**values)
+    return values
 
 
 def _parse(key: str, text: str, kind: Any) -> Any:

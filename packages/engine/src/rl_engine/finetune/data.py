@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
+HUB = "hf:"
+"""Prefix of a dataset that the datasets package reads."""
+
+
 @dataclass(slots=True)
 class Columns:
     """Rows being collected."""
@@ -112,16 +116,19 @@ class ChatTokenizer:
 
 
 def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mapping[str, Any]]:
-    """The rows of a .jsonl or .parquet file, each with all fields of one of `shapes`.
+    """The rows of a .jsonl or .parquet file, or of a dataset `hf:NAME[:SPLIT]`, each with all fields of a shape.
 
     Raises:
         DataError: no file, no rows, or a row (counted from 1) that has none of the shapes.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"Data file {path} does not exist.")
-    read = _parquet_rows if path.suffix == ".parquet" else _jsonl_rows
-    rows = [_checked(row, path, number, shapes) for number, row in read(path)]
+    if str(path).startswith(HUB):
+        found = _dataset_rows(str(path))
+    else:
+        path = Path(path)
+        if not path.is_file():
+            raise DataError(f"Data file {path} does not exist.")
+        found = (_parquet_rows if path.suffix == ".parquet" else _jsonl_rows)(path)
+    rows = [_checked(row, path, number, shapes) for number, row in found]
     if not rows:
         raise DataError(f"Data file {path} has no rows.")
     return rows
@@ -137,6 +144,21 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
             except json.JSONDecodeError as error:
                 raise DataError(f"{path}: line {number} is not JSON: {error}.") from error
             yield number, row
+
+
+def _dataset_rows(path: str) -> Iterator[tuple[int, Any]]:
+    """Rows of a dataset, with the fields that have a value."""
+    name, _, split = path.removeprefix(HUB).partition(":")
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"{path} needs the datasets package ({error}); try: pip install datasets") from error
+    try:
+        found: Any = datasets.load_dataset(name, split=split or "train")
+    except Exception as error:  # a dataset may raise anything
+        raise DataError(f"{path} cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}") from error
+    for number, row in enumerate(found, start=1):
+        yield number, {field: value for field, value in row.items() if value is not None}
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -197,7 +219,7 @@ def refuse_empty(path: str | Path, columns: Columns, numbers: Sequence[int] = ()
             raise DataError(f"{path}: row {number} needs at least one prompt token and one completion token.")
 
 
-def _checked(row: Any, path: Path, number: int, shapes: Sequence[tuple[str, ...]]) -> Mapping[str, Any]:
+def _checked(row: Any, path: str | Path, number: int, shapes: Sequence[tuple[str, ...]]) -> Mapping[str, Any]:
     if isinstance(row, dict) and any(all(name in row for name in shape) for shape in shapes):
         has_ids = "prompt_token_ids" in row  # texts beside them are not read
         for name, (is_right, wanted) in _FIELDS.items():

@@ -24,6 +24,7 @@ from rl_engine.batch.row_batch import RowBatch
 from rl_engine.checkpoint.hf_folder import previous_folder
 from rl_engine.distributed.world import expected_size, gather_values
 from rl_engine.errors import ConfigError, DataError
+from rl_engine.finetune.data import HUB
 from rl_engine.finetune.record import RunRecord, tracker_names
 from rl_engine.registry import check as check_engine
 from rl_engine.types import (
@@ -58,16 +59,16 @@ class RunConfig(ABC):
     """Base of training programs: keys of every command line, and what a program defines; `train` runs it."""
 
     model_path: str
-    """A Hugging Face model folder with a tokenizer."""
+    """A Hugging Face model folder with a tokenizer, or the hub's id of a model, which is downloaded."""
     data_path: str
-    """A .jsonl or .parquet file."""
+    """A .jsonl or .parquet file, or `hf:NAME` of a dataset, `hf:NAME:SPLIT` of another split than train."""
     output_dir: str
     """Folder of the trained model. Beside it: `OUTPUT_DIR.checkpoint`, and `OUTPUT_DIR.run` with
     config, metrics and curve."""
     overwrite: bool = False
     """Replace what is in `output_dir`; a folder with files is refused otherwise."""
     eval_path: str | None = None
-    """A .jsonl or .parquet file of held-out rows."""
+    """Held-out rows, as `data.path`."""
     eval_every: int = 0
     """Steps between two evaluations; 0: at the end alone."""
     steps: int = 300
@@ -287,7 +288,7 @@ def _check(config: RunConfig) -> None:
         raise ConfigError("resume=true needs save_every, or the run would write no checkpoint to go on from.")
     config.check_own()
     for path in (config.data_path, config.eval_path):
-        if path is not None and not Path(path).is_file():
+        if path is not None and not path.startswith(HUB) and not Path(path).is_file():
             raise DataError(f"Data file {path} does not exist.")
     for engine in (config.engine, *config.other_engines):
         check_engine(config.backend, engine, expected_size())
