@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from functools import cache
 from itertools import accumulate, chain
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from rl_csrc.buffers.rows import ends, row_offsets
@@ -20,6 +20,8 @@ from rl_tq.types import PerGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tensordict import TensorDictBase
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,15 +84,21 @@ def encode_columns(
 
 def borrowed_columns(data: TensorDictBase | Mapping[str, Any]) -> list[str]:
     """Names of columns given as `PerGroup()`, whose values the rows' groups have already."""
-    if isinstance(data, TensorDictBase):
+    if _is_of_tensordict(data, "TensorDictBase"):
         return []
-    return [name for name, value in data.items() if isinstance(value, PerGroup) and value.values is None]
+    return [name for name, value in cast("Any", data).items() if isinstance(value, PerGroup) and value.values is None]
+
+
+def _is_of_tensordict(value: object, *names: str) -> bool:
+    """Whether a value is of a class of tensordict's. Its import takes two seconds, and none has one before."""
+    module = sys.modules.get("tensordict")
+    return isinstance(value, tuple(kind for name in names if (kind := getattr(module, name, None)) is not None))
 
 
 def _column(name: str, value: Any) -> Column:
     if isinstance(value, torch.Tensor):
         return _tensor_column(name, value)
-    if isinstance(value, NonTensorStack | NonTensorData):
+    if _is_of_tensordict(value, "NonTensorStack", "NonTensorData"):
         value = value.tolist()
     if isinstance(value, list | tuple):
         items = cast("Sequence[Any]", value)
@@ -106,7 +114,8 @@ def _column(name: str, value: Any) -> Column:
                 raise SchemaError(f"column {name!r} mixes tensors with other values in one list: use one or the other")
             return _list_column(name, [*items])
         return _json_column(name, items)
-    if isinstance(value, Mapping | TensorDictBase) and {*cast("Any", value).keys()} == {"values", "lengths"}:
+    is_mapping = isinstance(value, Mapping) or _is_of_tensordict(value, "TensorDictBase")
+    if is_mapping and {*cast("Any", value).keys()} == {"values", "lengths"}:
         return _packed_turns_column(name, cast("Any", value))
     raise SchemaError(
         f"column {name!r} is a {type(value).__module__}.{type(value).__qualname__}: pass a tensor of shape (B, ...), "

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict
 
 # The class behind torch.nested.nested_tensor_from_jagged, whose checks cost three times as much as the construction.
 from torch.nested._internal.nested_tensor import NestedTensor
@@ -23,6 +22,8 @@ from rl_tq.columns.schema import ColumnKind, ColumnSchema
 from rl_tq.memory.pool import new_memory
 
 if TYPE_CHECKING:
+    from tensordict import NonTensorStack, TensorDict
+
     from rl_tq.columns.extent import LocatedColumns
     from rl_tq.columns.locations import Run
     from rl_tq.columns.output import Output
@@ -143,6 +144,8 @@ def _batch(
         before = output.kept.nested(name, values, alike.offsets)
         result[name] = nested[name] = _jagged(values, alike.offsets, alike.longest) if before is None else before
     output.keep(nested, [*used.values()])
+    from tensordict import TensorDict  # two seconds, which a process that only puts does not wait for
+
     # The constructor checks the shape of every value, which takes 30 us for each nested tensor.
     return TensorDict._new_unsafe(source=result, batch_size=torch.Size([num_rows]))  # pyright: ignore
 
@@ -262,6 +265,8 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _documents(values: torch.Tensor, offsets: Sequence[int], kind: ColumnKind) -> NonTensorStack:
+    from tensordict import NonTensorStack
+
     text = values.numpy().tobytes()
     documents = [text[start:stop] for start, stop in pairwise(offsets)]
     return NonTensorStack(*(map(json.loads, documents) if kind is ColumnKind.JSON else documents))
@@ -274,6 +279,8 @@ def _packed_turns(values: torch.Tensor, lengths: Sequence[Sequence[int]], num_ro
         "values": _jagged(values, tokens.offsets.to(values.device), _longest(tokens)),
         "lengths": _jagged(sizes, counts.offsets.to(values.device), _longest(counts)),
     }
+    from tensordict import TensorDict
+
     return TensorDict(packed, batch_size=[num_rows])
 
 
