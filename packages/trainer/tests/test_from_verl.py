@@ -99,6 +99,60 @@ def test_every_key_is_converted_or_told():
     assert "sapo" in made.ignored.get("actor_rollout_ref.actor.loss_agg_mode", "sapo")
 
 
+def test_keys_of_late_have_verl_s_names(tmp_path):
+    megatron, ref = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
+    settings = {
+        "trainer.max_actor_ckpt_to_keep": 2,
+        "trainer.total_epochs": 3,
+        "trainer.n_gpus_per_node": 8,
+        "actor_rollout_ref.model.path": "Qwen/Qwen3-30B-A3B",
+        "actor_rollout_ref.model.enable_activation_offload": True,
+        "actor_rollout_ref.actor.optim.optimizer": "Muon",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+        "actor_rollout_ref.actor.optim.min_lr_ratio": 0.1,
+        "actor_rollout_ref.actor.strategy": "megatron",
+        f"{megatron}.tensor_model_parallel_size": 4,
+        f"{megatron}.expert_model_parallel_size": 4,
+        f"{megatron}.optimizer_offload": True,
+        f"{ref}.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+        "actor_rollout_ref.rollout.val_kwargs.temperature": 0.6,
+        "actor_rollout_ref.rollout.val_kwargs.n": 4,
+        "actor_rollout_ref.hybrid_engine": False,
+        "actor_rollout_ref.rollout.nnodes": 1,
+        "reward_model.enable": True,
+        "reward_model.model.path": "models/judge",
+        "reward.reward_model.enable_resource_pool": True,
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 8,
+    }
+    config = recipe_of(overrides(settings), tmp_path)
+    expected = {
+        "keep_checkpoints": 2,
+        "epochs": 3,
+        "model.path": "Qwen/Qwen3-30B-A3B",
+        "engine.activation_offload": True,
+        "engine.optimizer_offload": True,
+        "engine.optimizer.kind": "muon",
+        "engine.min_lr_ratio": 0.1,
+        "engine.parallel.ep": 4,
+        "engine.parallel.tp": 4,
+        "placement.reference.engine.parallel.tp": 2,
+        "placement.reference.engine.parallel.ep": 4,
+        "placement.reward.pool": "reward",
+        "rollout.eval_samples": 4,
+    }
+    assert {key: at(config, key) for key in expected} == expected
+    made = convert(overrides(settings | {"actor_rollout_ref.actor.optim.optimizer": "soap"}))
+    assert "there are adamw and muon" in made.missing["actor_rollout_ref.actor.optim.optimizer"]
+    same = convert(
+        overrides(settings | {f"{ref}.tensor_model_parallel_size": 4, "actor_rollout_ref.hybrid_engine": True})
+    )
+    assert "reference" not in same.recipe["placement"]
+    assert "optimizer_offload" not in same.recipe["engine"], "a colocated engine gives its memory back"
+
+
 def test_what_verl_ignores_is_told():
     made = convert(["actor_rollout_ref.actor.clip_ratio=0.3", "algorithm.adv_estimator=grpo", "critic.optim.lr=1e-5"])
     assert made.recipe["algorithm"]["loss_options"]["clip_high"] == 0.2  # as in verl 0.9.1, whose own default wins
@@ -141,7 +195,8 @@ def test_epochs_are_counted_where_the_file_is_there(tmp_path):
 def test_the_command_prints_a_recipe(capsys, tmp_path):
     assert cli.main(["--from-verl", *overrides(LINES["grpo_trainer/run_qwen2-7b"])]) == 0
     printed = capsys.readouterr().out
-    assert "No equivalent here" in printed
+    assert "Ignored by verl too" in printed
+    assert "\nepochs: 15\n" in printed
     assert yaml.safe_load(printed)["batch"]["group_size"] == 5
     assert cli.main(["--from-verl", "no_override"]) == 2
     assert "neither key=value nor" in capsys.readouterr().err

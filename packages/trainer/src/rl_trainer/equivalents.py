@@ -50,6 +50,8 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     _row("batch.dynamic_sampling", "algorithm.filter_groups.enable"),
     _row("batch.max_refills", "algorithm.filter_groups.max_num_gen_batches"),
     _row("batch.over_sampling", f"{_ROLLOUT}.over_sample_rate", "", "orchestrator.oversampling_factor"),
+    _row("epochs", "trainer.total_epochs", "num_train_epochs"),
+    _row("keep_checkpoints", "trainer.max_actor_ckpt_to_keep", "save_total_limit", "ckpt.keep_last"),
     _row("steps", "trainer.total_training_steps", "max_steps", "max_steps"),
     _row("eval_every", "trainer.test_freq", "eval_steps", "orchestrator.eval.interval"),
     _row("save_every", "trainer.save_freq", "save_steps", "ckpt.interval"),
@@ -117,7 +119,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "warmup_steps",
         "trainer.scheduler.warmup_steps",
     ),
-    _row("engine.optimizer.min_lr_ratio", f"{_ACTOR}.optim.min_lr_ratio", "", "trainer.scheduler.min_lr"),
+    _row("engine.min_lr_ratio", f"{_ACTOR}.optim.min_lr_ratio", "", "trainer.scheduler.min_lr"),
     _row("engine.lr_schedule", f"{_ACTOR}.optim.lr_scheduler_type", "lr_scheduler_type", "trainer.scheduler.type"),
     _row("engine.precision", f"{_ACTOR}.fsdp_config.dtype", "bf16", "trainer.model.optimization_dtype"),
     _row(
@@ -127,6 +129,8 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "trainer.model.ac",
     ),
     _row("engine.cpu_offload", f"{_ACTOR}.fsdp_config.offload_policy", "", "trainer.model.fsdp_cpu_offload"),
+    _row("engine.activation_offload", f"{_MODEL}.enable_activation_offload", "", "trainer.model.ac_offloading"),
+    _row("engine.optimizer.kind", f"{_ACTOR}.optim.optimizer", "optim", "trainer.optim.type"),
     _row("engine.torch_compile", f"{_ACTOR}.use_torch_compile", "torch_compile", "trainer.model.compile"),
     _row("engine.max_tokens_per_gpu", f"{_ACTOR}.ppo_max_token_len_per_gpu", "per_device_train_batch_size", "seq_len"),
     _row("engine.parallel.sp", f"{_ACTOR}.ulysses_sequence_parallel_size"),
@@ -152,6 +156,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     _row(
         "rollout.eval_temperature", f"{_ROLLOUT}.val_kwargs.temperature", "", "orchestrator.eval.sampling.temperature"
     ),
+    _row("rollout.eval_samples", f"{_ROLLOUT}.val_kwargs.n", "", "orchestrator.eval.rollouts_per_example"),
     _row("rollout.max_num_seqs", f"{_ROLLOUT}.max_num_seqs", "", "inference.max_num_seqs"),
     _row(
         "rollout.parallel.tp",
@@ -177,6 +182,8 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     _row("reward.path", "reward.custom_reward_function.path", "reward_funcs"),
     _row("reward.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg.len"),
     _row("reward.parts.model.path", "reward.reward_model.model_path"),
+    _row("placement.reference.engine.parallel", "actor_rollout_ref.ref.megatron"),
+    _row("placement.reward.pool", "reward.reward_model.enable_resource_pool"),
     _row("critic.path", "critic.model.path"),
     _row("critic.lr", "critic.optim.lr"),
     _row("critic.clip", "critic.cliprange_value"),

@@ -21,6 +21,19 @@ from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 from rl_trainer.errors import ConfigError
 
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_REF = "actor_rollout_ref.ref"
+_RANKS: dict[str, dict[str, str]] = {
+    "fsdp": {"ulysses_sequence_parallel_size": "sp"},
+    "megatron": {
+        "megatron.tensor_model_parallel_size": "tp",
+        "megatron.pipeline_model_parallel_size": "pp",
+        "megatron.virtual_pipeline_model_parallel_size": "vpp",
+        "megatron.expert_model_parallel_size": "ep",
+        "megatron.context_parallel_size": "cp",
+    },
+    "torchtitan": {},
+}
+"""Keys of a layout below an actor's and a reference's own, by engine, and what they are in `engine.parallel`."""
 _C = "algorithm.rollout_correction"
 _OLD_NAMES = {
     "reward_model.enable": "reward.reward_model.enable",
@@ -107,7 +120,8 @@ _NEEDLESS: tuple[tuple[str, str], ...] = (
     ("*profiler*", "rl-train --profile writes trace.json"),
     ("*checkpoint.save_contents", "a checkpoint holds everything that a run goes on with"),
     ("*checkpoint.load_contents", "a checkpoint holds everything that a run goes on with"),
-    ("actor_rollout_ref.ref.*", "the reference is laid out as the actor is"),
+    ("actor_rollout_ref.ref.*", "the reference is laid out as the actor is, unless its layout is another"),
+    ("trainer.max_critic_ckpt_to_keep", "a checkpoint holds actor and critic"),
     ("*update_weights_bucket_megabytes", "an option of weights_transport's address"),
     ("*rollout_n", "batch.group_size"),
     ("*loss_scale_factor", "seq-mean-token-sum-norm divides by rollout.max_new_tokens"),
@@ -340,7 +354,7 @@ class _Converter:
         for section in (
             self._run, self._data, self._batch, self._model, self._algorithm, self._loss, self._kl, self._correction,
             self._optimizer, self._engine, self._rollout, self._agent, self._reward, self._critic, self._teacher,
-            self._pipeline,
+            self._pipeline, self._offload,
         ):  # fmt: skip
             section()
         self._rest()
@@ -391,6 +405,8 @@ class _Converter:
             self._set(ours, max(int(self._number(key, -1)), 0))
         self._take("trainer.default_local_dir", "output_dir")
         self._take("trainer.resume_from_path", "resume_from")
+        if (kept := int(self._number("trainer.max_actor_ckpt_to_keep", 0))) > 0:
+            self._set("keep_checkpoints", kept)
         if self._get("trainer.val_before_train", True) is False:
             self._miss("trainer.val_before_train", "the start policy is always evaluated once")
         if self._get("trainer.rollout_data_dir"):
@@ -469,11 +485,7 @@ class _Converter:
             return
         rows = _num_rows(self._get("data.train_files"))
         if rows is None:
-            self._set("steps", 100)
-            self._miss(
-                "trainer.total_epochs",
-                f"set steps: {epochs} epochs are {epochs} x rows / {batch}, and the rows cannot be counted here",
-            )
+            self._set("epochs", int(epochs))  # a run counts them; verl drops the last rows of each, ours does not
         else:
             self._set("steps", max(epochs * (rows // batch), 1))
 
@@ -621,12 +633,12 @@ class _Converter:
         if betas := self._get(f"{o}.betas"):
             optimizer["betas"] = [float(beta) for beta in betas]
         optimizer["max_grad_norm"] = float(self._number(f"{_A}.grad_clip", 1.0))
-        steps, per_step = recipe["steps"], recipe["batch"]["batch_size"] // recipe["batch"]["mini_batch_size"]
+        steps, per_step = recipe.get("steps", 0), recipe["batch"]["batch_size"] // recipe["batch"]["mini_batch_size"]
         warmup = self._number(f"{o}.lr_warmup_steps", -1)
         ratio = float(self._number(f"{o}.lr_warmup_steps_ratio", 0.0))
         if warmup > 0:
             self._ignore(f"{o}.lr_warmup_steps_ratio", "lr_warmup_steps is set")
-        elif "trainer.total_epochs" in self._out.missing and ratio:
+        elif not steps and ratio:
             self._miss(
                 f"{o}.lr_warmup_steps_ratio", f"set engine.optimizer.warmup_steps to {ratio:g} x steps x {per_step}"
             )
@@ -635,8 +647,13 @@ class _Converter:
             optimizer["warmup_steps"] = warmup * per_step  # verl counts training steps, ours are the optimizer's
         if self._get(f"{o}.lr_scheduler_type", "constant") == "cosine":
             self._set("engine.lr_schedule", "cosine")
-            if float(self._number(f"{o}.min_lr_ratio", 0.0)):
-                self._miss(f"{o}.min_lr_ratio", "engine.lr_schedule=cosine ends at 0")
+            if least := float(self._number(f"{o}.min_lr_ratio", 0.0)):
+                self._set("engine.min_lr_ratio", least)
+        kind = str(self._get(f"{o}.optimizer", "AdamW")).lower()
+        if "muon" in kind:
+            optimizer["kind"] = "muon"
+        elif kind not in ("adamw", "adam"):
+            self._miss(f"{o}.optimizer", f"no optimizer {kind}; there are adamw and muon; adamw is set")
         self._set("engine.optimizer", optimizer)
 
     def _engine(self) -> None:
@@ -658,12 +675,9 @@ class _Converter:
         dtype = str(self._get(f"{_A}.fsdp_config.dtype", "bfloat16"))
         self._set("engine.precision", {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype))
         layout: dict[str, int] = {}
-        names = {"tensor": "tp", "pipeline": "pp", "virtual_pipeline": "vpp", "expert": "ep"}
-        for name, ours in names.items():
-            key = f"{_A}.megatron.{name}_model_parallel_size"
-            self._layout(layout, key, ours, is_read=backend == "megatron")
-        self._layout(layout, f"{_A}.megatron.context_parallel_size", "cp", is_read=backend == "megatron")
-        self._layout(layout, f"{_A}.ulysses_sequence_parallel_size", "sp", is_read=backend == "fsdp")
+        for of, names in _RANKS.items():
+            for name, ours in names.items():
+                self._layout(layout, f"{_A}.{name}", ours, is_read=of == backend)
         size = int(self._number(f"{_A}.fsdp_config.fsdp_size", -1))
         if backend == "fsdp" and 0 < size < world:
             layout["dp_replicate"] = world // size
@@ -673,6 +687,9 @@ class _Converter:
             self._set("engine.parallel", layout)
         if self._get(f"{_A}.fsdp_config.offload_policy", False):
             self._set("engine.cpu_offload", True)
+        if self._get(f"{_M}.enable_activation_offload", False):
+            self._set("engine.activation_offload", True)
+        self._reference(backend, layout)
         mode = self._get(f"{_A}.router_replay.mode", "disabled")
         if mode == "R3" or self._get(f"{_R}.enable_rollout_routing_replay", False):
             self._set("engine.router_replay", True)
@@ -687,6 +704,17 @@ class _Converter:
             tokens = longest * int(self._number(f"{_A}.ppo_micro_batch_size_per_gpu", 1))
             self._ignore(f"{_A}.ppo_max_token_len_per_gpu", "use_dynamic_bsz is false")
         self._set("engine.max_tokens_per_gpu", max(tokens, longest))
+
+    def _reference(self, backend: str, layout: Mapping[str, int]) -> None:
+        """The reference's own layout, where it has one that is not the actor's."""
+        own = dict(layout)
+        for name, ours in _RANKS[backend].items():
+            if (size := int(self._number(f"{_REF}.{name}", layout.get(ours, 1)))) > 1:
+                own[ours] = size
+            else:
+                own.pop(ours, None)
+        if own != layout and self._out.recipe["algorithm"].get("kl_coef"):
+            self._set("placement.reference.engine.parallel", own)
 
     def _layout(self, layout: dict[str, int], key: str, ours: str, *, is_read: bool) -> None:
         size = int(self._number(key, 1))
@@ -718,11 +746,14 @@ class _Converter:
             self._set("rollout.eval_temperature", float(self._number(f"{_R}.val_kwargs.temperature", 0)))
         else:
             self._ignore(f"{_R}.val_kwargs.temperature", "val_kwargs.do_sample is false")
-        for key in ("top_p", "top_k", "n"):
+        for key in ("top_p", "top_k"):
             if float(self._number(f"{_R}.val_kwargs.{key}", {"top_k": -1}.get(key, 1))) not in (1, -1):
-                self._miss(
-                    f"{_R}.val_kwargs.{key}", "held-out rows have one completion each; rl-eval --samples N gives pass@k"
-                )
+                self._miss(f"{_R}.val_kwargs.{key}", "held-out completions are drawn from the whole distribution")
+        if (count := int(self._number(f"{_R}.val_kwargs.n", 1))) > 1:
+            if self._out.recipe["rollout"].get("eval_temperature"):
+                self._set("rollout.eval_samples", count)
+            else:
+                self._miss(f"{_R}.val_kwargs.n", "greedy completions of a row are all the same")
         self._replicas(backend)
 
     def _replicas(self, backend: str) -> None:
@@ -816,6 +847,13 @@ class _Converter:
             path = _path(self._get("reward.reward_model.model_path", ""))
             self._set("reward.parts", {"model": {"kind": "classifier", "path": path}})
             self._out.recipe["reward"].pop("path", None)
+            if self._get("reward.reward_model.enable_resource_pool", False):
+                self._set("placement.reward.pool", "reward")
+                gpus = int(self._number("reward.reward_model.n_gpus_per_node", 0)) * int(
+                    self._number("reward.reward_model.nnodes", 0)
+                )
+                if gpus > 1:
+                    self._miss("reward.reward_model.n_gpus_per_node", f"each model has one GPU, and not {gpus}")
         for key in self._settings:
             if key.startswith(("reward_model.", "reward.reward_model.")) and key not in self._asked:
                 self._out.needless[self._given[key]] = "a reward model that the run serves shares the engine's GPUs"
@@ -883,6 +921,13 @@ class _Converter:
         for flag in ("--enable-sleep-mode", "--enable-memory-saver"):
             if flag in args:
                 args.remove(flag)
+
+    def _offload(self) -> None:
+        """What verl offloads while servers generate: of use here where they have GPUs of their own."""
+        keys = [f"{_A}.{engine}.optimizer_offload" for engine in ("fsdp_config", "megatron")]
+        if not self._out.recipe["rollout"]["colocated"] and any(self._settings.get(key) for key in keys):
+            self._asked.update(keys)
+            self._set("engine.optimizer_offload", True)
 
     def _rest(self) -> None:
         """Tell what nobody asked for; what is off is not missed."""
