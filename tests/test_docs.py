@@ -133,6 +133,20 @@ def run(line):
     assert cli.main(words) == 0, line
 
 
+def test_the_readme_is_one_screen_and_its_commands_run(folder, tmp_path, monkeypatch):
+    (tmp_path / "Qwen").mkdir()
+    for name, there in (("gsm8k", "gsm8k"), ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")):
+        (tmp_path / name).symlink_to(folder / there)
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text()
+    lines = [line for language, _, block in _BLOCK.findall(text) if language == "bash" for line in block.splitlines()]
+    commands = [part.partition("#")[0].strip() for line in lines for part in line.split("&&")]
+    assert [each for each in commands if not each.startswith("uv run ")] == ["pip install uv"]
+    for command in commands[1:]:
+        run(command.removeprefix("uv run "))
+    assert len(text.splitlines()) <= 90
+
+
 @pytest.mark.parametrize("page", RUN_HERE)
 def test_the_python_of_a_package_page_runs_as_it_stands(page, folder, tmp_path, monkeypatch):
     (tmp_path / "path/to").mkdir(parents=True)

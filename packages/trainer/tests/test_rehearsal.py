@@ -1,7 +1,12 @@
 """`--dry-run` tries what would fail after start-up, and says where the reward comes from."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
+from rl_engine.testing.hub import serve_hub
 from rl_rollout.testing import write_tiny_model
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, InputError
@@ -80,3 +85,20 @@ def test_the_plan_says_where_the_reward_comes_from():
     assert "rule exact_match for data_source=reasoning_gym/x" in own
     by_function = load_config("gsm8k", ["reward.path=mine.py:score"]).reward
     assert reward_source(by_function, rows).endswith("mine.py:score (reward.path)")
+
+
+def test_a_dry_run_of_a_model_by_its_hub_id_fetches_no_weights(model, tmp_path):
+    line = ["quickstart", "--dry-run", "model.path=some/model", "data.options.num_rows=200", "data.eval_size=4"]
+    with serve_hub({"some/model": model}) as (url, sent):
+        known = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home")}
+        known.pop("HF_HUB_OFFLINE", None)
+        done = subprocess.run(
+            [sys.executable, "-m", "rl_trainer.cli", *line], env=known, capture_output=True, text=True, timeout=200
+        )
+        assert "config.json" in sent
+        assert "model.safetensors" not in sent
+        other = [sys.executable, "-m", "rl_trainer.cli", *line, "model.path=some/other"]
+        refusal = subprocess.run(other, env=known, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert refusal.returncode == 2
+    assert "the hub has no model some/other" in refusal.stderr

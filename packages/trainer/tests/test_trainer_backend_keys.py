@@ -39,6 +39,7 @@ EFFECTS = {
     "engine.optimizer.total_steps": ("9", "engine"),
     "engine.optimizer.min_lr_ratio": ("0.5", "engine"),
     "engine.lr_schedule": ("constant", "engine"),
+    "engine.min_lr_ratio": ("0.5", "engine"),
     "engine.precision": ("bfloat16", "engine"),
     "engine.matmul_precision": ("high", "engine"),
     "engine.max_tokens_per_gpu": ("77", "engine"),

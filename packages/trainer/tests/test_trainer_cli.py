@@ -91,7 +91,7 @@ def test_model_without_tokenizer(capsys, model, data):
 
 @pytest.mark.parametrize(
     ("missing", "words"),
-    [("config.json", "has no config.json"), (None, "is not a folder")],
+    [("config.json", "has no config.json"), (None, "is neither a folder nor the hub's id of a model")],
 )
 def test_model_folder_that_is_none(capsys, model, data, missing, words):
     path = model / "deeper"

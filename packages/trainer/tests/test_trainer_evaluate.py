@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,10 @@ from rl_trainer.rewards import answer_of
 
 
 def problem(rewards, answers, *, num_failed):
-    return Problem(prompt="?", completions=answers, answers=answers, rewards=rewards, num_failed=num_failed)
+    right = tuple(reward >= 1 for reward in rewards)
+    return Problem(
+        prompt="?", completions=answers, answers=answers, rewards=rewards, right=right, num_failed=num_failed
+    )
 
 
 def test_pass_at_k_by_hand():
@@ -26,9 +30,9 @@ def test_pass_at_k_by_hand():
 
 
 def test_the_majority_s_reward_counts_and_ties_share():
-    assert maj_at_n(["5", "7", "7"], [1.0, 0.0, 0.0]) == 0.0
-    assert maj_at_n(["5", "7", "5"], [1.0, 0.0, 1.0]) == 1.0
-    assert maj_at_n(["5", "7"], [1.0, 0.0]) == 0.5
+    assert maj_at_n(["5", "7", "7"], [True, False, False]) == 0.0
+    assert maj_at_n(["5", "7", "5"], [True, False, True]) == 1.0
+    assert maj_at_n(["5", "7"], [True, False]) == 0.5
 
 
 def test_answers_that_are_counted_as_equal():
@@ -53,12 +57,19 @@ def test_failed_completions_are_in_no_estimate():
         problem((), (), num_failed=2),
     ]
     found = summarise(problems, [1, 2])
-    assert found["accuracy"].mean == pytest.approx(0.75)
+    assert found["accuracy"].mean == found["reward"].mean == pytest.approx(0.75)
     assert found["pass@1"].mean == pytest.approx(0.75)
     assert found["pass@2"].mean == 1.0  # of the one problem with two
     assert found["maj@2"].mean == pytest.approx(0.75)
     with pytest.raises(RolloutFailedError, match="no completion ended well"):
         summarise(problems[2:], [1])
+
+
+def test_accuracy_is_the_share_that_is_right_and_not_the_mean_reward():
+    made = problem((0.5, 1.5), ("a", "b"), num_failed=0)
+    found = summarise([made], [1])
+    assert (found["reward"].mean, found["accuracy"].mean, found["maj@2"].mean) == (1.0, 0.5, 0.5)
+    assert [*summarise([made, replace(made, right=None)], [1])] == ["reward"], "nothing says what is right"
 
 
 def test_rl_eval_measures_a_policy_through_a_server(model, tmp_path, capsys):

@@ -75,8 +75,11 @@ def test_a_run_in_one_process(model, tmp_path):
         f"output_dir={tmp_path / 'out'}",
     ]
     run(load_config("quickstart", settings), Console(quiet=True))
-    check(json.loads((tmp_path / "out" / "trace.json").read_text()))
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
+    check(trace)
     assert VARIABLE not in os.environ
+    (name,) = (e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M")
+    assert name == f"controller, process {os.getpid()}"
 
 
 @pytest.mark.slow
@@ -90,6 +93,12 @@ def test_a_run_in_many_processes(model, tmp_path):
     check(trace)
     homes = {name: {e["pid"] for e in spans(trace) if e["name"] == name} for name in ("update", "forward_backward", "AgentWorker.submit", "RolloutWorker.update_weights")}  # fmt: skip  # noqa: E501
     assert len(set.union(*homes.values())) == 4  # controller, engine, agent, rollout
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    told = {name: {names[pid].split(",")[0] for pid in pids} for name, pids in homes.items()}
+    assert told == {
+        "update": {"controller"}, "forward_backward": {"engine 0"}, "AgentWorker.submit": {"agent 0"},
+        "RolloutWorker.update_weights": {"rollout 0"},
+    }  # fmt: skip
 
 
 def test_nothing_is_written_unless_asked_for(tmp_path):

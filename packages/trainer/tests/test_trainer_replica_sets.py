@@ -80,7 +80,7 @@ class Agent:
         return [len(row) for row in rows]
 
     def evaluate(self, rows, sampling_params):
-        return [EvalReport(rewards=tuple(row["reward"] for row in rows), num_failed=0)]
+        return [EvalReport(rewards=tuple(row["reward"] for row in rows), num_right=None, num_failed=0)]
 
     def submit(self, jobs, sampling_params, partition, group_size):
         self.jobs += [(job, sampling_params["seed"]) for job in jobs]

@@ -90,7 +90,42 @@ def test_by_default_the_loops_reward_counts_or_else_the_rule():
         await scorer.close()
         return found
 
-    assert asyncio.run(main()) == [Score(reward=1.0), Score(reward=0.25), Score(reward=1.0)]
+    assert asyncio.run(main()) == [
+        Score(reward=1.0, is_right=True),
+        Score(reward=0.25, is_right=False),
+        Score(reward=1.0, is_right=True),
+    ]
+
+
+RIGHT = """
+def graded(text, row):
+    return float(text) / 4
+
+def named(text, row):
+    return {"style": 9.0, "acc": float(text == "4")}
+
+def unnamed(text, row):
+    return {"style": 1.0, "length": 1.0}
+"""
+
+
+def test_what_is_right_is_what_the_judge_of_the_answer_gives_full_marks(tmp_path):
+    (file := tmp_path / "graded.py").write_text(RIGHT)
+    form, answer = RewardPart(kind="rule", rule="format", weight=2.0), RewardPart(kind="rule", rule="math", weight=0.5)
+
+    def right(section, *texts):
+        return [each.is_right for each in score(section, *texts)]
+
+    both = RewardSection(parts={"form": form, "answer": answer})
+    assert right(both, "\\boxed{4}", "<think>a</think><answer>5</answer>") == [True, False]
+    pattern = RewardPart(kind="rule", rule="regex", options={"pattern": "[a-z]"})
+    assert right(RewardSection(parts={"form": pattern, "answer": answer}), "4 apples \\boxed{4}", "x") == [True, False]
+    assert right(RewardSection(parts={"form": form}), "4") == [None], "a form is no answer"
+    assert right(RewardSection(path=f"{file}:graded"), "4", "3") == [True, False]
+    assert right(RewardSection(path=f"{file}:named"), "4", "3") == [True, False]
+    assert right(RewardSection(path=f"{file}:unnamed"), "4") == [None]
+    own = RewardPart(kind="function", path=f"{file}:named")
+    assert right(RewardSection(parts={"own": own, "form": form}), "4", "3") == [True, False]
 
 
 def test_a_function_of_a_file_gets_the_text_and_the_row(functions):

@@ -10,7 +10,7 @@ from rl_engine.types import EngineConfig, OptimizerConfig
 from rl_tq.types import BatchMeta
 from rl_trainer.algorithms.kl_controller import AdaptiveKl
 from rl_trainer.config import load_config
-from rl_trainer.errors import StaleWeightsError
+from rl_trainer.errors import PlanError, StaleWeightsError
 from rl_trainer.loop import mini_batches, run_loop
 from rl_trainer.planning.plan import actor_config, critic_config
 from rl_trainer.testing import FakeJob
@@ -143,6 +143,8 @@ def test_the_schedule_of_a_policy_that_waits_for_its_critic_ends_with_the_run():
     assert actor_config(shaped, Path("model")).optimizer.total_steps == 4 * 2  # two mini-batches each
     assert critic_config(shaped, shaped.critic, Path("model")).optimizer.total_steps == 6 * 2
     assert actor_config(config("engine.lr_schedule=cosine"), Path("model")).optimizer.total_steps == 2 * 2
+    with pytest.raises(PlanError, match=r"min_lr_ratio=0.1 does nothing with engine.lr_schedule=constant"):
+        config("engine.lr_schedule=constant", "engine.min_lr_ratio=0.1")
 
 
 def test_the_first_rates_of_a_warm_up_are_told_as_they_are():

@@ -1,8 +1,10 @@
 """Each tracker's own reader finds the numbers again; one that fails costs the run nothing but itself."""
 
 import io
+import itertools
 import json
 import sqlite3
+import time
 from contextlib import closing
 from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
@@ -14,9 +16,9 @@ from rl_trainer import checkpoints
 from rl_trainer.config import load_config
 from rl_trainer.errors import InputError
 from rl_trainer.loop import completion_metrics
-from rl_trainer.metrics import StepRecord
+from rl_trainer.metrics import Evaluation, StepRecord
 from rl_trainer.trackers import RunInfo, Tracker, TrackerGroup
-from rl_trainer.trackers.console import sparkline
+from rl_trainer.trackers.console import progress_lines, sparkline, status
 
 
 def record(step, **values):
@@ -36,7 +38,7 @@ def run(tmp_path):
 def logged(run, *names, options=None):
     with TrackerGroup(run, {name: {} for name in names} | (options or {})) as trackers:
         trackers.log(record(1))
-        trackers.log(record(2, accuracy=0.75))
+        trackers.log(record(2, accuracy=0.75, eval_reward=0.5))
         trackers.finish({"steps": 2, "phase_s": {"update": 1.0}})
 
 
@@ -46,6 +48,7 @@ def test_a_record_s_numbers_have_flat_names():
         "policy_loss": -0.5, "phase_s/generate": 1.5, "phase_s/update": 0.5, "failures/timeout": 2,
     }  # fmt: skip
     assert "accuracy" not in record(1).scalars()
+    assert record(2, eval_reward=0.5).scalars()["eval_reward"] == 0.5
 
 
 def test_console_and_jsonl(run):
@@ -59,10 +62,45 @@ def test_console_and_jsonl(run):
     assert lines[0]["metrics"] == {"policy_loss": -0.5}
 
 
+def test_the_terminal_says_reward_where_nothing_tells_what_is_right(run):
+    with TrackerGroup(run, {"console": {}}) as trackers:
+        trackers.log(record(1, eval_reward=-2.5))
+    assert "held-out reward -2.500" in run.console.file.getvalue()
+
+
+def test_without_a_terminal_a_line_says_what_a_long_step_is_at():
+    console, asked = Console(file=io.StringIO(), width=40), []
+
+    def doing():
+        asked.append(time.monotonic())
+        return f"step 3/140: generate, {len(asked)} of 128 groups complete" + "!" * 120
+
+    with progress_lines(console, doing, silence_s=0.1) as renew:
+        for _ in range(5):  # lines of steps come in time
+            time.sleep(0.02)
+            renew()
+        assert not asked
+        time.sleep(0.35)
+    lines = console.file.getvalue().splitlines()
+    assert 2 <= len(lines) == len(asked) <= 3
+    assert lines[0].startswith("step 3/140: generate, 1 of 128 groups complete")
+    assert all(len(line) == 120 for line in lines)
+    assert min(b - a for a, b in itertools.pairwise(asked)) >= 0.1
+    with progress_lines(Console(file=io.StringIO(), force_terminal=True), doing, silence_s=0.01):
+        time.sleep(0.05)
+    assert len(asked) == len(lines), "a terminal has its panel"
+
+
+def test_the_start_is_told_at_once_without_a_terminal():
+    console = Console(file=io.StringIO())
+    with status(console, "starting the workers"):
+        assert console.file.getvalue() == "starting the workers\n"
+
+
 def test_a_step_is_one_line_of_at_most_120_characters(run):
     phases = {f"phase_with_a_long_name_{n}": float(n) for n in range(9)}
     with TrackerGroup(run, {"console": {}}) as trackers:
-        trackers.log(record(1, phase_s=phases, accuracy=0.5))
+        trackers.log(record(1, phase_s=phases, accuracy=0.5, eval_reward=0.5))
     (line,) = run.console.file.getvalue().splitlines()
     assert len(line) <= 120
     assert "phase_with_a_long_name_8" in line, "the longest phase comes first"
@@ -105,14 +143,16 @@ def test_the_evaluation_with_which_a_run_goes_on_is_there_once(run):
         lines = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
         return [(line["step"], line["accuracy"]) for line in lines]
 
-    again = {step: StepRecord.of_evaluation(step, 0.7, {}, position=0) for step in (0, 1, 2)}
+    again = {
+        step: StepRecord.of_evaluation(step, Evaluation(reward=0.6, accuracy=0.7), {}, position=0) for step in (0, 1, 2)
+    }
     with TrackerGroup(run, {}) as trackers:
         trackers.log(again[0])
         trackers.log(record(1))
         for _ in range(2):  # it went on from step 1 twice
             checkpoints.forget_after(run.output_dir, 1)
             trackers.log(again[1])
-        trackers.log(record(2, accuracy=0.75))
+        trackers.log(record(2, accuracy=0.75, eval_reward=0.5))
         trackers.log(again[2])
     assert steps() == [(0, 0.7), (1, None), (1, 0.7), (2, 0.75)]
 

@@ -160,11 +160,11 @@ def _told(arguments: argparse.Namespace) -> str | None:
         from rl_trainer.config.explain import explain
 
         return explain(arguments.explain)
+    if not (arguments.list or arguments.completion):
+        return None
     from rl_trainer.commands import catalog
 
-    if arguments.list:
-        return catalog.listing()
-    return catalog.completion(arguments.completion) if arguments.completion else None
+    return catalog.listing() if arguments.list else catalog.completion(arguments.completion)
 
 
 def _from_verl(argv: Sequence[str]) -> int:
@@ -287,11 +287,12 @@ def main_sample(argv: Sequence[str] | None = None) -> int:
 def _config_of_a_policy(recipe: str, overrides: Sequence[str]) -> Config:
     from rl_trainer.config import load_config
     from rl_trainer.errors import ConfigError
-    from rl_trainer.planning.preflight import check_model
+    from rl_trainer.planning.preflight import check_model, with_models
 
     config = load_config(recipe, overrides)
     if config.model.path is None:
-        raise ConfigError("model.path is not set: give the folder of the policy")
+        raise ConfigError("model.path is not set: give the folder of the policy, or the hub's id of it")
+    config = with_models(config)
     check_model(config)
     return config
 

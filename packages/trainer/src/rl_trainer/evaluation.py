@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from rl_rollout.base import RolloutServer
     from rl_trainer.config import Config
+    from rl_trainer.rewards.scorer import Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class Problem:
     """Answer of each sample."""
     rewards: tuple[float, ...]
     """One per completion that ended well."""
+    right: tuple[bool, ...] | None
+    """Whether each of them is correct; None where the reward does not say so."""
     num_failed: int
     """Completions that did not end well; they are in no estimate."""
 
@@ -68,16 +71,16 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def maj_at_n(answers: Sequence[str], rewards: Sequence[float]) -> float:
-    """maj@n: reward of the most frequent answer, the mean over ties (self-consistency, arXiv 2203.11171)."""
+def maj_at_n(answers: Sequence[str], right: Sequence[bool]) -> float:
+    """maj@n: whether the most frequent answer is right, the mean over ties (self-consistency, arXiv 2203.11171)."""
     counts = Counter(answers)
     most = max(counts.values())
-    first = dict(zip(reversed(answers), reversed(rewards), strict=True))
+    first = dict(zip(reversed(answers), reversed(right), strict=True))
     return fmean(first[answer] for answer, count in counts.items() if count == most)
 
 
 def summarise(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Estimate]:
-    """Accuracy, pass@k for each k, and maj@n; a completion is right if its reward is at least 1.
+    """Mean reward, accuracy, pass@k for each k, and maj@n; the reward alone where it does not say what is right.
 
     A problem of which fewer than k completions ended well does not enter pass@k.
 
@@ -87,15 +90,18 @@ def summarise(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Estim
     scored = [p for p in problems if p.rewards]
     if not scored:
         raise RolloutFailedError("no completion ended well, so there is nothing to say about the policy")
-    found = {"accuracy": Estimate.of([fmean(p.rewards) for p in scored])}
+    found = {"reward": Estimate.of([fmean(p.rewards) for p in scored])}
+    judged = [(p.answers, p.right) for p in scored if p.right is not None]
+    if len(judged) < len(scored):
+        return found
+    found["accuracy"] = Estimate.of([fmean(right) for _, right in judged])
     for k in ks:
-        enough = [p for p in scored if len(p.rewards) >= k]
-        if enough:
-            right = [pass_at_k(len(p.rewards), sum(r >= 1 for r in p.rewards), k) for p in enough]
-            found[f"pass@{k}"] = Estimate.of(right)
-    most = max(len(p.rewards) for p in scored)
+        chances = [pass_at_k(len(right), sum(right), k) for _, right in judged if len(right) >= k]
+        if chances:
+            found[f"pass@{k}"] = Estimate.of(chances)
+    most = max(len(right) for _, right in judged)
     if most > 1:
-        found[f"maj@{most}"] = Estimate.of([maj_at_n(p.answers, p.rewards) for p in scored])
+        found[f"maj@{most}"] = Estimate.of([maj_at_n(answers, right) for answers, right in judged])
     return found
 
 
@@ -129,7 +135,7 @@ async def sample(
             "max_new_tokens": rollout.max_new_tokens,
             "seed": hash_seed(f"{config.seed}/eval"),
         }
-        samples: list[list[tuple[str, str, float]]] = [[] for _ in rows]
+        samples: list[list[tuple[str, str, Score]]] = [[] for _ in rows]
         failed = [0] * len(rows)
         groups = runner.run_groups(
             rows, sampling, group_size=num_samples, on_failure="mask", min_group_size=1, grade=grading(rows, scorer)
@@ -138,7 +144,7 @@ async def sample(
             failed[group.row_index] = len(group.failures)
             for rollout in group.rollouts:
                 samples[group.row_index] += [
-                    (output.text, answer_of(output.text), score.reward) for output, score in scored(rollout)
+                    (output.text, answer_of(output.text), score) for output, score in scored(rollout)
                 ]
         await runner.close()
     finally:
@@ -149,11 +155,18 @@ async def sample(
             prompt=row["prompt"][-1]["content"],
             completions=tuple(text for text, _, _ in found),
             answers=tuple(answer for _, answer, _ in found),
-            rewards=tuple(reward for _, _, reward in found),
+            rewards=tuple(score.reward for _, _, score in found),
+            right=right_of([score for _, _, score in found]),
             num_failed=num_failed,
         )
         for row, found, num_failed in zip(rows, samples, failed, strict=True)
     ]
+
+
+def right_of(scores: Sequence[Score]) -> tuple[bool, ...] | None:
+    """Which completions are correct; None where nothing says so of one."""
+    right = tuple(score.is_right for score in scores if score.is_right is not None)
+    return right if len(right) == len(scores) else None
 
 
 def fresh(config: Config, *, url: str | None, order: Order, count: int, num_samples: int) -> list[Shown]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rl_tq.types import BatchMeta
     from rl_trainer.config import Config, ReplaySection
     from rl_trainer.data import Row
-    from rl_trainer.metrics import HeldGroup
+    from rl_trainer.metrics import Evaluation, HeldGroup
     from rl_trainer.pipeline.ema_reference import EmaReference
     from rl_trainer.pipeline.replay_buffer import Replay
     from rl_trainer.pipeline.replicas import AgentReplicas, SomeSamples
@@ -85,7 +85,12 @@ class Components:
 
 
 def run_loop(
-    components: Components, config: Config, eval_rows: Sequence[Row], *, start_step: int = 0
+    components: Components,
+    config: Config,
+    eval_rows: Sequence[Row],
+    *,
+    start_step: int = 0,
+    timer: PhaseTimer | None = None,
 ) -> Iterator[StepRecord]:
     """Run `steps_of` with all objects of before frozen, so that the garbage collector does not walk them.
 
@@ -94,13 +99,18 @@ def run_loop(
     """
     gc.freeze()  # and no collection before: that alone takes half a second
     try:
-        yield from steps_of(components, config, eval_rows, start_step=start_step)
+        yield from steps_of(components, config, eval_rows, start_step=start_step, timer=timer)
     finally:
         gc.unfreeze()
 
 
 def steps_of(
-    components: Components, config: Config, eval_rows: Sequence[Row], *, start_step: int = 0
+    components: Components,
+    config: Config,
+    eval_rows: Sequence[Row],
+    *,
+    start_step: int = 0,
+    timer: PhaseTimer | None = None,
 ) -> Iterator[StepRecord]:
     """Train: the loop itself. Yields a record per step; step 0's is the evaluation of the start policy.
 
@@ -112,13 +122,14 @@ def steps_of(
         config: Configuration of the run.
         eval_rows: Held-out rows.
         start_step: The last step of an earlier process; 0 begins at the start.
+        timer: Attributes time to phases; by it another thread knows which one is under way.
 
     Raises:
         StaleWeightsError: a token is older than the schedule allows.
         RolloutFailedError: a batch cannot be filled.
     """
     schedule, source, replay = create_schedule(config), components.source, components.replay
-    timer, first = PhaseTimer(), start_step + 1
+    timer, first = timer or PhaseTimer(), start_step + 1
     learns_late = config.batch.stream and update_barrier(config) is not None
     yield begin(components, eval_rows, start_step, timer)
 
@@ -161,8 +172,8 @@ def steps_of(
             source.finish(part, step)
         if schedule.releases_after_sync:
             source.release(step + 1)
-        accuracy = evaluate(components, eval_rows, timer) if is_eval_due(config, step) else None
-        record = record_of(step, generated, source, ages, updates, accuracy, timer.take())
+        held_out = evaluate(components, eval_rows, timer) if is_eval_due(config, step) else None
+        record = record_of(step, generated, source, ages, updates, held_out, timer.take())
         yield replace(record, weights=receipt)
         lag = schedule.lag
 
@@ -177,12 +188,12 @@ def begin(components: Components, eval_rows: Sequence[Row], start_step: int, tim
     """Sync the first weights, as version `start_step + 1`, and evaluate the policy before it learns."""
     with timer.phase("weight_sync"):
         components.weights.sync(start_step + 1)
-    accuracy = evaluate(components, eval_rows, timer)
-    return StepRecord.of_evaluation(start_step, accuracy, timer.take(), position=components.source.position)
+    held_out = evaluate(components, eval_rows, timer)
+    return StepRecord.of_evaluation(start_step, held_out, timer.take(), position=components.source.position)
 
 
-def evaluate(components: Components, eval_rows: Sequence[Row], timer: PhaseTimer) -> float:
-    """Evaluate: the mean reward of one completion per held-out row."""
+def evaluate(components: Components, eval_rows: Sequence[Row], timer: PhaseTimer) -> Evaluation:
+    """Evaluate on held-out rows."""
     with timer.phase("eval"):
         return components.source.evaluate(eval_rows)
 
@@ -341,7 +352,7 @@ def record_of(
     source: RolloutSource,
     ages: Mapping[str, float],
     updates: Sequence[Mapping[str, float]],
-    accuracy: float | None,
+    held_out: Evaluation | None,
     phase_s: dict[str, float],
 ) -> StepRecord:
     """The step's record: metrics averaged over its optimizer steps, staleness, lengths, rewards and times."""
@@ -359,7 +370,8 @@ def record_of(
         pending=source.pending,
         held=source.held,
         reward=generated.reward,
-        accuracy=accuracy,
+        accuracy=None if held_out is None else held_out.accuracy,
+        eval_reward=None if held_out is None else held_out.reward,
         num_tokens=sum([tag["num_tokens"] for tag in tags]),
         num_truncated=num_truncated(tags),
         failures=generated.failures,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +45,16 @@ class HeldGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Evaluation of a policy on held-out rows."""
+
+    reward: float
+    """Mean reward of the completions."""
+    accuracy: float | None
+    """Share of the completions that are correct; None where the reward does not say what is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One training step as the controller saw it."""
 
@@ -60,6 +71,8 @@ class StepRecord:
     reward: float | None
     """Mean reward of the step's completions."""
     accuracy: float | None
+    """Share of held-out completions that are correct after the step, where it was evaluated and the reward says so."""
+    eval_reward: float | None = None
     """Mean reward on held-out rows after the step, where it was evaluated."""
     num_tokens: int
     """Completion tokens generated."""
@@ -94,7 +107,7 @@ class StepRecord:
 
     def scalars(self) -> dict[str, float]:
         """Every number of the step under a flat name: `reward`, `policy_loss`, `phase_s/update`, `failures/timeout`."""
-        found = {"reward": self.reward, "accuracy": self.accuracy}
+        found = {"reward": self.reward, "accuracy": self.accuracy, "eval_reward": self.eval_reward}
         numbers = {name: value for name, value in found.items() if value is not None}
         numbers |= {"num_tokens": self.num_tokens, "num_truncated": self.num_truncated}
         numbers |= {"tokens_per_s": self.tokens_per_s, "wall_s": self.wall_s, **self.metrics}
@@ -102,19 +115,33 @@ class StepRecord:
         return numbers | {f"failures/{kind}": count for kind, count in self.failures.items()}
 
     @classmethod
-    def of_evaluation(cls, step: int, accuracy: float, phase_s: Mapping[str, float], *, position: int) -> StepRecord:
+    def of_evaluation(cls, step: int, found: Evaluation, phase_s: Mapping[str, float], *, position: int) -> StepRecord:
         """The record of an evaluation alone."""
         return cls(
             step=step,
             position=position,
             reward=None,
-            accuracy=accuracy,
+            accuracy=found.accuracy,
+            eval_reward=found.reward,
             num_tokens=0,
             num_truncated=0,
             failures={},
             metrics={},
             phase_s=phase_s,
         )
+
+
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12, "GH200": 989e12,
+    "A100": 312e12, "A800": 312e12, "B200": 2250e12, "L40S": 362e12,
+}  # fmt: skip
+"""Dense bfloat16 operations per second by what a GPU's name holds, from the vendor's data sheets."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 operations per second of a GPU; None of one that is not in `PEAK_FLOPS`."""
+    found = [name for name in PEAK_FLOPS if re.search(rf"\b{name}\b", device_name.replace("-", " "))]
+    return PEAK_FLOPS[max(found, key=len)] if found else None
 
 
 def receipt_of(report: SyncReport) -> dict[str, int | float | str]:
@@ -136,15 +163,19 @@ class PhaseTimer:
     """Timer that adds up the wall time of named phases, seconds."""
 
     _seconds: dict[str, float] = field(default_factory=dict)
+    current: tuple[str, float] | None = None
+    """Name of the phase that is under way, and when it began, by `time.perf_counter`."""
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Attribute the body's time to `name`."""
         start = time.perf_counter()
+        self.current = name, start
         try:
             with span(name):
                 yield
         finally:
+            self.current = None
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
@@ -171,13 +202,18 @@ class Report:
             with (self._dir / "prompts.jsonl").open("a") as file:
                 file.write(json.dumps({"step": record.step, "rows": record.rows}) + "\n")
 
+    def next_step(self, first: int) -> int:
+        """Number of the step that is under way; `first` while there was none."""
+        return self._records[-1].step + 1 if self._records else first
+
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, which will be taken again."""
         self._records = [record for record in self._records if record.step <= step]
 
     def summary(self) -> dict[str, Any]:
-        """The summary: accuracies, steps, seconds, tokens per second, failed rollouts."""
-        accuracies = [r.accuracy for r in self._records if r.accuracy is not None]
+        """The summary: first and last evaluation, steps, seconds, tokens per second, failed rollouts."""
+        evaluated = [r for r in self._records if r.eval_reward is not None]
+        accuracies, rewards = [r.accuracy for r in evaluated], [r.eval_reward for r in evaluated]
         trained = [r for r in self._records if r.reward is not None]
         phase_s: dict[str, float] = {}
         for record in self._records:
@@ -188,6 +224,8 @@ class Report:
         return {
             "accuracy_first": accuracies[0] if accuracies else None,
             "accuracy_last": accuracies[-1] if accuracies else None,
+            "eval_reward_first": rewards[0] if rewards else None,
+            "eval_reward_last": rewards[-1] if rewards else None,
             "steps": trained[-1].step if trained else 0,
             "wall_s": time.perf_counter() - self._start,
             "tokens_per_s": tokens / busy if busy else 0.0,
@@ -212,8 +250,10 @@ class Report:
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         rewards = [(r.step, r.reward) for r in self._records if r.reward is not None]
-        held_out = [(r.step, r.accuracy) for r in self._records if r.accuracy is not None]
-        for label, points, style in (("training reward", rewards, "-"), ("held-out accuracy", held_out, "o-")):
+        held_out = [(r.step, r.eval_reward) for r in self._records if r.eval_reward is not None]
+        right = [(r.step, r.accuracy) for r in self._records if r.accuracy not in (None, r.eval_reward)]
+        lines = (("training reward", rewards, "-"), ("held-out reward", held_out, "o-"), ("accuracy", right, "s-"))
+        for label, points, style in lines:
             if points:
                 axes.plot(*zip(*points, strict=True), style, label=label, alpha=0.9, markersize=4)
         axes.set(xlabel="step", ylabel="mean reward", title="learning curve")

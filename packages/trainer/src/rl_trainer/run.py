@@ -23,7 +23,7 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, InputError, PlacementError, PlanError, WorkerDiedError, sentence_of
-from rl_trainer.metrics import Report
+from rl_trainer.metrics import PhaseTimer, Report
 from rl_trainer.pipeline.elastic import Elastic
 from rl_trainer.planning import preflight
 from rl_trainer.planning.gpus import count_gpus, gpu_facts, gpu_gib, settle
@@ -34,8 +34,10 @@ from rl_trainer.planning.rehearsal import rehearse, reward_source
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.runtime import create_runtime
+from rl_trainer.runtime.processes import quiet_libraries
 from rl_trainer.runtime.tracing import profiled
 from rl_trainer.trackers import RunInfo, TrackerGroup
+from rl_trainer.trackers.console import progress_lines, status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from rl_trainer.data.datasets import Datasets
     from rl_trainer.loop import Components
     from rl_trainer.metrics import StepRecord
+    from rl_trainer.planning.plan import BatchPlan
     from rl_trainer.runtime.base import ReplicaSet, Runtime
 
 _LOCK_FILE = "run.lock"
@@ -72,12 +75,19 @@ def plan(
     config = settle(counted(config))
     counts = make_plan(config)
     check_gpus(config)
+    with preflight.backends_asked(config):
+        return _planned(config, counts, console or Console(), is_resumed=is_resumed, is_rehearsed=is_rehearsed)
+
+
+def _planned(config: Config, counts: BatchPlan, console: Console, *, is_resumed: bool, is_rehearsed: bool) -> Datasets:
     datasets = load_datasets(config.data, seed=config.seed)
-    preflight.check(config, [*datasets.train, *datasets.eval], is_resumed=is_resumed)
+    named, config = config, preflight.with_models(config, has_weights=False)
+    rows = [*datasets.train, *datasets.eval]
+    preflight.check(config, rows, is_resumed=is_resumed, has_weights=config.model.path == named.model.path)
     checkpoints.check_resume(config, len(datasets.train), is_known_whole=is_resumed)  # no rows of a stream
     backends = preflight.check_backends(config)
     rehearsed = rehearse(config, datasets.train or datasets.eval) if is_rehearsed else []
-    show_plan(console or Console(), counts, [*_facts(config, datasets), *_resumed(config), *backends, *rehearsed])
+    show_plan(console, counts, [*_facts(config, datasets), *_resumed(config), *backends, *rehearsed])
     return datasets
 
 
@@ -151,6 +161,7 @@ def run(
         TrainerError: the run failed; every worker was ended.
     """
     console = console or Console()
+    quiet_libraries()
     with ExitStack() as stack:
         if config.output_dir is not None and Path(config.output_dir).is_dir():
             stack.enter_context(_held(Path(config.output_dir)))
@@ -160,6 +171,8 @@ def run(
             return {"interrupted": False, "checkpoint": config.resume_from, "output_dir": config.output_dir}
         config = settle(config)
         datasets = plan(config, console, is_resumed=resume)
+        config = preflight.with_models(config)
+        preflight.check_model(config)
         output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         if not output_dir.is_dir():
             with _writable():
@@ -354,7 +367,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
         runtime = create_runtime(config.runtime, timeout_s=config.timeout_s, heartbeat_s=config.heartbeat_s)
         stack.enter_context(runtime)
         deaths = stack.enter_context(_blamed_on_a_death(runtime))
-        with console.status("starting the workers"):
+        with status(console, "starting the workers"):
             components = place(config, runtime, run.model_path, datasets, state, output_dir=output_dir)
         stack.callback(components.queue.close)
         deaths.append(components.weights.death)
@@ -367,13 +380,23 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
             checkpoints.load(components, Path(config.resume_from))
         start_s = time.perf_counter() - start
         elastic = create_elastic(config, components)
-        with _stop_when_asked(console, run.stop):
-            records = run_loop(components, config, components.eval_rows, start_step=state.step)
+        timer = PhaseTimer()
+
+        def doing() -> str:
+            phase, since = timer.current or ("between phases", time.perf_counter())
+            done, released = components.source.progress
+            groups = f", {done} of {released} groups complete" if "generate" in phase else ""
+            step = run.progress.next_step(state.step)
+            return f"step {step}/{config.steps}: {phase}, {time.perf_counter() - since:.0f} s{groups}"
+
+        with _stop_when_asked(console, run.stop), progress_lines(console, doing) as renew:
+            records = run_loop(components, config, components.eval_rows, start_step=state.step, timer=timer)
 
             def add(record: StepRecord) -> None:
                 run.progress.add(record)
                 run.trackers.log(record)
                 run.on_step(record)
+                renew()
                 replica_sets = {"agent": components.agents.replica_set, "rollout": components.weights.servers}
                 wanted = resize_as_asked(replica_sets, output_dir)
                 if elastic is not None and not wanted:
@@ -500,12 +523,12 @@ def _model(config: Config, datasets: Datasets, output_dir: Path, console: Consol
     from rl_trainer.data.warmup import make_small_model
 
     assert config.model.warmup is not None, "preflight has checked it"
-    with console.status("making the small model") as status:
+    with status(console, "making the small model") as tell:
         return make_small_model(
             output_dir,
             config.model.warmup,
             datasets.train,
             seed=config.seed,
             timeout_s=config.timeout_s,
-            on_line=lambda line: status.update(f"making the small model: {line}"),
+            on_line=lambda line: tell(f"making the small model: {line}"),
         )

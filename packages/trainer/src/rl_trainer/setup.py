@@ -35,6 +35,7 @@ from rl_trainer.pipeline.weight_transfer import (
 )
 from rl_trainer.planning.environments import engine_python
 from rl_trainer.planning.gpus import count_gpus, named, why_apart
+from rl_trainer.planning.memory import learning_flops
 from rl_trainer.planning.placement import has, home_of, is_in_turn, lends_engine, pools_of, reward_models
 from rl_trainer.planning.plan import (
     actor_config,
@@ -46,6 +47,7 @@ from rl_trainer.planning.plan import (
     has_process_rewards,
     has_reference,
     is_self,
+    model_config,
     sends_adapter,
     server_config,
     teacher_folders,
@@ -417,6 +419,7 @@ def create_engine(
         has_old_pass=has_old_pass(config),
         has_given=config.batch.given > 0,
         inputs=inputs,
+        flops_per_token=learning_flops(config, model_config(model_path)) if role is None else None,
         teacher=config.teacher,
         max_new_tokens=config.rollout.max_new_tokens,
         queue_address=queue_address,

@@ -19,7 +19,7 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlacementError
 from rl_trainer.loop import Components
-from rl_trainer.metrics import HeldGroup
+from rl_trainer.metrics import Evaluation, HeldGroup
 from rl_trainer.pipeline.rollout_source import Generated, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
@@ -42,7 +42,7 @@ class FakeJob:
 
     Args:
         config: Sizes of the batches.
-        accuracy: Result of every evaluation.
+        accuracy: Accuracy and reward that every evaluation gives.
         lag: Weight versions that the generated tokens are behind; 0 is on-policy.
     """
 
@@ -107,10 +107,15 @@ class FakeJob:
         self.position += num_groups
         return Generated(batch=batch, groups=groups, reward=0.5, failures={}, dropped_groups=0)
 
-    def evaluate(self, rows: Sequence[Row]) -> float:
+    @property
+    def progress(self) -> tuple[int, int]:
+        """No groups."""
+        return 0, 0
+
+    def evaluate(self, rows: Sequence[Row]) -> Evaluation:
         """The accuracy that was asked for."""
         self.calls.append(f"evaluate {len(rows)}")
-        return self._accuracy
+        return Evaluation(reward=self._accuracy, accuracy=self._accuracy)
 
     def compute_log_prob(self, batch: BatchMeta, column: str = "old_logprobs") -> BatchMeta:
         """The batch with one more column."""
@@ -226,7 +231,7 @@ class FakeAgents:
     def evaluate(self, rows: Sequence[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:
         """Report that every completion is right."""
         del sampling_params
-        return [EvalReport(rewards=(1.0,) * len(rows), num_failed=0)]
+        return [EvalReport(rewards=(1.0,) * len(rows), num_right=len(rows), num_failed=0)]
 
 
 class QueueJob(FakeJob):

@@ -12,6 +12,7 @@ from typing import Literal
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 from rl_trainer.config import RECIPES
 from rl_trainer.config.explain import first_sentence, keys
+from rl_trainer.config.load import FINETUNING
 
 _GROUPS = {
     "engine.backend": "rl_engine.backends",
@@ -38,7 +39,7 @@ _GROUPS = {
 def listing() -> str:
     """Listing of everything that a key can name, a section per key; imports none of it."""
     recipes = {file.stem: file.read_text().splitlines()[0].lstrip("# ") for file in sorted(RECIPES.glob("*.yaml"))}
-    sections = {"recipes": recipes}
+    sections = {"recipes": recipes, "recipes of rl-sft, rl-dpo and rl-rm": _finetuning()}
     estimators = {name: getdoc(estimator.compute) or "" for name, estimator in sorted(ADVANTAGES.items())}
     sections["algorithm.advantage"] = {name: " ".join(doc.split("\n\n")[0].split()) for name, doc in estimators.items()}
     sections["algorithm.loss"] = {name: loss.source for name, loss in POLICY_LOSSES.items()}
@@ -50,6 +51,14 @@ def listing() -> str:
         width = max(map(len, entries))
         lines += [f"{title}:", *(shorten(f"  {name:{width}}  {doc}") for name, doc in entries.items()), ""]
     return "\n".join(lines).rstrip()
+
+
+def _finetuning() -> dict[str, str]:
+    """First lines of rl-engine's recipes, by name."""
+    spec = find_spec("rl_engine.finetune")
+    folder = Path(spec.origin).parent / "recipes" if spec is not None and spec.origin else Path()
+    files = [folder / f"{name}.yaml" for name in FINETUNING]
+    return {file.stem: file.read_text().splitlines()[0].lstrip("# ") for file in files}
 
 
 def shorten(line: str, most: int = 120) -> str:

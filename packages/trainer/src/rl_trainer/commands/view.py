@@ -210,7 +210,7 @@ def curves(found: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
     lines: dict[str, list[list[float]]] = {}
     for record in found:
         of_training = ("reward", "num_tokens", "num_truncated", "tokens_per_s", "wall_s")
-        names = ("accuracy", *of_training) if record.get("reward") is not None else ("accuracy",)
+        names = ("accuracy", "eval_reward", *(of_training if record.get("reward") is not None else ()))
         numbers = {name: record.get(name) for name in names}
         for name, value in (numbers | record.get("metrics", {})).items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):

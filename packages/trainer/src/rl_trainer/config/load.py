@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+FINETUNING = ("sft", "dpo", "rm")
+"""Recipes of rl-engine's commands."""
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
@@ -92,6 +94,11 @@ def _read_recipe(recipe: str, beside: Path | None = None, below: tuple[Path, ...
     path = _path_of(recipe, beside)
     if not path.is_file():
         shipped = sorted(p.stem for p in RECIPES.glob("*.yaml"))
+        if recipe in FINETUNING:
+            raise ConfigError(
+                f"{recipe} is a recipe of another command: rl-{recipe} {recipe} model.path=MODEL data.path=FILE "
+                "output_dir=DIR"
+            )
         raise ConfigError(
             f"there is no recipe {recipe!r}: give one of {', '.join(shipped)}, or the path of a .yaml file"
         )

@@ -329,7 +329,8 @@ class ModelConfig:
     """Model: the policy to train."""
 
     path: str | None = None
-    """A Hugging Face model folder. None builds one from `warmup`."""
+    """A Hugging Face model folder, or the hub's id of a model (Qwen/Qwen3-0.6B, or with @REVISION), which is downloaded
+    into the hub's cache. None builds one from `warmup`."""
     warmup: WarmupConfig | None = None
     """How to build the small model; only with `path` unset."""
 
@@ -349,7 +350,9 @@ class EngineSection(EngineConfig):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer and its schedule."""
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: `cosine` falls to optimizer.min_lr_ratio at the end of the run."""
+    """After the warm-up: `cosine` falls to `min_lr_ratio` of the peak at the end of the run."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Final learning rate over the peak; with lr_schedule=cosine."""
     router_replay: bool = False
     """A mixture takes the experts that the server chose for each token (arXiv 2510.11370, R3)."""
     model_path: str = field(init=False, default="")
@@ -368,6 +371,11 @@ class EngineSection(EngineConfig):
             raise PlanError(
                 f"engine.lr_schedule=cosine falls to the end of the run, which engine.optimizer.total_steps="
                 f"{self.optimizer.total_steps} contradicts; leave one of them out"
+            )
+        if self.lr_schedule != "cosine" and self.min_lr_ratio:
+            raise PlanError(
+                f"engine.min_lr_ratio={self.min_lr_ratio:g} does nothing with engine.lr_schedule={self.lr_schedule}; "
+                "set lr_schedule=cosine, or leave it out"
             )
         layout = self.parallel
         if self.world_size % (layout.tp * layout.pp * layout.cp):
@@ -550,7 +558,8 @@ class CriticSection:
     """Critic: the value function of gae and vtrace, or the process reward model of prime."""
 
     path: str | None = None
-    """A Hugging Face folder to start from; None starts from the policy's, a value function with a head of zeros."""
+    """A Hugging Face folder or hub id to start from; None starts from the policy's, a value function with a head of
+    zeros."""
     lr: float = 1e-5
     """Learning rate."""
     clip: Annotated[float, Field(ge=0)] = 0.2
@@ -565,8 +574,8 @@ class TeacherSection:
     """Teacher of on-policy distillation: a model that scores the policy's own completions."""
 
     path: str | None = None
-    """A Hugging Face folder, with the same tokenizer; with `url` its tokenizer is all that is read. None: the policy
-    itself, as it is before each step's updates, which knows more by `context` (self-distillation)."""
+    """A Hugging Face folder or hub id, with the same tokenizer; with `url` its tokenizer is all that is read. None: the
+    policy itself, as it is before each step's updates, which knows more by `context` (self-distillation)."""
     by_source: Mapping[str, str] = field(default_factory=dict)
     """By `data_source` of a row, the folder of its teacher; rows of others have the one at `path`."""
     context: str | None = None
@@ -765,7 +774,7 @@ class TrackingSection:
     """Write `trace.json`, the spans of every process, for Perfetto; what it is made of stays in `trace/`."""
     keep_samples: bool | Literal["some"] = "some"
     """Keep what is learned from in `samples/`, a parquet file per step, for `rl-view` and `rl-sample`. `true`: every
-    sample of every step; `some`: eight groups of at most a hundred steps; `false`: none."""
+    sample of every step; `some`: eight groups of at most a hundred steps, from the second on; `false`: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _GROUPS_KEPT, _STEPS_KEPT = 8, 100
-"""Groups and steps that `tracking.keep_samples=some` keeps; the first step and the last one are kept beside."""
+"""Groups and steps that `tracking.keep_samples=some` keeps; the second step and the last one are kept beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,8 @@ class SomeSamples:
 
     def write(self, batch: BatchMeta, step: int) -> None:
         """Keep the first groups of a step that is one of those to keep."""
-        if step % self._every and step not in (1, self._num_steps):
+        is_chosen = step in (2, self._num_steps) or (step > 1 and step % self._every == 0)
+        if not is_chosen:  # the first step never is: what writing imports would delay the first reward by seconds
             return
         chosen = list(dict.fromkeys(tags["group_id"] for tags in batch.tags))[:_GROUPS_KEPT]
         rows = [index for index, tags in enumerate(batch.tags) if tags["group_id"] in chosen]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rl_tq import policies
 from rl_tq.errors import WaitTimeoutError
 from rl_trainer.errors import InputError, RolloutFailedError, TrainerError
-from rl_trainer.metrics import HeldGroup
+from rl_trainer.metrics import Evaluation, HeldGroup
 from rl_trainer.pipeline.staleness import Span
 from rl_trainer.plugins import filter_named
 from rl_trainer.workers.agent import Job
@@ -158,6 +158,11 @@ class RolloutSource:
         return self.order.position
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """Numbers of groups that are finished and wait to be learned from, and of all that were released."""
+        return len(self._ready), len(self._outstanding)
+
+    @property
     def num_too_long(self) -> int:
         """Rows of a stream that were passed over so far because their prompts are too long."""
         return self.order.num_too_long
@@ -284,11 +289,11 @@ class RolloutSource:
                 self._replace_failed(report)
             self._polled_at = time.monotonic()
 
-    def evaluate(self, rows: Sequence[Row]) -> float:
-        """Evaluate: mean reward of `rollout.eval_samples` completions per held-out row, at `eval_temperature`.
+    def evaluate(self, rows: Sequence[Row]) -> Evaluation:
+        """Evaluate `rollout.eval_samples` completions per held-out row, at `eval_temperature`.
 
         Raises:
-            RolloutFailedError: more than one in ten failed, so the mean would say little.
+            RolloutFailedError: more than one in ten failed, so that a mean would say little.
         """
         sampling = self.sampling("eval", temperature=self._config.rollout.eval_temperature)
         asked = list(rows) * self._config.rollout.eval_samples
@@ -298,7 +303,11 @@ class RolloutSource:
         if num_failed * 10 > len(asked):
             reason = next(report.last_failure for report in reports if report.last_failure)
             raise RolloutFailedError(f"{num_failed} of {len(asked)} evaluation rollouts failed; one of them: {reason}")
-        return sum(rewards) / len(rewards)
+        right = [report.num_right for report in reports if report.rewards]
+        return Evaluation(
+            reward=sum(rewards) / len(rewards),
+            accuracy=None if None in right else sum(filter(None, right)) / len(rewards),
+        )
 
     def draw(self, count: int, first_place: int = 0) -> list[Job]:
         """Draw the next `count` prompts as jobs, at positions of a step's batch from `first_place` on."""

@@ -1,4 +1,4 @@
-"""Engines in a Python environment of their own: what is there, and what its backend says, asked in a child process."""
+"""Questions to an engine's backend that a child process answers: in another environment, or beside other work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import platform
 import subprocess
 import sys
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,18 +17,22 @@ from pydantic import TypeAdapter
 import rl_engine
 from rl_engine.base import Engine
 from rl_engine.errors import EngineError
-from rl_engine.types import EngineConfig
+from rl_engine.types import EngineConfig, ModelInit
 from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.errors import ConfigError
 from rl_trainer.planning.placement import home_of
+from rl_trainer.planning.plan import actor_config
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from rl_trainer.config import Config, EngineSection
 
 _TIMEOUT_S = 300.0
 """Deadline of a child process, which imports torch and its backend, seconds."""
 _SAME = ("rl-post-trainer", "rl-engine", "ray")
 """Packages of which both environments have one version: their processes send each other objects."""
+_PROGRAM = f"from {__name__} import answer; answer()"
 _VERSIONS = """
 import importlib.metadata, json, platform, sys
 found = {"Python": platform.python_version()}
@@ -77,15 +82,77 @@ def check_environment(config: Config) -> None:
             raise ConfigError(f"{key} has {name} {there}, and the run has {here}; both need the same")
 
 
+class _Child:
+    """A child process that answers what the policy's backend is asked."""
+
+    def __init__(self, config: Config, engine: EngineConfig) -> None:
+        self._config = config
+        self._reply: dict[str, Any] | None = None
+        command = [sys.executable, "-c", _PROGRAM]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self._process.stdin is not None, "it is a pipe"
+        self._process.stdin.write(_question(config.engine, engine))
+        self._process.stdin.close()
+        self._process.stdin = None  # `communicate` has nothing left to write
+
+    def reply(self, config: Config) -> dict[str, Any] | None:
+        """Its answers; None to questions of another configuration, or if it failed."""
+        if config != self._config:
+            return None
+        if self._reply is None:
+            told, _ = self._process.communicate(timeout=_TIMEOUT_S)
+            self._reply = json.loads(told.splitlines()[-1]) if self._process.returncode == 0 else {}
+        return self._reply or None
+
+    def end(self) -> None:
+        """End it, whether it has answered or not."""
+        self._process.kill()
+        self._process.communicate()
+        self._reply = self._reply or {}
+
+
+_CHILDREN: list[_Child] = []
+"""The child that has been asked last, for what is asked later of the same configuration."""
+
+
+@contextmanager
+def asked_beside(config: Config, model_path: Path, *, is_made: bool) -> Generator[None]:
+    """Have a child process answer what the policy's backend is asked, while this one reads the data.
+
+    For a run on Ray, whose controller then needs none of the backend's packages: they take five seconds to import. A
+    process that has imported them already asks faster itself.
+
+    Args:
+        config: The run's.
+        model_path: The policy's folder.
+        is_made: Whether it is complete; otherwise it has a `config.json` alone.
+    """
+    _CHILDREN.clear()
+    is_alone = config.runtime == "ray" and config.engine.environment is None and ":" not in config.engine.backend
+    if not is_alone or "transformers" in sys.modules:
+        yield
+        return
+    engine = actor_config(config, model_path)
+    child = _Child(config, engine if is_made else replace(engine, init=ModelInit.RANDOM))
+    _CHILDREN.append(child)
+    try:
+        yield
+    finally:
+        child.end()
+
+
 def check_engine(config: Config, role: str, section: EngineSection, engine: EngineConfig) -> dict[str, str]:
     """See `rl_engine.check`, which is asked in the environment that the role's processes have.
 
     Raises:
         EngineError: the backend refuses.
     """
-    if role_python(config, role) is None:
+    reply = _CHILDREN[0].reply(config) if _CHILDREN and role == "policy" else None
+    if reply is None and role_python(config, role) is None:
         return rl_engine.check(section.backend, engine, section.world_size)
-    reply = _ask(config, section, engine, is_checked=True)
+    reply = reply or _ask(config, section, engine)
     if reply["refused"] is not None:
         raise EngineError(reply["refused"])
     return reply["found"]
@@ -93,34 +160,35 @@ def check_engine(config: Config, role: str, section: EngineSection, engine: Engi
 
 def gives_shards(config: Config, engine: EngineConfig) -> bool:
     """Whether the engine's backend has `get_local_shards`."""
-    if config.engine.environment is None:
+    reply = _CHILDREN[0].reply(config) if _CHILDREN else None
+    if reply is None and config.engine.environment is None:
         return _gives_shards(config.engine.backend, engine)
-    return _ask(config, config.engine, engine, is_checked=False)["gives_shards"]
+    return (reply or _ask(config, config.engine, engine))["gives_shards"]
 
 
 def _gives_shards(backend: str, engine: EngineConfig) -> bool:
     return type(rl_engine.create_engine(backend, engine)).get_local_shards is not Engine.get_local_shards
 
 
-def _ask(config: Config, section: EngineSection, engine: EngineConfig, *, is_checked: bool) -> dict[str, Any]:
+def _question(section: EngineSection, engine: EngineConfig) -> str:
+    return json.dumps({"backend": section.backend, "engine": asdict(engine), "world_size": section.world_size})
+
+
+def _ask(config: Config, section: EngineSection, engine: EngineConfig) -> dict[str, Any]:
     python = engine_python(config)
     assert python is not None, "there is an environment to ask in"
-    question = {"backend": section.backend, "engine": asdict(engine), "world_size": section.world_size}
-    program = f"from {__name__} import answer; answer()"
-    text = json.dumps(question | {"is_checked": is_checked})
-    return _run([python, "-c", program], text, f"engine.environment={config.engine.environment}")
+    key = f"engine.environment={config.engine.environment}"
+    return _run([python, "-c", _PROGRAM], _question(section, engine), key)
 
 
 def answer() -> None:
-    """In the other environment: answer the question on stdin on the last line of stdout."""
+    """In the child process: answer the question on stdin on the last line of stdout."""
     question = json.loads(sys.stdin.read())
     engine = TypeAdapter(EngineConfig).validate_python(question["engine"])
     reply: dict[str, Any] = {"refused": None, "found": {}, "gives_shards": False}
     try:
-        if question["is_checked"]:
-            reply["found"] = rl_engine.check(question["backend"], engine, question["world_size"])
-        else:
-            reply["gives_shards"] = _gives_shards(question["backend"], engine)
+        reply["gives_shards"] = _gives_shards(question["backend"], engine)
+        reply["found"] = rl_engine.check(question["backend"], engine, question["world_size"])
     except EngineError as error:
         reply["refused"] = str(error)
     sys.stdout.write(f"\n{json.dumps(reply)}\n")

@@ -318,6 +318,22 @@ def count_parameters(model: Mapping[str, Any]) -> int:
     return embedding_parameters(model) + blocks + expert_parameters(model) + width
 
 
+def learning_flops(config: Config, model: Mapping[str, Any]) -> float | None:
+    """Floating-point operations that a rank of the policy's engine spends to learn from a token of its mini-batch.
+
+    6 per parameter that a token meets (4 with a frozen base below an adapter; Kaplan et al., 2001.08361), without those
+    of attention scores; shared by the ranks that hold one copy. None where `model` does not tell its size.
+    """
+    key = next((name for name in _EXPERTS if model.get(name)), None)
+    try:
+        met = model if key is None else {**model, key: model["num_experts_per_tok"]}
+        count = count_parameters(met)
+    except KeyError:
+        return None
+    layout = config.engine.parallel
+    return (4 if config.engine.lora is not None else 6) * count / (layout.tp * layout.pp * layout.cp * layout.sp)
+
+
 def stored_parameters(folder: Path) -> int | None:
     """Elements of the folder's safetensors files, by their headers; None without such files."""
     total, files = 0, sorted(folder.glob("*.safetensors"))

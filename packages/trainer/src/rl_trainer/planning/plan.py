@@ -275,7 +275,8 @@ def _optimizer(config: Config, *, num_idle: int = 0) -> OptimizerConfig:
     if config.engine.lr_schedule == "constant":
         return optimizer
     num_updates = config.batch.batch_size // config.batch.mini_batch_size
-    return replace(optimizer, total_steps=(config.steps - num_idle) * num_updates)
+    num_steps, least = (config.steps - num_idle) * num_updates, config.engine.min_lr_ratio
+    return replace(optimizer, total_steps=num_steps, min_lr_ratio=least)
 
 
 def sends_adapter(config: Config) -> bool:

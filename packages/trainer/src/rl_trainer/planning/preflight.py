@@ -19,6 +19,7 @@ import rl_ckpt
 import rl_rollout
 from rl_agent import AgentLoop
 from rl_ckpt.errors import CkptError
+from rl_engine import model_folder
 from rl_engine.errors import EngineError
 from rl_engine.types import ModelInit
 from rl_rollout.errors import RolloutError
@@ -28,7 +29,7 @@ from rl_trainer.checkpoints import check_output_dir
 from rl_trainer.data import shows_images
 from rl_trainer.equivalents import hint
 from rl_trainer.errors import ConfigError, InputError
-from rl_trainer.planning.environments import check_engine, check_environment, gives_shards, role_python
+from rl_trainer.planning.environments import asked_beside, check_engine, check_environment, gives_shards, role_python
 from rl_trainer.planning.gpus import check_ipc
 from rl_trainer.planning.placement import has
 from rl_trainer.planning.plan import (
@@ -63,13 +64,41 @@ _OWN = "rl-post-trainer"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def check(config: Config, rows: list[Row], *, is_resumed: bool = False) -> None:
+def with_models(config: Config, *, has_weights: bool = True) -> Config:
+    """The configuration with a folder for every model of the hub that it names, downloaded where it is not there.
+
+    Args:
+        config: Of the run.
+        has_weights: Download the weights too, not the configurations and tokenizers alone.
+
+    Raises:
+        InputError: the hub has no such model, or does not answer.
+    """
+
+    def folder(path: str | None, key: str) -> str | None:
+        return None if path is None else model_folder(path, key=key, has_weights=has_weights)
+
+    try:
+        config = replace(config, model=replace(config.model, path=folder(config.model.path, "model.path")))
+        if config.critic is not None:
+            config = replace(config, critic=replace(config.critic, path=folder(config.critic.path, "critic.path")))
+        if (teacher := config.teacher) is not None:
+            by_source = {s: str(folder(path, f"teacher.by_source.{s}")) for s, path in teacher.by_source.items()}
+            teacher = replace(teacher, path=folder(teacher.path, "teacher.path"), by_source=by_source)
+            config = replace(config, teacher=teacher)
+    except EngineError as error:
+        raise InputError(str(error)) from error
+    return config
+
+
+def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weights: bool = True) -> None:
     """Check backends, model folder, output folder and reward rules.
 
     Args:
         config: Configuration of the run.
         rows: Rows of its data.
         is_resumed: The run goes on with what is in its output folder.
+        has_weights: The model's weights are there already, and not to be downloaded once all is checked.
 
     Raises:
         InputError: the first thing that cannot work, in one sentence.
@@ -93,7 +122,7 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False) -> None:
         raise ConfigError("runtime=ray needs ray: pip install ray, or choose runtime=inline")
     check_loop_options(config.agent)
     check_tracking(config.tracking)
-    check_model(config)
+    check_model(config, has_weights=has_weights)
     if config.teacher is not None:
         check_teacher(config.teacher, config.model.path)
     if config.engine.router_replay and any(shows_images(row) for row in rows):
@@ -195,15 +224,15 @@ def _is_installed(name: str) -> bool:
     return True
 
 
-def check_model(config: Config) -> None:
+def check_model(config: Config, *, has_weights: bool = True) -> None:
     """Check that the policy is a folder with a config and a tokenizer, or that there is a recipe to make one."""
     if config.model.path is None:
         if config.model.warmup is None:
-            raise ConfigError("model.path is not set: give a Hugging Face model folder")
+            raise ConfigError("model.path is not set: give a Hugging Face model folder, or the hub's id of a model")
         return
     folder = Path(config.model.path)
     if not folder.is_dir():
-        raise InputError(f"model.path={folder} is not a folder; download the model first, and give the folder")
+        raise InputError(f"model.path={folder} is neither a folder nor the hub's id of a model (OWNER/NAME)")
     if not (folder / "config.json").is_file():
         raise InputError(f"model.path={folder} has no config.json, so it is not a Hugging Face model folder")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -211,7 +240,7 @@ def check_model(config: Config) -> None:
             f"model.path={folder} has no tokenizer ({' or '.join(_TOKENIZER_FILES[:3])}); copy the model's tokenizer "
             "files into it"
         )
-    if not any(folder.glob("*.safetensors")):
+    if has_weights and not any(folder.glob("*.safetensors")):
         raise InputError(f"model.path={folder} has no .safetensors file, so it has no weights; give a complete folder")
     model, engine = model_config(folder), config.engine
     longest, (wanted, keys) = model.get("max_position_embeddings"), longest_sequence(config)
@@ -439,6 +468,19 @@ def _server_capabilities(config: Config, folder: str) -> Capabilities:
     except RolloutError as error:
         raise ConfigError(f"rollout.backend={backend} cannot be used as configured: {error}") from error
     return can
+
+
+@contextmanager
+def backends_asked(config: Config) -> Generator[None]:
+    """Have a child process ask the policy's backend already, while the body does something else: `asked_beside`."""
+    if config.model.path is None and config.model.warmup is None:
+        yield
+        return
+    if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
+        yield  # it is told later, or downloaded
+        return
+    with _folder(config) as folder, asked_beside(config, Path(folder), is_made=config.model.path is not None):
+        yield
 
 
 @contextmanager

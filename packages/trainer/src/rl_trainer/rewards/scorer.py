@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
+_CORRECTNESS = ("accuracy", "acc")
+"""What reward functions call the component that says whether an answer is correct."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """Score of a completion: its reward, and its components."""
@@ -31,13 +36,16 @@ class Score:
     """The parts by name, not weighted; empty where the reward has none."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each component."""
+    is_right: bool | None = None
+    """Whether the answer is correct: full marks, 1 or more, of what judges it; None: nothing says so."""
 
     def less(self, penalty: float) -> Score:
         """Subtract a penalty, which is a part of its own where there are parts."""
         if not self.components:
-            return Score(reward=self.reward - penalty)
+            return Score(reward=self.reward - penalty, is_right=self.is_right)
         return Score(
             reward=self.reward - penalty,
+            is_right=self.is_right,
             components={**self.components, "overlong": -penalty},
             weights={**self.weights, "overlong": 1.0},
         )
@@ -112,7 +120,8 @@ class Scorer:
             RewardError, TimeoutError: there is no score, which is not a score of zero.
         """
         if not self._parts:
-            return Score(reward=await self._rule(None, {}, text, row) if loop_reward is None else loop_reward)
+            reward = await self._rule(None, {}, text, row) if loop_reward is None else loop_reward
+            return Score(reward=reward, is_right=reward >= 1)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {n: group.create_task(self._value(n, text, row, loop_reward)) for n in self._parts}
@@ -128,7 +137,21 @@ class Scorer:
             reward=sum(weights[name] * value for name, value in components.items()),
             components=components,
             weights=weights,
+            is_right=self._is_right(components),
         )
+
+    def _is_right(self, components: Mapping[str, float]) -> bool | None:
+        """Correctness by the rules that compare answers; without any, by the one number of functions and agent loop.
+
+        A function with several numbers calls the one that counts `accuracy` or `acc`.
+        """
+        rules = [name for name, part in self._parts.items() if part.kind == "rule" and compares(part)]
+        if rules:
+            return all(components[name] >= 1 for name in rules)
+        ours = [name for name, part in self._parts.items() if part.kind in ("function", "loop")]
+        found = {n: v for n, v in components.items() if n.partition("/")[0] in ours or ours == [""]}
+        values = [v for n, v in found.items() if n.rpartition("/")[2] in _CORRECTNESS] or [*found.values()]
+        return values[0] >= 1 if len(values) == 1 else None
 
     async def _value(
         self, name: str, text: str, row: Mapping[str, Any], loop_reward: float | None
@@ -167,6 +190,12 @@ class Scorer:
         for source in (*self._sources.values(), self._isolated):
             if source is not None:
                 await source.close()
+
+
+def compares(part: RewardPart) -> bool:
+    """Whether a rule compares an answer with the ground truth, rather than to look at the form of a text."""
+    has_group = part.rule != "regex" or re.compile(part.options["pattern"]).groups > 0
+    return part.rule != "format" and has_group
 
 
 def check_rule(key: str, part: RewardPart) -> None:

@@ -18,7 +18,7 @@ from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.runtime.heartbeat import Whereabouts, description_of, on_machine_of
 from rl_trainer.runtime.network import free_address
 from rl_trainer.runtime.processes import enable_stack_dumps, end_sessions, quiet_libraries
-from rl_trainer.runtime.tracing import span
+from rl_trainer.runtime.tracing import name_process, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,6 +50,7 @@ class Host:
         self.numbers = itertools.count()
         self.is_over = threading.Event()
         self.dumps = enable_stack_dumps()
+        name_process(f"{type(self).__name__} {rank}, process {os.getpid()}")  # the runtime makes a class per pool
         quiet_libraries()
 
     def whereabouts(self) -> Whereabouts:

@@ -29,6 +29,8 @@ VARIABLE = "RL_TRAINER_TRACE"
 _QUEUE_VARIABLE = "RL_TQ_TRACE"
 _SUFFIX = ".spans"
 _NOTHING = nullcontext()
+_NAMES: dict[int, str] = {}
+"""Names of processes: a forked one has none."""
 
 
 class _Writer:
@@ -38,7 +40,8 @@ class _Writer:
         path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
-        self._write({"process": f"{socket.gethostname()} {os.getpid()} {Path(sys.argv[0]).name}"})
+        process = f"{socket.gethostname()} {os.getpid()} {Path(sys.argv[0]).name}"
+        self._write({"process": process, "name": _NAMES.get(os.getpid())})
 
     def _write(self, line: dict[str, Any]) -> None:
         os.write(self._fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
@@ -59,6 +62,11 @@ def _writer_of(pid: int, folder: str) -> _Writer:
 def _writer() -> _Writer | None:
     folder = os.environ.get(VARIABLE)
     return None if folder is None else _writer_of(os.getpid(), folder)
+
+
+def name_process(name: str) -> None:
+    """Name this process in the trace; without a name it has that of its program."""
+    _NAMES[os.getpid()] = name
 
 
 def span(name: str, **args: Any) -> AbstractContextManager[None]:
@@ -112,6 +120,7 @@ def profiled(output_dir: Path | None) -> Generator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     before = {name: os.environ.get(name) for name in (VARIABLE, _QUEUE_VARIABLE)}
     os.environ.update(environment(folder))
+    name_process(f"controller, process {os.getpid()}")
     try:
         yield
     finally:
@@ -132,15 +141,15 @@ def environment(folder: Path | None = None) -> dict[str, str]:
 def chrome_trace(folder: Path) -> dict[str, Any]:
     """Timeline of all spans of a folder in the Trace Event Format; requests are asynchronous events, others nested."""
     numbers: dict[str, int] = {}
+    names: dict[str, str] = {}
     events: list[dict[str, Any]] = []
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         number = 0
         for line in _lines(path):
             if "process" in line:  # process ids of several hosts may be the same
-                is_new = line["process"] not in numbers
-                number = numbers.setdefault(line["process"], len(numbers) + 1)
-                name = {"ph": "M", "name": "process_name", "pid": number, "args": {"name": line["process"]}}
-                events += [name] if is_new else []
+                process = line["process"]
+                number = numbers.setdefault(process, len(numbers) + 1)
+                names[process] = line.get("name") or names.get(process) or process  # rl-tq's files have no names
             elif "request" in line:
                 common = {"cat": "rollout", "name": line["name"], "id": line["request"]}
                 common |= {"pid": number, "tid": line["tid"]}
@@ -148,6 +157,10 @@ def chrome_trace(folder: Path) -> dict[str, Any]:
                 events.append({"ph": "e", **common, "ts": line["ts"] + line["dur"]})
             else:
                 events.append({"ph": "X", "cat": "rl", "pid": number, **line})
+    events += [
+        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": names[process]}}
+        for process, number in numbers.items()
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

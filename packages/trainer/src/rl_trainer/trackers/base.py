@@ -91,7 +91,7 @@ class TrackerGroup:
         log = self._run.output_dir / "metrics.jsonl"
         if record.is_evaluation and log.is_file():
             lines = map(json.loads, log.read_text().splitlines())
-            if any(line["step"] == record.step and line["accuracy"] is not None for line in lines):
+            if any(line["step"] == record.step and line.get("eval_reward") is not None for line in lines):
                 return
         with log.open("a") as file:
             file.write(json.dumps(_line(record)) + "\n")

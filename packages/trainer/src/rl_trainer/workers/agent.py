@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rl_tq import BatchMeta
     from rl_trainer.config import AgentSection, RewardSection, TeacherSection
     from rl_trainer.data import Row
+    from rl_trainer.rewards.scorer import Score
     from rl_trainer.runtime.base import WorkerContext
     from rl_trainer.workers.columns import Group, Sample
 
@@ -82,6 +83,8 @@ class EvalReport:
 
     rewards: tuple[float, ...]
     """One per completion that ended well."""
+    num_right: int | None
+    """Number of those that are correct; None: nothing says so."""
     num_failed: int
     """Completions that did not."""
     last_failure: str = ""
@@ -355,15 +358,17 @@ class AgentWorker:
         return [self._loop.run(self._evaluate(rows, sampling_params), self._timeout_s)]
 
     async def _evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> EvalReport:
-        rewards: list[float] = []
+        scores: list[Score] = []
         failures: list[Failure] = []
         async for group in self._runner.run_groups(
             rows, sampling_params, group_size=1, grade=grading(rows, self._scorer)
         ):
-            rewards += [score.reward for rollout in group.rollouts for _, score in scored(rollout)]
+            scores += [score for rollout in group.rollouts for _, score in scored(rollout)]
             failures += group.failures
+        right = [score.is_right for score in scores]
         return EvalReport(
-            rewards=tuple(rewards),
+            rewards=tuple(score.reward for score in scores),
+            num_right=None if None in right else right.count(True),
             num_failed=len(failures),
             last_failure=failures[-1].message if failures else "",
         )

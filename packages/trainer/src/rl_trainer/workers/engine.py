@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tensordict import TensorDict
 
 import rl_ckpt
 import rl_engine
@@ -35,6 +34,7 @@ from rl_trainer.algorithms.rollout_correction import configured_weights, drop_re
 from rl_trainer.algorithms.selection import beyond_moment, high_entropy, select_tokens
 from rl_trainer.config.schema import ADAPTER
 from rl_trainer.errors import InputError, TrainerError
+from rl_trainer.metrics import peak_flops
 from rl_trainer.plugins import stage_named
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.runtime.network import has_votes
@@ -45,6 +45,7 @@ from rl_trainer.workers.loop_thread import LoopThread
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from tensordict import TensorDict
     from torch import Tensor
 
     from rl_ckpt import DigestShare, ShardedSender
@@ -113,8 +114,10 @@ class _EngineRank:
         queue_address: str,
         inputs: Sequence[str] = (),
         masks_truncated: bool = False,
+        flops_per_token: float | None = None,
         timeout_s: float = 600.0,
     ) -> None:
+        self._flops_per_token, self._peak = flops_per_token, _peak()
         self._context, self._masks_truncated = context, masks_truncated
         self._inputs, self._timeout_s = (*_TOKENS, *inputs), timeout_s
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
@@ -159,6 +162,7 @@ class _EngineRank:
 
     def _update(self, data: TensorDict, loss: LossFunction) -> UpdateReport:
         with self._engine.train_mode():
+            start = time.perf_counter()
             self._engine.optimizer_zero_grad()
             with span("forward_backward"):
                 output = self._engine.forward_backward_batch(data, loss)
@@ -166,7 +170,12 @@ class _EngineRank:
                 grad_norm = self._engine.optimizer_step()
             lr = self._engine.learning_rate()
             self._engine.lr_scheduler_step()
-        return UpdateReport(metrics=output.metrics, grad_norm=grad_norm, lr=lr)
+        metrics = output.metrics
+        if self._flops_per_token is not None and self._peak is not None:  # the norm has waited for the device
+            num_tokens = sum(data[name].values().numel() for name in _TOKENS[:2])
+            spent = num_tokens * self._flops_per_token
+            metrics = {**metrics, "mfu": spent / (time.perf_counter() - start) / self._peak}
+        return UpdateReport(metrics=metrics, grad_norm=grad_norm, lr=lr)
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self) -> None:
@@ -207,6 +216,8 @@ class _EngineRank:
         self._engine.close()
 
     def _put(self, batch: BatchMeta, columns: Mapping[str, Any]) -> BatchMeta:
+        from tensordict import TensorDict  # two seconds, which the controller does not wait for
+
         data = TensorDict(dict(columns), batch_size=[len(batch)])
         return self._queue.put(data, partition=batch.partition, sample_ids=batch.sample_ids)
 
@@ -291,6 +302,7 @@ class EngineWorker(_EngineRank):
         max_new_tokens: int = 1,
         queue_address: str,
         inputs: Sequence[str] = (),
+        flops_per_token: float | None = None,
         weights_address: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
@@ -300,6 +312,7 @@ class EngineWorker(_EngineRank):
             config=config,
             inputs=inputs,
             masks_truncated=algorithm.mask_truncated,
+            flops_per_token=flops_per_token,
             queue_address=queue_address,
             timeout_s=timeout_s,
         )
@@ -610,6 +623,11 @@ class EngineWorker(_EngineRank):
         self._senders, self._shards = {}, None
         self._loop.close()
         super().close()
+
+
+def _peak() -> float | None:
+    """Operations per second of this process's GPU; None without one, or where its peak is not known."""
+    return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def _column(name: str, values: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict
 
 import rl_rollout
 import rl_tq
@@ -78,6 +77,8 @@ class ServedTeacherWorker:
         scored = self._loop.run(self._score_all(rows), self._timeout_s)
         values = torch.tensor([value for row in scored for value in row], dtype=torch.float32)
         column = torch.nested.nested_tensor_from_jagged(values, data["completion_token_ids"].offsets())
+        from tensordict import TensorDict
+
         columns = TensorDict({"teacher_logprobs": column}, batch_size=[len(batch)])
         return self._queue.put(columns, partition=batch.partition, sample_ids=batch.sample_ids)
 
