@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import rl_engine
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError
-from rl_trainer.planning.environments import check_environment, engine_python
-from rl_trainer.planning.preflight import check_engines
+from rl_trainer.planning import environments
+from rl_trainer.planning.environments import check_environment, engine_python, gives_shards
+from rl_trainer.planning.plan import actor_config
+from rl_trainer.planning.preflight import backends_asked, check_engines
 
 pytestmark = pytest.mark.timeout(400)
 BACKEND = """
@@ -122,3 +125,27 @@ def test_what_an_environment_lacks_is_one_sentence(tmp_path):
     (folder / "bin" / "python").write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
     (folder / "bin" / "python").chmod(0o755)
     assert refused(folder) == f"engine.environment={folder}: its Python ended with 3: broken"
+
+
+def test_a_child_process_asks_the_backend_while_rows_are_read(model, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("this process asked")
+
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)  # as in a command that has just begun
+    here = rl_engine.check
+    monkeypatch.setattr(rl_engine, "check", refuse)
+    monkeypatch.setattr(environments, "_gives_shards", refuse)
+    config = load_config("quickstart", [f"model.path={model}"])
+    with backends_asked(config):
+        assert check_engines(config, model, is_made=True)["loss_in_head"].startswith("yes")
+    assert gives_shards(config, actor_config(config, model)), "it is known after the child has ended"
+    wrong = load_config("quickstart", [f"model.path={model}", "engine.parallel.cp=2", "engine.world_size=2"])
+    with backends_asked(wrong), pytest.raises(ConfigError, match=r"engine.backend=fsdp cannot be used for the policy"):
+        check_engines(wrong, model, is_made=True)
+    monkeypatch.setattr(rl_engine, "check", here)
+    other = load_config("quickstart", [f"model.path={model}", "runtime=inline"])
+    with backends_asked(other):
+        assert not environments._CHILDREN, "an engine in this process is asked here"
+    monkeypatch.setattr(environments, "_PROGRAM", "raise SystemExit(3)")
+    with backends_asked(config):
+        assert check_engines(config, model, is_made=True), "a child that fails is not needed"

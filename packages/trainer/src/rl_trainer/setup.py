@@ -408,6 +408,7 @@ def create_engine(
     inputs = IMAGES if takes_images(model_path) else ()
     if role is None and config.engine.router_replay:  # a reference chooses its own
         inputs += EXPERTS
+    is_measured = role is None and (model_path / "config.json").is_file()
     return runtime.create_group(
         EngineWorker if role is None else ReferenceWorker,
         ENGINE_POOL if role is None else home_of(config, role),
@@ -419,7 +420,7 @@ def create_engine(
         has_old_pass=has_old_pass(config),
         has_given=config.batch.given > 0,
         inputs=inputs,
-        flops_per_token=learning_flops(config, model_config(model_path)) if role is None else None,
+        flops_per_token=learning_flops(config, model_config(model_path)) if is_measured else None,
         teacher=config.teacher,
         max_new_tokens=config.rollout.max_new_tokens,
         queue_address=queue_address,

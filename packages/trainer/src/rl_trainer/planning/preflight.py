@@ -69,17 +69,18 @@ def with_models(config: Config, *, has_weights: bool = True) -> Config:
 
     Args:
         config: Of the run.
-        has_weights: Download the weights too, not the configurations and tokenizers alone.
+        has_weights: Download the policy's weights too, not its configuration and tokenizer alone.
 
     Raises:
         InputError: the hub has no such model, or does not answer.
     """
 
-    def folder(path: str | None, key: str) -> str | None:
-        return None if path is None else model_folder(path, key=key, has_weights=has_weights)
+    def folder(path: str | None, key: str, *, is_whole: bool = True) -> str | None:
+        return None if path is None else model_folder(path, key=key, has_weights=is_whole)
 
     try:
-        config = replace(config, model=replace(config.model, path=folder(config.model.path, "model.path")))
+        path = folder(config.model.path, "model.path", is_whole=has_weights)
+        config = replace(config, model=replace(config.model, path=path))
         if config.critic is not None:
             config = replace(config, critic=replace(config.critic, path=folder(config.critic.path, "critic.path")))
         if (teacher := config.teacher) is not None:
@@ -378,7 +379,7 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
             )
     _check_transport(config)
     with _folder(config) as folder:
-        left = check_engines(config, Path(folder), is_made=config.model.path is not None)
+        left = check_engines(config, Path(folder), is_made=_is_made(folder))
         can = _server_capabilities(config, folder)
     _require(config, can, [need for need in _NEEDS if need.is_known_early])
     levels = " and ".join(str(level) for level in can.sleep_levels) or "none"
@@ -479,8 +480,13 @@ def backends_asked(config: Config) -> Generator[None]:
     if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
         yield  # it is told later, or downloaded
         return
-    with _folder(config) as folder, asked_beside(config, Path(folder), is_made=config.model.path is not None):
+    with _folder(config) as folder, asked_beside(config, Path(folder), is_made=_is_made(folder)):
         yield
+
+
+def _is_made(folder: str) -> bool:
+    """Whether a model's folder has weights: one that is yet to be made, or downloaded, has none."""
+    return any(Path(folder).glob("*.safetensors"))
 
 
 @contextmanager
