@@ -105,6 +105,11 @@ class _EngineRank:
     All ranks make the same calls in the same order. `inputs` names columns that the model is fed beside the tokens.
     """
 
+    _flops_per_token: float | None = None
+    """Floating-point operations that learning from a token takes of this rank."""
+    _flops_per_s: float | None = None
+    """Peak of its GPU, where that is known."""
+
     def __init__(
         self,
         context: WorkerContext,
@@ -117,7 +122,7 @@ class _EngineRank:
         flops_per_token: float | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self._flops_per_token, self._peak = flops_per_token, _peak()
+        self._flops_per_token, self._flops_per_s = flops_per_token, _peak()
         self._context, self._masks_truncated = context, masks_truncated
         self._inputs, self._timeout_s = (*_TOKENS, *inputs), timeout_s
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
@@ -171,10 +176,10 @@ class _EngineRank:
             lr = self._engine.learning_rate()
             self._engine.lr_scheduler_step()
         metrics = output.metrics
-        if self._flops_per_token is not None and self._peak is not None:  # the norm has waited for the device
+        if self._flops_per_token is not None and self._flops_per_s is not None:  # the norm has waited for the device
             num_tokens = sum(data[name].values().numel() for name in _TOKENS[:2])
             spent = num_tokens * self._flops_per_token
-            metrics = {**metrics, "mfu": spent / (time.perf_counter() - start) / self._peak}
+            metrics = {**metrics, "mfu": spent / (time.perf_counter() - start) / self._flops_per_s}
         return UpdateReport(metrics=metrics, grad_norm=grad_norm, lr=lr)
 
     @register(Dispatch.ONE_TO_ALL)
