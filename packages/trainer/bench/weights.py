@@ -62,7 +62,7 @@ def main(run: Run) -> None:
     if unknown := set(parts) - set(PARTS):
         raise ValueError(f"RL_BENCH names {sorted(unknown)}; there are {PARTS}")
     os.environ.setdefault("RL_CKPT_TOKEN", uuid.uuid4().hex)
-    num_layers, rounds = (4, 2) if run.quick else (30, 3)
+    num_layers, rounds = (4, 2) if run.quick else (30, 2)
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": num_layers, "head_dim": 128}
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 64}
     load = [round(each, 1) for each in os.getloadavg()[:2]]
