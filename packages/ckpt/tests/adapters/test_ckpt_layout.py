@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import mmap
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -393,6 +394,44 @@ def test_host_memory_holds_the_slices_of_a_rank_and_hardly_more(tmp_path):
             assert own <= num_bytes <= own + 4 * mmap.PAGESIZE, (name, own, num_bytes)
     engine.installer.detach()
     trainer.close()
+
+
+def test_slices_land_while_the_engine_goes_on_and_are_installed_when_they_are_taken(layered_job, tmp_path):
+    trainer, engines = layered_job
+    first, second = stacked(1), stacked(2)
+    sync(layered_job, first, 1)
+    files = [tmp_path / f"landed-{rank}" for rank in (0, 1)]
+    for engine, file in zip(engines, files, strict=True):
+        engine.installer.begin(file)
+    with ThreadPoolExecutor(3) as pool:
+        sending = pool.submit(trainer.send, second, 2)
+        deadline = time.monotonic() + 30
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert all(engine.model.holds(first) for engine in engines)
+        assert not sending.done()
+        for taking in [pool.submit(engine.installer.take, 2) for engine in engines]:
+            taking.result(30)
+        sending.result(30)
+    assert all(engine.model.holds(second) for engine in engines)
+
+
+def test_slices_that_have_landed_and_are_never_taken_are_voted_against(layered_job, tmp_path):
+    trainer, engines = layered_job
+    first, second = stacked(1), stacked(2)
+    sync(layered_job, first, 1)
+    for rank, engine in enumerate(engines):
+        engine.installer.begin(tmp_path / f"landed-{rank}")
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(trainer.send, second, 2)
+        while not (tmp_path / "landed-0").exists():
+            time.sleep(0.01)
+        engines[0].installer.detach()
+        assert isinstance(sending.exception(30), rl_ckpt.SyncAbortedError)
+    with pytest.raises(rl_ckpt.CkptError):
+        engines[1].installer.take(2)
+    assert all(engine.model.holds(first) for engine in engines)
 
 
 def test_whole_tensors_after_slices_can_be_undone_as_well(layered_job):

@@ -151,7 +151,7 @@ class FakeVllm:
             "/pause": lambda body, query: self.server.pause(query["mode"]),
             "/resume": self.resume,
             "/init_weight_transfer_engine": self.init,
-            "/start_weight_update": self.nothing,
+            "/start_weight_update": self.begin,
             "/update_weights": self.update,
             "/finish_weight_update": self.finish,
             "/update_weight_version": self.set_version,
@@ -273,12 +273,19 @@ class FakeVllm:
         if self.receiver is not None:
             await self.receiver.close()
         told = body["init_info"]
-        assert told.keys() - {"adapters"} == {"url", "timeout_s", "attest"}
+        assert told.keys() - {"adapters"} == {"url", "timeout_s", "attest", "landed"}
+        self.landed = [Path(told["landed"], f"landed-{rank}") for rank in range(1 + len(self.ranks))]
         # The real one numbers them in this order.
         assert told.get("adapters", {}) == {each["name"]: each["path"] for each in self.arguments.lora_modules}
         self.receiver = CkptReceiver(body["init_info"]["url"], timeout_s=body["init_info"]["timeout_s"])
         for rank in self.ranks:
             await rank.tell({"url": body["init_info"]["url"], "timeout_s": body["init_info"]["timeout_s"]})
+
+    async def begin(self, body, query):
+        """This one lands everything in the update."""
+        for file in self.landed:
+            assert not file.exists()
+            file.touch()
 
     async def update(self, body, query):
         version = body["update_info"]["version"]

@@ -23,6 +23,7 @@ from rl_ckpt.sharded import ShardedReceiver, split_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -78,6 +79,8 @@ class Installer:
         self._suspects: set[str] = set()
         """Names that a failed sync may have left something of in the model; it must not serve before they come."""
         self._staging = Staging()
+        self._landing: _Landing | None = None
+        """The sync that has begun and was not taken yet, where slices come."""
         self._held: Held | None = None
         """The engine's slices of the committed version, of which host memory has no copy."""
         self._replaced: dict[str, dict[str, Tensor]] = {}
@@ -139,9 +142,15 @@ class Installer:
 
     def detach(self) -> None:
         """Leave the session. What was installed, and what to go back to, stays."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.call_off("the session was left")
         if self._receiver is not None:
             asyncio.run(self._receiver.close())
             self._receiver = None
+        if landing is not None:
+            landing.wait()
+            self._staging.clear()
 
     def take(self, version: int | None = None, *, is_partial: bool = False) -> None:
         """Take one sync, from its first byte to the commit.
@@ -188,28 +197,34 @@ class Installer:
         if version not in {None, receiver.version}:
             raise VersionError(f"version {receiver.version} came, and {version} was asked for")
 
+    def begin(self, told: Path | None = None) -> None:
+        """Let the next sync land from now on, in another thread, while the engine goes on; `take` installs it.
+
+        Whole tensors land in `take`.
+
+        Args:
+            told: File that is made when all has landed and was verified, or the sync has failed: `take` will not wait.
+        """
+        if isinstance(self._receiver, ShardedReceiver):
+            if self._landing is None:
+                targets = {name: self._staging.room(name, like) for name, like in self._rooms.items()}
+                parts = {name: part.of(targets[name]) for name, part in self._parts.items()}
+                self._landing = _Landing(self._receiver, parts, self._parts)
+            self._landing.tell(told)
+        elif told is not None:
+            told.touch()
+
     def _take_slices(self, receiver: ShardedReceiver, version: int | None) -> None:
-        """Land slices in another thread; this one, which has the engine's device and settings, installs them."""
-        landed, installed = Future[None](), Future[None]()
-        targets = {name: self._staging.room(name, like) for name, like in self._rooms.items()}
-        parts = {name: part.of(targets[name]) for name, part in self._parts.items()}
+        """This thread, which has the engine's device and settings, installs what another one lands."""
+        self.begin()
+        landing, self._landing = self._landing, None
+        assert landing is not None, "it has begun"
 
-        def on_landed(_: object) -> None:
-            landed.set_result(None)
-            installed.result()
+        def install() -> None:
+            self._require_version(receiver, version)
+            self._install_slices()
 
-        with ThreadPoolExecutor(1, thread_name_prefix="slices") as pool:
-            receiving = pool.submit(lambda: asyncio.run(receiver.receive_into(parts, self._parts, on_landed=on_landed)))
-            either: list[Future[Any]] = [landed, receiving]
-            try:
-                wait(either, return_when=FIRST_COMPLETED)
-                if landed.done():
-                    self._require_version(receiver, version)
-                    self._install_slices()
-                installed.set_result(None)
-            except BaseException as error:  # noqa: BLE001 - the receiver raises it
-                installed.set_exception(error)
-            receiving.result()
+        landing.finish(install)
 
     def _install_slices(self) -> None:
         """Install what has landed, attested. What was there before takes its place in host memory, if it is known."""
@@ -294,3 +309,56 @@ class Installer:
             if name in self._hidden:
                 parameter.detach().copy_(self._hidden[name])
         self._hidden = {}
+
+
+class _Landing:
+    """Slices of one sync on their way into host memory, in another thread, which waits until they are installed."""
+
+    def __init__(
+        self, receiver: ShardedReceiver, targets: Mapping[str, Tensor], parts: Mapping[str, ShardSpec]
+    ) -> None:
+        self._landed, self._installed = Future[None](), Future[None]()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="slices")
+
+        def on_landed(_: object) -> None:
+            self._landed.set_result(None)
+            self._installed.result()
+
+        self._receiving = self._pool.submit(
+            lambda: asyncio.run(receiver.receive_into(targets, parts, on_landed=on_landed))
+        )
+
+    def tell(self, told: Path | None) -> None:
+        """Make a file when all has landed, or nothing more will."""
+
+        def touch(_: object) -> None:
+            if told is not None and told.parent.exists():
+                told.touch()
+
+        either: list[Future[Any]] = [self._landed, self._receiving]
+        for future in either:
+            future.add_done_callback(touch)
+
+    def finish(self, install: Callable[[], None]) -> None:
+        """Wait until all has landed, install it, and wait for the commit."""
+        either: list[Future[Any]] = [self._landed, self._receiving]
+        try:
+            wait(either, return_when=FIRST_COMPLETED)
+            if self._landed.done():
+                install()
+            self._installed.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - the receiver raises it
+            self._installed.set_exception(error)
+        try:
+            self._receiving.result()
+        finally:
+            self._pool.shutdown()
+
+    def call_off(self, why: str) -> None:
+        """Vote against it, as soon as it has landed."""
+        self._installed.set_exception(UsageError(why))
+
+    def wait(self) -> None:
+        """Wait for the thread to end, whatever with."""
+        wait([self._receiving])
+        self._pool.shutdown()

@@ -9,6 +9,7 @@ the positions of their placeholders.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import io
@@ -19,6 +20,7 @@ import sys
 import tempfile
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -68,6 +70,8 @@ CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """Variable with the size of the KV cache in GiB; where it is set, vLLM on a CPU ignores the argument."""
 BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 """Variable with the cores of vLLM on a CPU, a thread on each; only with `nobind` it respects OMP_NUM_THREADS."""
+LANDING_CHECK_S = 0.02
+"""Seconds between two looks whether all slices of a sync have landed."""
 LEAST_TEMPERATURE = 0.01
 """Temperature that vLLM uses in place of lower ones."""
 NORMALISE_ARGUMENT = "--mm-device-do-normalize"
@@ -118,6 +122,8 @@ class VllmServer(ExternalServer):
         self._folder = tempfile.mkdtemp(prefix="rl-rollout-")
         self._socket = f"{self._folder}/vllm"
         self._sessions: set[str] = set()
+        self._has_begun = False
+        """Whether vLLM awaits the end of an update."""
         # A connection per request: vLLM closes idle ones, perhaps while the next request is sent.
         self.run_as(
             self._command(),
@@ -252,16 +258,36 @@ class VllmServer(ExternalServer):
         """See `ExternalServer`."""
         await self.upstream.command("/init_weight_transfer_engine", {"init_info": {"url": url}})
 
-    async def post_update(self, address: str, version: int) -> None:
-        """See `ExternalServer`. The plug-in verifies, installs and attests; after a failure it restores."""
+    async def post_landing(self, address: str) -> None:
+        """See `ExternalServer`. Slices land in threads of the workers, and a file of each tells when they have."""
+        await self._open(address)
+        files = [Path(self._folder, f"landed-{rank}") for rank in range(self.capabilities.num_receivers)]
+        if not self._has_begun:  # otherwise, whoever asked for the last update has left while it landed
+            for file in files:
+                file.unlink(missing_ok=True)
+            await self.upstream.command("/start_weight_update")
+            self._has_begun = True
+        deadline = asyncio.get_running_loop().time() + self.config.timeout_s
+        while address.startswith(SLICES) and not all(file.exists() for file in files):
+            await self.check_health()
+            if asyncio.get_running_loop().time() > deadline:
+                return  # the workers' own deadline passes too: the update says what did not come
+            await asyncio.sleep(LANDING_CHECK_S)
+
+    async def _open(self, address: str) -> None:
+        """Have the workers open a session, if they are not in it."""
         if address not in self._sessions:
             is_attested = address.startswith(SLICES) or not self._is_spread
             info: dict[str, Any] = {"url": address, "timeout_s": self.config.timeout_s, "attest": is_attested}
+            info["landed"] = self._folder
             if self.adapters and self.capabilities.updates_adapters:
                 info["adapters"] = {adapter.name: adapter.folder for adapter in self.adapters.values()}
             await self.upstream.command("/init_weight_transfer_engine", {"init_info": info})
             self._sessions = {address}  # a new session takes the place of the one before
-        await self.upstream.command("/start_weight_update")
+
+    async def post_update(self, address: str, version: int) -> None:
+        """See `ExternalServer`. The plug-in installs and attests what has landed; after a failure it restores."""
+        self._has_begun = False
         await self.upstream.command("/update_weights", {"update_info": {"version": version}})
         try:
             await self.upstream.command("/finish_weight_update", {"weight_version": str(version)})

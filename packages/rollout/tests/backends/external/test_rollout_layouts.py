@@ -164,7 +164,7 @@ def descendants(pid):
 
 @real_vllm
 def test_a_worker_of_the_real_one_that_is_killed_in_a_sync_ends_it_and_the_next_one_is_whole(tmp_path):
-    """Beside it, workers that come late are waited for."""
+    """Beside it, a sender that comes late is waited for, and decoding goes on until all has landed."""
     old, new = (real_model(tmp_path / str(seed), seed=seed, num_key_value_heads=2) for seed in (0, 1))
     weights = load_weights(new)
     told = {name: ("float32", tuple(tensor.shape)) for name, tensor in weights.items()}
@@ -176,10 +176,11 @@ def test_a_worker_of_the_real_one_that_is_killed_in_a_sync_ends_it_and_the_next_
         ranks = Ranks(weights, targets=await first.weight_layout(told))
         try:
             receiver = CkptReceiver(await ranks.open())
-            sending = asyncio.create_task(ranks.send(weights, 1))
+            updating = asyncio.create_task(first.update_weights(receiver, 1))
             await asyncio.sleep(3)
-            assert not sending.done(), "both are waited for"
-            await asyncio.gather(sending, first.update_weights(receiver, 1))
+            assert {version for each in await told_by(first) for version in each.weight_versions} == {0}
+            assert not updating.done(), "it decodes while nothing has landed"
+            await asyncio.gather(ranks.send(weights, 1), updating)
             before = await told_by(first)
             assert [each.token_ids for each in before] == [each.token_ids for each in await told_by(oracle)]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,9 @@ class InitInfo(WeightTransferInitInfo):
     """Longest wait for the sender, seconds."""
     attest: bool = True
     """Whether the model is read back after loading, before the vote."""
+    landed: str | None = None
+    """Folder in which every worker makes the file `landed-RANK` when all that it takes of a sync has landed after
+    `/start_weight_update`, or the sync has failed: the server need not be paused before. Slices only."""
     adapters: dict[str, str] | None = None
     """Name to folder of each LoRA adapter of the server, in the order of `--lora-modules`: syncs may bring their
     tensors alone, named `adapters.NAME.` and as in the folder."""
@@ -82,6 +86,8 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Once a session has named them."""
     _brings_adapters = False
     """Whether the last load was of adapters."""
+    _landed: Path | None = None
+    """File that tells that all has landed."""
     _attests = True
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -105,14 +111,15 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._adapters = VllmAdapters(self.model, init_info.adapters)
         self._attests = init_info.attest
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._landed = None if init_info.landed is None else Path(init_info.landed) / f"landed-{rank}"
         if url.startswith(SCHEME):
             self._installer.tell_layout(url, rank, self._load_dry)
         else:
             self._installer.join(url, rank, timeout_s=init_info.timeout_s, token=init_info.token)
 
     def start_weight_update(self) -> None:
-        """Nothing: the model goes on being whole until the new weights are verified."""
-        self._require_session()
+        """Let slices land from now on. The model goes on being whole until the new weights are verified."""
+        self._require_session().begin(self._landed)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take one sync, from its first byte to the commit.

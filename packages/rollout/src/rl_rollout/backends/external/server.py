@@ -295,6 +295,12 @@ class ExternalServer(RolloutServer):
     async def post_resume(self) -> None:
         """Resume the server."""
 
+    async def post_landing(self, address: str) -> None:
+        """Wait until weights have landed beside the model, while decoding goes on; `post_update` installs them.
+
+        Nothing where the server does not land them before it installs them.
+        """
+
     @abstractmethod
     async def post_update(self, address: str, version: int) -> None:
         """Install weights, while nothing is computed.
@@ -577,7 +583,7 @@ class ExternalServer(RolloutServer):
         ]
 
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:
-        """See `RolloutServer.update_weights`. Decoding is paused meanwhile.
+        """See `RolloutServer.update_weights`. Decoding is paused once the weights have landed, or to land them.
 
         The server's own processes open their receivers by `receive.address`, a URL of rl-ckpt.
         """
@@ -592,6 +598,7 @@ class ExternalServer(RolloutServer):
                 check_version(version)
                 if "://" not in address:
                     raise WeightUpdateError("the address is no URL of rl-ckpt, e.g. shm://policy")
+                await self.post_landing(address)
                 if not self._stands_still:
                     await self.post_pause("keep")
                 await self.post_update(address, version)
