@@ -66,14 +66,14 @@ class Installer:
     ) -> None:
         self._receiver: rl_ckpt.WeightReceiver | ShardedReceiver | None = None
         self._parts: dict[str, ShardSpec] = {}
-        """Part of each tensor that this rank takes, where slices come."""
+        """What this rank takes of each tensor, where slices come."""
         self._rooms: dict[str, Tensor] = {}
         """The tensors that these are parts of, with no memory behind the rest: dtype, shape and strides."""
         self._load = load
         self._restore = restore
         self._model = model
         self._forward: Callable[..., object] | None = None
-        """The model's own `forward`, while the model refuses."""
+        """Of the model, while that refuses."""
         self._hidden: dict[str, Tensor] = {}
         """On the CPU, the parameters of a model that refuses, whose own are NaN."""
         self._suspects: set[str] = set()
@@ -82,9 +82,9 @@ class Installer:
         self._landing: _Landing | None = None
         """The sync that has begun and was not taken yet, where slices come."""
         self._held: Held | None = None
-        """The engine's slices of the committed version, of which host memory has no copy."""
+        """Where the engine has the slices of the committed version, of which host memory has no copy."""
         self._replaced: dict[str, dict[str, Tensor]] = {}
-        """Slices of that version that the sync under way has replaced, by owner."""
+        """By owner, what the sync under way has replaced of that version."""
         self._is_touched = False
         self._is_fresh = True
         self._is_partial = False

@@ -261,12 +261,13 @@ class VllmServer(ExternalServer):
     async def post_landing(self, address: str) -> None:
         """See `ExternalServer`. Slices land in threads of the workers, and a file of each tells when they have."""
         await self._open(address)
+        if self._has_begun:
+            return  # whoever asked for the last update has left while it landed: this one lands in `post_update`
         files = [Path(self._folder, f"landed-{rank}") for rank in range(self.capabilities.num_receivers)]
-        if not self._has_begun:  # otherwise, whoever asked for the last update has left while it landed
-            for file in files:
-                file.unlink(missing_ok=True)
-            await self.upstream.command("/start_weight_update")
-            self._has_begun = True
+        for file in files:
+            file.unlink(missing_ok=True)
+        await self.upstream.command("/start_weight_update")
+        self._has_begun = True
         deadline = asyncio.get_running_loop().time() + self.config.timeout_s
         while address.startswith(SLICES) and not all(file.exists() for file in files):
             await self.check_health()
