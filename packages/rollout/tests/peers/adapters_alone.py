@@ -7,6 +7,8 @@ from dataclasses import replace
 from unittest.mock import ANY
 
 import pytest
+import torch
+from ranks import Ranks
 from rollout_servers import alone
 from safetensors.torch import load_file, save_file
 
@@ -84,6 +86,51 @@ def check_adapter_alone(backend, config, adapters, folder):
             two = await server.generate(replace(asked, request_id="two", adapter="two"))
             assert two.token_ids == oracle["two"].token_ids, "the other one is as it was"
             assert two.weight_versions == (2,) * 16
+        finally:
+            await server.stop()
+
+    asyncio.run(main())
+
+
+def check_slices_under_an_adapter(backend, config, adapters, folder):
+    """New weights go under an adapter that was sent alone before, which stays, and is not read from its folder again.
+
+    Args:
+        backend: Name of the server's.
+        config: Of a server with the adapters one and two.
+        adapters: By name, folders of the adapter and of the model that it is merged into.
+        folder: Free.
+    """
+    sent = load_file(f"{adapters['one'][0]}/adapter_model.safetensors")
+    halves = {f"adapters.one.{name}": tensor * 0.5 for name, tensor in sent.items()}
+    base, merged = load_weights(config.model_path), load_weights(adapters["one"][1])
+    new = {name: weight + 0.1 * torch.sin(weight * 100) for name, weight in base.items()}
+    both = {name: new[name] + (merged[name] - base[name]) / 4 for name in new}
+    folders = {
+        None: copy_of(config.model_path, folder / "new", new),
+        "one": copy_of(config.model_path, folder / "both", both),
+    }
+    told = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in new.items()}
+
+    async def main():
+        server = create_server(backend, config)
+        await server.start()
+        try:
+            await send(server, halves, 1)
+            ranks = Ranks(new, targets=await server.weight_layout(told))
+            receiver = CkptReceiver(await ranks.open())
+            for version in (2, 3):
+                weights = {name: tensor * (1 + (version == 2)) for name, tensor in new.items()}
+                await asyncio.gather(ranks.send(weights, version), server.update_weights(receiver, version))
+            await ranks.close()
+            served = Served(server=server, run=None, model_path=config.model_path, update=None, max_model_len=256)
+            asked = served.request(max_new_tokens=16)
+            for name, path in folders.items():
+                want = await asyncio.to_thread(alone, path, asked)
+                got = await server.generate(replace(asked, adapter=name, request_id=f"with {name}"))
+                assert got.token_ids == want.token_ids, name
+                assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+                assert got.weight_versions == (3,) * 16
         finally:
             await server.stop()
 

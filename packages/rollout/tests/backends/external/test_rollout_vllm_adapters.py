@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapters_alone import check_adapter_alone, copy_of
+from adapters_alone import check_adapter_alone, check_slices_under_an_adapter, copy_of
 from rollout_servers import alone, fake_vllm_config, real_model, real_vllm, real_vllm_config, serve
 
 from rl_rollout import (
@@ -56,6 +56,10 @@ class WithAdapters:
     def test_an_adapter_alone_is_replaced_and_nothing_else(self, folder, adapters, tmp_path):
         folders = {name: path for name, (path, _) in adapters.items()}
         check_adapter_alone("vllm", self.config(folder, folders), adapters, tmp_path)
+
+    def test_slices_go_under_an_adapter_that_was_sent_alone(self, folder, adapters, tmp_path):
+        folders = {name: path for name, (path, _) in adapters.items()}
+        check_slices_under_an_adapter("vllm", self.config(folder, folders), adapters, tmp_path)
 
     def test_new_weights_are_those_under_the_adapters(self, served, adapters, tmp_path):
         """The last of these tests: the adapters stay, and lie on other weights from now on."""
