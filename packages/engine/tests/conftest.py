@@ -17,6 +17,22 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def cuda_stand_in():
+    """megatron-core asks for a CUDA device: its calls are answered where there is none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parent / "support" / "megatron_on_cpu")
+        with import_module("megatron_on_cpu").cuda_stand_in():
+            yield
+
+
+@pytest.fixture(autouse=True)
+def megatron_on_a_cpu(request):
+    """For every test whose file or parameters name the backend."""
+    if "megatron" in request.node.nodeid:
+        request.getfixturevalue("cuda_stand_in")
+
+
 @pytest.fixture(autouse=True)
 def no_group_left():
     """An engine that a test did not close keeps its process group, which the next test would find."""

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,14 @@ def environment():
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture
+def megatron_on_cpu(monkeypatch):
+    """Name of a backend of rl-engine's tests that the processes started here find: `megatron` without a GPU."""
+    support = Path(__file__).parents[2] / "engine" / "tests" / "support" / "megatron_on_cpu"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(support), os.environ.get("PYTHONPATH")))))
+    return support.name
 
 
 @pytest.fixture(scope="session")

@@ -184,8 +184,8 @@ def test_fully_async_runs_ahead_and_resumes_with_what_was_pending(model, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [["engine.backend=megatron", "engine.world_size=2", "engine.parallel.tp=2"]])
-def test_another_engine_in_another_layout_has_the_same_losses(model, tmp_path, engine):
+def test_another_engine_in_another_layout_has_the_same_losses(model, tmp_path, megatron_on_cpu):
+    engine = [f"engine.backend={megatron_on_cpu}", "engine.world_size=2", "engine.parallel.tp=2"]
     one, other = tmp_path / "one", tmp_path / "other"
     for output_dir, overrides in ((one, []), (other, engine)):
         process = start(model, output_dir, *LEARNING, *overrides, "steps=2")

@@ -295,7 +295,7 @@ def test_a_reference_and_a_critic_of_their_own_change_no_loss(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_roles_of_other_sizes_backends_and_formats_have_the_losses_of_one_pool(model, tmp_path):
+def test_roles_of_other_sizes_backends_and_formats_have_the_losses_of_one_pool(model, tmp_path, megatron_on_cpu):
     """On Ray: the policy on two fsdp ranks, the reference on a megatron rank of its own, the critic on another."""
 
     def trained(name, *overrides):
@@ -308,7 +308,7 @@ def test_roles_of_other_sizes_backends_and_formats_have_the_losses_of_one_pool(m
     shared = trained("shared")
     apart = trained(
         "apart",
-        *("placement.reference={pool: frozen, num_gpus: 1, engine: {backend: megatron}}",),
+        f"placement.reference={{pool: frozen, num_gpus: 1, engine: {{backend: {megatron_on_cpu}}}}}",
         *("placement.critic={pool: value, num_gpus: 1, engine: {precision: float64}}",),
     )
     assert len(shared) == 2

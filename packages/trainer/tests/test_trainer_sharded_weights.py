@@ -54,11 +54,12 @@ def run(model, folder, *overrides):
 
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
+@pytest.mark.usefixtures("megatron_on_cpu")
 @pytest.mark.parametrize(
     "layout",
     [
         ["rollout.num_replicas=2"],
-        ["engine.backend=megatron", "engine.parallel.tp=2", "engine.parallel.pp=1"],
+        ["engine.backend=megatron_on_cpu", "engine.parallel.tp=2", "engine.parallel.pp=1"],
         ["weights.delta=true", "weights_transport=tcp"],
     ],
     ids=["fsdp to two replicas", "megatron tp=2", "differences over tcp"],

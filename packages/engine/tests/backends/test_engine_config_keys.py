@@ -89,8 +89,7 @@ BESIDE = {
 LORA_KEYS = {"lora", *(f"lora.{field.name}" for field in fields(LoraConfig))}
 REFUSED = {
     "fsdp": {},
-    "megatron": dict.fromkeys(LORA_KEYS, "The megatron backend has no LoRA adapters")
-    | dict.fromkeys(("optimizer.kind", "optimizer.momentum"), "the megatron backend shards AdamW alone"),
+    "megatron": dict.fromkeys(("optimizer.kind", "optimizer.momentum"), "the megatron backend shards AdamW alone"),
     "torchtitan": dict.fromkeys(LORA_KEYS, "The torchtitan backend has no LoRA adapters")
     | {"router_aux_loss_coef": "the model has no router that it could even out"},
 }

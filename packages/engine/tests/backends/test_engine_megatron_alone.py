@@ -3,6 +3,7 @@
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -13,6 +14,7 @@ from rl_engine import (
     EngineConfig,
     Head,
     LoraConfig,
+    LoraExport,
     ModelFolderError,
     ModelInit,
     OptimizerConfig,
@@ -28,6 +30,8 @@ _spec = spec_from_file_location("megatron_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
 value_loss = ranks.value_loss
+CRITIC = {"head": Head.VALUE}
+IGNORED = "ignore:The following .*_pattern keys"  # peft's, of mixtures
 
 
 @pytest.mark.contract
@@ -115,6 +119,65 @@ def test_bfloat16_trains_on_a_float32_copy_and_resumes_exactly(tmp_path):
     engine.close()
 
 
+ADAPTED = [((), {}), (("k_proj", "up_proj"), {}), ((), CRITIC)]
+
+
+@pytest.mark.parametrize(("targets", "more"), ADAPTED)
+def test_an_adapter_steps_exports_and_resumes_as_on_fsdp(tmp_path, targets, more):
+    write_tiny_model(tmp_path / "model")
+    lora, seen = LoraConfig(rank=3, alpha=9.0, target_modules=targets), []
+    loss = value_loss if more else sft_loss
+    for backend in ("fsdp", "megatron"):
+        engine = build(tmp_path / "model", backend=backend, lora=lora, **more)
+        if backend == "fsdp":  # whose A is drawn in another order
+            engine.forward_backward_batch(BATCH, loss)
+            engine.optimizer_step()
+            engine.save_checkpoint(tmp_path / "checkpoint", 1)
+        assert engine.load_checkpoint(tmp_path / "checkpoint") == 1
+        engine.optimizer_zero_grad()
+        told = [engine.forward_backward_batch(BATCH, loss).metrics["loss"], engine.optimizer_step()]
+        with engine.adapter_off():
+            told.append(engine.forward_backward_batch(BATCH, loss, forward_only=True).metrics["loss"])
+        told.append(engine.forward_backward_batch(BATCH, loss, forward_only=True).metrics["loss"])
+        with pytest.raises(ConfigError, match="merged into whole tensors only"):
+            engine.get_local_shards()
+        seen.append((told, ranks.ranks.weights(engine)))
+        engine.close()
+    assert seen[0][0] == pytest.approx(seen[1][0], rel=1e-6)
+    assert seen[0][0][2] != seen[0][0][3]
+    torch.testing.assert_close(seen[0][1], seen[1][1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which peft asks for
+@pytest.mark.filterwarnings(IGNORED)
+@pytest.mark.parametrize(("kind", "targets"), [("tied", ()), ("v3", ranks.LATENT_LAYERS)])
+def test_an_adapter_of_a_folder_is_what_was_trained(tmp_path, kind, targets):
+    ranks.write_model(tmp_path, kind)
+    (tmp_path / kind).rename(tmp_path / "model")
+    lora = LoraConfig(rank=3, target_modules=targets, export=LoraExport.ADAPTER)
+    engine = build(tmp_path / "model", lora=lora)
+    start = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    for _ in range(3):
+        ranks.one_step(engine, BATCH)
+    want = engine.forward_backward_batch(BATCH, None).columns["logprobs"].values()
+    named, described = engine.get_per_tensor_param()
+    found = {name: tensor.clone() for name, tensor in named}
+    engine.save_model(tmp_path / "adapter")
+    engine.close()
+    like = build(tmp_path / "model", backend="fsdp", lora=lora)
+    theirs, same = like.get_per_tensor_param()
+    assert {name: part.shape for name, part in theirs} == {name: part.shape for name, part in found.items()}
+    assert described == same
+    like.close()
+    changed = {name for name, tensor in found.items() if not torch.equal(tensor, start[name])}
+    assert changed == found.keys()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    peft.PeftModel.from_pretrained(model, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "merged")
+    whole = build(tmp_path / "merged", optimizer=None)
+    torch.testing.assert_close(whole.forward_backward_batch(BATCH, None).columns["logprobs"].values(), want)
+    whole.close()
+
+
 def test_rope_of_llama3_is_taken_over(tmp_path):
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
@@ -155,7 +218,12 @@ def test_layers_with_and_without_a_window_see_what_they_see_on_fsdp(tmp_path):
         ({"parallel": ParallelConfig(sequence_parallel=True)}, "it would do nothing"),
         ({"head": Head.VALUE, "entropy": True}, "entropy is True; it needs head=lm"),
         ({"num_candidates": 79}, "num_candidates is 79; the model's vocabulary has 78 entries"),
-        ({"lora": LoraConfig()}, "no LoRA adapters"),
+        ({"lora": LoraConfig(), "optimizer": None}, "A frozen engine's adapter would stay as it was made"),
+        ({"lora": LoraConfig(target_modules=("w9",))}, r"target_modules is \['w9'\]"),
+        (
+            {"lora": LoraConfig(dropout=0.1), "parallel": ParallelConfig(tp=2)},
+            r"lora\.dropout is 0\.1 and parallel\.tp is 2, whose ranks would drop",
+        ),
     ],
 )
 def test_what_it_cannot_honour_is_refused(tmp_path, changes, message):
@@ -163,6 +231,21 @@ def test_what_it_cannot_honour_is_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         build(tmp_path, **changes)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.filterwarnings(IGNORED)
+def test_an_adapter_on_experts_is_refused(tmp_path):
+    ranks.write_model(tmp_path, "v3")
+    with pytest.raises(
+        ConfigError, match=r"target_modules takes model\.layers\.1\.mlp\.experts; .* Name target_modules"
+    ):
+        build(tmp_path / "v3", lora=LoraConfig())
+
+
+def test_an_adapter_on_the_head_is_refused(tmp_path):
+    write_tiny_model(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match="target_modules takes lm_head; the megatron backend has adapters on"):
+        build(tmp_path, lora=LoraConfig(target_modules=("lm_head",)))
 
 
 @pytest.mark.parametrize("layout", [{"sp": 2}, {"dp_replicate": 2}])

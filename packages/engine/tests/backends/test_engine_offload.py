@@ -85,8 +85,10 @@ def test_optimizer_state_that_is_moved_leaves_nothing_behind(tmp_path, backend):
     parameters, moments = sizes_of(engine)
     assert moments > 2 * parameters - 1
     assert freed_by(lambda: engine.to("meta", model=False, optimizer=True, grad=False)) == moments
-    if backend == "megatron":  # its gradients have a buffer of their own
-        assert freed_by(lambda: engine.to("meta", model=False, optimizer=False, grad=True)) == parameters
+    if backend == "megatron":  # its gradients have a buffer of their own, in which parameters start at multiples of 64
+        padded = sum(buffer.grad_data.nbytes for buffer in engine._optimizer._buffers())
+        assert parameters <= padded < 1.1 * parameters
+        assert freed_by(lambda: engine.to("meta", model=False, optimizer=False, grad=True)) == padded
     else:
         assert freed_by(engine.optimizer_zero_grad) == parameters
     engine.close()

@@ -58,7 +58,7 @@ SHARED = {
     "save_every": (1, "files"),
     "log_every": (1, "lines"),
     "trackers": ("tensorboard", "record"),
-    "backend": ("megatron", "backend"),
+    "backend": ("torchtitan", "backend"),
 }
 OWN = {
     SftConfig: {

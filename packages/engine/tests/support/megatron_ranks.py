@@ -1,4 +1,4 @@
-"""One rank of the multi-process tests of the megatron backend: `megatron_ranks.py FOLDER LAYOUT...`."""
+"""One rank of the multi-process tests of the megatron backend: `megatron_ranks.py FOLDER LAYOUT... [alone]`."""
 
 import random
 import sys
@@ -16,6 +16,7 @@ from rl_engine import (
     ConfigError,
     EngineConfig,
     Head,
+    LoraConfig,
     OptimizerConfig,
     ParallelConfig,
     Precision,
@@ -34,6 +35,11 @@ __all__ = ["learning_rate"]
 SEED, CANDIDATES = 5, 3
 # The step is nearly proportional to the gradient, so that equal weights mean equal gradients.
 OPTIMIZER = OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.01, max_grad_norm=1e9, total_steps=10)
+LATENT_LAYERS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+LORA = {
+    "tied": LoraConfig(rank=3, alpha=9.0),
+    "v3": LoraConfig(rank=3, alpha=9.0, target_modules=LATENT_LAYERS),
+}
 LAYOUTS = {
     "alone": ParallelConfig(),
     "dp2": ParallelConfig(),
@@ -60,6 +66,11 @@ SIZES = {
     "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "head_dim": 4}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 32}  # fmt: skip
+YARN32 = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+          "truncate": False, "original_max_position_embeddings": 4096}  # fmt: skip
 MODELS = {
     "tied": ("qwen3", {"tie_word_embeddings": True}),
     "bias": ("qwen2", {"num_key_value_heads": 2}),
@@ -71,6 +82,16 @@ MODELS = {
     "glm": ("glm4_moe", {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,
                          "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
                          "moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
+    "oss": ("gpt_oss", {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+                        "sliding_window": 6, "intermediate_size": 24, "swiglu_limit": 0.3, "rope_parameters": YARN32}),
+    "v2": ("deepseek_v2", {"num_hidden_layers": 2, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+                           "topk_group": 2, "topk_method": "group_limited_greedy", "n_shared_experts": 1,
+                           "moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 2.0,
+                           "q_lora_rank": None, **LATENT}),
+    "v3": ("deepseek_v3", {"num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+                           "topk_group": 1, "n_shared_experts": 2, "moe_intermediate_size": 16,
+                           "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "q_lora_rank": 24,
+                           "num_mtp_layers": 0, "rope_parameters": YARN, **LATENT}),
     "moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                           "decoder_sparse_step": 1, "norm_topk_prob": True}),
 }  # fmt: skip
@@ -82,6 +103,9 @@ def write_model(folder, kind):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(SIZES | changes)), dtype=torch.float32)
     for router in (buffer for named, buffer in model.named_buffers() if "e_score_correction_bias" in named):
         router.copy_(torch.randn_like(router))  # which changes the choice of experts
+    for named, part in model.named_parameters():
+        if "bias" in named or "sinks" in named:
+            part.data.normal_(std=0.1)
     model.save_pretrained(folder / kind)
 
 
@@ -94,8 +118,8 @@ def write_critic(folder):
 def build(folder, kind, layout, **changes):
     options = {"precision": Precision.FLOAT64, "optimizer": OPTIMIZER, "max_tokens_per_gpu": 50, "timeout_s": 180.0}
     options["parallel"] = LAYOUTS[layout]
-    config = EngineConfig(model_path=str(folder / kind), **(options | changes))
-    engine = create_engine("megatron", config)
+    backend = changes.pop("backend", "megatron")
+    engine = create_engine(backend, EngineConfig(model_path=str(folder / kind), **(options | changes)))
     engine.initialize()
     return engine
 
@@ -200,6 +224,27 @@ def candidates(folder, rank, size):
     return seen
 
 
+def adapter_step(engine, rows, folder):
+    """A step from the checkpoint of another engine."""
+    engine.load_checkpoint(folder)
+    return (*one_step(engine, ranks.batch_of(rows)), ranks.weights(engine))
+
+
+def adapters(folder, rank, size):
+    """One step of an adapter in each layout, from where fsdp has taken it (a mixture: this backend)."""
+    mine, seen = ranks.draw_rows(SEED)[rank::size], {}
+    for kind in ("tied", "v3"):
+        start = build(folder, kind, "dp2", lora=LORA[kind], backend="fsdp" if kind == "tied" else "megatron")
+        one_step(start, ranks.batch_of(mine))
+        start.save_checkpoint(folder / f"{kind} adapter", 1)
+        start.close()
+        for layout in ("dp2", "tp2", "sp2", "pp2", "cp2") if kind == "tied" else ("sp2", "pp2"):
+            engine = build(folder, kind, layout, lora=LORA[kind])
+            seen[f"{kind}:{layout}"] = adapter_step(engine, mine, folder / f"{kind} adapter")
+            engine.close()
+    return seen
+
+
 def critics(folder, rank, size):
     """One step of a critic in each layout."""
     mine, seen = ranks.draw_rows(SEED)[rank::size], {}
@@ -261,7 +306,8 @@ def main(folder, cases):
     holder = None
     seen = {}
     before = {}
-    for case in cases:
+    is_short = cases[-1] == "alone"
+    for case in cases[:-1] if is_short else cases:
         kind, layout = case.split(":")
         if holder is None:  # makes the process group; the others join it
             holder = create_engine("fsdp", EngineConfig(model_path=str(folder / kind), optimizer=None))
@@ -281,8 +327,9 @@ def main(folder, cases):
     seen["pairs"] = pairs_seen(first)
     seen["streamed"] = ranks.most_alive(first)
     first.close()
-    if holder._world.size == 2:
+    if holder._world.size == 2 and not is_short:
         seen["critics"] = critics(folder, rank, 2)
+        seen["adapters"] = adapters(folder, rank, 2)
         seen["candidates"] = candidates(folder, rank, 2)
         seen["experts"] = experts(folder, rank, 2)
     holder.close()

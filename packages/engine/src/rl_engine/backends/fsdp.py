@@ -25,7 +25,7 @@ from rl_engine.distributed.expert_parallel import check_experts, divide_experts
 from rl_engine.errors import ConfigError, EngineError, ModelFolderError
 from rl_engine.model import lora
 from rl_engine.model.attention import SequenceGroup, check_heads
-from rl_engine.model.engine import ModuleEngine, check_candidates, compute_device, shares_prefixes
+from rl_engine.model.engine import ModuleEngine, check_adapter, check_candidates, compute_device, shares_prefixes
 from rl_engine.model.hf import (
     HuggingFaceScorer,
     PolicyScorer,
@@ -37,11 +37,10 @@ from rl_engine.model.hf import (
 )
 from rl_engine.model.logprobs import LinearHead
 from rl_engine.model.moe import check_aux
-from rl_engine.types import EngineConfig, Head, LoraExport, ModelInit, ParallelConfig, PeftConfig, ShardSpec
+from rl_engine.types import EngineConfig, Head, ModelInit, ParallelConfig, PeftConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     import transformers
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,10 +58,6 @@ def create(config: EngineConfig) -> Engine:
 class FsdpEngine(ModuleEngine):
     """See `Engine`."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._peft: PeftConfig | None = None
-
     def _check(self, world_size: int) -> str | None:
         return check_fit(self._config, world_size)
 
@@ -77,10 +72,6 @@ class FsdpEngine(ModuleEngine):
         """See `Engine`."""
         return super().adapter_off() if self._peft is None else lora.without_adapter(self._built().model)
 
-    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
-        """See `ModuleEngine`; with an adapter, merged into the model or alone, as the config says."""
-        return self._exported(), self._peft if self._exports_adapter() else None
-
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         if self._peft is None:
             yield from super()._export()
@@ -92,21 +83,6 @@ class FsdpEngine(ModuleEngine):
             return
         for name, full in lora.merged_weights(scorer.model, named):
             yield from scorer.to_folder({name: self._as_exported(full)}).items()
-
-    def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
-        """See `ModuleEngine`."""
-        if self._peft is not None:
-            raise ConfigError("An adapter is merged into whole tensors only; use get_per_tensor_param.")
-        return super().get_local_shards()
-
-    def _exports_adapter(self) -> bool:
-        return self._config.lora is not None and self._config.lora.export == LoraExport.ADAPTER
-
-    def _write_model(self, path: str | Path, weights: dict[str, Tensor]) -> None:
-        if self._peft is not None and self._exports_adapter():
-            lora.write_adapter(path, weights, self._peft, self._config.model_path)
-        else:
-            super()._write_model(path, weights)
 
 
 def check_fit(config: EngineConfig, world_size: int) -> str | None:
@@ -122,10 +98,7 @@ def check_fit(config: EngineConfig, world_size: int) -> str | None:
     """
     _check_parallel(config.parallel)
     check_replicas(config.parallel, world_size)
-    if config.lora is not None and config.optimizer is None:
-        raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
-    if config.lora is not None and hf_folder.block_size(config.model_path) is not None:
-        raise ConfigError("lora is set and the folder's weights are quantised (fp8). Give the folder in bfloat16.")
+    check_adapter(config)
     ep = config.parallel.ep
     if config.lora is not None and ep > 1:
         raise ConfigError(f"parallel.ep is {ep} and lora is set; peft's adapters want all experts on every rank.")

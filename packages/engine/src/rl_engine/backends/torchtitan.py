@@ -253,6 +253,8 @@ class TorchtitanEngine(ModuleEngine):
                 "Use fsdp for sp, and megatron for the others."
             )
         check_replicas(config.parallel, world_size)
+        if config.lora is not None:
+            raise ConfigError("The torchtitan backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
         refuse_fsdp_only(config, "torchtitan")
         source = hf_folder.read_config(Path(config.model_path)).get_text_config()
         check_mapped(source, "torchtitan", tuple(_FAMILIES))

@@ -39,12 +39,14 @@ from rl_engine.distributed.world import World, expected_size, join_world
 from rl_engine.errors import BatchError, ConfigError, EngineError
 from rl_engine.model.device_memory import DeviceMemory, has_gpu, offload_activations
 from rl_engine.model.logprobs import HeadLoss, head_loss_obstacle
+from rl_engine.model.lora import write_adapter
 from rl_engine.model.moe import ExpertLoad, check_replay, counts_of_column
 from rl_engine.optimizer import StepOptimizer, learning_rate, module_optimizer, optimizer_tensors
 from rl_engine.types import (
     EngineConfig,
     EngineOutput,
     Head,
+    LoraExport,
     ModelInit,
     OptimizerConfig,
     OptimizerKind,
@@ -130,6 +132,7 @@ class ModuleEngine(Engine):
         self._replicas: ModelReplicas | None = None
         self._cost: CostModel | None = None
         self._writer: CheckpointWriter | None = None
+        self._peft: PeftConfig | None = None
         self._memory = DeviceMemory()
 
     # What a backend says
@@ -434,8 +437,11 @@ class ModuleEngine(Engine):
     # Weights out, and to disk and back
 
     def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
-        """Full tensors in `precision`, in the model's order; an unsharded one is a view of the live weight."""
-        return self._exported(), None
+        """Full tensors in `precision`, in the model's order; an unsharded one is a view of the live weight.
+
+        With an adapter, merged into the model or alone, as the config says.
+        """
+        return self._exported(), self._peft if self._exports_adapter() else None
 
     def _exported(self) -> Iterator[tuple[str, Tensor]]:
         with self._group().together():
@@ -449,9 +455,17 @@ class ModuleEngine(Engine):
 
     def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
         """Shards of this rank, in `precision`."""
+        if self._peft is not None:
+            raise ConfigError("An adapter is merged into whole tensors only; use get_per_tensor_param.")
+        return self._local_shards()
+
+    def _local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
         scorer = self._built()
         for spec, part in local_shards(scorer.named_weights(), scorer.to_folder):
             yield spec, self._as_exported(part)
+
+    def _exports_adapter(self) -> bool:
+        return self._config.lora is not None and self._config.lora.export == LoraExport.ADAPTER
 
     def _as_exported(self, tensor: Tensor) -> Tensor:
         return tensor.to(DTYPES[self._config.precision]) if tensor.is_floating_point() else tensor
@@ -466,6 +480,9 @@ class ModuleEngine(Engine):
 
     def _write_model(self, path: str | Path, weights: dict[str, Tensor]) -> None:
         source = self._config.model_path
+        if self._peft is not None and self._exports_adapter():
+            write_adapter(path, weights, self._peft, source)
+            return
         dtype = DTYPES[self._config.precision]
         model = hf_folder.empty_model(source, dtype=dtype, head=self._config.head)
         if self._config.freeze_mtp:
@@ -576,11 +593,21 @@ def refuse_fsdp_only(config: EngineConfig, backend: str) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    if config.lora is not None:
-        raise ConfigError(f"The {backend} backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
     for name in ("torch_compile", "cpu_offload"):
         if getattr(config, name):
             raise ConfigError(f"{name} is true and the {backend} backend has none; set it to false, or use fsdp.")
+
+
+def check_adapter(config: EngineConfig) -> None:
+    """Refuse an adapter that would not be trained, or has nothing to be added to.
+
+    Raises:
+        ConfigError: says why.
+    """
+    if config.lora is not None and config.optimizer is None:
+        raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
+    if config.lora is not None and hf_folder.block_size(config.model_path) is not None:
+        raise ConfigError("lora is set and the folder's weights are quantised (fp8). Give the folder in bfloat16.")
 
 
 def refuse_muon(config: EngineConfig, backend: str) -> None:

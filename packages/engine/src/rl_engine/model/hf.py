@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from rl_engine.model.moe import ExpertLoad, Experts, Routing
     from rl_engine.types import EngineConfig, ModelOutput
 
-_ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Kinds of rotary tables that scale nothing but frequencies."""
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -181,6 +182,7 @@ def check_mapped(
     kinds: Sequence[str],
     *,
     layers: Collection[str] = ("full_attention",),
+    ropes: Collection[str] = ROPE_TYPES,
     more: Mapping[str, bool] | None = None,
 ) -> None:
     """Refuse architectures, and variants of them, that a backend with layers of its own would get silently wrong.
@@ -190,6 +192,7 @@ def check_mapped(
         backend: Its name.
         kinds: Model types that it maps.
         layers: Kinds of attention layers that it has.
+        ropes: Kinds of rotary tables that it takes from transformers.
         more: Flags by name: whether the model has another variant that the backend has not.
 
     Raises:
@@ -205,8 +208,9 @@ def check_mapped(
     found = {
         f"hidden_act={config.hidden_act}": config.hidden_act != "silu",
         f"layer types {sorted(own)}": not own <= set(layers),
-        f"rope type {rope!r}": rope not in _ROPE_TYPES,
-        "attention_bias=true": kind not in ("qwen2", "glm4_moe") and bool(getattr(config, "attention_bias", False)),
+        f"rope type {rope!r}": rope not in ropes,
+        "attention_bias=true": kind not in ("qwen2", "glm4_moe", "gpt_oss")
+        and bool(getattr(config, "attention_bias", False)),
         "mlp_bias=true": bool(getattr(config, "mlp_bias", False)),
         "attention dropout": bool(getattr(config, "attention_dropout", 0.0)),
         **(more or {}),

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from rl_engine.types import LoraConfig
 
-_ADAPTER = "default"  # peft's own name for the only one
+ADAPTER = "default"
+"""The only adapter, by peft's own name."""
 _SCORE = "score"
 """The scalar head, as transformers' sequence classifiers name it."""
 
@@ -50,7 +51,7 @@ def add_adapter(model: nn.Module, config: LoraConfig, seed: int, head: Head = He
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            peft.inject_adapter_in_model(known if head == Head.LM else _within(known), model, adapter_name=_ADAPTER)
+            peft.inject_adapter_in_model(known if head == Head.LM else _within(known), model, adapter_name=ADAPTER)
         except ValueError as error:
             raise ConfigError(f"lora.target_modules is {list(config.target_modules)}: {error}") from error
     if head != Head.LM:
@@ -66,7 +67,7 @@ def _within(known: Any) -> Any:
 @contextmanager
 def without_adapter(model: nn.Module) -> Generator[None]:
     """Turn the adapter off inside: the model computes as without it."""
-    layers = _layers(model)
+    layers = adapted_layers(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers.values():
         layer.enable_adapters(False)
@@ -81,15 +82,15 @@ def without_adapter(model: nn.Module) -> Generator[None]:
 
 def merged_weights(model: nn.Module, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """`named`, the weights of a model with an adapter, as those of one without: names, sums, whole tensors."""
-    layers = _layers(model)
+    layers = adapted_layers(model)
     for name, tensor in named.items():
         owner, _, rest = name.partition(".base_layer.")
         if ".lora_" in name:
             continue
         full = whole(tensor)
         if owner in layers and rest == "weight":
-            down, up = (whole(named[f"{owner}.lora_{part}.{_ADAPTER}.weight"]) for part in "AB")
-            full = full + (up @ down) * layers[owner].scaling[_ADAPTER]
+            down, up = (whole(named[f"{owner}.lora_{part}.{ADAPTER}.weight"]) for part in "AB")
+            full = full + (up @ down) * layers[owner].scaling[ADAPTER]
         yield (f"{owner}.{rest}" if rest else name), full
 
 
@@ -97,7 +98,7 @@ def adapter_weights(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]
     """The adapter's tensors under the names that peft writes into adapter_model.safetensors."""
     for name, tensor in named.items():
         if ".lora_" in name or name == f"{_SCORE}.weight":
-            yield f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}", whole(tensor)
+            yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", whole(tensor)
 
 
 def write_adapter(path: str | Path, weights: dict[str, Tensor], config: Mapping[str, Any], base: str) -> None:
@@ -112,7 +113,8 @@ def write_adapter(path: str | Path, weights: dict[str, Tensor], config: Mapping[
     publish(path, write)
 
 
-def _layers(model: nn.Module) -> dict[str, Any]:
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """By name, the layers of a model that have an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}

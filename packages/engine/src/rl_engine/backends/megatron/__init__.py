@@ -1,8 +1,9 @@
 """The `megatron` backend: megatron-core's GPT with tensor, pipeline, expert and data parallelism.
 
-Where things are: `weights` reads a Hugging Face config, refuses what is not mapped, and maps parameters to Hugging Face
-names; `layout` has the process groups and the 1F1B schedule; `model` builds this rank's part of the model and scores
-packed rows; `optimizer` is AdamW sharded over data-parallel ranks; `engine` ties them together.
+Where things are: `architectures` reads a Hugging Face config and refuses what is not mapped; `weights` maps parameters
+to Hugging Face names; `adapters` adds LoRA; `layout` has the process groups and runs the pipeline schedules;
+`attention` is fed packed rows; `model` builds this rank's part of the model and scores rows; `optimizer` is
+megatron-core's over its sharded gradients; `engine` ties them together.
 """
 
 from __future__ import annotations

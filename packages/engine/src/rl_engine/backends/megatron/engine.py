@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from rl_engine.backends.megatron.adapters import (
+    adapter_entries,
+    adapters_of,
+    describe_adapter,
+    merged,
+    start_adapters,
+    stored_name,
+)
+from rl_engine.backends.megatron.architectures import check_divides, read_architecture
 from rl_engine.backends.megatron.layout import (
     Layout,
+    check_device,
     check_parallel,
     check_world,
     join_layout,
@@ -21,21 +32,30 @@ from rl_engine.backends.megatron.layout import (
     run_pipeline,
 )
 from rl_engine.backends.megatron.model import Stage, attach
-from rl_engine.backends.megatron.optimizer import MASTER, STATES, STEP, ShardedAdamW
-from rl_engine.backends.megatron.weights import check_divides, plan_weights, read_architecture, shapes_of
+from rl_engine.backends.megatron.optimizer import MASTER, STATES, STEP, DistributedAdamW
+from rl_engine.backends.megatron.weights import plan_weights, shapes_of
 from rl_engine.batch.plan import AUX_LOSS, MicroBatchResults, ModelReplicas
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.sharded import local_shards
 from rl_engine.checkpoint.slices import open_folder
-from rl_engine.model.engine import ModuleEngine, check_candidates, refuse_fsdp_only, refuse_muon, score_rows
+from rl_engine.errors import ConfigError
+from rl_engine.model.engine import (
+    ModuleEngine,
+    check_adapter,
+    check_candidates,
+    refuse_fsdp_only,
+    refuse_muon,
+    score_rows,
+)
+from rl_engine.model.lora import adapter_weights
 from rl_engine.model.moe import check_aux
-from rl_engine.types import EngineConfig, ModelInit, ShardSpec
+from rl_engine.types import EngineConfig, ModelInit, Precision, ShardSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from contextlib import AbstractContextManager
 
-    from rl_engine.backends.megatron.weights import Architecture
+    from rl_engine.backends.megatron.architectures import Architecture
     from rl_engine.base import LossFunction
     from rl_engine.batch.packed import PackedRows
     from rl_engine.batch.plan import BatchPlan
@@ -66,10 +86,24 @@ class MegatronEngine(ModuleEngine):
         check_parallel(config.parallel)
         _, arch = self._read_config()
         check_divides(arch, config.parallel)
+        self._check_adapter(arch)
         check_world(config.parallel, world_size)
         check_candidates(config.num_candidates, arch.vocab_size)
         check_aux(config.router_aux_loss_coef, arch.experts)
         return "the megatron backend feeds every row its prompt"
+
+    def _check_adapter(self, arch: Architecture) -> None:
+        config, layout = self._config, self._config.parallel
+        if config.lora is None:
+            return
+        check_adapter(config)
+        if config.lora.dropout and layout.tp > 1 and not layout.sequence_parallel:
+            raise ConfigError(
+                f"lora.dropout is {config.lora.dropout} and parallel.tp is {layout.tp}, whose ranks would drop "
+                "different inputs of one token. Set parallel.sequence_parallel=true, or lora.dropout=0."
+            )
+        entries = plan_weights(arch, pp=layout.pp, vpp=layout.vpp, ep=layout.ep)
+        adapter_entries(entries, describe_adapter(config)[1], config.lora.rank)
 
     def _check_weights(self) -> None:
         layout, (_, arch) = self._config.parallel, self._read_config()
@@ -86,16 +120,25 @@ class MegatronEngine(ModuleEngine):
         return source, read_architecture(source, self._config.head)
 
     def _build(self, world: World) -> Stage:
+        check_device()
+        if torch.cuda.is_available() and self._config.precision == Precision.FLOAT64:
+            raise ConfigError("precision is float64, which megatron-core's optimizer does not take. Use float32.")
         source, arch = self._read_config()
         self._layout = join_layout(self._config.parallel, world, self._config.timeout_s)
-        stage = Stage(self._config, source, arch, self._layout)
+        self._peft, adapted = (None, []) if self._config.lora is None else describe_adapter(self._config)
+        stage = Stage(self._config, source, arch, self._layout, adapted)
         self._read_weights(stage)
         stage.to(world.device)
         is_trained = self._config.optimizer is not None
-        return stage.requires_grad_(is_trained).train(is_trained)
+        if not adapted:
+            stage.requires_grad_(is_trained)
+        return stage.train(is_trained)
 
     def _read_weights(self, stage: Stage) -> None:
         config, weights = self._config, stage.weights
+        named = stage.named_weights()
+        adapters = {name: named.pop(name) for name in [*named] if weights.own[name].is_adapter}
+        start_adapters(weights, adapters, config.seed)
         if config.init == ModelInit.RANDOM:
             # Every rank draws the whole model, in the fsdp backend's number format: weights depend on neither.
             drawn = hf_folder.parameter_dtype(config)
@@ -106,11 +149,11 @@ class MegatronEngine(ModuleEngine):
                 seed=config.seed,
                 head=config.head,
             )
-            named: dict[str, Tensor] = revert_weight_conversion(whole, whole.state_dict())
-            weights.read_into(stage.named_weights(), lambda name, part: named[name][part])
+            drawn_weights: dict[str, Tensor] = revert_weight_conversion(whole, whole.state_dict())
+            weights.read_into(named, lambda name, part: drawn_weights[name][part])
             return
         with open_folder(config, weights.shapes, is_tied=stage.arch.is_tied) as read:
-            weights.read_into(stage.named_weights(), read)
+            weights.read_into(named, read)
 
     def _group_ranks(self, world: World) -> ModelReplicas:
         """Model replicas: ranks that work on the same rows. The last stage has the results."""
@@ -123,11 +166,9 @@ class MegatronEngine(ModuleEngine):
             replica_of=tuple(copy for copy, _ in told), leaders=tuple(leaders[copy] for copy in sorted(leaders))
         )
 
-    def _make_optimizer(self, scorer: Scorer, config: OptimizerConfig) -> ShardedAdamW:
+    def _make_optimizer(self, scorer: Scorer, config: OptimizerConfig) -> DistributedAdamW:
         assert isinstance(scorer, Stage)
-        is_cut = self._config.parallel.sequence_parallel
-        parameters = dict(scorer.model.named_parameters())
-        return ShardedAdamW(parameters, scorer.weights.own, scorer.layout, config, sequence_parallel=is_cut)
+        return DistributedAdamW(scorer.chunks, scorer.weights.own, scorer.layout, config)
 
     def _leave(self, world: World) -> None:
         layout, self._layout = self._layout, None
@@ -141,7 +182,7 @@ class MegatronEngine(ModuleEngine):
         stage = self._stage()
         parts = {"model": model, "optimizer": optimizer, "grad": grad}
         moved = {part: wanted and self._places[part] != target for part, wanted in parts.items()}
-        if isinstance(self._optimizer, ShardedAdamW):
+        if isinstance(self._optimizer, DistributedAdamW):
             self._optimizer.to(target, **moved)
         elif moved["model"]:
             stage.model.to(target)
@@ -159,33 +200,70 @@ class MegatronEngine(ModuleEngine):
         """Run the micro-batches through the pipeline; see `ModuleEngine`."""
         work = MicroBatches(self._stage(), plan, loss_function, load, counts, self._activations)
         with megatron_calls():
-            run_pipeline(work, plan.num_micro_batches, work.stage.layout, has_backward=torch.is_grad_enabled())
+            run_pipeline(
+                work,
+                work.stage.chunks,
+                plan.num_micro_batches,
+                work.stage.layout,
+                has_backward=torch.is_grad_enabled(),
+            )
         return work.results
 
     # Weights out, and to disk and back
 
-    def _export(self) -> Iterator[tuple[str, Tensor]]:
-        """One parameter at a time is gathered."""
-        stage = self._stage()
-        yield from stage.weights.export(stage.named_weights())
+    @contextmanager
+    def _without_adapter(self) -> Generator[None]:
+        adapters = [*adapters_of(self._stage())]
+        for adapter in adapters:
+            adapter.is_on = False
+        try:
+            yield
+        finally:
+            for adapter in adapters:
+                adapter.is_on = True
 
-    def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
-        """Shards of this rank: its layers, experts and tensor-parallel parts."""
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """See `Engine`."""
+        return super().adapter_off() if self._peft is None else self._without_adapter()
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        """One parameter at a time is gathered; adapters, which are small, all before the first of them."""
+        stage = self._stage()
+        weights, named = stage.weights, stage.named_weights()
+        if self._config.lora is None:
+            yield from weights.export(named)
+            return
+        adapters = dict(weights.export(named, weights.adapters))
+        if self._exports_adapter():
+            heads = weights.export(named, [entry for entry in weights.entries if entry.is_head])
+            yield from adapter_weights(adapters | dict(heads))
+        else:
+            yield from merged(weights.export(named), adapters, self._config.lora)
+
+    def _local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
+        """Its layers, experts and tensor-parallel parts."""
         stage = self._stage()
         return local_shards(stage.weights.local_parts(stage.named_weights()))
 
     def _described(self) -> dict[str, Tensor]:
-        shapes = {f"model.{name}": shape for name, shape in self._stage().weights.shapes.items()}
+        weights = self._stage().weights
+        shapes = {f"model.{self._stored(name)}": shape for name, shape in weights.shapes.items()}
+        shapes |= {f"model.{name}": shape for name, shape in shapes_of(weights.adapters).items()}
         if self._optimizer is not None:
-            trained = [entry for entry in self._stage().weights.entries if not entry.is_buffer]
-            for name, shape in shapes_of(trained).items():
+            heads = [entry for entry in weights.entries if entry.is_head]
+            trained = [*weights.adapters, *heads] if self._peft is not None else weights.entries
+            for name, shape in shapes_of([entry for entry in trained if not entry.is_buffer]).items():
                 shapes |= {f"optim.{name}.{kind}": shape for kind in STATES} | {f"optim.{name}.{STEP}": ()}
         return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+    def _stored(self, name: str) -> str:
+        return stored_name(name, self._stage().adapted)
 
     def _state(self) -> dict[str, Tensor]:
         """Names and shapes are the fsdp backend's."""
         weights, kinds = self._stage().weights, self._state_by_kind()
-        tensors = {f"model.{name}": part for name, part in weights.local_parts(kinds.pop(MASTER)).items()}
+        parts = weights.local_parts(kinds.pop(MASTER))
+        tensors = {f"model.{self._stored(name)}": part for name, part in parts.items()}
         for kind, named in kinds.items():
             for name, part in weights.local_parts(named).items():
                 tensors[f"optim.{name}.{kind}"] = part
@@ -193,9 +271,15 @@ class MegatronEngine(ModuleEngine):
         return tensors
 
     def _take_state(self, tensors: dict[str, Tensor]) -> None:
+        joined = {name for entry in self._stage().weights.entries if entry.index is not None for name in entry.tensors}
+
         def read(kind: str, name: str, part: tuple[slice, ...]) -> Tensor:
-            found = tensors[f"model.{name}" if kind == MASTER else f"optim.{name}.{kind}"]
-            return found.to_local() if isinstance(found, DTensor) else found
+            found = tensors[f"model.{self._stored(name)}" if kind == MASTER else f"optim.{name}.{kind}"]
+            local = found.to_local() if isinstance(found, DTensor) else found
+            if name not in joined:
+                return local
+            start = (part[0].start or 0) % len(local)  # ranks have equally many experts
+            return local[start : start + 1]
 
         kinds = self._state_by_kind()
         for kind, named in kinds.items():
@@ -217,8 +301,8 @@ class MegatronEngine(ModuleEngine):
         assert isinstance(stage, Stage)
         return stage
 
-    def _sharded(self) -> ShardedAdamW:
-        assert isinstance(self._optimizer, ShardedAdamW)
+    def _sharded(self) -> DistributedAdamW:
+        assert isinstance(self._optimizer, DistributedAdamW)
         return self._optimizer
 
 
@@ -239,17 +323,12 @@ class MicroBatches:
         self._plan, self._loss_function, self._load, self._counts = plan, loss_function, load, counts
         self._activations = activations
 
-    def buffer(self, index: int) -> Tensor:
-        """Receive buffer for the activation of the stage before."""
-        weight = next(self.stage.parameters())
-        return weight.new_empty((self.stage.num_tokens(self._packed(index)), 1, self.stage.arch.hidden_size))
-
-    def forward(self, chunk: int, index: int, received: Tensor | None) -> Tensor | None:
-        """Hidden states, or from the last piece of all this micro-batch's share of the loss."""
+    def forward(self, chunk: int, index: int, received: Tensor | None) -> Tensor:
+        """Hidden states, or from the last piece of all this micro-batch's share of the loss (0 without one)."""
         with self._activations():
             return self._forward(chunk, index, received)
 
-    def _forward(self, chunk: int, index: int, received: Tensor | None) -> Tensor | None:
+    def _forward(self, chunk: int, index: int, received: Tensor | None) -> Tensor:
         packed, stage, is_idle = self._packed(index), self.stage, self._plan.is_idle(index)
         routing = stage.route(packed, None if is_idle else self._load, is_counting=self._counts is not None)
         hidden = stage.hidden(chunk, packed, received, routing)
@@ -261,7 +340,7 @@ class MicroBatches:
             return stage.score(hidden, packed).scores.sum() * 0.0
         output, shares = score_rows(self._plan, index, self._loss_function, partial(stage.score, hidden, packed))
         self.results.add(self._plan.micro_batches[index], output, shares)
-        return shares.get("loss")
+        return shares.get("loss", hidden.new_zeros(()))
 
     def _with_experts(self, hidden: Tensor, routing: Routing) -> Tensor:
         """Count where tokens went, and let the auxiliary loss of this stage's layers be differentiated."""

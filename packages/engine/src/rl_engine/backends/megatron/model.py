@@ -5,21 +5,24 @@ Legend: `T` tokens fed, `C` completion tokens, `V` vocabulary, `H` hidden, `D` h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -27,12 +30,15 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rl_csrc import parallel_logprobs
+from rl_engine.backends.megatron.adapters import adapter_entries, add_adapters
+from rl_engine.backends.megatron.architectures import split_layers
+from rl_engine.backends.megatron.attention import LatentAttention, LatentNorm, RmsNorm, RowAttention, RowParams
 from rl_engine.backends.megatron.layout import megatron_calls
-from rl_engine.backends.megatron.weights import WeightMap, padded_vocab, shapes_of, split_layers
+from rl_engine.backends.megatron.weights import WeightMap, padded_vocab, plan_weights, shapes_of
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.checkpoint.hf_folder import DTYPES
-from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, SequenceGroup, packed_attention, row_layout
+from rl_engine.model.attention import SequenceGroup, row_layout
 from rl_engine.model.engine import Scorer
 from rl_engine.model.logprobs import LinearHead, head_loss_obstacle, score_states, score_values
 from rl_engine.model.moe import routing_of
@@ -40,49 +46,13 @@ from rl_engine.model.moe import routing_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rl_engine.backends.megatron.architectures import Architecture, Router
     from rl_engine.backends.megatron.layout import Axis, Layout
-    from rl_engine.backends.megatron.weights import Architecture
     from rl_engine.batch.micro_batches import CostModel
     from rl_engine.batch.packed import PackedRows
     from rl_engine.model.logprobs import HeadLoss
     from rl_engine.model.moe import ExpertLoad, Experts, Routing
     from rl_engine.types import EngineConfig, ModelOutput, ParallelConfig
-
-
-@dataclass
-class RowParams(PackedSeqParams):
-    """Packed-sequence parameters that megatron-core passes to attention, with our row layout."""
-
-    rows: RowLayout | None = None
-    """Layout of the rows."""
-
-
-class RmsNorm(nn.RMSNorm):
-    """Zhang and Sennrich, 1910.07467, with the mark by which gradients are summed under sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        weight: Any = self.weight
-        weight.sequence_parallel = config.sequence_parallel
-
-
-class RowAttention(nn.Module):
-    """Causal attention within each packed row; a query of layer i (from 1) sees `windows[i - 1]` tokens."""
-
-    def __init__(
-        self, layer_number: int, windows: Sequence[int | None], softmax_scale: float | None = None, **_: Any
-    ) -> None:
-        super().__init__()
-        self._scale, self._window = softmax_scale, windows[layer_number - 1]
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, packed_seq_params: RowParams, **_: Any
-    ) -> Tensor:
-        """(T, 1, heads, D) in, (T, 1, heads * D) out."""
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        rows: dict[str, Any] = {LAYOUT_KWARG: packed_seq_params.rows}
-        out, _nothing = packed_attention(self, q, k, v, mask, scaling=self._scale, sliding_window=self._window, **rows)
-        return out[0].flatten(1, 2)[:, None]
 
 
 def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
@@ -93,27 +63,44 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
             "num_moe_experts": arch.num_experts,
             "moe_router_topk": arch.top_k,
             "moe_ffn_hidden_size": arch.expert_size,
-            "moe_router_pre_softmax": not arch.norm_top_k and arch.sigmoid_router is None,
+            "moe_router_pre_softmax": not arch.norm_top_k and not arch.router.is_sigmoid,
+            "moe_router_topk_scaling_factor": arch.router.scale if arch.router.scale != 1 else None,
             "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
             "expert_model_parallel_size": parallel.ep,
             "expert_tensor_parallel_size": 1,
             "moe_shared_expert_intermediate_size": arch.shared_size or None,
         }
-    if (router := arch.sigmoid_router) is not None:
+    if arch.router.is_sigmoid:
         more |= {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_bias_update_rate": 0.0,
-            "moe_router_topk_scaling_factor": router.scale,
             "moe_router_dtype": None if dtype == torch.float64 else "fp32",
         }
-        if router.num_groups > 1:
-            more |= {"moe_router_num_groups": router.num_groups, "moe_router_group_topk": router.top_groups}
+        if arch.router.num_groups > 1:
+            more |= {"moe_router_num_groups": arch.router.num_groups, "moe_router_group_topk": arch.router.top_groups}
+    if arch.rope_scale != 1:
+        more["softmax_scale"] = arch.rope_scale**2 * arch.head_dim**-0.5
+    if arch.swiglu_limit is not None:
+        more |= {"glu_linear_offset": 1.0, "activation_func_clamp_value": arch.swiglu_limit}
+    if (latent := arch.latent) is not None:
+        more |= {
+            "q_lora_rank": latent.query_rank,
+            "kv_lora_rank": latent.kv_rank,
+            "qk_head_dim": latent.key_dim,
+            "qk_pos_emb_head_dim": latent.rope_dim,
+            "v_head_dim": latent.value_dim,
+            "rope_type": "rope",  # ours takes its place; the next two scale scores, as YaRN does
+            "rotary_scaling_factor": latent.scaling[0],
+            "mscale_all_dim": latent.scaling[1],
+        }
+    if parallel.vpp > 1:  # two ranks send each other activations and gradients, which one batch would mix up
+        more |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if arch.num_layers % parallel.pp:
         sizes = split_layers(arch.num_layers, parallel.pp, parallel.vpp)
         more |= {"num_layers_in_first_pipeline_stage": sizes[0], "num_layers_in_last_pipeline_stage": sizes[-1]}
-    return TransformerConfig(
+    kind = TransformerConfig if latent is None else MLATransformerConfig
+    return kind(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
@@ -124,8 +111,8 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
         layernorm_epsilon=arch.norm_eps,
         qk_layernorm=arch.has_qk_norm,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        activation_func=torch.nn.functional.silu if arch.swiglu_limit is None else quick_gelu,
+        add_bias_linear=arch.swiglu_limit is not None,
         add_qkv_bias=arch.has_qkv_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -135,6 +122,9 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,  # losses are shares of the whole batch's: nothing is averaged
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
         use_cpu_initialization=True,
@@ -159,21 +149,30 @@ def block_spec(arch: Architecture, layers: range) -> TransformerBlockSubmodules:
 def layer_spec(arch: Architecture, *, is_sparse: bool) -> Any:
     """megatron-core's own modules, with the norm and attention above; an MLP or experts."""
     spec = get_gpt_layer_local_spec(
-        num_experts=arch.num_experts if is_sparse else None, qk_layernorm=arch.has_qk_norm, normalization="RMSNorm"
+        num_experts=arch.num_experts if is_sparse else None,
+        qk_layernorm=arch.has_qk_norm,
+        multi_latent_attention=arch.latent is not None,
+        normalization="RMSNorm",
     )
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = partial(RowAttention, windows=arch.windows)
+    rows = {"windows": arch.windows, "has_sinks": arch.swiglu_limit is not None}
+    attention.core_attention = partial(RowAttention, **rows)
+    if arch.latent is not None:
+        layer.self_attention.module = LatentAttention
+        attention.core_attention = ModuleSpec(module=RowAttention, params=rows)
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
     if arch.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     return spec
 
 
 def _without_transformer_engine() -> None:
-    """megatron-core 0.16.1's router asks for a name that it has only beside Transformer Engine; delete with 0.17."""
+    """megatron-core 0.16.1 takes some of Transformer Engine for installed where it is not; delete with 0.17."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
 
 
 class RouterChoice:
@@ -197,6 +196,24 @@ class RouterChoice:
         if self.routing is not None:
             self.routing.observe(self.layer, scores.log() if self._are_probabilities else scores, chosen)
         return values, chosen
+
+
+class GroupChoice:
+    """Takes the place of megatron-core's replay where experts are of the groups with the best expert (2405.04434).
+
+    megatron-core's own groups are those with the best sum of several.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def get_replay_topk(self, scores: Tensor, topk: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Scores and indices of the experts to take; `scores` are (T, E) probabilities."""
+        grouped = scores.unflatten(1, (self._router.num_groups, -1))
+        kept = grouped.amax(-1).topk(self._router.top_groups, -1).indices
+        is_kept = torch.zeros_like(grouped[:, :, 0]).scatter_(1, kept, 1.0)
+        found = (grouped * is_kept[:, :, None]).flatten(1).topk(topk, -1)
+        return found.values, found.indices
 
 
 class _Attach(torch.autograd.Function):
@@ -241,6 +258,14 @@ class StageModel(GPTModel):
         layers: Any = () if arch.experts is None else self.decoder.layers
         for index, layer in enumerate(layers):
             layer.mlp.router.router_replay = RouterChoice(first + index, are_probabilities=not arch.norm_top_k)
+        if arch.router.num_groups > 1 and not arch.router.is_sigmoid:
+            routers: list[Any] = [module for module in self.decoder.modules() if isinstance(module, TopKRouter)]
+            for router in routers:
+                router.router_replay = GroupChoice(arch.router)
+        experts: list[Any] = [module for module in self.decoder.modules() if isinstance(module, MLP)]
+        for expert in experts if arch.swiglu_limit is not None else ():
+            # An expert is on one rank whole: summed over it, its result would be a view, to which no bias is added.
+            expert.linear_fc2.explicit_expert_comm = True
         if arch.has_scalar_head and self.post_process:
             del self.output_layer
             self.score = nn.Linear(arch.hidden_size, 1, bias=False, dtype=config.params_dtype)
@@ -257,7 +282,9 @@ class Stage(Scorer):
     inv_freq: Tensor
     """(D / 2,) float32, the rotary table that transformers makes of the folder's config."""
 
-    def __init__(self, wanted: EngineConfig, source: Any, arch: Architecture, layout: Layout) -> None:
+    def __init__(
+        self, wanted: EngineConfig, source: Any, arch: Architecture, layout: Layout, adapted: Sequence[str] = ()
+    ) -> None:
         """Build it with memory for its weights, on the CPU.
 
         Args:
@@ -265,13 +292,19 @@ class Stage(Scorer):
             source: The folder's transformers config.
             arch: What was read of it.
             layout: Where this rank stands.
+            adapted: Names of the layers that have a LoRA adapter.
         """
         self.settings = transformer_config(arch, wanted.parallel, DTYPES[wanted.precision])
         with megatron_calls():
             chunks = [StageModel(self.settings, arch, layout, chunk) for chunk in range(layout.vpp)]
         super().__init__(nn.ModuleList(chunks))
-        self.arch, self.layout, self.weights = arch, layout, WeightMap(arch, layout)
+        entries = plan_weights(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
+        rank = 0 if wanted.lora is None else wanted.lora.rank
+        self.weights = WeightMap(arch, layout, entries, adapter_entries(entries, adapted, rank))
+        self.arch, self.layout, self.adapted = arch, layout, frozenset(adapted)
         self._source, self._wanted = source, wanted
+        if adapted:
+            add_adapters(self.model, self.weights, arch, wanted)
         rotary = Glm4MoeRotaryEmbedding if arch.model_type == "glm4_moe" else LlamaRotaryEmbedding
         self.register_buffer("inv_freq", rotary(source).inv_freq, persistent=False)
         self._sequence_group: SequenceGroup | None = None
@@ -283,6 +316,11 @@ class Stage(Scorer):
     def config(self) -> Any:
         """See `Scorer`."""
         return self._source
+
+    @property
+    def chunks(self) -> nn.ModuleList:
+        """Virtual stages of this rank, `StageModel`s."""
+        return self.model
 
     @property
     def experts(self) -> Experts | None:
@@ -332,11 +370,11 @@ class Stage(Scorer):
         hidden = self._embed(model, rows.token_ids[start:stop]) if received is None else received
         freqs = rows.position_ids[start:stop, None].to(torch.float32) * self.inv_freq
         rotary = torch.cat([freqs, freqs], dim=-1)[:, None, None]
-        params = RowParams(rows=row_layout(rows.lengths, rows.token_ids.device, self._sequence_group))
+        params = RowParams(rows=row_layout(rows.lengths, rows.token_ids.device, self._sequence_group), rotary=rotary)
         for layer in model.decoder.layers:
             arguments: dict[str, Any] = {
                 "attention_mask": None,
-                "rotary_pos_emb": rotary,
+                "rotary_pos_emb": rotary if self.arch.latent is None else None,
                 "packed_seq_params": params,
             }
             if self._wanted.activation_checkpointing and torch.is_grad_enabled():

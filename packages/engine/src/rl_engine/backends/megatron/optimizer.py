@@ -1,21 +1,22 @@
-"""AdamW whose state, and the float32 copy of narrow parameters, is sharded over data-parallel ranks.
+"""AdamW by megatron-core's `DistributedDataParallel` and `DistributedOptimizer`.
 
-Stage 1 of ZeRO (Rajbhandari et al., 1910.02054), as Megatron's distributed optimizer. Parameters lie end to end in a
-few flat buffers; gradients are reduce-scattered, each rank steps its part, and the parameters are gathered again.
-megatron-core's own `DistributedOptimizer` takes CUDA tensors of 32 and 16 bits only.
+Stage 1 of ZeRO (Rajbhandari et al., 1910.02054): gradients lie in flat buffers that are reduce-scattered, each rank
+steps its shard of them, and parameters are gathered again. Gradients are summed: losses are shares of a whole batch's.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as AdamConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
+from rl_engine.backends.megatron.layout import megatron_calls
 from rl_engine.backends.megatron.weights import Cut
 from rl_engine.optimizer import adamw_state, learning_rate, refuse_non_finite
 
@@ -31,256 +32,228 @@ MASTER = "master"
 STEP = "step"
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Parameters of one kind share a buffer."""
+class DistributedAdamW:
+    """AdamW (Loshchilov and Hutter, 1711.05101) over the trained parameters of one rank. A step uses the gradients up.
 
-    is_expert: bool
-    """Expert parameters: data parallel over the experts' own ranks."""
-    has_decay: bool
-    """Weight decay applies."""
-    is_counted: bool
-    """Whether this rank's copy counts in the gradient norm."""
-
-
-class ShardedAdamW:
-    """AdamW (Loshchilov and Hutter, 1711.05101) over the parameters of one rank. A step uses the gradients up."""
+    Its shards are views of the parameters, or float32 copies (kind `master`) where parameters are narrower.
+    """
 
     def __init__(
-        self,
-        named: Mapping[str, nn.Parameter],
-        entries: Mapping[str, Entry],
-        layout: Layout,
-        config: OptimizerConfig,
-        *,
-        sequence_parallel: bool,
+        self, chunks: nn.ModuleList, entries: Mapping[str, Entry], layout: Layout, config: OptimizerConfig
     ) -> None:
-        """Move the parameters into flat buffers and allocate state.
+        """Move the parameters into megatron-core's buffers and allocate state. Collective.
 
         Args:
-            named: This rank's parameters.
-            entries: What each of them is.
+            chunks: This rank's `GPTModel`s.
+            entries: What each parameter is, by its name in `chunks`; those without an entry are like any other.
             layout: Where this rank stands.
             config: AdamW's numbers.
-            sequence_parallel: Norms see this rank's tokens only.
         """
-        self._layout, self._config = layout, config
-        kinds: dict[_Kind, dict[str, nn.Parameter]] = {}
+        self._config = config
+        self.num_steps = 0.0
+        """Steps taken so far."""
+        named = {name: parameter for name, parameter in chunks.named_parameters() if parameter.requires_grad}
         for name, parameter in named.items():
-            kinds.setdefault(_kind(parameter, entries[name], layout), {})[name] = parameter
-        self._buffers = [
-            _Buffer(group, kind, layout.expert_dp if kind.is_expert else layout.dp) for kind, group in kinds.items()
-        ]
-        self._summed_over_tp = [
-            name for name, parameter in named.items() if _is_partial(name, parameter, sequence_parallel)
-        ]
-        self._tied = [name for name, entry in entries.items() if entry.is_tied]
-        groups = [
-            {"params": [buffer.master], "weight_decay": config.weight_decay if buffer.kind.has_decay else 0.0}
-            for buffer in self._buffers
-        ]
-        self._adamw = torch.optim.AdamW(
-            groups, lr=learning_rate(config, 0), betas=config.betas, eps=config.eps, fused=True
-        )
-        for buffer in self._buffers:
-            self._adamw.state[buffer.master] = adamw_state(buffer.master)
+            _mark(parameter, entries.get(name))
+        settings: Any = chunks[0].config
+        is_narrow = settings.params_dtype not in (torch.float32, torch.float64)
+        buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=is_narrow)
+        with megatron_calls():
+            self._chunks: list[Any] = [DistributedDataParallel(settings, buffers, chunk) for chunk in chunks]
+            adam = AdamConfig(
+                lr=learning_rate(config, 0),
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                clip_grad=config.max_grad_norm,
+                bf16=is_narrow,
+                params_dtype=settings.params_dtype,
+                use_distributed_optimizer=True,
+            )
+            stays = ParamPredicate(name="no_decay", fn=lambda parameter: not getattr(parameter, "decays", False))
+            overrides: dict[Any, Any] = {ParamKey(predicate=stays): {"wd_mult": 0.0}}
+            self._adam: Any = get_megatron_optimizer(adam, self._chunks, overrides, use_gloo_process_groups=False)
+        self._inner: list[Any] = [part for part in self._adam.chained_optimizers if not part.is_stub_optimizer]
+        for part in self._inner:
+            _start(part)
+        for group in self._adam.param_groups:  # megatron-core's scheduler of rates would
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        self._shards = {
+            name: _Shard(parameter, self._inner, layout, entries.get(name)) for name, parameter in named.items()
+        }
+        self._kinds = (*STATES, MASTER) if is_narrow else STATES
+        self._memory = [_Memory(buffer) for buffer in self._buffers()]
 
     def zero_grad(self) -> None:
         """Drop what has accumulated."""
-        for buffer in self._buffers:
-            buffer.grad.zero_()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        with megatron_calls():
+            self._adam.zero_grad()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """See `StepOptimizer`."""
-        return self._adamw.param_groups
+        return self._adam.param_groups
 
     @property
     def state(self) -> Mapping[Any, dict[str, Tensor]]:
-        """See `StepOptimizer`; of the flat buffers."""
-        return self._adamw.state
+        """See `StepOptimizer`; of this rank's shards."""
+        return {shard: state for part in self._inner for shard, state in part.state.items()}
 
     def clip_and_step(self) -> float:
         """See `StepOptimizer`: reduce, clip, step, gather. The gradients are gone, also after an error."""
-        self._reduce_over_model()
-        shards = [buffer.reduce() for buffer in self._buffers]
-        norm = self._norm(shards)
-        self.zero_grad()
-        refuse_non_finite(norm)
-        scale = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
-        for buffer, shard in zip(self._buffers, shards, strict=True):
-            buffer.master.grad = shard.mul_(scale) if scale < 1 else shard
-        self._adamw.step()
-        for buffer in self._buffers:
-            buffer.master.grad = None
-            buffer.publish()
+        try:
+            with megatron_calls():
+                finalize_model_grads(self._chunks)
+                self._adam.prepare_grads()
+                norm = float(self._adam.get_grad_norm())
+                refuse_non_finite(norm)
+                for part in self._inner:
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.max_grad_norm, norm)
+                self._adam.step_with_ready_grads()
+            self.num_steps += 1
+        finally:
+            self.zero_grad()
         return norm
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Optimizer state by kind of state and parameter name, each in its parameter's shape. Collective."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for kind in self._kinds:
-            found[kind] = {}
-            for buffer in self._buffers:
-                found[kind] |= buffer.whole(self._shard(buffer, kind))
-        return found
+        return {kind: {name: shard.whole(kind) for name, shard in self._shards.items()} for kind in self._kinds}
 
     def load_tensors(self, tensors: Mapping[str, Mapping[str, Tensor]], num_steps: float) -> None:
         """Take what `tensors` gave; parameters that are not narrow are their own master copy."""
         for kind in self._kinds:
-            for buffer in self._buffers:
-                self._shard(buffer, kind).copy_(buffer.cut(tensors[kind]))
-        for state in self._adamw.state.values():
-            state[STEP].fill_(num_steps)
-        for buffer in self._buffers:
-            if buffer.is_narrow:
-                buffer.publish()
-
-    @property
-    def num_steps(self) -> float:
-        """Steps taken so far, by AdamW's count."""
-        return float(self._adamw.state[self._buffers[0].master][STEP])
+            for name, shard in self._shards.items():
+                shard.load(kind, tensors[kind][name])
+        self.num_steps = num_steps
+        for state in self.state.values():
+            if STEP in state:
+                state[STEP].fill_(num_steps)
+        for group in self.param_groups:
+            if STEP in group:
+                group[STEP] = int(num_steps)
 
     def to(self, device: torch.device, *, model: bool, optimizer: bool, grad: bool) -> None:
-        """Move the flat buffers; parameters follow as views."""
-        for buffer in self._buffers:
-            state = self._adamw.state.pop(buffer.master)
-            before = buffer.master
-            buffer.to(device, model=model, optimizer=optimizer, grad=grad)
-            self._adamw.state[buffer.master] = {
-                key: value.to(device) if optimizer else value for key, value in state.items()
-            }
-            for group in self._adamw.param_groups:
-                group["params"] = [buffer.master if item is before else item for item in group["params"]]
+        """Move the flat buffers and the state; parameters follow as views."""
+        for memory in self._memory:
+            memory.to(device, model=model, grad=grad)
+        if not optimizer:
+            return
+        for part in self._inner:
+            for state in part.state.values():
+                state |= {key: value.to(device) for key, value in state.items()}
+            for group in part.shard_fp32_from_float16_groups:
+                for shard in group:
+                    shard.data = shard.data.to(device)
 
-    def _shard(self, buffer: _Buffer, state: str) -> Tensor:
-        """Shard of this rank of one kind of state."""
-        return buffer.master.detach() if state == MASTER else self._adamw.state[buffer.master][state]
-
-    @property
-    def _kinds(self) -> tuple[str, ...]:
-        """Kinds of state; the master copy is one where it is not the parameters themselves."""
-        return (*STATES, MASTER) if any(buffer.is_narrow for buffer in self._buffers) else STATES
-
-    def _reduce_over_model(self) -> None:
-        """Sum gradients of parameters that ranks of one model replica share (replicated over tp, or tied)."""
-        if self._layout.tp.size > 1 and self._summed_over_tp:
-            grads = [self._grad_of(name) for name in self._summed_over_tp]
-            flat = self._layout.tp.all_reduce(torch.cat([grad.flatten() for grad in grads]))
-            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
-        for name in self._tied:
-            self._layout.embedding.all_reduce(self._grad_of(name))
-
-    def _grad_of(self, name: str) -> Tensor:
-        return next(buffer.grads[name] for buffer in self._buffers if name in buffer.grads)
-
-    def _norm(self, shards: Iterable[Tensor]) -> float:
-        """Every element of the model counts once: on one data-parallel rank and, where replicated, one tp rank."""
-        squares = [
-            shard.double().pow(2).sum()
-            for buffer, shard in zip(self._buffers, shards, strict=True)
-            if buffer.kind.is_counted
-        ]
-        device = self._buffers[0].grad.device
-        total = torch.stack([*squares, torch.zeros((), dtype=torch.float64, device=device)]).sum()
-        dist.all_reduce(total)
-        return math.sqrt(value) if (value := float(total)) >= 0 else value
+    def _buffers(self) -> Iterable[Any]:
+        for chunk in self._chunks:
+            yield from chunk.buffers
+            yield from chunk.expert_parallel_buffers
 
 
-class _Buffer:
-    """Parameters of one kind, end to end, padded to a multiple of the data-parallel ranks."""
+class _Shard:
+    """What this rank's optimizer holds of one parameter."""
 
-    def __init__(self, named: dict[str, nn.Parameter], kind: _Kind, ranks: Axis) -> None:
-        self.kind, self._named, self._ranks = kind, named, ranks
-        first = next(iter(named.values()))
-        size = sum(parameter.numel() for parameter in named.values())
-        padded = -(-size // ranks.size) * ranks.size
-        self._params = torch.zeros(padded, dtype=first.dtype, device=first.device)
-        wide = torch.promote_types(first.dtype, torch.float32)
-        self.is_narrow = wide != first.dtype
-        self.grad = torch.zeros(padded, dtype=wide, device=first.device)
+    def __init__(self, parameter: nn.Parameter, parts: Iterable[Any], layout: Layout, entry: Entry | None) -> None:
+        self._parameter = parameter
+        self._ranks: Axis = layout.expert_dp if entry is not None and entry.expert_rank is not None else layout.dp
+        self._part = next((part for part in parts if parameter in part.model_param_gbuf_map), None)
+        if self._part is not None:
+            span = self._part._get_model_param_range_map(parameter)["param"]
+            self._range, self._shard = slice(span.start, span.end), _shard_of(self._part, parameter)
+
+    def _state(self, kind: str) -> Tensor:
+        assert self._part is not None
+        return self._shard if kind == MASTER else self._part.state[self._shard][kind]
+
+    def whole(self, kind: str) -> Tensor:
+        """State of the whole parameter, in its shape. Collective."""
+        wide = torch.promote_types(self._parameter.dtype, torch.float32)
+        full = torch.zeros(self._parameter.numel(), dtype=wide, device=self._parameter.device)
+        if self._part is not None:
+            full[self._range] = self._state(kind).detach().to(full.device)
+        return self._ranks.all_reduce(full).view(self._parameter.shape)
+
+    def load(self, kind: str, full: Tensor) -> None:
+        """Take this rank's shard of the state of the whole parameter."""
         with torch.no_grad():
-            for parameter, part in zip(named.values(), self._parts(self._params), strict=True):
-                part.copy_(parameter)
-        self._attach()
-        self.master = nn.Parameter(self._mine(self._params).to(wide))  # a view, unless parameters are narrow
-        for name, parameter in named.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._accumulate, name))
+            if self._part is not None:
+                self._state(kind).copy_(full.flatten()[self._range])
+            if kind == MASTER:
+                self._parameter.copy_(full)
 
-    def reduce(self) -> Tensor:
-        """Gradient shard of this rank, summed over data-parallel ranks."""
-        if self._ranks.size == 1:
-            return self.grad.clone()
-        shard = self.grad.new_empty(self.grad.numel() // self._ranks.size)
-        # torch 2.13 renames it; this is the name that 2.11 has too
-        dist.reduce_scatter_tensor(shard, self.grad, group=self._ranks.group)  # pyright: ignore[reportDeprecated]
-        return shard
 
-    def publish(self) -> None:
-        """All-gather the stepped shards into the parameters."""
-        shard = self.master.detach().to(self._params.dtype)
-        self._params.copy_(self._ranks.all_gather(shard).flatten())
+class _Memory:
+    """One of megatron-core's flat buffers, whose memory is let go while its numbers are elsewhere."""
 
-    def whole(self, shard: Tensor) -> dict[str, Tensor]:
-        """A sharded state as tensors in the shapes of the parameters. Collective."""
-        full = self._ranks.all_gather(shard).flatten()
-        return dict(zip(self._named, self._parts(full), strict=True))
+    def __init__(self, buffer: Any) -> None:
+        self._buffer, self._home = buffer, buffer.grad_data.device
+        self._sizes = {name: getattr(buffer, name).untyped_storage().nbytes() for name in ("param_data", "grad_data")}
+        self._away: dict[str, Tensor] = {}
 
-    def cut(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Shard of this rank of a state given in the shapes of the parameters."""
-        full = torch.cat([tensors[name].flatten() for name in self._named])
-        return self._mine(nn.functional.pad(full, (0, self.grad.numel() - full.numel())))
-
-    def to(self, device: torch.device, *, model: bool, optimizer: bool, grad: bool) -> None:
-        """Move the buffers; parameters and master copy become views of them again."""
+    def to(self, device: torch.device, *, model: bool, grad: bool) -> None:
+        for name, is_wanted in (("param_data", model), ("grad_data", grad)):
+            if is_wanted and (device == self._home or name in self._away):
+                self._bring_back(name)
+            if is_wanted and device != self._home:
+                self._take_away(name, device)
         if model:
-            self._params = self._params.to(device)
-        if grad:
-            self.grad = self.grad.to(device)
-        self._attach()
-        if self.is_narrow:
-            if optimizer:
-                self.master = nn.Parameter(self.master.detach().to(device))
-        else:
-            self.master = nn.Parameter(self._mine(self._params))
+            self._attach()
+
+    def _take_away(self, name: str, device: torch.device) -> None:
+        data = getattr(self._buffer, name)
+        self._away[name] = torch.empty_like(data, device=device).copy_(data)
+        data.untyped_storage().resize_(0)
+
+    def _bring_back(self, name: str) -> None:
+        if (away := self._away.pop(name, None)) is not None:
+            data = getattr(self._buffer, name)
+            data.untyped_storage().resize_(self._sizes[name])
+            data.copy_(away)
 
     def _attach(self) -> None:
-        for parameter, part in zip(self._named.values(), self._parts(self._params), strict=True):
-            parameter.data = part
-        self.grads = dict(zip(self._named, self._parts(self.grad), strict=True))
-
-    def _accumulate(self, name: str, parameter: Tensor) -> None:
-        """Add a parameter's gradient to the flat buffer, in its wider format."""
-        assert parameter.grad is not None
-        self.grads[name].add_(parameter.grad)
-        parameter.grad = None
-
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        """Views in the shapes of the parameters."""
-        parts: list[Tensor] = []
-        start = 0
-        for parameter in self._named.values():
-            parts.append(flat[start : start + parameter.numel()].view(parameter.shape))
-            start += parameter.numel()
-        return parts
-
-    def _mine(self, flat: Tensor) -> Tensor:
-        size = flat.numel() // self._ranks.size
-        return flat[self._ranks.rank * size : (self._ranks.rank + 1) * size]
+        """Parameters become views of where their numbers are."""
+        flat: Any = self._away.get("param_data", self._buffer.param_data)
+        for parameter, (start, stop, _) in self._buffer.param_index_map.items():
+            parameter.data = flat[start:stop].view(parameter.shape)
 
 
-def _kind(parameter: nn.Parameter, entry: Entry, layout: Layout) -> _Kind:
-    is_expert = entry.expert_rank is not None
-    is_replicated = not is_expert and entry.cut == Cut.WHOLE
-    return _Kind(
-        is_expert=is_expert,
-        has_decay=parameter.ndim > 1,
-        is_counted=not entry.is_copy and (not is_replicated or layout.tp.rank == 0),
-    )
+def _start(part: Any) -> None:
+    """State before the first step. torch's AdamW counts steps there, Transformer Engine's and Apex's by group."""
+    if isinstance(part.optimizer, torch.optim.AdamW):
+        for shard in (shard for group in part.param_groups for shard in group["params"]):
+            part.state[shard] |= adamw_state(shard)
+        return
+    part.init_state_fn(part.optimizer)
+    for group in part.param_groups:
+        group[STEP] = 0
 
 
-def _is_partial(name: str, parameter: nn.Parameter, sequence_parallel: bool) -> bool:
-    """Whether a parameter is replicated over tp and its gradient is of this rank's tokens or heads only."""
-    is_head_norm = ".q_layernorm." in name or ".k_layernorm." in name
-    return is_head_norm or (sequence_parallel and getattr(parameter, "sequence_parallel", False))
+def _shard_of(part: Any, parameter: nn.Parameter) -> Tensor:
+    """This rank's shard of a parameter among megatron-core's groups of them."""
+    for whole, shards in (
+        (part.model_fp32_groups, part.shard_fp32_groups),
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+    ):
+        for group, found in zip(whole, shards, strict=True):
+            for candidate, shard in zip(group, found, strict=True):
+                if candidate is parameter:
+                    return shard
+    raise KeyError(parameter)
+
+
+def _mark(parameter: Any, entry: Entry | None) -> None:
+    """Tell megatron-core what it reads off a parameter: where it is reduced, and whether its gradient counts twice."""
+    parameter.decays = parameter.ndim > 1 or (entry is not None and entry.index is not None)  # as where it is joined
+    if entry is None:
+        return
+    parameter.tensor_model_parallel = entry.cut != Cut.WHOLE or entry.expert_rank is not None
+    if entry.expert_rank is not None:
+        parameter.allreduce = False  # over the ranks that hold this expert, also where `ep` is 1 and `tp` is not,
+        parameter.sequence_parallel = False  # which are all that have tokens of it
+    if entry.is_tied:
+        parameter.shared_embedding = True
+        parameter.shared = entry.is_copy

@@ -1,4 +1,4 @@
-"""Architectures that are mapped to megatron-core: which Hugging Face tensors make up which parameter, cut how, where.
+"""Which Hugging Face tensors make up which parameter of megatron-core, cut how, where.
 
 One plan for the whole model, the same on every rank: reading takes this rank's entries from it, exporting walks all.
 """
@@ -9,162 +9,26 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count, groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from rl_engine.backends.megatron.architectures import split_layers
 from rl_engine.checkpoint.hf_folder import SCORE
-from rl_engine.errors import ConfigError
-from rl_engine.model.hf import check_mapped
-from rl_engine.model.moe import Experts
-from rl_engine.types import Head
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
+    from rl_engine.backends.megatron.architectures import Architecture
     from rl_engine.backends.megatron.layout import Axis, Layout
-    from rl_engine.types import ParallelConfig
 
-
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 GATHERED_BYTES = 1 << 28
 """Bytes of experts that are exported together: they are small, and one collective for each would mostly wait."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SigmoidRouter:
-    """Routing by sigmoids and a bias per expert that counts in the choice alone (DeepSeek-V3, 2412.19437)."""
-
-    scale: float
-    """Factor of the chosen experts' weights, which sum to 1 before it."""
-    num_groups: int
-    """Groups of experts; 1: the choice is free."""
-    top_groups: int
-    """Groups from which a token's experts are chosen."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """A decoder-only transformer with grouped-query attention, gated SiLU MLPs (or experts), RMSNorm and rotary."""
-
-    model_type: str
-    """Model type, as in config.json."""
-    num_layers: int
-    """Decoder layers."""
-    hidden_size: int
-    """H."""
-    num_heads: int
-    """Query heads."""
-    num_groups: int
-    """Key and value heads."""
-    head_dim: int
-    """Size of a head."""
-    ffn_size: int
-    """Inner size of a dense MLP."""
-    vocab_size: int
-    """V."""
-    pad_id: int | None
-    """The token whose embedding is not trained, as in transformers; it still is as a row of a tied head."""
-    context: int
-    """Longest row."""
-    norm_eps: float
-    """Epsilon of RMSNorm."""
-    is_tied: bool
-    """The language-model head is the embedding."""
-    has_scalar_head: bool
-    """The head gives one number, as a sequence classifier with one label."""
-    has_qkv_bias: bool
-    """Query, key and value projections have a bias."""
-    has_qk_norm: bool
-    """RMSNorm of each query and key head."""
-    num_experts: int
-    """0: dense."""
-    num_dense: int
-    """First layers that have a dense MLP in the place of experts."""
-    top_k: int
-    """Experts per token."""
-    expert_size: int
-    """Inner size of an expert."""
-    norm_top_k: bool
-    """The chosen experts' probabilities are scaled to sum to 1."""
-    shared_size: int
-    """Inner size of the experts that every token goes to, taken together; 0: none."""
-    sigmoid_router: SigmoidRouter | None
-    """How routers choose by sigmoids; None: by softmax."""
-    windows: tuple[int | None, ...]
-    """By layer, the tokens that a query sees, itself included; None: all before it."""
-
-    @property
-    def experts(self) -> Experts | None:
-        """Sizes of the mixture; None for a dense model, and for routers that are not replayed."""
-        if not self.num_experts or self.sigmoid_router is not None:
-            return None
-        return Experts(num_layers=self.num_layers, num_experts=self.num_experts, top_k=self.top_k)
-
-
-def read_architecture(config: Any, head: Head) -> Architecture:
-    """Take what is needed from a model folder's transformers config.
-
-    Raises:
-        ModelFolderError: an architecture, or a variant of one, that has no mapping.
-    """
-    kind = config.model_type
-    dense = kind == "qwen3_moe" and bool(config.mlp_only_layers or config.decoder_sparse_step != 1)
-    more = {"dense layers among expert layers": dense}
-    if kind == "glm4_moe":
-        groups = config.n_group > 1 and config.num_experts_per_tok != 2 * config.topk_group
-        more |= {
-            "norm_topk_prob=false": not config.norm_topk_prob,
-            "num_experts_per_tok other than twice topk_group": groups,  # megatron-core weighs a group by so many
-        }
-    check_mapped(config, "megatron", _MODEL_TYPES, layers={"full_attention", "sliding_attention"}, more=more)
-    num_experts, top_k, expert_size, num_dense, shared, router = 0, 0, 0, 0, 0, None
-    if kind in ("qwen3_moe", "glm4_moe"):
-        top_k, expert_size = config.num_experts_per_tok, config.moe_intermediate_size
-        num_experts = config.num_experts if kind == "qwen3_moe" else config.n_routed_experts
-    if kind == "glm4_moe":
-        num_dense, shared = config.first_k_dense_replace, config.n_shared_experts * expert_size
-        router = SigmoidRouter(
-            scale=config.routed_scaling_factor, num_groups=config.n_group, top_groups=config.topk_group
-        )
-    heads = config.num_attention_heads
-    return Architecture(
-        model_type=kind,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=heads,
-        num_groups=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        ffn_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        pad_id=config.pad_token_id,
-        context=config.max_position_embeddings,
-        norm_eps=config.rms_norm_eps,
-        is_tied=bool(config.tie_word_embeddings) and head == Head.LM,
-        has_scalar_head=head != Head.LM,
-        has_qkv_bias=kind == "qwen2" or (kind == "glm4_moe" and config.attention_bias),
-        has_qk_norm=kind in ("qwen3", "qwen3_moe") or (kind == "glm4_moe" and config.use_qk_norm),
-        num_experts=num_experts,
-        num_dense=num_dense,
-        top_k=top_k,
-        expert_size=expert_size,
-        shared_size=shared,
-        sigmoid_router=router,
-        norm_top_k=bool(getattr(config, "norm_topk_prob", False)),
-        windows=_windows(config),
-    )
-
-
-def _windows(config: Any) -> tuple[int | None, ...]:
-    """By layer, the tokens that a query sees, itself included; None: all before it."""
-    window = getattr(config, "sliding_window", None)
-    default = "full_attention" if window is None else "sliding_attention"  # Mistral names no layers
-    kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 class Cut(StrEnum):
@@ -187,6 +51,10 @@ class Form(StrEnum):
     """Per key head: its queries, the key, the value."""
     STACKED = "stacked"
     """One below the other: gate, then up."""
+    INTERLEAVED = "interleaved"
+    """Gate and up side by side in the last dimension, turned round and taken apart."""
+    TURNED = "turned"
+    """The last two dimensions turned round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,10 +73,16 @@ class Entry:
     """Pipeline rank that has it."""
     expert_rank: int | None = None
     """Expert-parallel rank that has it; None: all."""
+    index: int | None = None
+    """Of the expert in a tensor that has all of them along its first dimension; None: a tensor of its own."""
     is_tied: bool = False
     """Another stage has the same tensor: the embedding that is also the head."""
     is_buffer: bool = False
     """Not trained: in checkpoints and exports, without optimizer state."""
+    is_adapter: bool = False
+    """One matrix of a LoRA adapter: in checkpoints, not in the folder."""
+    is_head: bool = False
+    """The scalar head, which is trained whole beside an adapter."""
     is_copy: bool = False
     """The last stage's copy of such a one: read, not exported, and not counted in the gradient norm."""
 
@@ -216,51 +90,6 @@ class Entry:
 def padded_vocab(vocab_size: int, tp: int) -> int:
     """Rows of the embedding when every tensor-parallel rank has equally many."""
     return -(-vocab_size // tp) * tp
-
-
-def split_layers(num_layers: int, pp: int, vpp: int) -> list[int]:
-    """Layers of each piece of a pipeline, in order: equally many, or fewer in the first and the last.
-
-    Those have the embedding and the head beside. As megatron-core splits them: all between are alike.
-    """
-    if num_layers % pp == 0 or pp == 1:
-        return [num_layers // (pp * vpp)] * (pp * vpp)
-    between = -(-num_layers // pp)
-    rest = num_layers - (pp - 2) * between
-    return [rest // 2, *[between] * (pp - 2), rest - rest // 2]
-
-
-def check_divides(arch: Architecture, parallel: ParallelConfig) -> None:
-    """Refuse sizes that the layout does not divide.
-
-    Raises:
-        ConfigError: says which.
-    """
-    wanted = [
-        ("tp", parallel.tp, "query heads", arch.num_heads),
-        ("tp", parallel.tp, "key and value heads", arch.num_groups),
-        ("tp * cp", parallel.tp * parallel.cp, "query heads", arch.num_heads),
-        ("tp * cp", parallel.tp * parallel.cp, "key and value heads", arch.num_groups),
-        ("tp", parallel.tp, "MLP columns", arch.ffn_size),
-        ("tp", parallel.tp, "columns of shared experts", arch.shared_size),
-        ("pp * vpp", parallel.pp * parallel.vpp, "layers", arch.num_layers),
-    ]
-    if arch.num_experts:
-        wanted.append(("ep", parallel.ep, "experts", arch.num_experts))
-    for name, size, what, number in wanted:
-        is_split = what == "layers" and parallel.vpp == 1  # unevenly, if need be
-        if number % size and not is_split:
-            raise ConfigError(f"parallel.{name} = {size} does not divide the model's {number} {what}.")
-    if parallel.vpp == 1 and min(split_layers(arch.num_layers, parallel.pp, 1)) < 1:
-        raise ConfigError(
-            f"parallel.pp is {parallel.pp} and the model has {arch.num_layers} layers, too few for so many stages."
-        )
-    if arch.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
-        raise ConfigError(
-            "Experts with parallel.tp above 1 need parallel.sequence_parallel=true: tokens are dealt to them."
-        )
-    if parallel.ep > 1 and not arch.num_experts:
-        raise ConfigError(f"parallel.ep is {parallel.ep} and the {arch.model_type} model has no experts. Set it to 1.")
 
 
 def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entry]:
@@ -286,7 +115,9 @@ def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entr
     norm = {"model.norm.weight": (arch.hidden_size,)}
     entries.append(Entry(parameter=f"{vpp - 1}.decoder.final_layernorm.weight", tensors=norm, stage=pp - 1))
     if arch.has_scalar_head:
-        entries.append(Entry(parameter=f"{vpp - 1}.{SCORE}", tensors={SCORE: (1, arch.hidden_size)}, stage=pp - 1))
+        entries.append(
+            Entry(parameter=f"{vpp - 1}.{SCORE}", tensors={SCORE: (1, arch.hidden_size)}, stage=pp - 1, is_head=True)
+        )
     elif not arch.is_tied:
         entries.append(_head("lm_head.weight", vocab, pp, vpp))
     elif pp > 1:
@@ -311,38 +142,23 @@ def _head(name: str, shape: tuple[int, ...], pp: int, vpp: int, *, is_copy: bool
 
 
 def _layer(arch: Architecture, source: str, target: str, stage: int, *, is_sparse: bool) -> list[Entry]:
-    hidden, size = arch.hidden_size, arch.head_dim
-    widths = {"q": arch.num_heads * size, "k": arch.num_groups * size, "v": arch.num_groups * size}
-
-    def qkv(kind: str, *rest: int) -> Entry:
-        return Entry(
-            parameter=f"{target}.self_attention.linear_qkv.{kind}",
-            tensors={f"{source}.self_attn.{part}_proj.{kind}": (width, *rest) for part, width in widths.items()},
-            cut=Cut.ROWS,
-            form=Form.QKV,
-            stage=stage,
-        )
+    hidden = arch.hidden_size
 
     def whole(parameter: str, name: str, *shape: int) -> Entry:
         return Entry(parameter=f"{target}.{parameter}", tensors={f"{source}.{name}": shape}, stage=stage)
 
-    entries = [whole("input_layernorm.weight", "input_layernorm.weight", hidden), qkv("weight", hidden)]
-    if arch.has_qkv_bias:
-        entries.append(qkv("bias"))
-    if arch.has_qk_norm:
-        entries += [whole(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", size) for x in "qk"]
-    entries += [
-        Entry(
-            parameter=f"{target}.self_attention.linear_proj.weight",
-            tensors={f"{source}.self_attn.o_proj.weight": (hidden, widths["q"])},
-            cut=Cut.COLUMNS,
-            stage=stage,
-        ),
+    attention = _attention if arch.latent is None else _latent_attention
+    entries = [
+        whole("input_layernorm.weight", "input_layernorm.weight", hidden),
+        *attention(arch, f"{source}.self_attn", f"{target}.self_attention", stage),
         whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden),
     ]
     if is_sparse:
-        entries.append(whole("mlp.router.weight", "mlp.gate.weight", arch.num_experts, hidden))
-        if arch.sigmoid_router is not None:
+        name = "mlp.gate" if arch.swiglu_limit is None else "mlp.router"
+        entries.append(whole("mlp.router.weight", f"{name}.weight", arch.num_experts, hidden))
+        if arch.swiglu_limit is not None:
+            entries.append(whole("mlp.router.bias", f"{name}.bias", arch.num_experts))
+        if arch.router.is_sigmoid:
             bias = whole("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", arch.num_experts)
             entries.append(replace(bias, is_buffer=True))
         if arch.shared_size:
@@ -352,6 +168,69 @@ def _layer(arch: Architecture, source: str, target: str, stage: int, *, is_spars
     return entries + _mlp(f"{source}.mlp", f"{target}.mlp", (arch.ffn_size, hidden), stage, is_cut=True)
 
 
+def _attention(arch: Architecture, source: str, target: str, stage: int) -> list[Entry]:
+    hidden, size = arch.hidden_size, arch.head_dim
+    widths = {"q": arch.num_heads * size, "k": arch.num_groups * size, "v": arch.num_groups * size}
+
+    def qkv(kind: str, *rest: int) -> Entry:
+        return Entry(
+            parameter=f"{target}.linear_qkv.{kind}",
+            tensors={f"{source}.{part}_proj.{kind}": (width, *rest) for part, width in widths.items()},
+            cut=Cut.ROWS,
+            form=Form.QKV,
+            stage=stage,
+        )
+
+    entries = [qkv("weight", hidden)]
+    if arch.has_qkv_bias:
+        entries.append(qkv("bias"))
+    if arch.has_qk_norm:
+        entries += [
+            Entry(
+                parameter=f"{target}.{x}_layernorm.weight", tensors={f"{source}.{x}_norm.weight": (size,)}, stage=stage
+            )
+            for x in "qk"
+        ]
+    if arch.swiglu_limit is not None:
+        for name, tensor, size, cut in (
+            ("core_attention.sinks", "sinks", arch.num_heads, Cut.ROWS),
+            ("linear_proj.bias", "o_proj.bias", hidden, Cut.WHOLE),
+        ):
+            tensors: dict[str, tuple[int, ...]] = {f"{source}.{tensor}": (size,)}
+            entries.append(Entry(parameter=f"{target}.{name}", tensors=tensors, cut=cut, stage=stage))
+    return [*entries, _projection(source, target, (hidden, widths["q"]), stage)]
+
+
+def _projection(source: str, target: str, shape: tuple[int, int], stage: int) -> Entry:
+    """The product behind the heads."""
+    tensors: dict[str, tuple[int, ...]] = {f"{source}.o_proj.weight": shape}
+    return Entry(parameter=f"{target}.linear_proj.weight", tensors=tensors, cut=Cut.COLUMNS, stage=stage)
+
+
+def _latent_attention(arch: Architecture, source: str, target: str, stage: int) -> list[Entry]:
+    sizes = arch.latent
+    assert sizes is not None
+    hidden, heads = arch.hidden_size, arch.num_heads
+    queries, keys = heads * (sizes.key_dim + sizes.rope_dim), heads * (sizes.key_dim + sizes.value_dim)
+    found: dict[str, tuple[str, tuple[int, ...], Cut]] = {}
+    if sizes.query_rank is None:
+        found["linear_q_proj"] = "q_proj", (queries, hidden), Cut.ROWS
+    else:
+        found["linear_q_down_proj"] = "q_a_proj", (sizes.query_rank, hidden), Cut.WHOLE
+        found["q_layernorm"] = "q_a_layernorm", (sizes.query_rank,), Cut.WHOLE
+        found["linear_q_up_proj"] = "q_b_proj", (queries, sizes.query_rank), Cut.ROWS
+    found["linear_kv_down_proj"] = "kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, hidden), Cut.WHOLE
+    found["kv_layernorm"] = "kv_a_layernorm", (sizes.kv_rank,), Cut.WHOLE
+    found["linear_kv_up_proj"] = "kv_b_proj", (keys, sizes.kv_rank), Cut.ROWS
+    entries = [
+        Entry(
+            parameter=f"{target}.{parameter}.weight", tensors={f"{source}.{name}.weight": shape}, cut=cut, stage=stage
+        )
+        for parameter, (name, shape, cut) in found.items()
+    ]
+    return [*entries, _projection(source, target, (hidden, heads * sizes.value_dim), stage)]
+
+
 def _experts(arch: Architecture, source: str, target: str, stage: int, ep: int) -> list[Entry]:
     per_rank = arch.num_experts // ep
     shape = (arch.expert_size, arch.hidden_size)
@@ -359,8 +238,32 @@ def _experts(arch: Architecture, source: str, target: str, stage: int, ep: int) 
     for expert in range(arch.num_experts):
         owner, local = divmod(expert, per_rank)
         name = f"{target}.experts.local_experts.{local}"
+        if arch.swiglu_limit is not None:
+            entries += _joined_expert(arch, f"{source}.experts", name, stage, expert, owner)
+            continue
         entries += _mlp(f"{source}.experts.{expert}", name, shape, stage, expert_rank=owner, is_cut=False)
     return entries
+
+
+def _joined_expert(arch: Architecture, source: str, target: str, stage: int, expert: int, owner: int) -> list[Entry]:
+    """One expert of tensors that have all of a layer's."""
+    inner, hidden, count = arch.expert_size, arch.hidden_size, arch.num_experts
+    return [
+        Entry(
+            parameter=f"{target}.{parameter}",
+            tensors={f"{source}.{name}": (count, *shape)},
+            form=form,
+            stage=stage,
+            expert_rank=owner,
+            index=expert,
+        )
+        for parameter, name, shape, form in (
+            ("linear_fc1.weight", "gate_up_proj", (hidden, 2 * inner), Form.INTERLEAVED),
+            ("linear_fc1.bias", "gate_up_proj_bias", (2 * inner,), Form.INTERLEAVED),
+            ("linear_fc2.weight", "down_proj", (inner, hidden), Form.TURNED),
+            ("linear_fc2.bias", "down_proj_bias", (hidden,), Form.TURNED),
+        )
+    ]
 
 
 def _mlp(
@@ -389,35 +292,55 @@ def _mlp(
 class WeightMap:
     """Map between parameters of this rank and the Hugging Face tensors that they are made of."""
 
-    def __init__(self, arch: Architecture, layout: Layout) -> None:
-        self.entries = plan_weights(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
-        self.own = {entry.parameter: entry for entry in self.entries if self._is_mine(entry, layout)}
-        """Entries of this rank, by the name of the parameter."""
+    def __init__(
+        self, arch: Architecture, layout: Layout, entries: list[Entry], adapters: Sequence[Entry] = ()
+    ) -> None:
+        """Take this rank's.
+
+        Args:
+            arch: The model.
+            layout: Where this rank stands.
+            entries: From `plan_weights`.
+            adapters: Those of LoRA adapters.
+        """
+        self.entries, self.adapters = entries, list(adapters)
         self.shapes = shapes_of(self.entries)
-        self._arch, self._layout = arch, layout
+        """Of the folder's tensors."""
+        self.own = {entry.parameter: entry for entry in [*self.entries, *self.adapters] if self._is_mine(entry, layout)}
+        """Entries of this rank, by the name of the parameter."""
+        self._arch, self.layout = arch, layout
+
+    def local_shape(self, entry: Entry) -> tuple[int, ...]:
+        """Shape of this rank's part of a parameter that is one tensor."""
+        (shape,) = entry.tensors.values()
+        return tuple(part.stop - part.start for part in _bounds(_slices(shape, entry.cut, self.layout.tp), shape))
 
     def read_into(self, parameters: Mapping[str, Tensor], read: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
         """Fill this rank's parameters; `read(name, slices)` gives part of a Hugging Face tensor."""
         with torch.no_grad():
             for entry in self._entries_of(parameters):
-                parts = [
-                    read(name, _slices(shape, entry.cut, self._layout.tp)) for name, shape in entry.tensors.items()
-                ]
-                joined, parameter = _join(parts, entry.form, self._arch), parameters[entry.parameter]
+                parts = [read(name, self._slices(shape, entry)) for name, shape in entry.tensors.items()]
+                joined, parameter = join(parts, entry.form, self._arch), parameters[entry.parameter]
                 parameter[: joined.shape[0]].copy_(joined)
                 parameter[joined.shape[0] :].zero_()  # rows that pad the vocabulary
 
-    def export(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every Hugging Face tensor, whole, on every rank. Collective.
+    def export(
+        self, parameters: Mapping[str, Tensor], entries: list[Entry] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every Hugging Face tensor, or those of `entries`, whole, on every rank. Collective.
 
         One parameter at a time is gathered, or of a layer's experts as many as `GATHERED_BYTES` hold.
         """
-        like, layout = next(iter(parameters.values())).detach(), self._layout
+        like, layout = next(iter(parameters.values())).detach(), self.layout
         is_alone = layout.ep.size == layout.pp.size == 1
-        for _, found in groupby(self.entries, key=lambda entry: entry.parameter.partition(".experts.")[0]):
+        wanted = self.entries if entries is None else entries
+        for _, found in groupby(wanted, key=lambda entry: entry.parameter.partition(".experts.")[0]):
             entries = list(found)
+            if entries[0].index is not None:
+                yield from _stacked(self._gather_experts(parameters, entries, like), self._arch.num_experts)
+                continue
             if entries[0].expert_rank is not None and not is_alone:
-                yield from self._export_experts(parameters, entries, like)
+                yield from ((name, part) for _, name, part in self._gather_experts(parameters, entries, like))
                 continue
             for entry in entries:
                 if entry.is_copy:
@@ -429,67 +352,82 @@ class WeightMap:
                     full = _gather(parts[index], shape, entry.cut, layout.tp) if parts else like.new_empty(shape)
                     yield name, layout.pp.broadcast(full, entry.stage)
 
-    def _export_experts(
+    def _gather_experts(
         self, parameters: Mapping[str, Tensor], entries: list[Entry], like: Tensor
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> Iterator[tuple[Entry, str, Tensor]]:
         """The experts of one layer, equally many from each rank at a time. They are views of one tensor."""
-        layout, stage = self._layout, entries[0].stage
+        layout, stage = self.layout, entries[0].stage
         by_rank = [[entry for entry in entries if entry.expert_rank == rank] for rank in range(layout.ep.size)]
         largest = max(_count(entry) for entry in entries) * like.element_size() * layout.ep.size
         step = max(1, GATHERED_BYTES // largest)
         for first in range(0, len(by_rank[0]), step):
             chosen = [mine[first : first + step] for mine in by_rank]
             if stage == layout.pp.rank:
-                own = [parameters[entry.parameter].detach().flatten() for entry in chosen[layout.ep.rank]]
-                full = layout.ep.all_gather(torch.cat(own))
+                mine = chosen[layout.ep.rank]
+                own = [part.flatten() for entry in mine for part in self._split(parameters[entry.parameter], entry)]
+                full = layout.ep.all_gather(torch.cat(own).detach())
             else:
                 full = like.new_empty(layout.ep.size, sum(map(_count, chosen[0])))
             layout.pp.broadcast(full, stage)
             for mine, flat in zip(chosen, full, strict=True):
-                shapes = [item for entry in mine for item in entry.tensors.items()]
-                parts = flat.split(
-                    [math.prod(shape) for _, shape in shapes]
-                )  # gate lies before up, as in `Form.STACKED`
-                yield from ((name, part.view(shape)) for (name, shape), part in zip(shapes, parts, strict=True))
+                shapes = [
+                    (entry, name, shape if entry.index is None else shape[1:])
+                    for entry in mine
+                    for name, shape in entry.tensors.items()  # gate lies before up, as in `Form.STACKED`
+                ]
+                parts = flat.split([math.prod(shape) for *_, shape in shapes])
+                for (entry, name, shape), part in zip(shapes, parts, strict=True):
+                    yield entry, name, part.view(shape)
+
+    def _slices(self, shape: tuple[int, ...], entry: Entry) -> tuple[slice, ...]:
+        """Of a Hugging Face tensor, what one parameter is made of."""
+        if entry.index is None:
+            return _slices(shape, entry.cut, self.layout.tp)
+        return (slice(entry.index, entry.index + 1), *[slice(None)] * (len(shape) - 1))
 
     def local_parts(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parts of Hugging Face tensors that this rank holds; those cut over tensor-parallel ranks as DTensors."""
         parts: dict[str, Tensor] = {}
+        joined: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
         for entry in self._entries_of(parameters):
             found = self._split(parameters[entry.parameter].detach(), entry)
             for (name, shape), part in zip(entry.tensors.items(), found, strict=True):
-                parts[name] = self._described(part, shape, entry.cut)
-        return parts
+                if entry.index is None:
+                    parts[name] = self._described(part, shape, entry.cut)
+                else:
+                    joined.setdefault((name, shape), []).append(part)
+        return parts | {name: self._over_experts(torch.stack(found), shape) for (name, shape), found in joined.items()}
+
+    def _over_experts(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """This rank's experts of a tensor that has all of a layer's."""
+        return part if self.layout.ep.size == 1 else _as_dtensor(part, self.layout.ep_mesh, 0, shape)
 
     def _entries_of(self, parameters: Mapping[str, Tensor]) -> list[Entry]:
-        """Entries of this rank that `parameters` has: optimizer state has no buffers."""
-        return [entry for entry in self.own.values() if not entry.is_buffer or entry.parameter in parameters]
+        """Entries of this rank that `parameters` has: optimizer state is of those that are trained."""
+        return [entry for entry in self.own.values() if entry.parameter in parameters]
 
     def _described(self, part: Tensor, shape: tuple[int, ...], cut: Cut) -> Tensor:
         """Part of a tensor as a DTensor of its place in the whole, without rows that pad the vocabulary."""
-        if cut == Cut.WHOLE or self._layout.tp.size == 1:
+        if cut == Cut.WHOLE or self.layout.tp.size == 1:
             return part[: shape[0]].contiguous()
-        rows = _slices(shape, cut, self._layout.tp)[0]
+        rows = _slices(shape, cut, self.layout.tp)[0]
         if cut == Cut.ROWS:
             part = part[: rows.stop - rows.start]
-        return DTensor.from_local(
-            part.contiguous(),
-            self._layout.tp_mesh,
-            [Shard(0 if cut == Cut.ROWS else 1)],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=tuple(torch.empty(shape, device="meta").stride()),
-        )
+        return _as_dtensor(part, self.layout.tp_mesh, 0 if cut == Cut.ROWS else 1, shape)
 
     def _split(self, parameter: Tensor, entry: Entry) -> list[Tensor]:
-        """The reverse of `_join`."""
+        """The reverse of `join`."""
         if entry.form == Form.PLAIN:
             return [parameter]
         if entry.form == Form.STACKED:
             return list(parameter.chunk(2))
+        if entry.form == Form.INTERLEAVED:
+            return [torch.stack(parameter.chunk(2), 1).flatten(0, 1).movedim(0, -1)]
+        if entry.form == Form.TURNED:
+            return [parameter.movedim(0, -1)]
         arch = self._arch
         sizes = [arch.num_heads // arch.num_groups * arch.head_dim, arch.head_dim, arch.head_dim]
-        grouped = parameter.unflatten(0, (arch.num_groups // self._layout.tp.size, -1))
+        grouped = parameter.unflatten(0, (arch.num_groups // self.layout.tp.size, -1))
         return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
 
     @staticmethod
@@ -497,8 +435,33 @@ class WeightMap:
         return entry.stage == layout.pp.rank and entry.expert_rank in (None, layout.ep.rank)
 
 
+def _stacked(experts: Iterator[tuple[Entry, str, Tensor]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a layer's experts as one of each name."""
+    found: dict[str, Tensor] = {}
+    for entry, name, part in experts:
+        if name not in found:
+            found[name] = part.new_empty(num_experts, *part.shape)
+        assert entry.index is not None
+        found[name][entry.index] = part
+    yield from found.items()
+
+
+def _as_dtensor(part: Tensor, mesh: DeviceMesh, dim: int, shape: tuple[int, ...]) -> Tensor:
+    """This rank's part of a tensor of that shape, cut along one dimension."""
+    return DTensor.from_local(
+        part.contiguous(),
+        mesh,
+        [Shard(dim)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(torch.empty(shape, device="meta").stride()),
+    )
+
+
 def _count(entry: Entry) -> int:
-    return sum(map(math.prod, entry.tensors.values()))
+    """Numbers in one parameter."""
+    numbers = sum(map(math.prod, entry.tensors.values()))
+    return numbers if entry.index is None else numbers // next(iter(entry.tensors.values()))[0]
 
 
 def _slices(shape: tuple[int, ...], cut: Cut, tp: Axis) -> tuple[slice, ...]:
@@ -511,11 +474,19 @@ def _slices(shape: tuple[int, ...], cut: Cut, tp: Axis) -> tuple[slice, ...]:
     return tuple(mine if axis == dim else slice(None) for axis in range(len(shape)))
 
 
-def _join(parts: list[Tensor], form: Form, arch: Architecture) -> Tensor:
+def _bounds(slices: tuple[slice, ...], shape: tuple[int, ...]) -> list[slice]:
+    return [slice(*part.indices(size)) for part, size in zip(slices, shape, strict=True)]
+
+
+def join(parts: list[Tensor], form: Form, arch: Architecture) -> Tensor:
+    """Tensors, or what products with them give, as they lie in one parameter along its first dimension."""
     if form == Form.PLAIN:
         return parts[0]
     if form == Form.STACKED:
         return torch.cat(parts)
+    if form in (Form.INTERLEAVED, Form.TURNED):
+        turned = parts[0][0].movedim(-1, 0)
+        return turned if form == Form.TURNED else torch.cat([turned[0::2], turned[1::2]])
     groups = parts[1].shape[0] // arch.head_dim
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 

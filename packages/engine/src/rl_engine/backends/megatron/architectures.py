@@ -1,0 +1,277 @@
+"""Architectures that are mapped to megatron-core: what is taken from a Hugging Face config, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from rl_engine.errors import ConfigError
+from rl_engine.model.hf import ROPE_TYPES, check_mapped
+from rl_engine.model.moe import Experts
+from rl_engine.types import Head
+
+if TYPE_CHECKING:
+    from rl_engine.types import ParallelConfig
+
+_MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
+)
+_QUICK_GELU = 1.702  # of the sigmoid's argument, in megatron-core's quick_gelu
+_WITH_SHARED_EXPERTS = ("glm4_moe", "deepseek_v2", "deepseek_v3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How a mixture chooses the experts of a token."""
+
+    is_sigmoid: bool = False
+    """By sigmoids and a bias per expert that counts in the choice alone (DeepSeek-V3, 2412.19437); else by softmax."""
+    scale: float = 1.0
+    """Factor of the chosen experts' weights, after they are normalised where they are."""
+    num_groups: int = 1
+    """Groups of experts; 1: the choice is free."""
+    top_groups: int = 1
+    """Groups from which a token's experts are chosen: those with the best expert, or by sigmoids the best two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention (DeepSeek-V2, 2405.04434)."""
+
+    query_rank: int | None
+    """Size of a token's latent query; None: queries are projected at once."""
+    kv_rank: int
+    """Size of the latent that keys and values are made of."""
+    key_dim: int
+    """Size of the part of a query or key head that is not rotated."""
+    rope_dim: int
+    """Size of the rotated part, of which all key heads share one."""
+    value_dim: int
+    """Size of a value head."""
+    scaling: tuple[float, float]
+    """YaRN's factor and `mscale_all_dim`, by which scores are scaled; (1, 0) without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A decoder-only transformer with grouped-query attention, gated SiLU MLPs (or experts), RMSNorm and rotary."""
+
+    model_type: str
+    """Model type, as in config.json."""
+    num_layers: int
+    """Decoder layers."""
+    hidden_size: int
+    """H."""
+    num_heads: int
+    """Query heads."""
+    num_groups: int
+    """Key and value heads."""
+    head_dim: int
+    """Size of a head."""
+    ffn_size: int
+    """Inner size of a dense MLP."""
+    vocab_size: int
+    """V."""
+    pad_id: int | None
+    """The token whose embedding is not trained, as in transformers; it still is as a row of a tied head."""
+    context: int
+    """Longest row."""
+    norm_eps: float
+    """Epsilon of RMSNorm."""
+    is_tied: bool
+    """The language-model head is the embedding."""
+    has_scalar_head: bool
+    """The head gives one number, as a sequence classifier with one label."""
+    has_qkv_bias: bool
+    """Query, key and value projections have a bias."""
+    has_qk_norm: bool
+    """RMSNorm of each query and key head."""
+    num_experts: int
+    """0: dense."""
+    num_dense: int
+    """First layers that have a dense MLP in the place of experts."""
+    top_k: int
+    """Experts per token."""
+    expert_size: int
+    """Inner size of an expert."""
+    norm_top_k: bool
+    """The chosen experts' probabilities are scaled to sum to 1."""
+    shared_size: int
+    """Inner size of the experts that every token goes to, taken together; 0: none."""
+    router: Router
+    """How experts are chosen."""
+    latent: LatentSizes | None
+    """Of latent attention; None: heads have keys and values of their own."""
+    rope_scale: float
+    """Factor of rotated queries and keys (YaRN's attention factor)."""
+    swiglu_limit: float | None
+    """GPT-OSS (2508.10925): attention has sinks, other products and experts have biases, and experts clamp what their
+    activation takes to this; None: none of it."""
+    windows: tuple[int | None, ...]
+    """By layer, the tokens that a query sees, itself included; None: all before it."""
+
+    @property
+    def experts(self) -> Experts | None:
+        """Sizes of the mixture; None for a dense model, and for routers that are not replayed."""
+        if not self.num_experts or self.router != Router():
+            return None
+        return Experts(num_layers=self.num_layers, num_experts=self.num_experts, top_k=self.top_k)
+
+
+def read_architecture(config: Any, head: Head) -> Architecture:
+    """Take what is needed from a model folder's transformers config.
+
+    Raises:
+        ModelFolderError: an architecture, or a variant of one, that has no mapping.
+    """
+    kind = config.model_type
+    dense = kind == "qwen3_moe" and bool(config.mlp_only_layers or config.decoder_sparse_step != 1)
+    more = {"dense layers among expert layers": dense}
+    if kind in ("glm4_moe", "deepseek_v3"):
+        groups = config.n_group > 1 and config.num_experts_per_tok != 2 * config.topk_group
+        more |= {
+            "norm_topk_prob=false": not config.norm_topk_prob,
+            "num_experts_per_tok other than twice topk_group": groups,  # megatron-core weighs a group by so many
+        }
+    ropes = ROPE_TYPES
+    if kind in ("deepseek_v2", "deepseek_v3"):
+        rope, ropes = config.rope_parameters, (*ROPE_TYPES, "yarn")
+        has_one_scale = bool(rope.get("mscale")) and rope["mscale"] == rope.get("mscale_all_dim")
+        more |= {
+            "rope_interleave=false": not getattr(config, "rope_interleave", True),
+            "mscale other than mscale_all_dim": rope["rope_type"] == "yarn" and not has_one_scale,
+            "num_key_value_heads other than num_attention_heads": config.num_key_value_heads
+            != config.num_attention_heads,
+        }
+    if kind == "gpt_oss":
+        ropes = (*ROPE_TYPES, "yarn")
+        more["swiglu_alpha other than 1.702"] = config.swiglu_alpha != _QUICK_GELU
+    check_mapped(
+        config, "megatron", _MODEL_TYPES, layers={"full_attention", "sliding_attention"}, ropes=ropes, more=more
+    )
+    num_experts, top_k, expert_size, num_dense, shared = 0, 0, 0, 0, 0
+    if kind == "qwen3_moe" or kind in _WITH_SHARED_EXPERTS:
+        top_k, expert_size = config.num_experts_per_tok, config.moe_intermediate_size
+        num_experts = config.num_experts if kind == "qwen3_moe" else config.n_routed_experts
+    if kind == "gpt_oss":
+        num_experts, top_k, expert_size = config.num_local_experts, config.num_experts_per_tok, config.intermediate_size
+    if kind in _WITH_SHARED_EXPERTS:
+        num_dense, shared = config.first_k_dense_replace, config.n_shared_experts * expert_size
+    heads = config.num_attention_heads
+    return Architecture(
+        model_type=kind,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_groups=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        ffn_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        pad_id=config.pad_token_id,
+        context=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        is_tied=bool(config.tie_word_embeddings) and head == Head.LM,
+        has_scalar_head=head != Head.LM,
+        has_qkv_bias=kind == "qwen2" or (kind in ("glm4_moe", "gpt_oss") and config.attention_bias),
+        has_qk_norm=kind in ("qwen3", "qwen3_moe") or (kind == "glm4_moe" and config.use_qk_norm),
+        num_experts=num_experts,
+        num_dense=num_dense,
+        top_k=top_k,
+        expert_size=expert_size,
+        shared_size=shared,
+        router=_router(config),
+        latent=_latent_sizes(config),
+        norm_top_k=kind == "gpt_oss"
+        or (bool(getattr(config, "norm_topk_prob", False)) and kind != "deepseek_v2"),  # which never scales them
+        rope_scale=LlamaRotaryEmbedding(config).attention_scaling,
+        swiglu_limit=config.swiglu_limit if kind == "gpt_oss" else None,
+        windows=_windows(config),
+    )
+
+
+def _router(config: Any) -> Router:
+    """How the routers of a config choose."""
+    if config.model_type not in _WITH_SHARED_EXPERTS:
+        return Router()
+    has_groups = getattr(config, "topk_method", "by groups") != "greedy"
+    return Router(
+        is_sigmoid=config.model_type != "deepseek_v2",
+        scale=config.routed_scaling_factor,
+        num_groups=(config.n_group or 1) if has_groups else 1,
+        top_groups=(config.topk_group or 1) if has_groups else 1,
+    )
+
+
+def _latent_sizes(config: Any) -> LatentSizes | None:
+    """Sizes of the latent attention of a config; None of another attention."""
+    if config.model_type not in ("deepseek_v2", "deepseek_v3"):
+        return None
+    rope, is_scaled = config.rope_parameters, config.rope_parameters["rope_type"] == "yarn"
+    return LatentSizes(
+        query_rank=config.q_lora_rank,
+        kv_rank=config.kv_lora_rank,
+        key_dim=config.qk_nope_head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        value_dim=config.v_head_dim,
+        scaling=(rope["factor"], rope.get("mscale_all_dim") or 0.0) if is_scaled else (1.0, 0.0),
+    )
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """By layer, the tokens that a query sees, itself included; None: all before it."""
+    window = getattr(config, "sliding_window", None)
+    default = "full_attention" if window is None else "sliding_attention"  # Mistral names no layers
+    kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def split_layers(num_layers: int, pp: int, vpp: int) -> list[int]:
+    """Layers of each piece of a pipeline, in order: equally many, or fewer in the first and the last.
+
+    Those have the embedding and the head beside. As megatron-core splits them: all between are alike.
+    """
+    if num_layers % pp == 0 or pp == 1:
+        return [num_layers // (pp * vpp)] * (pp * vpp)
+    between = -(-num_layers // pp)
+    rest = num_layers - (pp - 2) * between
+    return [rest // 2, *[between] * (pp - 2), rest - rest // 2]
+
+
+def check_divides(arch: Architecture, parallel: ParallelConfig) -> None:
+    """Refuse sizes that the layout does not divide.
+
+    Raises:
+        ConfigError: says which.
+    """
+    wanted = [
+        ("tp", parallel.tp, "query heads", arch.num_heads),
+        ("tp", parallel.tp, "key and value heads", arch.num_groups),
+        ("tp * cp", parallel.tp * parallel.cp, "query heads", arch.num_heads),
+        ("tp * cp", parallel.tp * parallel.cp, "key and value heads", arch.num_groups),
+        ("tp", parallel.tp, "MLP columns", arch.ffn_size),
+        ("tp", parallel.tp, "columns of shared experts", arch.shared_size),
+        ("pp * vpp", parallel.pp * parallel.vpp, "layers", arch.num_layers),
+    ]
+    if arch.num_experts:
+        wanted.append(("ep", parallel.ep, "experts", arch.num_experts))
+    for name, size, what, number in wanted:
+        is_split = what == "layers" and parallel.vpp == 1  # unevenly, if need be
+        if number % size and not is_split:
+            raise ConfigError(f"parallel.{name} = {size} does not divide the model's {number} {what}.")
+    if parallel.vpp == 1 and min(split_layers(arch.num_layers, parallel.pp, 1)) < 1:
+        raise ConfigError(
+            f"parallel.pp is {parallel.pp} and the model has {arch.num_layers} layers, too few for so many stages."
+        )
+    if arch.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            "Experts with parallel.tp above 1 need parallel.sequence_parallel=true: tokens are dealt to them."
+        )
+    if arch.latent is not None and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            "Latent attention with parallel.tp above 1 needs parallel.sequence_parallel=true: every rank makes the "
+            "latents of its own tokens."
+        )
+    if parallel.ep > 1 and not arch.num_experts:
+        raise ConfigError(f"parallel.ep is {parallel.ep} and the {arch.model_type} model has no experts. Set it to 1.")

@@ -1,0 +1,125 @@
+"""Attention over packed rows and RMSNorm, in the places that megatron-core's layer specifications have for them.
+
+Legend: `T` tokens fed, `H` hidden, `D` head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor, nn
+
+from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, packed_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron.core.transformer import TransformerConfig
+
+
+@dataclass
+class RowParams(PackedSeqParams):
+    """Packed-sequence parameters that megatron-core passes to attention, with our row layout."""
+
+    rows: RowLayout | None = None
+    """Layout of the rows."""
+    rotary: Tensor | None = None
+    """(T, 1, 1, D) angles of the tokens."""
+
+
+class RmsNorm(nn.RMSNorm):
+    """Zhang and Sennrich, 1910.07467, with the mark by which gradients are summed under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        _mark(self.weight, config)
+
+
+class LatentNorm(RmsNorm):
+    """RMSNorm of a latent, whose epsilon transformers has fixed."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
+class RowAttention(nn.Module):
+    """Causal attention within each packed row; a query of layer i (from 1) sees `windows[i - 1]` tokens.
+
+    With sinks each head has a score that is no token's (GPT-OSS, 2508.10925).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *_: Any,
+        windows: Sequence[int | None],
+        has_sinks: bool = False,
+        softmax_scale: float | None = None,
+        **__: Any,
+    ) -> None:
+        super().__init__()
+        self._scale, self._window = softmax_scale, windows[layer_number - 1]
+        self.sinks: nn.Parameter | None = None
+        if has_sinks:
+            own_heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.sinks = nn.Parameter(torch.empty(own_heads, dtype=config.params_dtype))
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, packed_seq_params: RowParams, **_: Any
+    ) -> Tensor:
+        """(T, heads, D) or (T, 1, heads, D) in, (T, 1, heads * D) out."""
+        q, k, v = (part.flatten(0, -3).transpose(0, 1)[None] for part in (query, key, value))
+        rows: dict[str, Any] = {LAYOUT_KWARG: packed_seq_params.rows, "s_aux": self.sinks}
+        out, _nothing = packed_attention(self, q, k, v, mask, scaling=self._scale, sliding_window=self._window, **rows)
+        return out[0].flatten(1, 2)[:, None]
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-head latent attention (2405.04434) over packed rows.
+
+    Down projections are whole on every rank, as with Transformer Engine: without it megatron-core cuts them, gathers
+    the rotated part of keys, and loses the other ranks' share of its gradient.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.rotary_pos_emb: Any = _RowRotary()
+        make = partial(_Whole, config)
+        self.linear_kv_down_proj: Any = make(config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj: Any = make(config.q_lora_rank)
+
+
+class _Whole(nn.Linear):
+    """A linear layer that every tensor-parallel rank has whole, of its own tokens under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        super().__init__(config.hidden_size, size, bias=False, dtype=config.params_dtype)
+        _mark(self.weight, config)
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002 - torch's name
+        return super().forward(input), None  # megatron-core's layers give their bias beside
+
+
+class _RowRotary(nn.Module):
+    """Gives the angles that come with the rows, in the place of those of one row's positions."""
+
+    def get_rotary_seq_len(self, *args: Any) -> Tensor:
+        """What `forward` is called with: megatron-core asks for a number of positions, and only passes it on."""
+        params: RowParams = args[-1]
+        assert params.rotary is not None
+        return params.rotary[:, 0]
+
+    def forward(self, rotary: Tensor, *, packed_seq: bool) -> Tensor:
+        return rotary
+
+
+def _mark(weight: Any, config: TransformerConfig) -> None:
+    """Let the gradient of a weight be summed over the ranks that have tokens of their own."""
+    weight.sequence_parallel = config.sequence_parallel
