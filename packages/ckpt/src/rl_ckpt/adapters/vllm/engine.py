@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.lora.layers import BaseLayerWithLoRA
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -285,14 +283,16 @@ def _repacked_experts(model: nn.Module) -> Generator[None]:
 
 
 def _packed_experts(layer: Any) -> Any:
-    """The kernel of a layer whose experts lie packed, for a CPU."""
+    """The kernel of a layer whose experts lie packed, for a CPU; known by name, as builds for GPUs may lack its module."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     experts: Any = getattr(kernel, "fused_experts", None)
-    return experts if isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch else None
+    return experts if type(experts).__name__ == "CPUUnquantizedExperts" and not experts._use_zentorch else None
 
 
 def _unpacked_experts(experts: Any, packed: Tensor, whole: Layout) -> Tensor:
     """The weights [E, N, K] of packed experts: where each number went is seen by packing their positions."""
+    from vllm._custom_ops import cpu_prepack_moe_weight  # of builds for CPUs
+
     num_experts, num_outputs, num_inputs = whole.size
     count = num_outputs * num_inputs
     halves = 1 if num_outputs == packed.shape[1] else 2  # of gate and up, each with rows that were added
