@@ -27,6 +27,7 @@ from rl_rollout import (
     SamplingParams,
     ServerConfig,
     TokenOutput,
+    WeightUpdateError,
     create_server,
     multimodal,
 )
@@ -130,7 +131,7 @@ class FakeVllm:
                 options={"adapters": {each["name"]: each["path"] for each in arguments.lora_modules}},
             ),
         )
-        self.receiver = None
+        self.receiver, self.is_updating = None, False
         self.ranks = [Rank() for _ in range(arguments.tensor_parallel_size - 1)]
         self.label = "default"
         self.has_weights = True
@@ -275,6 +276,7 @@ class FakeVllm:
         told = body["init_info"]
         assert told.keys() - {"adapters"} == {"url", "timeout_s", "attest", "landed"}
         self.landed = [Path(told["landed"], f"landed-{rank}") for rank in range(1 + len(self.ranks))]
+        self.failed = Path(told["landed"], "failed-0")
         # The real one numbers them in this order.
         assert told.get("adapters", {}) == {each["name"]: each["path"] for each in self.arguments.lora_modules}
         self.receiver = CkptReceiver(body["init_info"]["url"], timeout_s=body["init_info"]["timeout_s"])
@@ -283,6 +285,8 @@ class FakeVllm:
 
     async def begin(self, body, query):
         """This one lands everything in the update."""
+        assert not self.is_updating, "the update before was not finished"
+        self.is_updating = True
         for file in self.landed:
             assert not file.exists()
             file.touch()
@@ -290,10 +294,17 @@ class FakeVllm:
     async def update(self, body, query):
         version = body["update_info"]["version"]
         updates = [self.server.update_weights(self.receiver, version), *(rank.update(version) for rank in self.ranks)]
-        await asyncio.gather(*updates)
-        self.has_weights = True
+        try:
+            await asyncio.gather(*updates)
+        except WeightUpdateError as error:
+            self.failed.write_text(str(error))
+        else:
+            self.has_weights = True
 
     async def finish(self, body, query):
+        self.is_updating = False
+        if "weight_version" not in body:
+            return
         if int(body["weight_version"]) == self.arguments.fail_finish:
             raise RuntimeError("finish was told to fail")
         self.label = body["weight_version"]

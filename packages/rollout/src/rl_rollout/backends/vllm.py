@@ -36,7 +36,7 @@ from rl_rollout.backends.external.server import (
     read_environment,
     words,
 )
-from rl_rollout.errors import ConfigError, RolloutError, UnsupportedError
+from rl_rollout.errors import ConfigError, GenerationError, RolloutError, UnsupportedError
 from rl_rollout.receiver import SLICES
 from rl_rollout.registry import check_options
 from rl_rollout.types import Capabilities, FinishReason, TokenChunk, TokenOutput
@@ -263,9 +263,7 @@ class VllmServer(ExternalServer):
         await self._open(address)
         if self._has_begun:
             return  # whoever asked for the last update has left while it landed: this one lands in `post_update`
-        files = [Path(self._folder, f"landed-{rank}") for rank in range(self.capabilities.num_receivers)]
-        for file in files:
-            file.unlink(missing_ok=True)
+        files = self._new_files("landed")
         await self.upstream.command("/start_weight_update")
         self._has_begun = True
         deadline = asyncio.get_running_loop().time() + self.config.timeout_s
@@ -274,6 +272,13 @@ class VllmServer(ExternalServer):
             if asyncio.get_running_loop().time() > deadline:
                 return  # the workers' own deadline passes too: the update says what did not come
             await asyncio.sleep(LANDING_CHECK_S)
+
+    def _new_files(self, what: str) -> list[Path]:
+        """Files that the workers are going to tell something by."""
+        files = [Path(self._folder, f"{what}-{rank}") for rank in range(self.capabilities.num_receivers)]
+        for file in files:
+            file.unlink(missing_ok=True)
+        return files
 
     async def _open(self, address: str) -> None:
         """Have the workers open a session, if they are not in it."""
@@ -288,8 +293,11 @@ class VllmServer(ExternalServer):
 
     async def post_update(self, address: str, version: int) -> None:
         """See `ExternalServer`. The plug-in installs and attests what has landed; after a failure it restores."""
-        self._has_begun = False
+        self._has_begun, failures = False, self._new_files("failed")
         await self.upstream.command("/update_weights", {"update_info": {"version": version}})
+        if told := [file.read_text() for file in failures if file.exists()]:
+            await self.upstream.command("/finish_weight_update")  # of no version: another may begin
+            raise GenerationError(told[0])
         try:
             await self.upstream.command("/finish_weight_update", {"weight_version": str(version)})
             await self.upstream.command("/reset_prefix_cache", reset_running_requests="true")

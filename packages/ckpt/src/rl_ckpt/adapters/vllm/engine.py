@@ -4,6 +4,7 @@
 # vLLM is never in the environment that this is checked in.
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+logger = logging.getLogger("vllm.rl_ckpt")
 PROBE_ROWS = 256
 """Rows of the identity matrix that a packed layer is read with at a time."""
 
@@ -55,7 +57,11 @@ class InitInfo(WeightTransferInitInfo):
     """Whether the model is read back after loading, before the vote."""
     landed: str | None = None
     """Folder in which every worker makes the file `landed-RANK` when all that it takes of a sync has landed after
-    `/start_weight_update`, or the sync has failed: the server need not be paused before. Slices only."""
+    `/start_weight_update`, or the sync has failed: the server need not be paused before. Slices only.
+
+    If the sync fails, every worker writes the reason to `failed-RANK` there and `/update_weights` gets no error: of
+    several workers, vLLM 0.32 hears the first that fails, and takes what the others answered for answers to later
+    calls. Then post `/finish_weight_update`, without a version."""
     adapters: dict[str, str] | None = None
     """Name to folder of each LoRA adapter of the server, in the order of `--lora-modules`: syncs may bring their
     tensors alone, named `adapters.NAME.` and as in the folder."""
@@ -86,6 +92,8 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Whether the last load was of adapters."""
     _landed: Path | None = None
     """File that tells that all has landed."""
+    _failed: Path | None = None
+    """File that tells why a sync has failed."""
     _attests = True
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -109,7 +117,9 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._adapters = VllmAdapters(self.model, init_info.adapters)
         self._attests = init_info.attest
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._landed = None if init_info.landed is None else Path(init_info.landed) / f"landed-{rank}"
+        self._landed = self._failed = None
+        if init_info.landed is not None:
+            self._landed, self._failed = (Path(init_info.landed, f"{what}-{rank}") for what in ("landed", "failed"))
         if url.startswith(SCHEME):
             self._installer.tell_layout(url, rank, self._load_dry)
         else:
@@ -123,9 +133,16 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Take one sync, from its first byte to the commit.
 
         Raises:
-            rl_ckpt.CkptError: the sync failed; the model holds the weights before.
+            rl_ckpt.CkptError: the sync failed; the model holds the weights before. Written to a file where `landed`
+                names a folder.
         """
-        self._require_session().take(update_info.version, is_partial=update_info.partial)
+        try:
+            self._require_session().take(update_info.version, is_partial=update_info.partial)
+        except Exception as error:
+            if self._failed is None:
+                raise
+            logger.exception("a sync of weights has failed")
+            self._failed.write_text("; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: `receive_weights` ends with the commit."""
@@ -283,7 +300,7 @@ def _repacked_experts(model: nn.Module) -> Generator[None]:
 
 
 def _packed_experts(layer: Any) -> Any:
-    """The kernel of a layer whose experts lie packed, for a CPU; known by name, as builds for GPUs may lack its module."""
+    """The kernel of a layer whose experts lie packed, for a CPU; by its name, as builds for GPUs may lack its module."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     experts: Any = getattr(kernel, "fused_experts", None)
     return experts if type(experts).__name__ == "CPUUnquantizedExperts" and not experts._use_zentorch else None
