@@ -300,7 +300,7 @@ def _repacked_experts(model: nn.Module) -> Generator[None]:
 
 
 def _packed_experts(layer: Any) -> Any:
-    """The kernel of a layer whose experts lie packed, for a CPU; by its name, as builds for GPUs may lack its module."""
+    """The kernel of a layer whose experts lie packed, for a CPU; by its name, which builds for GPUs may lack."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     experts: Any = getattr(kernel, "fused_experts", None)
     return experts if type(experts).__name__ == "CPUUnquantizedExperts" and not experts._use_zentorch else None
