@@ -297,7 +297,7 @@ class VllmServer(ExternalServer):
         await self.upstream.command("/update_weights", {"update_info": {"version": version}})
         if told := [file.read_text() for file in failures if file.exists()]:
             await self.upstream.command("/finish_weight_update")  # of no version: another may begin
-            raise GenerationError(told[0])
+            raise GenerationError("; ".join(dict.fromkeys(told)))  # one rank's is the cause of the others'
         try:
             await self.upstream.command("/finish_weight_update", {"weight_version": str(version)})
             await self.upstream.command("/reset_prefix_cache", reset_running_requests="true")
