@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rl_rollout.errors import ServerStartError
-from rl_rollout.process import ChildProcess
+from rl_rollout.process import ChildProcess, _titled
 
 
 def test_its_output_is_closed_when_the_last_of_its_children_has_ended():
@@ -99,3 +101,30 @@ def test_what_it_wrote_at_its_end_is_told():
     with pytest.raises(ServerStartError, match="it was started and stopped already"):
         process.start()
     process.kill()
+
+
+def test_a_fork_with_a_worker_s_title_is_no_worker():
+    """vLLM's workers fork helpers, which have their title: the end of one is no reason to end the server."""
+    worker = "(exec -a W::0 sleep 100) & echo $!; (exec -a W::0 sleep 100) & echo $!; sleep 100; true"
+    process = ChildProcess(["bash", "-c", worker], {}, name="it", workers="W::")
+    process.start()
+    deadline = time.monotonic() + 30.0
+    while len(process.last_lines) < 2 or len(_titled(process.pid, "W::")) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    fork, worker = (int(line) for line in process.last_lines)
+    try:
+        assert not process.end_without_workers()
+        os.kill(fork, signal.SIGKILL)
+        while fork in _titled(process.pid, "W::"):
+            time.sleep(0.02)
+        assert not process.end_without_workers()
+        assert process.returncode is None
+        os.kill(worker, signal.SIGKILL)
+        while _titled(process.pid, "W::"):
+            time.sleep(0.02)
+        assert process.end_without_workers()
+        assert process.wait(30.0) is not None
+        assert "its process W::0" in process.told_end()
+    finally:
+        process.kill()

@@ -153,12 +153,13 @@ class ChildProcess:
     def end_without_workers(self) -> bool:
         """Kill the process and its descendants if a worker is gone that was there at an earlier call; returns whether.
 
-        The others wait for it, and find out late: vLLM 0.32 needs 15 s to answer its requests with an error. Always
-        False without /proc.
+        The others wait for it, and find out late: vLLM 0.32 needs 15 s to answer its requests with an error. A process
+        whose title another one has was no worker, but what one has forked. Always False without /proc.
         """
         there = _titled(self.pid, self._title) if self._title else {}
-        gone = {pid: title for pid, title in self._workers.items() if pid not in there}
-        self._workers |= there
+        titles = set(there.values())
+        gone = {pid: title for pid, title in self._workers.items() if pid not in there and title not in titles}
+        self._workers = {**gone, **there}
         if not gone or self.returncode is not None:
             return False
         named = ", ".join(f"{title} (pid {pid})" for pid, title in gone.items())
