@@ -121,6 +121,9 @@ def test_an_owed_command_parses(command):
         case ["rl-train", recipe, *overrides]:
             load_config(recipe, [word for word in overrides if not word.startswith("--")])
         case ["python", "-m", "pytest", "-m", "gpu", *paths]:
+            if "-k" in paths:
+                paths, (_, chosen) = paths[: paths.index("-k")], paths[paths.index("-k") :]
+                assert all(f'"{chosen}"' in (ROOT / path).read_text() for path in paths)
             assert paths
             assert all("mark.gpu" in (ROOT / path).read_text() for path in paths)
         case _:

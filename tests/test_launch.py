@@ -54,7 +54,9 @@ def test_the_page_s_table_is_what_the_recipes_ask_for():
         assert (int(nodes) * 8, int(ranks)) == (count, config.engine.world_size), recipe
         assert (int(servers), int(each)) == (config.rollout.num_replicas, config.rollout.parallel.num_ranks), recipe
         if int(nodes) > 1:
-            assert (config.weights_transport, config.queue_storage) == ("tcp", "tcp"), recipe
+            assert (config.weights_transport, config.queue_storage) == ("tcp", None), (
+                recipe
+            )  # left open: ray on several machines
 
 
 # What the CRD of RayJob (ray.io/v1) asks for and allows, as far as the file goes: required keys, then others.

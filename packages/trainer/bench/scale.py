@@ -15,6 +15,7 @@ from rl_rollout.types import ServerAddress
 from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
 from rl_trainer.loop import run_loop
+from rl_trainer.metrics import Evaluation
 from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.pipeline.weight_sync import WeightSync
 from rl_trainer.pipeline.weight_transfer import GatheredTransfer
@@ -103,7 +104,7 @@ class ScaledJob(QueueJob):
         self.fake = FakeAgents(config)
         super().__init__(config, self.fake, num_rows=1_000_000, poll_s=0.25)
         self.source.order.at(0)  # shuffles the epoch
-        self.source.evaluate = lambda rows: 0.0
+        self.source.evaluate = lambda rows: Evaluation(reward=0.0, accuracy=None)
         agents = AgentReplicas(Members(AGENTS, self.roll_out, self.others), [])
         self.source._agents = agents
         self.source._queue = Timed(self.fake.queue, self.of_queue)

@@ -16,6 +16,7 @@ from statistics import fmean
 from rl_bench import Role, Run
 from rl_trainer.config import load_config
 from rl_trainer.loop import run_loop
+from rl_trainer.metrics import Evaluation
 from rl_trainer.testing import FakeAgents, FakeJob, QueueJob
 
 STEPS, BATCH, GROUP = 12, 8, 4
@@ -112,7 +113,7 @@ class SimulatedJob(QueueJob):
     learn_s = WORK_S
 
     def components(self):
-        self.source.evaluate = lambda rows: 0.0
+        self.source.evaluate = lambda rows: Evaluation(reward=0.0, accuracy=None)
         return super().components()
 
     def update_actor(self, batch):

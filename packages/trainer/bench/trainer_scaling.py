@@ -12,6 +12,7 @@ import time
 from rl_bench import Run
 from rl_trainer.config import load_config
 from rl_trainer.loop import run_loop
+from rl_trainer.metrics import Evaluation
 from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.testing import FakeAgents, QueueJob
 
@@ -67,7 +68,7 @@ class ScaledJob(QueueJob):
         fake = self.replica_set.fake
         super().__init__(config, fake, num_rows=100_000, poll_s=0.25)
         self.source.order.at(0)  # shuffles the epoch
-        self.source.evaluate = lambda rows: 0.0
+        self.source.evaluate = lambda rows: Evaluation(reward=0.0, accuracy=None)
         self.source._agents = AgentReplicas(self.replica_set, [])
         self.source._queue = self.queue = TimedQueue(fake.queue)
 

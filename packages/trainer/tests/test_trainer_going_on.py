@@ -16,7 +16,7 @@ from rl_trainer.checkpoints import RunState, check_output_dir
 from rl_trainer.config import as_tree, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import InputError
-from rl_trainer.metrics import StepRecord
+from rl_trainer.metrics import Evaluation, StepRecord
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.run import run
@@ -31,7 +31,7 @@ def saved(config, kl):
     """The state after a step, as it is read again."""
     manager = SimpleNamespace(order=PromptOrder(num_rows=9, seed=0))
     components = replace(FakeJob(config).components(), kl=kl, source=manager)
-    record = StepRecord.of_evaluation(1, 0.5, {}, position=0)
+    record = StepRecord.of_evaluation(1, Evaluation(reward=0.5, accuracy=0.5), {}, position=0)
     return RunState(**json.loads(json.dumps(STATE.after(record, components, config))))
 
 

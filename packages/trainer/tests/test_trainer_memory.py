@@ -217,25 +217,6 @@ def test_weights_gradients_and_moments_are_those_of_an_engine(tmp_path, override
     assert ("adapter" in plan.engine) == bool(overrides)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_weights_gradients_and_moments_are_those_of_a_megatron_rank(tmp_path, precision):
-    folder = write_tiny_model(tmp_path / "model", tie_word_embeddings=False, **SIZES)
-    own = [f"model.path={folder}", "data.path=there", "engine.backend=megatron", f"engine.precision={precision}"]
-    config = load_config("gsm8k", own)
-    engine = create_engine("megatron", actor_config(config, folder))
-    engine.initialize()
-    optimizer = engine._optimizer
-    held = {
-        "weights": sum(buffer._params.nbytes for buffer in optimizer._buffers),
-        "gradients": sum(buffer.grad.nbytes for buffer in optimizer._buffers),
-        "optimizer": sum(v.nbytes for state in optimizer.state.values() for v in state.values() if v.ndim)
-        + sum(buffer.master.nbytes for buffer in optimizer._buffers if buffer.is_narrow),
-    }
-    engine.close()
-    plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
-    assert {name: round(plan.engine[name] * GIB) for name in held} == held
-
-
 def saved_bytes(num_layers, dtype, num_tokens):
     """What the backward pass of a model keeps of its forward pass, its own weights excepted."""
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_hidden_layers=num_layers, **SIZES)).to(dtype)

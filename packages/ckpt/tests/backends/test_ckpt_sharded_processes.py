@@ -72,7 +72,7 @@ def receive(pipe, addresses, device):
 @pytest.mark.parametrize(
     ("scheme", "devices"),
     [
-        ("shm", ["cpu"] * 3),
+        pytest.param("shm", ["cpu"] * 3, marks=pytest.mark.slow),  # spawned: to be run alone, by this file's path
         pytest.param("cuda-ipc", ["cuda:0"] * 3, marks=gpus(1)),
         pytest.param("nixl", ["cuda:0"] * 3, marks=gpus(1)),
         pytest.param("nccl", ["cuda:0", "cuda:1", "cuda:2"], marks=gpus(3)),

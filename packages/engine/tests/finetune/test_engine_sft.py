@@ -194,7 +194,8 @@ def test_keys_are_parsed_by_the_type_of_their_field():
     ("arguments", "message"),
     [
         (["batchsize=3"], "Unknown key 'batchsize'; the nearest is 'batch_size'."),
-        (["steps"], "Argument 'steps' is not key=value."),
+        (["seed=1", "steps"], "Argument 'steps' is not key=value."),
+        (["steps"], "there is no recipe 'steps' of rl-sft: give sft, or a .yaml file, or key=value."),
         (["steps=many"], "steps is 'many'; wanted a whole number."),
         (["precision=int4"], "precision is 'int4'; wanted float32, bfloat16, float64."),
         (["seed=1", "seed=2"], "Key 'seed' is given twice."),

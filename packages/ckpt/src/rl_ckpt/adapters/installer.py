@@ -79,7 +79,7 @@ class Installer:
         self._suspects: set[str] = set()
         """Names that a failed sync may have left something of in the model; it must not serve before they come."""
         self._staging = Staging()
-        self._landing: _Landing | None = None
+        self._landing: _IncomingSlices | None = None
         """The sync that has begun and was not taken yet, where slices come."""
         self._held: Held | None = None
         """Where the engine has the slices of the committed version, of which host memory has no copy."""
@@ -209,7 +209,7 @@ class Installer:
             if self._landing is None:
                 targets = {name: self._staging.room(name, like) for name, like in self._rooms.items()}
                 parts = {name: part.of(targets[name]) for name, part in self._parts.items()}
-                self._landing = _Landing(self._receiver, parts, self._parts)
+                self._landing = _IncomingSlices(self._receiver, parts, self._parts)
             self._landing.tell(told)
         elif told is not None:
             told.touch()
@@ -311,7 +311,7 @@ class Installer:
         self._hidden = {}
 
 
-class _Landing:
+class _IncomingSlices:
     """Slices of one sync on their way into host memory, in another thread, which waits until they are installed."""
 
     def __init__(

@@ -26,6 +26,7 @@ from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError
 from rl_trainer.loop import Components, run_loop
+from rl_trainer.metrics import Evaluation
 from rl_trainer.pipeline.rollout_source import PARTITION, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.gpus import gpu_pools, named, why_apart
@@ -181,7 +182,7 @@ def _components(config: Config, servers: _Servers, engine: _Engine) -> Component
         config,
         create_schedule(config).policy,
     )
-    source.evaluate = lambda rows: 0.0  # type: ignore[method-assign]
+    source.evaluate = lambda rows: Evaluation(reward=0.0, accuracy=None)  # type: ignore[method-assign]
     has_teacher = config.teacher is not None and config.teacher.url is None
     return Components(
         actor=fake,
