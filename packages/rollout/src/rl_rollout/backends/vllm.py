@@ -258,7 +258,7 @@ class VllmServer(ExternalServer):
         """See `ExternalServer`."""
         await self.upstream.command("/init_weight_transfer_engine", {"init_info": {"url": url}})
 
-    async def post_landing(self, address: str) -> None:
+    async def post_slices(self, address: str) -> None:
         """See `ExternalServer`. Slices land in threads of the workers, and a file of each tells when they have."""
         await self._open(address)
         if self._has_begun:

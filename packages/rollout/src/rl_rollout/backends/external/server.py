@@ -295,7 +295,7 @@ class ExternalServer(RolloutServer):
     async def post_resume(self) -> None:
         """Resume the server."""
 
-    async def post_landing(self, address: str) -> None:
+    async def post_slices(self, address: str) -> None:
         """Wait until weights have landed beside the model, while decoding goes on; `post_update` installs them.
 
         Nothing where the server does not land them before it installs them.
@@ -598,7 +598,7 @@ class ExternalServer(RolloutServer):
                 check_version(version)
                 if "://" not in address:
                     raise WeightUpdateError("the address is no URL of rl-ckpt, e.g. shm://policy")
-                await self.post_landing(address)
+                await self.post_slices(address)
                 if not self._stands_still:
                     await self.post_pause("keep")
                 await self.post_update(address, version)
