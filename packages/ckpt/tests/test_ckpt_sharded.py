@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 import torch
+from ckpt_ranks import decide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ from rl_ckpt.sharded import (
 )
 from rl_ckpt.tensors import digest_share
 from rl_ckpt.testing import new_name
+from rl_ckpt.testing.helpers import until
 
 SHAPES = {"up": (17, 6), "down": (6, 17), "norm": (6,), "scale": (), "embed": (2048, 1030), "none": (0, 3)}
 TIMEOUT_S = 20.0
@@ -120,12 +122,7 @@ class Cluster:
         """What a trainer does: all ranks stage, and one decision for all."""
         receiving = [asyncio.ensure_future(self.receive(key, **options)) for key in self.receivers]
         shares = await self.stage(weights, version)
-        errors = [share for share in shares if isinstance(share, BaseException)]
-        if errors:
-            await asyncio.gather(*(sender.abort(str(errors[0])) for sender in self.senders))
-            return errors, await asyncio.gather(*receiving, return_exceptions=True)
-        digest = join_digest(shares)
-        reports = [await sender.commit(digest, version) for sender in self.senders]
+        reports = await decide(self.senders, shares, version)
         return reports, await asyncio.gather(*receiving, return_exceptions=True)
 
     def whole(self, replica):
@@ -237,7 +234,8 @@ def test_who_waits_for_a_sync_that_is_called_off_before_it_began_is_told_at_once
         async with Cluster(*LAYOUTS["rows to columns"], 2) as cluster:
             waiting = [asyncio.ensure_future(cluster.receive((0, target))) for target in (0, 1)]
             staging = asyncio.ensure_future(cluster.stage(model(1), 1))
-            await asyncio.sleep(0.2)
+            ends = [end for sender in cluster.senders for end in sender._ends.values()]
+            await until(lambda: all(end._peers and any(peer.waiting for peer in end._peers.all) for end in ends))
             assert not staging.done()
             staging.cancel("replica 1 is gone")
             async with asyncio.timeout(TIMEOUT_S / 4):

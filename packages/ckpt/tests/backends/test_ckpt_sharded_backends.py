@@ -6,11 +6,12 @@ from contextlib import AsyncExitStack, nullcontext
 
 import pytest
 import torch
+from ckpt_ranks import decide
 
 import rl_ckpt
 from rl_ckpt import ShardSpec
 from rl_ckpt.errors import SyncAbortedError
-from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, join_addresses, join_digest, split_address
+from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, join_addresses, split_address
 from rl_ckpt.testing import new_name
 from rl_ckpt.testing.gpu import fake_gpu, fake_nccl
 
@@ -98,11 +99,7 @@ class Pairs:
             ),
             return_exceptions=True,
         )
-        if errors := [each for each in staged if isinstance(each, BaseException)]:
-            await asyncio.gather(*(sender.abort(str(errors[0])) for sender in self.senders))
-            return errors, await asyncio.gather(*receiving, return_exceptions=True)
-        digest = join_digest(staged)
-        reports = await asyncio.gather(*(sender.commit(digest, version) for sender in self.senders))
+        reports = await decide(self.senders, staged, version)
         return reports, await asyncio.gather(*receiving, return_exceptions=True)
 
     def require(self, weights):

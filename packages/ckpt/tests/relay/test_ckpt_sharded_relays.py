@@ -6,11 +6,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 import torch
+from ckpt_ranks import decide
 
 import rl_ckpt
 from rl_ckpt import ShardSpec
 from rl_ckpt.errors import AddressError
-from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, join_digest, relay_address
+from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, relay_address
 from rl_ckpt.testing import new_name
 
 SHAPES = {"up": (700, 300), "down": (300, 700), "norm": (300,), "embed": (2048, 1030)}
@@ -73,11 +74,7 @@ class Nodes:
             ),
             return_exceptions=True,
         )
-        if errors := [each for each in staged if isinstance(each, BaseException)]:
-            await asyncio.gather(*(sender.abort(str(errors[0])) for sender in self.senders))
-            return errors, await asyncio.gather(*receiving, return_exceptions=True)
-        digest = join_digest(staged)
-        reports = [await sender.commit(digest, version) for sender in self.senders]
+        reports = await decide(self.senders, staged, version)
         return reports, await asyncio.gather(*receiving, return_exceptions=True)
 
 

@@ -40,6 +40,14 @@ async def send(server, tensors, version):
     return answers[0].num_bytes
 
 
+def halves_of(config, adapters):
+    """Halves of both factors of `one` as they are sent, the base's weights, and what those halves add to them."""
+    sent = load_file(f"{adapters['one'][0]}/adapter_model.safetensors")
+    base, merged = load_weights(config.model_path), load_weights(adapters["one"][1])
+    quarters = {name: (merged[name] - base[name]) / 4 for name in base}
+    return {f"adapters.one.{name}": tensor * 0.5 for name, tensor in sent.items()}, base, quarters
+
+
 def check_adapter_alone(backend, config, adapters, folder):
     """By halves of both factors of `one`: a quarter of the difference to the base, in every token from then on.
 
@@ -49,14 +57,8 @@ def check_adapter_alone(backend, config, adapters, folder):
         adapters: By name, folders of the adapter and of the model that it is merged into.
         folder: Free.
     """
-    sent = load_file(f"{adapters['one'][0]}/adapter_model.safetensors")
-    halves = {f"adapters.one.{name}": tensor * 0.5 for name, tensor in sent.items()}
-    base, merged = load_weights(config.model_path), load_weights(adapters["one"][1])
-    quarter = copy_of(
-        config.model_path,
-        folder / "quarter",
-        {name: base[name] + (merged[name] - base[name]) / 4 for name in base},
-    )
+    halves, base, quarters = halves_of(config, adapters)
+    quarter = copy_of(config.model_path, folder / "quarter", {name: base[name] + quarters[name] for name in base})
 
     async def main():
         server = create_server(backend, replace(config, options={**config.options, "default_adapter": "one"}))
@@ -101,11 +103,9 @@ def check_slices_under_an_adapter(backend, config, adapters, folder):
         adapters: By name, folders of the adapter and of the model that it is merged into.
         folder: Free.
     """
-    sent = load_file(f"{adapters['one'][0]}/adapter_model.safetensors")
-    halves = {f"adapters.one.{name}": tensor * 0.5 for name, tensor in sent.items()}
-    base, merged = load_weights(config.model_path), load_weights(adapters["one"][1])
+    halves, base, quarters = halves_of(config, adapters)
     new = {name: weight + 0.1 * torch.sin(weight * 100) for name, weight in base.items()}
-    both = {name: new[name] + (merged[name] - base[name]) / 4 for name in new}
+    both = {name: new[name] + quarters[name] for name in new}
     folders = {
         None: copy_of(config.model_path, folder / "new", new),
         "one": copy_of(config.model_path, folder / "both", both),

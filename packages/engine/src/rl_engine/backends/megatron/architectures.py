@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from rl_engine.types import ParallelConfig
 
 _MODEL_TYPES = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
 )
 _QUICK_GELU = 1.702  # of the sigmoid's argument, in megatron-core's quick_gelu
 _WITH_SHARED_EXPERTS = ("glm4_moe", "deepseek_v2", "deepseek_v3")
