@@ -119,9 +119,10 @@ def test_a_run_goes_on_without_a_replica_of_which_a_worker_is_killed(model, tmp_
     check(records, 2)
 
 
-MEGATRON = ("engine.backend=megatron", "engine.world_size=4", "engine.parallel.tp=2", "engine.parallel.pp=2")
+MEGATRON = ("engine.backend=megatron_on_cpu", "engine.world_size=4", "engine.parallel.tp=2", "engine.parallel.pp=2")
 
 
+@pytest.mark.usefixtures("megatron_on_cpu")
 @pytest.mark.parametrize("ranks", [("engine.world_size=2",), MEGATRON], ids=["two fsdp ranks", "megatron tp=2 x pp=2"])
 def test_ranks_of_the_engine_send_what_they_hold_and_the_model_moves_once(ranks, model, tmp_path):
     told, records = run(model, tmp_path / "out", steps=3, overrides=ranks)
