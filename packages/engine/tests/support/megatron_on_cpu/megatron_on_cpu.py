@@ -5,7 +5,7 @@ alone use this; on a machine with a GPU it does nothing. With this folder on PYT
 `engine.backend=megatron_on_cpu`.
 """
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 
 import torch
@@ -101,10 +101,14 @@ def cuda_stand_in():
             setattr(owner, name, original)
 
 
+_kept = ExitStack()
+"""What `create` entered: a context that nobody holds is left at once."""
+
+
 def create(config):
     """The registry's entry: the megatron backend, in a process that keeps the stand-in."""
     from rl_engine.backends import megatron
 
     if not hasattr(torch.Tensor.type, "__wrapped__"):
-        cuda_stand_in().__enter__()
+        _kept.enter_context(cuda_stand_in())
     return megatron.create(config)
