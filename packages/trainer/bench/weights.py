@@ -2,9 +2,10 @@
 
 The ranks are processes with a real engine (two of fsdp; four of megatron, tp=2 x pp=2), the server is `rl-serve` in a
 process of its own (or vLLM at tp=2, where RL_ROLLOUT_VLLM names an environment with it), and what sends is rl-train's
-own `ShardedTransfer` and `GatheredTransfer`. Memory is what the resident memory of a process grows by in its first
-sync by a way, shared buffers included. Links of 1 Gbit/s are TCP connections that the kernel paces, each rank's to
-half. RL_BENCH names the parts to run, with commas: fsdp, link, megatron, vllm, lora, cluster; all, if it is not set.
+own `ShardedTransfer` and `GatheredTransfer`. Without a GPU megatron's ranks have the stand-in of rl-engine's tests.
+Memory is what the resident memory of a process grows by in its first sync by a way, shared buffers included. Links of
+1 Gbit/s are TCP connections that the kernel paces, each rank's to half. RL_BENCH names the parts to run, with commas:
+fsdp, link, megatron, vllm, lora, cluster; all, if it is not set.
 """
 
 import asyncio
@@ -54,6 +55,7 @@ ADDRESSES = {
     "link, differences": ("tcp", True, LINK_BYTES_PER_S),
 }
 """By way: transport, whether differences are sent, and the bytes a second of all ranks together (0: no limit)."""
+STAND_IN = Path(__file__).parents[2] / "engine" / "tests" / "support" / "megatron_on_cpu"
 PARTS = ("fsdp", "link", "megatron", "vllm", "lora", "cluster")
 
 
@@ -350,6 +352,9 @@ class RankEnd:
             parallel=ParallelConfig(tp=2, pp=2) if backend == "megatron" else ParallelConfig(),
             lora=LoraConfig(rank=16, export=LoraExport(export)) if export else None,
         )
+        if backend == "megatron" and not torch.cuda.is_available():
+            sys.path.insert(0, str(STAND_IN))
+            backend = STAND_IN.name
         self.engine = create_engine("fsdp" if export else backend, config)
         self.engine.initialize()
         self.loop = asyncio.new_event_loop()

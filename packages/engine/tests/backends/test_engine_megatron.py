@@ -22,10 +22,10 @@ _spec = spec_from_file_location("megatron_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
 rows_of = ranks.ranks.draw_rows
-TWO = ["tied:dp2", "tied:tp2", "tied:sp2", "tied:pp2", "moe:dp2", "moe:sp2", "moe:ep2", "bias:tp2", "bias:pp2",
-       "window:tp2", "window:cp2", "odd:pp2", "deep:vpp2", "deep:cp2",
-       "glm:dp2", "glm:sp2", "glm:pp2", "glm:ep2", "glm:cp2", "v3:sp2", "oss:ep2"]  # fmt: skip
-FAMILIES = ["v3:dp2", "v3:pp2", "v3:ep2", "v3:cp2", "v2:sp2", "v2:ep2", "oss:dp2", "oss:sp2", "oss:pp2",
+TWO = ["tied:dp2", "tied:tp2", "tied:sp2", "tied:pp2", "moe:sp2", "moe:ep2", "bias:tp2", "window:cp2", "odd:pp2",
+       "deep:vpp2", "deep:cp2", "glm:ep2", "v3:sp2", "oss:ep2"]  # fmt: skip
+FAMILIES = ["moe:dp2", "moe:ep2", "bias:pp2", "bias:tp2", "window:tp2", "window:cp2", "glm:dp2", "glm:sp2", "glm:pp2",
+            "glm:cp2", "v3:dp2", "v3:pp2", "v3:ep2", "v3:cp2", "v2:sp2", "v2:ep2", "oss:dp2", "oss:sp2", "oss:pp2",
             "oss:cp2"]  # fmt: skip
 FOUR = ["tied:tp2pp2", "tied:tp2dp2", "tied:pp2dp2", "tied:tp4", "moe:pp2ep2", "moe:tp2ep2", "moe:tp2pp2"]
 MORE = ["tied:tp2cp2", "tied:pp2cp2", "moe:cp2ep2", "deep:vpp2dp2", "deep moe:vpp2ep2", "glm:pp2ep2", "glm:tp2ep2",
