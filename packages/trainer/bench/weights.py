@@ -29,7 +29,7 @@ from packages.ckpt.bench._child import pace
 
 import rl_ckpt
 from rl_bench import Role, Run
-from rl_engine import EngineConfig, LoraConfig, Precision, create_engine
+from rl_engine import EngineConfig, LoraConfig, OptimizerConfig, Precision, create_engine
 from rl_engine.types import LoraExport, ParallelConfig
 from rl_rollout import CkptReceiver, ServerConfig, launch_server
 from rl_rollout.testing import write_tiny_model
@@ -348,7 +348,7 @@ class RankEnd:
         config = EngineConfig(
             model_path=model,
             precision=Precision.BFLOAT16,
-            optimizer=None,
+            optimizer=OptimizerConfig() if export else None,  # a frozen engine has no adapter
             parallel=ParallelConfig(tp=2, pp=2) if backend == "megatron" else ParallelConfig(),
             lora=LoraConfig(rank=16, export=LoraExport(export)) if export else None,
         )
