@@ -332,8 +332,8 @@ def _copies(model: nn.Module, path: str, whole: Layout) -> Sequence[Tensor]:
     if name in {"w13_weight", "w2_weight"} and (experts := _packed_experts(layer)) is not None:
         return [_unpacked_experts(experts, getattr(layer, name), whole)]
     packed = getattr(layer, "cpu_linear", None) if name == "weight" else None
-    if packed is None or len(whole.size) != 2:
-        return copies_in(model, path, whole)
+    if packed is None or packed.__closure__ is None or len(whole.size) != 2:
+        return copies_in(model, path, whole)  # no layer for CPUs, or one that computes with the parameter itself
     kept = [tensor for tensor in copies_in(model, path, whole) if tensor.numel()]
     return [*kept, _unpacked(packed, kept[0] if kept else None, whole)]
 
