@@ -19,12 +19,13 @@ SIZES = [
     "algorithm.old_logprobs=recompute", "algorithm.correction=tis", "algorithm.entropy_coef=0.1",
     "rollout.backend=vllm", "rollout.parallel.tp=2", "weights.mode=gathered",
 ]  # fmt: skip
-MEGATRON = ["engine.backend=megatron", "engine.parallel.tp=2"]
+MEGATRON = ["engine.backend=megatron_on_cpu", "engine.parallel.tp=2"]
 COLOCATED = ["rollout.colocated=true"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("megatron_on_cpu")
 @pytest.mark.parametrize(
     ("pipeline", "overrides", "oldest"),
     [
