@@ -71,6 +71,46 @@ def test_fused_and_tied_tensors_are_read_back_under_their_own_names():
     assert {name for name in held if not torch.equal(held[name], weights[name])} == {"k", "embed.weight", "head.weight"}
 
 
+def test_copies_on_the_way_are_followed_and_what_is_computed_on_the_way_is_not():
+    """As a loader does that takes its part to the device first; `clone` stands for the way there."""
+
+    class Moving(Fused):
+        @torch.no_grad()
+        def load_weights(self, weights):
+            moved = {name: tensor[1:].clone() if name == "k" else tensor.clone() for name, tensor in weights}
+            self.qk.data[:4].copy_(moved["q"])
+            self.qk.data[5:].copy_(moved["k"].to(torch.float64))
+            self.embed.weight.data.copy_(moved["embed.weight"][2:].mul(2).repeat(2, 1)[:10])
+            self.norm.data.copy_(moved.pop("norm")[:])
+            del moved
+
+    model, weights = Moving(), weights_of(0)
+    recorder = LoadRecorder(model, weights)
+    with recorder:
+        model.load_weights(weights.items())
+    assert {name: len(found) for name, found in recorder.bindings.items()} == {"q": 1, "k": 1, "norm": 1}
+    held = Held(model, weights, recorder.bindings)
+    assert_same({name: held[name] for name in ("q", "k", "norm")}, {name: weights[name] for name in ("q", "k", "norm")})
+    model.qk.data[5, 2] += 1  # row 1 of k
+    assert torch.equal((held["k"] != weights["k"]).nonzero(), torch.tensor([[1, 2]]))
+    model.load_weights(weights.items())
+    with pytest.raises(rl_ckpt.AttestationError, match="took 'embed.weight' nowhere"):
+        held.require_all()
+
+
+def test_memory_of_a_copy_that_was_given_back_is_no_copy():
+    """A buffer of another tensor may come to lie where a copy on the way has lain."""
+    model, weights = Fused(), weights_of(0)
+    recorder = LoadRecorder(model, weights)
+    room = torch.empty(4, 6)
+    with recorder:
+        moved = weights["q"].clone()
+        recorder._moved[room.data_ptr()] = recorder._moved.pop(moved.data_ptr())  # as the allocator would have it
+        del moved
+        model.qk.data[:4].copy_(room)
+    assert not recorder.bindings
+
+
 def test_a_rank_vouches_for_its_part_and_no_other():
     model, weights = Fused(rank=1, world_size=2), weights_of(0)
     held = loaded(model, weights)

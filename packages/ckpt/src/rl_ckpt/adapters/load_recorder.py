@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_ckpt.errors import AttestationError
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by the size of a number, bytes."""
+_MOVES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+"""Operators that make a copy of a tensor elsewhere: on the device, or in a memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,8 @@ class Binding:
 class LoadRecorder(TorchDispatchMode):
     """While it is entered, notes where the given tensors are copied to in a model.
 
-    A loader that changes a tensor before it copies it (or copies it twice) leaves no binding for it.
+    Copies on the way, to the device for example, are followed. A loader that computes something of a tensor before it
+    copies it leaves no binding for it.
 
     Args:
         model: Model whose parameters and buffers are filled.
@@ -84,20 +88,39 @@ class LoadRecorder(TorchDispatchMode):
         """Bindings by the name of the given tensor."""
         self._model = model
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in given.items() if tensor.numel()}
+        self._moved: dict[int, tuple[StorageWeakRef, Layout, str, Layout]] = {}
+        """By address of a copy on the way: its memory and layout, the given tensor's name, and the part of it."""
         self._paths: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default and args[0].device.type != "meta" and args[1].device.type == "cpu":
+        if func is torch.ops.aten.copy_.default and args[0].device.type != "meta":
             self._note(args[0], args[1])
+        elif func in _MOVES and result.device.type != "meta" and (origin := self._origin(args[0])) is not None:
+            memory = result.untyped_storage()
+            self._moved[memory.data_ptr()] = StorageWeakRef(memory), Layout.of(result), *origin
         return result
 
+    def _origin(self, tensor: Tensor) -> tuple[str, Layout] | None:
+        """Name of the given tensor that this one is a part of, and the part; a copy of a part counts as well."""
+        pointer = _pointer(tensor)
+        if pointer is None:
+            return None
+        if tensor.device.type == "cpu" and pointer in self._names:
+            return self._names[pointer], Layout.of(tensor)
+        if pointer in self._moved:
+            memory, layout, name, part = self._moved[pointer]
+            if not memory.expired() and layout == Layout.of(tensor):
+                return name, part
+        return None
+
     def _note(self, target: Tensor, source: Tensor) -> None:
-        name = self._names.get(source.untyped_storage().data_ptr())
-        path = None if name is None else self._find(target)
-        if name is not None and path is not None:
+        origin = self._origin(source)
+        path = None if origin is None else self._find(target)
+        if origin is not None and path is not None:
+            name, part = origin
             whole = Layout.of(_tensors(self._model, path)[0])
-            self.bindings.setdefault(name, []).append(Binding(Layout.of(source), path, whole, Layout.of(target)))
+            self.bindings.setdefault(name, []).append(Binding(part, path, whole, Layout.of(target)))
 
     def _find(self, target: Tensor) -> str | None:
         """The name of the tensor whose memory that is now: layers may be filled and freed one after the other."""
