@@ -176,7 +176,11 @@ REFUSED = [
     ([], ["rollout.options={blok_size: 3}"], "backend=embedded cannot .* no option 'blok_size'; did you mean 'block_"),
     ([VLLM], ["rollout.options={block_size: 3}"], "rollout.backend=vllm cannot be used .* no option 'block_size'"),
     ([VLLM], ["rollout.colocated=true"], "rollout.backend=vllm cannot give the memory of its weights back"),
-    (["rollout.backend=tensorrt_llm"], [], "rollout.backend=tensorrt_llm takes no new weights"),
+    (
+        ["rollout.backend=tensorrt_llm"],
+        ["rollout.options={command: trtllm-serve}"],
+        "rollout.backend=tensorrt_llm takes no new weights",
+    ),
     (["engine.parallel.sp=3"], [], "engine.backend=fsdp cannot be used for the policy: .*sp = 3 does not divide"),
     (["engine.lora={target_modules: [w9]}"], [], r"for the policy: .*target_modules is \['w9'\]"),
     (["engine.router_aux_loss_coef=0.1"], [], "the model has no router"),

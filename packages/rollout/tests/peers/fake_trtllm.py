@@ -1,19 +1,34 @@
-"""A process that speaks the part of trtllm-serve's protocol that we use, over the embedded engine.
+"""A process that speaks the part of TensorRT-LLM's protocol that we use, over the embedded engine.
 
-Written from TensorRT-LLM's sources (`serve/openai_server.py`, `serve/openai_protocol.py`); the real server was never
-run. It refuses what it does not know, so that a misspelt argument, path or field fails a test.
+Written from TensorRT-LLM's sources (`serve/openai_server.py`, `serve/openai_protocol.py`, `serve/rl_control_auth.py`,
+`llmapi/rlhf_utils.py`); the real server was never run. It refuses what it does not know, so that a misspelt argument,
+path or field fails a test. As of our extension, failures of updates are told by files and the answer is a success.
 """
 
 import argparse
 import asyncio
+import hashlib
+import hmac
 import json
+import math
+import os
 import sys
 from contextlib import aclosing
+from pathlib import Path
 
 from aiohttp import web
 from serving import serve
 
-from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server
+from rl_rollout import (
+    CkptReceiver,
+    FinishReason,
+    GenerateRequest,
+    GenerationError,
+    RolloutError,
+    SamplingParams,
+    ServerConfig,
+    create_server,
+)
 
 FIXED = {
     "include_stop_str_in_output": True,
@@ -31,12 +46,16 @@ def parse():
         parser.add_argument(f"--{name}", required=True)
     for name in ("port", "max_seq_len", "max_batch_size"):
         parser.add_argument(f"--{name}", required=True, type=int)
+    parser.add_argument("--sleeps", action="store_true")
+    parser.add_argument("--without-extension", action="store_true", help="of this fake: it takes no messages of ours")
     return parser.parse_args()
 
 
 class FakeTrtllm:
     def __init__(self, arguments):
+        self.arguments = arguments
         self.num_ids = 0
+        self.receivers = {}
         self.server = create_server(
             "embedded",
             ServerConfig(
@@ -51,8 +70,9 @@ class FakeTrtllm:
         return [
             web.get("/health", self.health),
             web.post("/v1/completions", self.completions),
-            web.post("/release_memory", self.release),
-            web.post("/resume_memory", self.resume),
+            web.post("/update_weights", signed(self.update)),
+            *((web.post("/release_memory", signed(self.release)),) if self.arguments.sleeps else ()),
+            *((web.post("/resume_memory", signed(self.resume)),) if self.arguments.sleeps else ()),
         ]
 
     async def health(self, request):
@@ -72,29 +92,67 @@ class FakeTrtllm:
         )
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        async with aclosing(self.server.generate_stream(ours)) as chunks:
-            async for chunk in chunks:
-                choice = {
-                    "index": 0,
-                    "text": "",
-                    "token_ids": chunk.token_ids,
-                    "logprobs": {"token_logprobs": chunk.logprobs},
-                    "finish_reason": chunk.finish_reason,
-                }
-                await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        try:
+            async with aclosing(self.server.generate_stream(ours)) as chunks:
+                async for chunk in chunks:
+                    await write_choice(response, chunk.token_ids, chunk.logprobs, chunk.finish_reason)
+        except GenerationError:  # the real one gives tokens all the same
+            await write_choice(response, (0,), (math.nan,), FinishReason.LENGTH)
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def release(self, request):
-        assert await request.json() == {"tags": ["kv_cache"]}
+    async def update(self, body):
+        (key, text) = next(iter(body["weights"].items()))
+        assert isinstance(text, str)
+        if self.arguments.without_extension:
+            raise ValueError("Device UUID GPU-0 not found in ipc_handles")
+        assert (body.keys(), body["weights"].keys(), key) == ({"weights"}, {"rl_ckpt"}, "rl_ckpt")
+        if not (told := json.loads(text)):
+            return
+        assert told.keys() == {"url", "version", "timeout_s", "failed"}
+        while self.server.status()["num_running"]:  # noqa: ASYNC110  it finishes those whose client has left, too
+            await asyncio.sleep(0.001)
+        receiver = self.receivers.setdefault(told["url"], CkptReceiver(told["url"], timeout_s=told["timeout_s"]))
+        try:
+            await self.server.update_weights(receiver, told["version"])
+        except RolloutError as error:
+            tell_failure(told["failed"], error)
+
+    async def release(self, body):
+        assert body == {"tags": ["kv_cache"]}
         assert self.server.status()["num_running"] == 0  # its engine would be asked for memory that is gone
         await self.server.sleep(1)
+
+    async def resume(self, body):
+        assert body == {"tags": ["kv_cache"]}
+        await self.server.wake(["kv_cache"])
+
+
+def tell_failure(folder, error):
+    Path(folder, "failed-0").write_text(f"{type(error).__name__}: {error}")
+
+
+async def write_choice(response, token_ids, logprobs, finish_reason):
+    choice = {"index": 0, "text": "", "token_ids": token_ids, "logprobs": {"token_logprobs": logprobs}}
+    data = json.dumps({"choices": [choice | {"finish_reason": finish_reason}]})
+    await response.write(f"data: {data}\n\n".encode())
+
+
+def signed(call):
+    """Handler of requests that are signed, as TensorRT-LLM 1.3 and later want it."""
+
+    async def answer(request):
+        data = await request.read()
+        mac = hmac.new(os.environ["RL_CKPT_CONTROL_KEY"].encode(), data, hashlib.sha256).hexdigest()
+        if request.headers.get("x-trtllm-rl-control-auth") != f"sha256={mac}":
+            return web.json_response({"error": "Invalid RL control request authentication"}, status=401)
+        try:
+            await call(json.loads(data))
+        except Exception as error:  # noqa: BLE001  its framework answers so
+            return web.Response(text=f"Internal Server Error ({error})", status=500)
         return web.json_response({"status": "success"})
 
-    async def resume(self, request):
-        assert await request.json() == {"tags": ["kv_cache"]}
-        await self.server.wake(["kv_cache"])
-        return web.json_response({"status": "success"})
+    return answer
 
 
 async def main():

@@ -1,24 +1,40 @@
-"""TensorRT-LLM backend: `trtllm-serve` as a subprocess. Never run: written from its sources.
+"""TensorRT-LLM backend: a subprocess over HTTP. Never run: written from the sources of TensorRT-LLM 1.2 to 1.4.
 
 Token ids go in and come out of `/v1/completions` (`detokenize: false`), streamed, so that an aborted request has its
 tokens so far. Log-probs are of the raw logits: a request whose temperature, top-k or top-p samples from another
-distribution is refused. The server has no weight versions and cannot pause; it takes weights as CUDA handles only,
-for which rl-ckpt has no adapter, so it serves the version on disk. `sleep(1)` and `wake` are
-`/release_memory` and `/resume_memory`, which only its asynchronous engine answers.
+distribution is refused. Weights arrive by `/update_weights` and rl-ckpt's extension of its workers, which must be
+installed beside TensorRT-LLM; requests in flight are finished first, as there is no way to freeze them. So every token
+of a request is of one version, which is counted here: TensorRT-LLM has none. `sleep(1)` and `wake` are
+`/release_memory` and `/resume_memory`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import json
+import secrets
+import shutil
 import socket
+import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout.backends.external.server import COMMON_OPTIONS, ExternalServer, words
+from rl_ckpt.adapters.tensorrt_llm import AUTH_HEADER, KEY_VARIABLE, update_message
+from rl_rollout.backends.external.server import COMMON_OPTIONS, ExternalServer, check_arguments, words
 from rl_rollout.backends.external.upstream import closed, error_text
-from rl_rollout.errors import ConfigError, GenerationError, ServerLostError, UnsupportedError
+from rl_rollout.errors import (
+    ConfigError,
+    GenerationError,
+    RolloutError,
+    ServerLostError,
+    ServerStartError,
+    UnsupportedError,
+)
 from rl_rollout.registry import check_options
 from rl_rollout.types import Capabilities, FinishReason, ServerParallel, TokenChunk, TokenOutput
 
@@ -30,20 +46,29 @@ if TYPE_CHECKING:
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig
 
+LAUNCHER = "rl_ckpt.adapters.tensorrt_llm"
+"""Module that starts TensorRT-LLM's server over the engine that takes weights; `trtllm-serve` has another."""
 OPTIONS = {
     **COMMON_OPTIONS,
-    "command": "what starts the server, a list or a line; default: trtllm-serve",
-    "sleeps": "whether its engine is the asynchronous one, which gives memory back; false",
+    "command": f"what starts the server, a list or a line; default: this Python -m {LAUNCHER}; trtllm-serve takes no "
+    "new weights",
+    "sleeps": "whether it gives memory back; false",
 }
+LAYOUT_ARGUMENTS = {
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size"), "tp"),
+    **dict.fromkeys(("--pp-size", "--pipeline-parallel-size"), "pp"),
+    **dict.fromkeys(("--ep-size", "--moe-expert-parallel-size"), "ep"),
+}
+"""Arguments that `ServerConfig.parallel` sets, or that it would have to."""
 
 
 def create_server(config: ServerConfig) -> RolloutServer:
-    """Server whose trtllm-serve is a subprocess, which ends with this process."""
+    """Server whose TensorRT-LLM is a subprocess, which ends with this process."""
     return TensorrtLlmServer(config)
 
 
 class TensorrtLlmServer(ExternalServer):
-    """Rollout server over `trtllm-serve`. A pause holds new requests on this side; mode `keep` is refused."""
+    """Rollout server over TensorRT-LLM. A pause holds new requests on this side; mode `keep` is refused."""
 
     def __init__(self, config: ServerConfig) -> None:
         check_options(config.options, OPTIONS, "tensorrt_llm")
@@ -52,16 +77,24 @@ class TensorrtLlmServer(ExternalServer):
             ("dtype", "auto"),
             ("kv_cache_bytes", 0),
             ("seed", 0),
-            ("parallel", ServerParallel()),
+            ("parallel", ServerParallel(tp=config.parallel.tp)),
         ):
             if getattr(config, name) != default:
                 raise ConfigError(
-                    f"{name}={getattr(config, name)!r}: trtllm-serve takes this from a file; leave it at {default!r}, "
+                    f"{name}={getattr(config, name)!r}: TensorRT-LLM takes this from a file; leave it at {default!r}, "
                     "and name the file in the option args='--extra_llm_api_options FILE'"
                 )
         if not isinstance(config.options.get("sleeps", False), bool):
             raise ConfigError(f"option sleeps={config.options['sleeps']!r} must be true or false")
-        super().__init__(config, engine_name="trtllm-serve")
+        default = [sys.executable, "-m", LAUNCHER]
+        self._program = words(config.options.get("command", default), "command")
+        self._takes_weights = all(Path(word).name != "trtllm-serve" for word in self._program)
+        if config.options.get("sleeps") and not self._takes_weights:
+            raise ConfigError(f"option sleeps=true: trtllm-serve cannot; let the command be python -m {LAUNCHER}")
+        super().__init__(config, engine_name="tensorrt_llm")
+        check_arguments(self.arguments, LAYOUT_ARGUMENTS)
+        self._folder = tempfile.mkdtemp(prefix="rl-rollout-")
+        key = secrets.token_hex(16)
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         self._reading: dict[str, asyncio.Task[None]] = {}
@@ -70,13 +103,16 @@ class TensorrtLlmServer(ExternalServer):
             self._command(),
             f"http://127.0.0.1:{self._port}",
             lambda: aiohttp.TCPConnector(limit=0, force_close=True),
+            **({KEY_VARIABLE: key} if self._takes_weights else {}),
         )
+        self.upstream.sign = lambda body: signature(key, body)
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `RolloutServer.capabilities`: plain generation."""
+        """See `RolloutServer.capabilities`: plain generation, and whole tensors of new weights."""
         return Capabilities(
-            updates_weights=False,
+            updates_weights=self._takes_weights,
+            num_receivers=self.config.parallel.tp,
             sleep_levels=(1,) if self.config.options.get("sleeps") else (),
             gives_top_logprobs=False,
             gives_prompt_logprobs=False,
@@ -85,11 +121,33 @@ class TensorrtLlmServer(ExternalServer):
     def _command(self) -> list[str]:
         config = self.config
         return [
-            *words(config.options.get("command", ["trtllm-serve"]), "command"),
+            *self._program,
             *(config.model_path, "--backend", "pytorch", "--host", "127.0.0.1", "--port", str(self._port)),
             *("--max_seq_len", str(self.max_model_len), "--max_batch_size", str(config.max_num_seqs)),
+            *(("--tp_size", str(config.parallel.tp)) if config.parallel.tp > 1 else ()),
+            *(("--sleeps",) if config.options.get("sleeps") else ()),
             *self.arguments,
         ]
+
+    async def after_start(self) -> None:
+        """Check that the workers have the extension that takes weights.
+
+        Raises:
+            ServerStartError: they do not.
+        """
+        if self._takes_weights:
+            try:
+                await self.upstream.command("/update_weights", update_message())
+            except RolloutError as error:
+                raise ServerStartError(
+                    f"TensorRT-LLM is up, and its workers do not take weights ({error}); have the option command start "
+                    f"python -m {LAUNCHER} in an environment with rl-ckpt, or trtllm-serve to serve those on disk"
+                ) from error
+
+    async def stop(self) -> None:
+        """See `RolloutServer.stop`."""
+        await super().stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def post_generate(
         self, request: GenerateRequest, images: PreparedImages | None, flight: Flight
@@ -146,18 +204,29 @@ class TensorrtLlmServer(ExternalServer):
             UnsupportedError: `keep`.
         """
         if mode == "keep":
-            raise UnsupportedError("trtllm-serve cannot freeze what is in flight; pause with abort or wait")
+            raise UnsupportedError("TensorRT-LLM cannot freeze what is in flight; pause with abort or wait")
         await super().pause(mode)
 
     async def post_pause(self, mode: PauseMode) -> None:
-        """See `ExternalServer`. Nothing is in flight then, and nothing is sent."""
+        """See `ExternalServer`. An update's (`keep`) lets requests in flight finish; else there are none by now."""
+        if mode == "keep":
+            self._may_send.clear()
+            await self._drain([flight for flight in self._flights.values() if flight.is_sent])
 
     async def post_resume(self) -> None:
         """See `ExternalServer`."""
 
     async def post_update(self, address: str, version: int) -> None:
-        """See `ExternalServer`. Never called: `capabilities` excludes it."""
-        raise UnsupportedError(f"trtllm-serve takes no weights from {address!r} (version {version})")
+        """See `ExternalServer`. The extension installs and attests what has landed; after a failure it restores."""
+        files = [Path(self._folder, f"failed-{rank}") for rank in range(self.capabilities.num_receivers)]
+        for file in files:
+            file.unlink(missing_ok=True)
+        message = update_message(
+            url=address, version=version, timeout_s=self.config.timeout_s, failed=str(self._folder)
+        )
+        await self.upstream.command("/update_weights", message)
+        if told := [file.read_text() for file in files if file.exists()]:
+            raise GenerationError("; ".join(dict.fromkeys(told)))  # one rank's is the cause of the others'
 
     async def post_sleep(self, level: int) -> None:
         """See `ExternalServer`. Requests in flight are finished first."""
@@ -171,6 +240,11 @@ class TensorrtLlmServer(ExternalServer):
             await self.upstream.command("/resume_memory", {"tags": ["kv_cache"]})
 
 
+def signature(key: str, body: bytes) -> dict[str, str]:
+    """Header that TensorRT-LLM 1.3 and later ask for in requests that change weights or memory."""
+    return {AUTH_HEADER: f"sha256={hmac.new(key.encode(), body, hashlib.sha256).hexdigest()}"}
+
+
 def check_distribution(request: GenerateRequest) -> None:
     """Check that the reported log-probs would be of the distribution that is sampled from.
 
@@ -180,7 +254,7 @@ def check_distribution(request: GenerateRequest) -> None:
     params = request.sampling_params
     if params.temperature not in (0, 1) or params.top_p < 1 or params.top_k > 0:
         raise UnsupportedError(
-            f"request {request.request_id!r}: trtllm-serve tells log-probs of the raw logits, so that temperature="
+            f"request {request.request_id!r}: TensorRT-LLM tells log-probs of the raw logits, so that temperature="
             f"{params.temperature}, top_p={params.top_p}, top_k={params.top_k} must be 0 or 1, 1, and 0"
         )
 
@@ -192,15 +266,15 @@ def read_event(event: Mapping[str, Any], version: int) -> TokenChunk:
         GenerationError: it is an error, or tells text in place of ids, or tokens without log-probs.
     """
     if "choices" not in event:
-        raise GenerationError(f"trtllm-serve: {error_text(json.dumps(event))}")
+        raise GenerationError(f"TensorRT-LLM: {error_text(json.dumps(event))}")
     nothing: dict[str, Any] = {"token_ids": []}
     choice: Mapping[str, Any] = event["choices"][0] if event["choices"] else nothing
     ids = choice.get("token_ids")
     if ids is None:
-        raise GenerationError("trtllm-serve told no token ids; its version does not honour detokenize=false")
+        raise GenerationError("TensorRT-LLM told no token ids; its version does not honour detokenize=false")
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
     if len(logprobs) != len(ids):
-        raise GenerationError(f"trtllm-serve told {len(ids)} tokens and {len(logprobs)} log-probs")
+        raise GenerationError(f"TensorRT-LLM told {len(ids)} tokens and {len(logprobs)} log-probs")
     reason = choice.get("finish_reason")
     return TokenChunk(
         token_ids=tuple(ids),
@@ -219,6 +293,6 @@ def put_together(request: GenerateRequest, chunks: Sequence[TokenChunk], *, is_a
     output = TokenOutput.joined(request.request_id, chunks)
     if is_aborted or output.finish_reason is not FinishReason.ABORT:
         return output
-    lost = ServerLostError(f"trtllm-serve ended the stream of {request.request_id!r} without a reason")
+    lost = ServerLostError(f"TensorRT-LLM ended the stream of {request.request_id!r} without a reason")
     lost.partial = output
     raise lost

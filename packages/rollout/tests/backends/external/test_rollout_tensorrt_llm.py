@@ -2,9 +2,11 @@
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rollout_servers import serve
 
 from rl_rollout import (
     ConfigError,
@@ -14,12 +16,16 @@ from rl_rollout import (
     SamplingParams,
     ServerConfig,
     ServerLostError,
+    ServerParallel,
+    ServerStartError,
     TokenChunk,
     UnsupportedError,
+    WeightUpdateError,
     create_server,
 )
 from rl_rollout.backends.tensorrt_llm import put_together, read_event
-from rl_rollout.testing import FakeReceiver, load_weights
+from rl_rollout.testing import FakeReceiver, ServerConformance, load_weights
+from rl_rollout.testing.conformance import InFlight, expect, other_weights
 
 FAKE = [sys.executable, str(Path(__file__).parents[2] / "peers/fake_trtllm.py")]
 START_S = 240.0
@@ -34,6 +40,78 @@ def config_of(folder, **fields):
 def request(request_id="r", prompt=(5, 6, 7), **params):
     params = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params
     return GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
+
+
+@pytest.mark.contract
+class TestProtocol(ServerConformance):
+    """Where TensorRT-LLM can less than the suite asks for, a test of the same name says what it does instead."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls, long_folder, new_trainer):
+        yield from serve(
+            "tensorrt_llm", config_of(long_folder, max_model_len=4096), new_trainer(60), max_model_len=4096
+        )
+
+    def test_pause_keep_freezes_and_holds(self, served):
+        expect(UnsupportedError, lambda: served.run(served.server.pause("keep")), "pause with abort or wait")
+        assert served.generate().token_ids
+
+    def test_a_request_in_flight_goes_on_under_new_weights(self, served):
+        """It ends under the old ones, with none of the new, and what comes meanwhile waits for the new ones."""
+        weights = load_weights(served.model_path)
+        served.install(weights)
+        old = served.version
+
+        async def scenario():
+            asked = served.request((5,), max_new_tokens=500)
+            first = asyncio.create_task(served.server.generate(asked))
+            await served.server.generate(served.request((6,), max_new_tokens=1))
+            was_in_flight = not first.done()
+            update = asyncio.create_task(served.update(served, other_weights(weights), old + 1))
+            while served.server._may_send.is_set():  # noqa: ASYNC110  there is no event to wait for
+                await asyncio.sleep(0.001)
+            second = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=20)))
+            await update
+            return was_in_flight, await first, await second
+
+        was_in_flight, first, second = served.run(scenario())
+        served.version = old + 1
+        assert was_in_flight
+        assert first.weight_versions == (old,) * 500
+        assert second.weight_versions == (old + 1,) * 20
+        assert second.token_ids == served.generate((5,), max_new_tokens=20).token_ids
+        served.install(weights)
+        assert first.token_ids == served.generate((5,), max_new_tokens=500).token_ids
+
+    def test_an_update_does_not_wait_longer_than_its_deadline_for_requests_in_flight(self, served, monkeypatch):
+        receiver = FakeReceiver(load_weights(served.model_path), served.version + 1)
+        receiver.address = "shm://nobody"
+
+        async def scenario():
+            going = InFlight(served)
+            await going.proceed()
+            monkeypatch.setattr(served.server, "config", replace(served.server.config, timeout_s=0.2))
+            with pytest.raises(WeightUpdateError, match=r"did not finish the requests in flight .* still serves"):
+                await served.server.update_weights(receiver, served.version + 1)
+            assert served.server._may_send.is_set()
+            return await going.end()
+
+        assert served.run(scenario()).token_ids
+
+    def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served):
+        for params in ({"temperature": 0.7}, {"top_p": 0.9, "temperature": 1.0}, {"top_k": 5, "temperature": 1.0}):
+            expect(UnsupportedError, lambda params=params: served.generate(**params), "log-probs of the raw logits")
+
+    def test_sleep_gives_back_the_cache_and_loses_nothing(self, served):
+        """Requests in flight are finished first: `test_sleep_waits_for_what_is_in_flight_and_holds_the_rest`."""
+        old = served.generate()
+        served.run(served.server.sleep(1))
+        served.run(served.server.wake())
+        new = served.generate()
+        assert replace(new, request_id=old.request_id) == old
+
+    test_stop_ends_it = ServerConformance.test_stop_ends_it
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +170,12 @@ def test_sleep_waits_for_what_is_in_flight_and_holds_the_rest(servers):
     assert run(scenario()) == ((True, False), 300, 8)
 
 
-def test_what_it_cannot_do_is_refused(servers, long_folder):
+def test_what_it_cannot_do_is_refused(servers):
     run, theirs, _ = servers
-    receiver = FakeReceiver(load_weights(long_folder), 1)
     for call, message in (
         (theirs.generate(request(temperature=0.7)), "log-probs of the raw logits"),
         (theirs.generate(request(top_p=0.9)), "log-probs of the raw logits"),
         (theirs.pause("keep"), "pause with abort or wait"),
-        (theirs.update_weights(receiver, 1), "takes no new weights"),
         (theirs.sleep(2), "cannot sleep at level 2"),
     ):
         with pytest.raises(UnsupportedError, match=message):
@@ -108,10 +184,36 @@ def test_what_it_cannot_do_is_refused(servers, long_folder):
 
 
 def test_settings_that_it_cannot_honour_are_refused(long_folder):
-    with pytest.raises(ConfigError, match="kv_cache_bytes=100: .*--extra_llm_api_options FILE"):
-        create_server("tensorrt_llm", config_of(long_folder, kv_cache_bytes=100))
-    with pytest.raises(ConfigError, match="sleeps='yes' must be true or false"):
-        create_server("tensorrt_llm", config_of(long_folder, options={"sleeps": "yes"}))
+    for fields, message in (
+        ({"kv_cache_bytes": 100}, "kv_cache_bytes=100: .*--extra_llm_api_options FILE"),
+        ({"parallel": ServerParallel(tp=2, pp=2)}, r"parallel=ServerParallel\(tp=2, .*pp=2"),
+        ({"options": {"sleeps": "yes"}}, "sleeps='yes' must be true or false"),
+        ({"options": {"sleeps": True, "command": "/bin/trtllm-serve"}}, "sleeps=true: trtllm-serve cannot"),
+        ({"options": {"args": "--tp_size 2"}}, "args have --tp_size, .* set parallel tp"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            create_server("tensorrt_llm", config_of(long_folder, **fields))
+
+
+def test_trtllm_serve_takes_no_new_weights_and_the_launcher_does(long_folder):
+    receiver = FakeReceiver(load_weights(long_folder), 1)
+    plain = create_server("tensorrt_llm", config_of(long_folder, options={"command": "/bin/trtllm-serve"}))
+    assert not plain.capabilities.updates_weights
+    with pytest.raises(UnsupportedError, match="takes no new weights"):
+        asyncio.run(plain.update_weights(receiver, 1))
+    both = create_server("tensorrt_llm", config_of(long_folder, options={}, parallel=ServerParallel(tp=2)))
+    assert (both.capabilities.updates_weights, both.capabilities.num_receivers) == (True, 2)
+    command = both._command()
+    assert command[:3] == [sys.executable, "-m", "rl_ckpt.adapters.tensorrt_llm"]
+    assert command[-2:] == ["--tp_size", "2"]
+
+
+@pytest.mark.slow
+def test_a_server_whose_workers_take_no_messages_is_found_at_start(long_folder):
+    config = config_of(long_folder, options={"command": FAKE, "args": "--without-extension"})
+    server = create_server("tensorrt_llm", config)
+    with pytest.raises(ServerStartError, match=r"do not take weights \(.*not found in ipc_handles.*rl_ckpt.adapters"):
+        asyncio.run(server.start())
 
 
 def test_answers_that_would_be_wrong_in_silence_are_errors():
