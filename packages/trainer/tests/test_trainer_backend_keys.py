@@ -214,6 +214,7 @@ def test_what_a_backend_cannot_do_is_refused_by_name_before_anything_starts(fold
     [
         ([], "1 and 2"),
         ([VLLM], "none"),
+        (["rollout.backend=tensorrt_llm", "rollout.options={sleeps: true}"], "1"),
         ([VLLM, "rollout.options={args: --enable-sleep-mode}", "rollout.colocated=true"], "1 and 2"),
         ([SGLANG, "rollout.options={args: --enable-deterministic-inference}"], "none"),
         (["weights_transport=inproc", "runtime=inline"], "1 and 2"),
@@ -243,6 +244,7 @@ def test_whether_prompts_are_shared_is_told(folder):
         (["weights_transport=tcp"], "from shard to shard"),
         (["weights.mode=gathered"], "gathered, and sent by rank 0, because weights.mode=gathered asks for it"),
         ([SGLANG], "from shard to shard"),
+        (["rollout.backend=tensorrt_llm"], "takes whole tensors"),
         ([VLLM, "rollout.parallel={tp: 2}"], "from shard to shard"),
         (["weights_transport=file:///w"], "because file:// takes no votes, so that slices could be of two versions"),
         (["weights_transport=file+memory://w", "weights.delta=true"], "could be of two versions, as differences"),

@@ -1,8 +1,9 @@
 """Servers of others as tests start them: fakes that speak their protocols, and the real ones where there are some.
 
-RL_ROLLOUT_VLLM and RL_ROLLOUT_SGLANG are folders of virtual environments with vLLM or SGLang, and rl-ckpt: they pin
-other torches than ours. For images they need torchvision; where its compiled operators do not fit the torch of a test
-environment, declarations of them (`torch.library`) are enough for it to be imported.
+RL_ROLLOUT_VLLM, RL_ROLLOUT_SGLANG and RL_ROLLOUT_TRTLLM are folders of virtual environments with vLLM, SGLang or
+TensorRT-LLM, and rl-ckpt: they pin other torches than ours. For images they need torchvision; where its compiled
+operators do not fit the torch of a test environment, declarations of them (`torch.library`) are enough for it to be
+imported.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from rl_rollout.testing import Served, write_tiny_model, write_tiny_vl_model
 
 VLLM = os.environ.get("RL_ROLLOUT_VLLM")
 SGLANG = os.environ.get("RL_ROLLOUT_SGLANG")
+TRTLLM = os.environ.get("RL_ROLLOUT_TRTLLM")
 START_S = 600.0
 FAKES = {name: [sys.executable, str(Path(__file__).parent / f"fake_{name}.py")] for name in ("vllm", "sglang")}
 SIZES = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -38,6 +40,7 @@ def real(environment, name):
 
 real_vllm = real(VLLM, "RL_ROLLOUT_VLLM")
 real_sglang = real(SGLANG, "RL_ROLLOUT_SGLANG")
+real_trtllm = real(TRTLLM, "RL_ROLLOUT_TRTLLM")
 
 
 def config_of(folder, *args, command, env=None, adapters=(), **fields):

@@ -1,12 +1,18 @@
-"""The TensorRT-LLM backend against a fake that speaks its protocol. The real server was never run."""
+"""The TensorRT-LLM backend against a fake that speaks its protocol. The real server was never run.
+
+RL_ROLLOUT_TRTLLM is the folder of a virtual environment with TensorRT-LLM, Ray and rl-ckpt, and RL_ROLLOUT_MODEL that
+of a model in bfloat16, with its tokenizer.
+"""
 
 import asyncio
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rollout_servers import serve
+import torch
+from rollout_servers import TRTLLM, real_trtllm, serve
 
 from rl_rollout import (
     ConfigError,
@@ -23,7 +29,7 @@ from rl_rollout import (
     WeightUpdateError,
     create_server,
 )
-from rl_rollout.backends.tensorrt_llm import put_together, read_event
+from rl_rollout.backends.tensorrt_llm import LAUNCHER, put_together, read_event
 from rl_rollout.testing import FakeReceiver, ServerConformance, load_weights
 from rl_rollout.testing.conformance import InFlight, expect, other_weights
 
@@ -112,6 +118,45 @@ class TestProtocol(ServerConformance):
         assert replace(new, request_id=old.request_id) == old
 
     test_stop_ends_it = ServerConformance.test_stop_ends_it
+
+
+@real_trtllm
+@pytest.mark.gpu
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_real_one_serves_what_it_is_sent(tp, new_trainer):
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"{tp} GPUs are needed")
+    options = {"command": f"{TRTLLM}/bin/python -m {LAUNCHER}", "sleeps": True}
+    model = os.environ["RL_ROLLOUT_MODEL"]
+    config = config_of(model, options=options, parallel=ServerParallel(tp=tp), max_model_len=512)
+    for served in serve("tensorrt_llm", config, new_trainer(300), max_model_len=512):
+        check_updates(served)
+
+
+def check_updates(served):
+    weights = load_weights(served.model_path)
+    others = other_weights(weights)
+    without = {name: tensor for name, tensor in others.items() if not name.endswith("norm.weight")}
+
+    def tokens():
+        return served.generate(max_new_tokens=20).token_ids
+
+    old = tokens()
+    assert tokens() == old
+    expect(WeightUpdateError, lambda: served.install(without), "still serves")  # undone with what is on disk
+    assert tokens() == old
+    served.version += 1
+    version = served.install(others)
+    new = served.generate(max_new_tokens=20)
+    assert new.token_ids != old
+    assert new.weight_versions == (version,) * 20
+    expect(WeightUpdateError, lambda: served.install(without), "still serves")  # undone with the version before
+    assert tokens() == new.token_ids
+    served.version += 1
+    served.run(served.server.sleep(1))
+    served.run(served.server.wake())
+    served.install(weights)
+    assert tokens() == old
 
 
 @pytest.fixture(scope="module")
