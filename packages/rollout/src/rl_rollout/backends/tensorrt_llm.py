@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_ckpt.adapters.tensorrt_llm import AUTH_HEADER, KEY_VARIABLE, update_message
 from rl_rollout.backends.external.server import COMMON_OPTIONS, ExternalServer, check_arguments, words
 from rl_rollout.backends.external.upstream import closed, error_text
 from rl_rollout.errors import (
@@ -48,6 +47,9 @@ if TYPE_CHECKING:
 
 LAUNCHER = "rl_ckpt.adapters.tensorrt_llm"
 """Module that starts TensorRT-LLM's server over the engine that takes weights; `trtllm-serve` has another."""
+KEY_VARIABLE = "RL_CKPT_CONTROL_KEY"
+"""Environment variable with the key that requests are signed with, for that launcher."""
+AUTH_HEADER = "x-trtllm-rl-control-auth"
 OPTIONS = {
     **COMMON_OPTIONS,
     "command": f"what starts the server, a list or a line; default: this Python -m {LAUNCHER}; trtllm-serve takes no "
@@ -238,6 +240,11 @@ class TensorrtLlmServer(ExternalServer):
         """See `ExternalServer`."""
         if "kv_cache" in tags:
             await self.upstream.command("/resume_memory", {"tags": ["kv_cache"]})
+
+
+def update_message(**fields: Any) -> dict[str, Any]:
+    """Body of `/update_weights`: a message to rl-ckpt's extension. Without fields, it asks whether that is there."""
+    return {"weights": {"rl_ckpt": json.dumps(fields)}}
 
 
 def signature(key: str, body: bytes) -> dict[str, str]:

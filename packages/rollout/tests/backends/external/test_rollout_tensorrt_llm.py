@@ -5,6 +5,7 @@ of a model in bfloat16, with its tokenizer.
 """
 
 import asyncio
+import importlib.util
 import os
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from rollout_servers import TRTLLM, real_trtllm, serve
 
+from rl_ckpt.adapters import tensorrt_llm as adapter
 from rl_rollout import (
     ConfigError,
     FinishReason,
@@ -29,6 +31,7 @@ from rl_rollout import (
     WeightUpdateError,
     create_server,
 )
+from rl_rollout.backends import tensorrt_llm
 from rl_rollout.backends.tensorrt_llm import LAUNCHER, put_together, read_event
 from rl_rollout.testing import FakeReceiver, ServerConformance, load_weights
 from rl_rollout.testing.conformance import InFlight, expect, other_weights
@@ -116,6 +119,9 @@ class TestProtocol(ServerConformance):
         served.run(served.server.wake())
         new = served.generate()
         assert replace(new, request_id=old.request_id) == old
+
+    def test_what_the_real_one_is_asked_for_on_a_gpu(self, served):
+        check_updates(served)
 
     test_stop_ends_it = ServerConformance.test_stop_ends_it
 
@@ -251,6 +257,15 @@ def test_trtllm_serve_takes_no_new_weights_and_the_launcher_does(long_folder):
     command = both._command()
     assert command[:3] == [sys.executable, "-m", "rl_ckpt.adapters.tensorrt_llm"]
     assert command[-2:] == ["--tp_size", "2"]
+
+
+def test_both_packages_mean_the_same_message():
+    for name in ("KEY_VARIABLE", "AUTH_HEADER"):
+        assert getattr(tensorrt_llm, name) == getattr(adapter, name)
+    fields = {"url": "shm://a", "version": 3, "timeout_s": 1.0, "failed": "/f"}
+    assert tensorrt_llm.update_message(**fields) == adapter.update_message(**fields)
+    assert importlib.util.find_spec(f"{LAUNCHER}.__main__") is not None
+    assert adapter.__name__ == LAUNCHER
 
 
 @pytest.mark.slow
