@@ -105,7 +105,9 @@ def test_memory_of_a_copy_that_was_given_back_is_no_copy():
     room = torch.empty(4, 6)
     with recorder:
         moved = weights["q"].clone()
-        recorder._moved[room.data_ptr()] = recorder._moved.pop(moved.data_ptr())  # as the allocator would have it
+        recorder._origins._moved[room.data_ptr()] = recorder._origins._moved.pop(
+            moved.data_ptr()
+        )  # as the allocator would have it
         del moved
         model.qk.data[:4].copy_(room)
     assert not recorder.bindings

@@ -130,6 +130,31 @@ def test_what_a_loader_computes_something_of_is_wanted_whole_and_a_view_that_is_
     assert boxes == {"doubled": ((0, 0), (4, 3)), "turned": ((0, 0), (3, 2)), "skewed": ((0, 0), (4, 3))}
 
 
+def test_a_part_that_a_loader_takes_to_the_device_first_is_wanted_alone_unless_it_is_cut_again_there():
+    """`clone` stands for the way to the device."""
+
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+
+        @torch.no_grad()
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                if name == "moved":
+                    self.a.data.copy_(tensor[1:3].clone().to(torch.float64))
+                elif name == "cut":
+                    self.a.data.copy_(tensor.clone()[1:3])
+
+    model = Moving()
+    given = {"moved": torch.ones(4, 3), "cut": torch.ones(4, 3)}
+    with DryLoad(model, given) as dry:
+        model.load_weights(given.items())
+    assert not model.a.any()
+    boxes = {name: (part.offsets, part.sizes) for name, part in dry.parts().items()}
+    assert boxes == {"moved": ((1, 0), (2, 3)), "cut": ((0, 0), (4, 3))}
+
+
 class Engine:
     """What an adapter makes of a rank: an installer around its loader."""
 

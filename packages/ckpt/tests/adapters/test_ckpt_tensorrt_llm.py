@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import ModuleType, SimpleNamespace
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import rl_ckpt
+from rl_ckpt.adapters.layout import read_layouts, write_layout_request
 from rl_ckpt.adapters.tensorrt_llm import EXTENSION, KEY_VARIABLE, __main__, update_message
 from rl_ckpt.testing import new_name
 
@@ -189,7 +191,7 @@ class Server:
         for file in files:
             file.unlink(missing_ok=True)
         answers = self.post(
-            update_message(url=self.url, version=wanted or version, timeout_s=30, failed=str(self.folder))
+            update_message(url=self.url, version=wanted or version, timeout_s=30, folder=str(self.folder))
         )
         report = None
         with suppress(rl_ckpt.SyncAbortedError):
@@ -198,6 +200,16 @@ class Server:
             assert answer.result(60) is None, "a failure must not be the answer of one worker"
         told = [file.read_text() for file in files if file.exists()]
         assert (report is None) == bool(told)
+        return told
+
+    def answered(self, may_fail=False, **fields):
+        """Have all workers answer a message; returns the reason of every one that failed."""
+        for file in self.folder.glob("failed-*"):
+            file.unlink()
+        for answer in self.post(update_message(folder=str(self.folder), **fields)):
+            assert answer.result(60) is None
+        told = [file.read_text() for file in self.folder.glob("failed-*")]
+        assert may_fail or not told, told
         return told
 
     def holds(self, weights):
@@ -226,7 +238,7 @@ def test_every_worker_takes_its_part_and_vouches_for_it(server, sender):
         assert server.sync(sender, weights_of(version), version) == []
         assert server.holds(weights_of(version))
     for worker, model in zip(server.workers, server.models, strict=True):
-        assert (model.num_prepared, model.num_finished, worker.engine.num_resets) == (2, 2, 2)
+        assert (model.num_prepared, model.num_finished, worker.engine.num_resets) == (2, 2, 4)
         assert not hasattr(model, "first_pre_reload_weights")
 
 
@@ -266,12 +278,14 @@ def test_a_load_that_breaks_is_undone_on_all_workers(server, sender, num_before)
 def test_a_sync_that_leaves_out_a_tensor_or_is_of_another_version_changes_nothing(server, sender):
     without = {name: tensor for name, tensor in weights_of(1).items() if name != "qkv.k"}
     shorter = {name: tensor for name, tensor in weights_of(1).items() if not name.startswith("norm")}
-    assert server.sync(sender, shorter, 1)[0].startswith("TensorError: 1 parameters of the model got nothing")
+    assert any("TensorError: 1 parameters of the model got" in text for text in server.sync(sender, shorter, 1))
     assert server.holds(weights_of(0))
-    assert "version 2 came, and 7 was asked for" in server.sync(sender, weights_of(2), 2, wanted=7)[0]
+    told = server.sync(sender, weights_of(2), 2, wanted=7)
+    assert any("version 2 came, and 7 was asked for" in text for text in told)
     assert server.holds(weights_of(0))
     assert server.sync(sender, weights_of(3), 3) == []
-    assert "1 of the 4 tensors that the engine holds did not come" in server.sync(sender, without, 4)[0]
+    told = server.sync(sender, without, 4)
+    assert any("1 of the 4 tensors that the engine holds did not come" in text for text in told)
     assert server.holds(weights_of(3))
 
 
@@ -284,6 +298,95 @@ def test_a_model_that_cannot_go_back_refuses(server, sender):
         server.models[0](None)
     assert server.sync(sender, weights_of(2), 2) == []
     assert server.holds(weights_of(2))
+
+
+class ShardedTrainer:
+    """Two ranks of a trainer, each with half of the rows of every tensor, and what the workers have told of theirs."""
+
+    def __init__(self, server):
+        self.server, folder = server, server.folder / "layout"
+        folder.mkdir()
+        told = {name: ("float32", tuple(tensor.shape)) for name, tensor in weights_of(0).items()}
+        server.answered(url=write_layout_request(folder, told))
+        targets, name = read_layouts(folder, RANKS), new_name()
+        self.plan = rl_ckpt.ShardPlan([list(self.specs(rank)) for rank in range(2)], targets)
+        self.senders = [
+            rl_ckpt.ShardedSender(self.plan, rank, lambda to, r=rank: f"inproc://{name}-{r}-{to}", timeout_s=30)
+            for rank in range(2)
+        ]
+
+    def specs(self, rank):
+        for name, tensor in weights_of(0).items():
+            yield rl_ckpt.ShardSpec.on_mesh(
+                name, tuple(tensor.shape), mesh=(2,), placements=(0,), coordinate=(rank,)
+            )  # fmt: skip
+
+    async def open(self):
+        return rl_ckpt.join_addresses([await sender.prepare() for sender in self.senders], self.plan.num_targets)
+
+    async def send(self, weights, version):
+        shares = await asyncio.gather(
+            *(
+                sender.stage(
+                    lambda r=r: [(spec, spec.of(weights[spec.name])) for spec in self.specs(r)], version=version
+                )
+                for r, sender in enumerate(self.senders)
+            ),
+            return_exceptions=True,
+        )
+        if failed := [share for share in shares if isinstance(share, BaseException)]:
+            await asyncio.gather(*(sender.abort(str(failed[0])) for sender in self.senders))
+            raise failed[0]
+        digest = rl_ckpt.join_digest(shares)
+        return [await sender.commit(digest, version) for sender in self.senders]
+
+    async def close(self):
+        for sender in self.senders:
+            await sender.close()
+
+
+def test_slices_land_while_the_engine_goes_on_and_each_worker_takes_its_own(server):
+    trainer = ShardedTrainer(server)
+    assert server.holds(weights_of(0)), "a layout is told by a dry run"
+    with asyncio.Runner() as runner, ThreadPoolExecutor(1) as pool:
+        address = runner.run(trainer.open())
+        landed = [server.folder / f"landed-{rank}" for rank in range(RANKS)]
+
+        def sync(version, breaks=False):
+            for file in landed:
+                file.unlink(missing_ok=True)
+            server.answered(url=address, timeout_s=30)
+            sending = pool.submit(runner.run, trainer.send(weights_of(version), version))
+            deadline = time.monotonic() + 30
+            while not all(file.exists() for file in landed):
+                assert time.monotonic() < deadline
+                assert not any(worker.engine.stands_still.locked() for worker in server.workers)
+                time.sleep(0.001)
+            assert not server.holds(weights_of(version))
+            server.models[0].breaks = breaks
+            return server.answered(url=address, version=version, may_fail=breaks), sending
+
+        for version in (1, 2):
+            told, sending = sync(version)
+            assert told == []
+            receipts = [receipt for report in sending.result(60) for receipt in report.receipts]
+            assert all(receipt.is_attested for receipt in receipts)
+            assert sum(report.num_bytes for report in sending.result()) == 4 * num_taken(server)
+            assert server.holds(weights_of(version))
+        told, sending = sync(3, breaks=True)
+        assert any("out of memory on the device" in text for text in told)
+        assert sending.exception(60) is not None
+        assert server.holds(weights_of(2))
+        assert sync(4)[1].result(60)
+        assert server.holds(weights_of(4))
+        assert [model.num_finished for model in server.models] == [1, 1]  # of the first, which came whole
+        assert all(worker.engine.num_resets >= 4 for worker in server.workers)
+        runner.run(trainer.close())
+
+
+def num_taken(server):
+    """Elements that the workers compute with."""
+    return sum(parameter.numel() for model in server.models for parameter in model.parameters())
 
 
 def test_handles_and_questions_are_answered_as_before(server):

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_ckpt.adapters.load_recorder import Layout
+from rl_ckpt.adapters.load_recorder import Layout, Origins, pointer_of
 from rl_ckpt.errors import UsageError
 from rl_ckpt.types import ShardSpec
 
@@ -42,22 +42,27 @@ class DryLoad(TorchDispatchMode):
     def __init__(self, model: nn.Module, given: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._given = given
-        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in given.items() if tensor.numel()}
-        self._kept = {_pointer(tensor) for tensor in (*model.parameters(), *model.buffers())} - {0}
+        self._origins = Origins(given)
+        self._kept = {pointer_of(tensor) for tensor in (*model.parameters(), *model.buffers())} - {None, 0}
         self._copied: dict[str, list[Layout]] = {}
         self._whole: set[str] = set()
         """Names of tensors that the loader computes with before it copies: all of each counts."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sources = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and _pointer(t) in self._names]
+        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        sources = [(origin, tensor) for tensor in tensors if (origin := self._origins.find(tensor)) is not None]
         if func is torch.ops.aten.copy_.default:
-            for source in sources if args[0].numel() else ():
-                self._copied.setdefault(self._names[_pointer(source)], []).append(Layout.of(source))
-            if sources or _pointer(args[0]) in self._kept:
+            for (name, part), _ in sources if args[0].numel() else ():
+                if part is None:
+                    self._whole.add(name)
+                else:
+                    self._copied.setdefault(name, []).append(part)
+            if sources or pointer_of(args[0]) in self._kept:
                 return args[0]
         result = func(*args, **(kwargs or {}))
-        shared = {_pointer(tensor) for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)}
-        self._whole |= {self._names[_pointer(source)] for source in sources if _pointer(source) not in shared}
+        if sources and not self._origins.follow(func, args[0], result):
+            shared = {pointer_of(tensor) for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)}
+            self._whole |= {name for (name, _), tensor in sources if pointer_of(tensor) not in shared}
         return result
 
     def copied(self, name: str) -> list[tuple[int, ...]] | None:
@@ -76,10 +81,6 @@ class DryLoad(TorchDispatchMode):
                 offsets, sizes = tuple(first for first, _ in box), tuple(end - first for first, end in box)
                 found[name] = ShardSpec(name=name, shape=tuple(tensor.shape), offsets=offsets, sizes=sizes)
         return found
-
-
-def _pointer(tensor: Tensor) -> int:
-    return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
 
 
 def _box(layout: Layout, whole: Tensor) -> list[tuple[int, int]]:

@@ -71,6 +71,43 @@ class Binding:
     """Part of it that was filled."""
 
 
+class Origins:
+    """Which parts of given tensors others are: views of them, and copies that a loader makes on the way.
+
+    Args:
+        given: Name to tensor on the CPU, as a loader is given them; each has memory of its own.
+    """
+
+    def __init__(self, given: Mapping[str, Tensor]) -> None:
+        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in given.items() if tensor.numel()}
+        self._moved: dict[int, tuple[StorageWeakRef, Layout, str, Layout]] = {}
+        """By address of a copy on the way: its memory and layout, the given tensor's name, and the part of it."""
+
+    def find(self, tensor: Tensor) -> tuple[str, Layout | None] | None:
+        """Name of the given tensor, and the part; None for the part where a copy on the way was cut again."""
+        pointer = pointer_of(tensor)
+        if pointer is None:
+            return None
+        if tensor.device.type == "cpu" and pointer in self._names:
+            return self._names[pointer], Layout.of(tensor)
+        if pointer in self._moved:
+            memory, layout, name, part = self._moved[pointer]
+            if not memory.expired():
+                return name, part if layout == Layout.of(tensor) else None
+        return None
+
+    def follow(self, func: Any, source: Any, result: Any) -> bool:
+        """Note a copy on the way, if an operator has made one of a known part."""
+        if func not in _MOVES or result.device.type == "meta" or (origin := self.find(source)) is None:
+            return False
+        name, part = origin
+        if part is None:
+            return False
+        memory = result.untyped_storage()
+        self._moved[memory.data_ptr()] = StorageWeakRef(memory), Layout.of(result), name, part
+        return True
+
+
 class LoadRecorder(TorchDispatchMode):
     """While it is entered, notes where the given tensors are copied to in a model.
 
@@ -87,38 +124,21 @@ class LoadRecorder(TorchDispatchMode):
         self.bindings: dict[str, list[Binding]] = {}
         """Bindings by the name of the given tensor."""
         self._model = model
-        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in given.items() if tensor.numel()}
-        self._moved: dict[int, tuple[StorageWeakRef, Layout, str, Layout]] = {}
-        """By address of a copy on the way: its memory and layout, the given tensor's name, and the part of it."""
+        self._origins = Origins(given)
         self._paths: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and args[0].device.type != "meta":
             self._note(args[0], args[1])
-        elif func in _MOVES and result.device.type != "meta" and (origin := self._origin(args[0])) is not None:
-            memory = result.untyped_storage()
-            self._moved[memory.data_ptr()] = StorageWeakRef(memory), Layout.of(result), *origin
+        elif args:
+            self._origins.follow(func, args[0], result)
         return result
 
-    def _origin(self, tensor: Tensor) -> tuple[str, Layout] | None:
-        """Name of the given tensor that this one is a part of, and the part; a copy of a part counts as well."""
-        pointer = _pointer(tensor)
-        if pointer is None:
-            return None
-        if tensor.device.type == "cpu" and pointer in self._names:
-            return self._names[pointer], Layout.of(tensor)
-        if pointer in self._moved:
-            memory, layout, name, part = self._moved[pointer]
-            if not memory.expired() and layout == Layout.of(tensor):
-                return name, part
-        return None
-
     def _note(self, target: Tensor, source: Tensor) -> None:
-        origin = self._origin(source)
-        path = None if origin is None else self._find(target)
-        if origin is not None and path is not None:
-            name, part = origin
+        name, part = self._origins.find(source) or ("", None)
+        path = None if part is None else self._find(target)
+        if part is not None and path is not None:
             whole = Layout.of(_tensors(self._model, path)[0])
             self.bindings.setdefault(name, []).append(Binding(part, path, whole, Layout.of(target)))
 
@@ -126,10 +146,10 @@ class LoadRecorder(TorchDispatchMode):
         """The name of the tensor whose memory that is now: layers may be filled and freed one after the other."""
         pointer = target.untyped_storage().data_ptr()
         path = self._paths.get(pointer)
-        if path is not None and any(_pointer(tensor) == pointer for tensor in _tensors(self._model, path)):
+        if path is not None and any(pointer_of(tensor) == pointer for tensor in _tensors(self._model, path)):
             return path
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            if _pointer(tensor) == pointer:
+            if pointer_of(tensor) == pointer:
                 self._paths[pointer] = name
                 return name
         return None
@@ -191,7 +211,7 @@ class Held(Mapping[str, "Tensor"]):
         self._aliases: dict[int | None, list[str]] = {}
         for path, tensor in model.named_parameters(remove_duplicate=False):
             if tensor.numel():
-                self._aliases.setdefault(_pointer(tensor), []).append(path)
+                self._aliases.setdefault(pointer_of(tensor), []).append(path)
         self._bindings = dict(bindings) | {
             name: alias for name in given if name not in bindings if (alias := _tied(model, name, bindings))
         }
@@ -268,7 +288,7 @@ class Held(Mapping[str, "Tensor"]):
         return not self._given[name].numel() or (bool(bindings) and all(map(self._is_as_filled, bindings)))
 
     def _all_copies(self, binding: Binding) -> list[Tensor]:
-        pointers = [_pointer(tensor) for tensor in _tensors(self._model, binding.path)]
+        pointers = [pointer_of(tensor) for tensor in _tensors(self._model, binding.path)]
         paths = {binding.path, *(path for pointer in pointers for path in self._aliases.get(pointer, ()))}
         return [copy for path in sorted(paths) for copy in self._copies(self._model, path, binding.whole)]
 
@@ -279,9 +299,9 @@ class Held(Mapping[str, "Tensor"]):
 
 def _tied(model: nn.Module, name: str, bindings: Mapping[str, Sequence[Binding]]) -> Sequence[Binding]:
     """The bindings of the tensor that a model uses in place of the one of this name, which its loader left out."""
-    mine = [_pointer(tensor) for tensor in _tensors(model, name)]
+    mine = [pointer_of(tensor) for tensor in _tensors(model, name)]
     for other in bindings.values():
-        if mine and mine == [_pointer(tensor) for tensor in _tensors(model, other[0].path)]:
+        if mine and mine == [pointer_of(tensor) for tensor in _tensors(model, other[0].path)]:
             return other
     return ()
 
@@ -301,5 +321,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_WHOLE[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
-def _pointer(tensor: Tensor) -> int | None:
+def pointer_of(tensor: Tensor) -> int | None:
+    """Address of a tensor's memory; None if it has none."""
     return None if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tensorrt_llm.llmapi import rlhf_utils
 
 from rl_ckpt.adapters.installer import Installer
+from rl_ckpt.adapters.layout import SCHEME
 from rl_ckpt.adapters.load_recorder import Held, LoadRecorder
 from rl_ckpt.adapters.tensorrt_llm import MESSAGE
 from rl_ckpt.errors import TensorError, UsageError
@@ -62,35 +63,48 @@ class Receiver:
         self._installer = Installer(self._model, load=self._load, restore=self._restore)
         self._url = ""
 
-    def answer(self, *, url: str, version: int, timeout_s: float, failed: str) -> None:
-        """Take a version over a session. The engine finishes what is in flight first, and stands still meanwhile.
+    def answer(self, *, url: str, folder: str, timeout_s: float = 60.0, version: int | None = None) -> None:
+        """Take a version, or make ready for slices. Nothing is in flight in the engine while a version is taken.
 
         Args:
-            url: Of the session, as for `rl_ckpt.connect`. A token of `tcp` is the variable RL_CKPT_TOKEN of the server.
-            version: The one that must come.
+            url: Of the session, as for `rl_ckpt.connect`; of many, as `rl_ckpt.join_addresses` joins them; or a request
+                of `rl_ckpt.adapters.layout`. A token of `tcp` is the variable RL_CKPT_TOKEN of the server.
+            folder: Where this worker writes the reason to the file `failed-RANK` if it fails (the model then holds the
+                weights before, or refuses), and makes `landed-RANK` when all of the slices that it takes have landed.
             timeout_s: Longest wait for the sender, seconds.
-            failed: Folder where this worker writes the file `failed-RANK` with the reason if it fails. The model then
-                holds the weights before, or refuses.
+            version: The one that must come. None: slices land from now on, while the engine goes on.
         """
         rank = int(self._worker.global_rank)
         try:
+            if url.startswith(SCHEME):
+                self._installer.tell_layout(url, rank, self._reload)
+                return
+            if self._url != url:
+                self._installer.join(url, rank, timeout_s=timeout_s)
+                self._url = url
+            if version is None:
+                self._installer.begin(Path(folder, f"landed-{rank}"))
+                return
             with self._worker.engine.control_action():
-                if self._url != url:
-                    self._installer.join(url, rank, timeout_s=timeout_s)
-                    self._url = url
-                self._installer.take(version)
+                try:
+                    self._installer.take(version)
+                finally:
+                    self._worker.engine.reset_prefix_cache()
         except Exception as error:
             logger.exception("a sync of weights has failed")
             told = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-            Path(failed, f"failed-{rank}").write_text(told)
+            Path(folder, f"failed-{rank}").write_text(told)
 
     def _load(self, weights: Mapping[str, Tensor], owner: str | None = None) -> Held:
-        assert owner is None, "whole tensors come all at once"
+        recorder = LoadRecorder(self._model, weights)
+        if owner is not None:  # a model whose layers are not as they were loaded has been refused by then
+            with recorder:
+                self._reload(weights)
+            return Held(self._model, weights, recorder.bindings)
         update = getattr(rlhf_utils.WorkerExtension.update_weights, "__wrapped__", None)
         if update is None:  # the engine stands still already; a second time it would wait for itself
             raise UsageError("this TensorRT-LLM is newer than 1.4, and its update_weights is another; use 1.2 to 1.4")
         handles = [(name, (_given, (tensor, *[None] * (_HANDLE - 1)))) for name, tensor in weights.items()]
-        recorder = LoadRecorder(self._model, weights)
         try:
             with recorder, torch.no_grad():
                 update(self._worker, {rlhf_utils.get_device_uuid(self._worker.device_id): handles})
@@ -106,6 +120,11 @@ class Receiver:
                 "must bring all weights, and the server must not quantise them"
             )
         return Held(self._model, weights, recorder.bindings)
+
+    def _reload(self, weights: Mapping[str, Tensor]) -> None:
+        """Call the model's loader, and neither what prepares nor what finishes an update."""
+        with torch.no_grad():
+            self._worker.engine.model_engine.model_loader.reload(self._model, dict(weights), allow_partial_loading=True)
 
     def _restore(self) -> None:
         """Load what the server was started with."""
