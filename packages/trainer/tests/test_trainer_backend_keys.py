@@ -244,7 +244,7 @@ def test_whether_prompts_are_shared_is_told(folder):
         (["weights_transport=tcp"], "from shard to shard"),
         (["weights.mode=gathered"], "gathered, and sent by rank 0, because weights.mode=gathered asks for it"),
         ([SGLANG], "from shard to shard"),
-        (["rollout.backend=tensorrt_llm"], "takes whole tensors"),
+        (["rollout.backend=tensorrt_llm"], "from shard to shard"),
         ([VLLM, "rollout.parallel={tp: 2}"], "from shard to shard"),
         (["weights_transport=file:///w"], "because file:// takes no votes, so that slices could be of two versions"),
         (["weights_transport=file+memory://w", "weights.delta=true"], "could be of two versions, as differences"),

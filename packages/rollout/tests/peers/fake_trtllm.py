@@ -17,6 +17,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from aiohttp import web
+from layouts import tell_layout
 from serving import serve
 
 from rl_rollout import (
@@ -109,14 +110,22 @@ class FakeTrtllm:
         assert (body.keys(), body["weights"].keys(), key) == ({"weights"}, {"rl_ckpt"}, "rl_ckpt")
         if not (told := json.loads(text)):
             return
-        assert told.keys() == {"url", "version", "timeout_s", "failed"}
+        if told["url"].startswith("layout://"):
+            assert told.keys() == {"folder", "url"}
+            tell_layout(told["url"])
+            return
+        assert told.keys() - {"version"} == {"url", "timeout_s", "folder"}
+        if "version" not in told:
+            assert told["url"].startswith("shards:")
+            touch(told["folder"])
+            return
         while self.server.status()["num_running"]:  # noqa: ASYNC110  it finishes those whose client has left, too
             await asyncio.sleep(0.001)
         receiver = self.receivers.setdefault(told["url"], CkptReceiver(told["url"], timeout_s=told["timeout_s"]))
         try:
             await self.server.update_weights(receiver, told["version"])
         except RolloutError as error:
-            tell_failure(told["failed"], error)
+            tell_failure(told["folder"], error)
 
     async def release(self, body):
         assert body == {"tags": ["kv_cache"]}
@@ -126,6 +135,11 @@ class FakeTrtllm:
     async def resume(self, body):
         assert body == {"tags": ["kv_cache"]}
         await self.server.wake(["kv_cache"])
+
+
+def touch(folder):
+    """This one lands everything in the update."""
+    Path(folder, "landed-0").touch(exist_ok=False)
 
 
 def tell_failure(folder, error):

@@ -57,6 +57,11 @@ def fake_sglang_config(folder, *args, **fields):
     return config_of(folder, *args, **{"command": FAKES["sglang"], **fields})
 
 
+def fake_trtllm_config(folder):
+    options = {"command": [sys.executable, str(Path(__file__).parent / "fake_trtllm.py")]}
+    return ServerConfig(model_path=str(folder), num_threads=1, timeout_s=START_S, max_num_seqs=32, options=options)
+
+
 def real_vllm_config(folder, *args, **fields):
     return config_of(
         folder,

@@ -3,8 +3,9 @@
 Token ids go in and come out of `/v1/completions` (`detokenize: false`), streamed, so that an aborted request has its
 tokens so far. Log-probs are of the raw logits: a request whose temperature, top-k or top-p samples from another
 distribution is refused. Weights arrive by `/update_weights` and rl-ckpt's extension of its workers, which must be
-installed beside TensorRT-LLM; requests in flight are finished first, as there is no way to freeze them. So every token
-of a request is of one version, which is counted here: TensorRT-LLM has none. `sleep(1)` and `wake` are
+installed beside TensorRT-LLM; slices land while it goes on. Before weights are installed, requests in flight are
+finished, as there is no way to freeze them. So every token of a request is of one version, which is counted here:
+TensorRT-LLM has none. `sleep(1)` and `wake` are
 `/release_memory` and `/resume_memory`.
 """
 
@@ -34,6 +35,7 @@ from rl_rollout.errors import (
     ServerStartError,
     UnsupportedError,
 )
+from rl_rollout.receiver import SLICES
 from rl_rollout.registry import check_options
 from rl_rollout.types import Capabilities, FinishReason, ServerParallel, TokenChunk, TokenOutput
 
@@ -111,9 +113,10 @@ class TensorrtLlmServer(ExternalServer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `RolloutServer.capabilities`: plain generation, and whole tensors of new weights."""
+        """See `RolloutServer.capabilities`: plain generation, and new weights."""
         return Capabilities(
             updates_weights=self._takes_weights,
+            takes_slices=self._takes_weights,
             num_receivers=self.config.parallel.tp,
             sleep_levels=(1,) if self.config.options.get("sleeps") else (),
             gives_top_logprobs=False,
@@ -218,17 +221,38 @@ class TensorrtLlmServer(ExternalServer):
     async def post_resume(self) -> None:
         """See `ExternalServer`."""
 
+    async def post_layout(self, url: str) -> None:
+        """See `ExternalServer`."""
+        await self._tell_workers(url=url)
+
+    async def post_slices(self, address: str) -> None:
+        """See `ExternalServer`. Slices land in threads of the workers, and a file of each tells when they have."""
+        if address.startswith(SLICES):
+            landed = self._new_files("landed")
+            await self._tell_workers(url=address, timeout_s=self.config.timeout_s)
+            await self.wait_for_files(landed)
+
     async def post_update(self, address: str, version: int) -> None:
         """See `ExternalServer`. The extension installs and attests what has landed; after a failure it restores."""
-        files = [Path(self._folder, f"failed-{rank}") for rank in range(self.capabilities.num_receivers)]
+        await self._tell_workers(url=address, timeout_s=self.config.timeout_s, version=version)
+
+    async def _tell_workers(self, **fields: Any) -> None:
+        """Have the extension of every worker answer a message.
+
+        Raises:
+            GenerationError: one failed; with what the workers have written.
+        """
+        failed = self._new_files("failed")
+        await self.upstream.command("/update_weights", update_message(folder=self._folder, **fields))
+        if told := [file.read_text() for file in failed if file.exists()]:
+            raise GenerationError("; ".join(dict.fromkeys(told)))  # one worker's is the cause of the others'
+
+    def _new_files(self, what: str) -> list[Path]:
+        """Files that the workers are going to tell something by."""
+        files = [Path(self._folder, f"{what}-{rank}") for rank in range(self.capabilities.num_receivers)]
         for file in files:
             file.unlink(missing_ok=True)
-        message = update_message(
-            url=address, version=version, timeout_s=self.config.timeout_s, failed=str(self._folder)
-        )
-        await self.upstream.command("/update_weights", message)
-        if told := [file.read_text() for file in files if file.exists()]:
-            raise GenerationError("; ".join(dict.fromkeys(told)))  # one rank's is the cause of the others'
+        return files
 
     async def post_sleep(self, level: int) -> None:
         """See `ExternalServer`. Requests in flight are finished first."""

@@ -9,7 +9,6 @@ the positions of their placeholders.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import io
@@ -70,8 +69,6 @@ CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """Variable with the size of the KV cache in GiB; where it is set, vLLM on a CPU ignores the argument."""
 BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 """Variable with the cores of vLLM on a CPU, a thread on each; only with `nobind` it respects OMP_NUM_THREADS."""
-LANDING_CHECK_S = 0.02
-"""Seconds between two looks whether all slices of a sync have landed."""
 LEAST_TEMPERATURE = 0.01
 """Temperature that vLLM uses in place of lower ones."""
 NORMALISE_ARGUMENT = "--mm-device-do-normalize"
@@ -266,12 +263,8 @@ class VllmServer(ExternalServer):
         files = self._new_files("landed")
         await self.upstream.command("/start_weight_update")
         self._has_begun = True
-        deadline = asyncio.get_running_loop().time() + self.config.timeout_s
-        while address.startswith(SLICES) and not all(file.exists() for file in files):
-            await self.check_health()
-            if asyncio.get_running_loop().time() > deadline:
-                return  # the workers' own deadline passes too: the update says what did not come
-            await asyncio.sleep(LANDING_CHECK_S)
+        if address.startswith(SLICES):
+            await self.wait_for_files(files)
 
     def _new_files(self, what: str) -> list[Path]:
         """Files that the workers are going to tell something by."""

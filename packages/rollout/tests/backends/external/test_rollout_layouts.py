@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import Ranks
-from rollout_servers import fake_sglang_config, fake_vllm_config, real_model, real_vllm, real_vllm_config, request
+from rollout_servers import (
+    fake_sglang_config,
+    fake_trtllm_config,
+    fake_vllm_config,
+    real_model,
+    real_vllm,
+    real_vllm_config,
+    request,
+)
 
 import rl_ckpt
 from rl_rollout import (
@@ -49,12 +57,12 @@ async def updated(server, weights, versions=(1, 2)):
         await ranks.close()
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ["vllm", "sglang", "tensorrt_llm"])
 @pytest.mark.parametrize("make", [create_server, launch_server])
 def test_a_third_party_server_serves_slices_as_it_would_whole_weights(name, make, tmp_path):
     old, new = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
     weights = load_weights(new)
-    fake = {"vllm": fake_vllm_config, "sglang": fake_sglang_config}[name]
+    fake = {"vllm": fake_vllm_config, "sglang": fake_sglang_config, "tensorrt_llm": fake_trtllm_config}[name]
 
     async def main():
         server, oracle = make(name, fake(old)), create_server("embedded", ServerConfig(model_path=str(new)))

@@ -262,7 +262,7 @@ def test_trtllm_serve_takes_no_new_weights_and_the_launcher_does(long_folder):
 def test_both_packages_mean_the_same_message():
     for name in ("KEY_VARIABLE", "AUTH_HEADER"):
         assert getattr(tensorrt_llm, name) == getattr(adapter, name)
-    fields = {"url": "shm://a", "version": 3, "timeout_s": 1.0, "failed": "/f"}
+    fields = {"url": "shm://a", "version": 3, "timeout_s": 1.0, "folder": "/f"}
     assert tensorrt_llm.update_message(**fields) == adapter.update_message(**fields)
     assert importlib.util.find_spec(f"{LAUNCHER}.__main__") is not None
     assert adapter.__name__ == LAUNCHER

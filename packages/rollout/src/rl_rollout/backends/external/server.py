@@ -181,6 +181,8 @@ GRACE_S = 5.0
 """Seconds that a request may take to end when its deadline is over."""
 WORKERS_S = 0.5
 """Seconds between two looks whether the server's worker processes live."""
+LANDING_CHECK_S = 0.02
+"""Seconds between two looks whether all slices of a sync have landed."""
 CHECK_S = 0.2
 """Seconds between two checks whether a starting server is ready, and between two aborts of a request."""
 
@@ -300,6 +302,18 @@ class ExternalServer(RolloutServer):
 
         Nothing where the server does not land them before it installs them.
         """
+
+    async def wait_for_files(self, files: Sequence[Path]) -> None:
+        """Wait until the server's workers have made these files, which tell that slices have landed.
+
+        At the deadline it returns: the workers' own passes too, and the update says what did not come.
+        """
+        deadline = asyncio.get_running_loop().time() + self.config.timeout_s
+        while not all(file.exists() for file in files):
+            await self.check_health()
+            if asyncio.get_running_loop().time() > deadline:
+                return
+            await asyncio.sleep(LANDING_CHECK_S)
 
     @abstractmethod
     async def post_update(self, address: str, version: int) -> None:
