@@ -92,10 +92,11 @@ class Engine:
         reload = SimpleNamespace(reload=lambda model, weights, allow_partial_loading: model.load_weights(weights))
         self.model_engine = SimpleNamespace(model=model, model_loader=reload)
         self.stands_still = threading.Lock()
-        self.num_resets = 0
+        self.num_resets = self.num_stops = 0
 
     @contextmanager
     def control_action(self):
+        self.num_stops += 1
         assert self.stands_still.acquire(blocking=False), "it would wait for itself"
         try:
             yield
@@ -185,16 +186,16 @@ class Server:
         assert all(isinstance(text, str) for each in body["weights"].items() for text in each)
         return [self.pool.submit(worker.update_weights, body["weights"]) for worker in self.workers]
 
-    def sync(self, sender, weights, version, wanted=None):
+    def sync(self, sender, weights, version, wanted=None, timeout_s=30):
         """Send a version; returns the reason of every worker that failed."""
         files = [self.folder / f"failed-{rank}" for rank in range(RANKS)]
         for file in files:
             file.unlink(missing_ok=True)
         answers = self.post(
-            update_message(url=self.url, version=wanted or version, timeout_s=30, folder=str(self.folder))
+            update_message(url=self.url, version=wanted or version, timeout_s=timeout_s, folder=str(self.folder))
         )
         report = None
-        with suppress(rl_ckpt.SyncAbortedError):
+        with suppress(rl_ckpt.SyncAbortedError, rl_ckpt.PeerTimeoutError):
             report = sender.send(weights.items(), version=version, num_peers=RANKS)
         for answer in answers:
             assert answer.result(60) is None, "a failure must not be the answer of one worker"
@@ -402,6 +403,25 @@ def test_handles_and_questions_are_answered_as_before(server):
     assert server.models[1].holds(weights)
     with pytest.raises(ValueError, match="GPU-1 not found"):
         worker.update_weights({"GPU-7": []})
+
+
+def test_workers_stand_still_together_also_where_one_cannot_join(server, monkeypatch):
+    """A worker that did not would be waited for, and wait in the next update for those that had gone on."""
+
+    def join(*_, **__):
+        raise rl_ckpt.AddressError("no such place")
+
+    receiver = extension_module().Receiver(server.workers[0])
+    server.workers[0]._rl_ckpt = receiver
+    monkeypatch.setattr(receiver._installer, "join", join)
+    with rl_ckpt.connect(server.url, role="send", timeout_s=2) as sender:
+        told = server.sync(sender, weights_of(1), 1, timeout_s=2)
+    assert any("no such place" in text for text in told)
+    assert [worker.engine.num_stops for worker in server.workers] == [1, 1]
+
+
+def extension_module():
+    return sys.modules[EXTENSION.rpartition(".")[0]]
 
 
 def test_an_update_weights_of_another_kind_is_refused_before_it_is_called(server, sender, monkeypatch):

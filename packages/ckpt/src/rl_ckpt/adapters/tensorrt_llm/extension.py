@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,21 +80,25 @@ class Receiver:
             if url.startswith(SCHEME):
                 self._installer.tell_layout(url, rank, self._reload)
                 return
-            if self._url != url:
-                self._installer.join(url, rank, timeout_s=timeout_s)
-                self._url = url
-            if version is None:
-                self._installer.begin(Path(folder, f"landed-{rank}"))
-                return
-            with self._worker.engine.control_action():
-                try:
-                    self._installer.take(version)
-                finally:
-                    self._worker.engine.reset_prefix_cache()
+            # Every worker stands still, or none does: TensorRT-LLM has all of them wait for each other.
+            with nullcontext() if version is None else self._worker.engine.control_action():
+                if self._url != url:
+                    self._installer.join(url, rank, timeout_s=timeout_s)
+                    self._url = url
+                if version is None:
+                    self._installer.begin(Path(folder, f"landed-{rank}"))
+                else:
+                    self._take(version)
         except Exception as error:
             logger.exception("a sync of weights has failed")
             told = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
             Path(folder, f"failed-{rank}").write_text(told)
+
+    def _take(self, version: int) -> None:
+        try:
+            self._installer.take(version)
+        finally:
+            self._worker.engine.reset_prefix_cache()
 
     def _load(self, weights: Mapping[str, Tensor], owner: str | None = None) -> Held:
         recorder = LoadRecorder(self._model, weights)
