@@ -9,6 +9,7 @@ TRL is an optional peer in an environment of its own, because it pins other vers
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -108,6 +109,7 @@ def main(run: Run) -> None:
     _mixed_rows(run)
     _head(run)
     _head_memory(run)
+    _two_ranks(run)
     gpu(run)
 
 
@@ -195,6 +197,59 @@ def _head_memory(run: Run) -> None:
         above = (taken["peak_bytes"] - taken["base_bytes"] - held) / 2**20
         run.record("memory of a step under 152k tokens of vocabulary", name, [above], unit="MiB", role=role)
         run.record("step under 152k tokens of vocabulary", name, taken["seconds"][1:], unit="s", role=role)
+
+
+def _two_ranks(run: Run) -> None:
+    """Updates of a dense model on two gloo ranks: megatron's tensor parallelism beside fsdp, processes in turns."""
+    names = {"megatron": "megatron, tp=2", "fsdp": "fsdp, 2 ranks"}
+    note = "gloo on CPUs; megatron-core on the stand-in for CUDA of the tests, without its kernels"
+    prompts, completions = draw_rows(32, 24, 96)
+    tokens = sum(map(len, prompts)) + sum(map(len, completions))
+    run.parameters(two_ranks=WIDE, two_ranks_tokens=tokens, two_ranks_threads=1)
+    given = {"prompts": prompts, "completions": completions, "lr": 1e-3, "max_tokens": 1024, "updates": 4}
+    found: dict[str, list[list[dict]]] = {backend: [] for backend in names}
+    with tempfile.TemporaryDirectory() as place:
+        settings = Path(place) / "settings.json"
+        settings.write_text(json.dumps(given | {"model": str(write_wide_model(Path(place) / "model"))}))
+        for _ in range(1 if run.quick else 2):
+            for backend, rounds in found.items():
+                rounds.append(ranks_of(settings, backend))
+    for backend, rounds in found.items():
+        role = Role.OURS if backend == "megatron" else Role.PEER
+        seconds = [each for ranks in rounds for each in ranks[0]["seconds"][1:]]
+        grown = [(rank["peak_bytes"] - rank["base_bytes"]) / 2**20 for ranks in rounds for rank in ranks]
+        run.record("update on two ranks", names[backend], seconds, unit="s", role=role, note=note)
+        run.record("memory that a rank of two grows by", names[backend], grown, unit="MiB", role=role, note=note)
+    losses = [found[backend][0][0]["losses"] for backend in names]
+    apart = [abs(ours - theirs) for ours, theirs in zip(*losses, strict=True)]
+    run.parameters(two_ranks_losses=dict(zip(names, losses, strict=True)))
+    metric = "loss of updates on two ranks, megatron less fsdp"
+    run.record(metric, names["megatron"], [max(apart)], unit="nats", goal="<= 0.0001 nats")
+
+
+def ranks_of(settings: Path, backend: str, *, timeout_s: float = 200) -> list[dict]:
+    """What the two processes of a backend wrote."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    script = str(Path(__file__).with_name("_ranks_child.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", script, str(settings), backend, str(rank)],
+            env=os.environ | group | {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for rank in ranks:
+            _, said = rank.communicate(timeout=timeout_s)
+            if rank.returncode:
+                raise RuntimeError(f"{backend} failed: {said[-3000:]}")
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [json.loads(settings.with_name(f"{backend}-{rank}.json").read_text()) for rank in range(2)]
 
 
 def gpu(run: Run) -> None:

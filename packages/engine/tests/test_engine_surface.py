@@ -8,8 +8,8 @@ from rl_engine import BackendError, EngineConfig, create_engine
 
 PUBLIC = """
 BackendError BatchCounts BatchError CheckpointError ConfigError DataError Engine
-EngineConfig EngineError EngineOutput Head LoraConfig LoraExport LossFunction MatmulPrecision ModelFolderError ModelInit
-ModelOutput NonFiniteError OptimizerConfig OptimizerKind ParallelConfig PeftConfig Precision ShardSpec StepOutcome
+EngineConfig EngineError EngineOutput Fp8 Head LoraConfig LoraExport LossFunction MatmulPrecision ModelFolderError ModelInit
+ModelOutput Mtp NonFiniteError OptimizerConfig OptimizerKind ParallelConfig PeftConfig Precision ShardSpec StepOutcome
 TrainingWorker
 check create_engine digest_files find_damage hold_lock model_folder FolderInUseError read_manifest write_manifest
 """

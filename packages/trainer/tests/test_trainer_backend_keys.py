@@ -48,7 +48,8 @@ EFFECTS = {
     "engine.cpu_offload": ("true", "engine"),
     "engine.optimizer_offload": ("true", "engine"),
     "engine.activation_offload": ("true", "engine"),
-    "engine.freeze_mtp": ("true", "engine"),
+    "engine.mtp": ("freeze", "engine"),
+    "engine.fp8": ("tensorwise", "engine"),
     "engine.activation_checkpointing": ("true", "engine"),
     "engine.router_aux_loss_coef": ("0.5", "engine"),
     "engine.router_replay": ("true", "engine"),
@@ -106,6 +107,7 @@ BESIDE |= {
     for key in ("min_replicas", "policy", "patience", "lend")
 }
 BESIDE["rollout.eval_samples"] = ["rollout.eval_temperature=0.7"]
+BESIDE["engine.fp8"] = ["engine.precision=bfloat16"]
 BESIDE["engine.optimizer.momentum"] = ["engine.optimizer.kind=muon"]
 BESIDE["engine.optimizer.total_steps"] = ["engine.lr_schedule=constant"]
 BESIDE["engine.optimizer.min_lr_ratio"] = ["engine.lr_schedule=constant", "engine.optimizer.total_steps=9"]

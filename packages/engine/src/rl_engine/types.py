@@ -42,6 +42,32 @@ class MatmulPrecision(StrEnum):
     """In bfloat16 with float32 sums, where the device has it."""
 
 
+class Fp8(StrEnum):
+    """Scaling of float8 matrix products in the layers."""
+
+    OFF = "off"
+    """None are made."""
+    TENSORWISE = "tensorwise"
+    """By the largest number of each tensor (`fsdp`, `megatron`)."""
+    ROWWISE = "rowwise"
+    """By the largest number of each row (`fsdp`)."""
+    BLOCKWISE = "blockwise"
+    """By blocks of 128 numbers, as DeepSeek-V3's (2412.19437) (`megatron`)."""
+    MXFP8 = "mxfp8"
+    """By blocks of 32 numbers (`megatron`, on Blackwell)."""
+
+
+class Mtp(StrEnum):
+    """Treatment of a folder's layers for multi-token prediction (DeepSeek-V3, GLM-4.5, Qwen3-Next)."""
+
+    REFUSE = "refuse"
+    """Such a folder is refused."""
+    FREEZE = "freeze"
+    """Neither computed nor trained; `save_model` writes them as they were."""
+    TRAIN = "train"
+    """Trained beside the policy, which they do not change (`megatron`, one layer of DeepSeek-V3 or GLM-4.5)."""
+
+
 class Head(StrEnum):
     """Head of the model: its output for a completion token."""
 
@@ -203,6 +229,10 @@ class EngineConfig:
     """None builds a frozen engine (a reference): no optimizer state, no gradients."""
     precision: Precision = Precision.FLOAT32
     """Number format of parameters and activations; log-probs, losses and reductions are never narrower than float32."""
+    fp8: Fp8 = Fp8.OFF
+    """Make the products of the layers' linear modules in float8, forward and backward: `fsdp` by torchao, `megatron` by
+    Transformer Engine (dense models without latent attention). Weights, gradients and the optimizer's state keep their
+    format; embedding, head and experts are as before. Needs precision=bfloat16 and a GPU of compute capability 8.9."""
     matmul_precision: MatmulPrecision = MatmulPrecision.HIGHEST
     """Precision of matrix products inside `forward_backward_batch`; matters for float32 only."""
     max_tokens_per_gpu: int = 16384
@@ -242,9 +272,11 @@ class EngineConfig:
     optimizer_offload: bool = False
     """Keep the optimizer's state in the memory of the CPU between steps; a step brings it to the GPU and takes it back.
     Refused without a GPU, and beside `cpu_offload`, which keeps it there always."""
-    freeze_mtp: bool = False
-    """Take folders with layers for multi-token prediction (DeepSeek-V3, GLM-4.5, Qwen3-Next): the layers are neither
-    computed nor trained, and `save_model` writes them as they were. False: such a folder is refused."""
+    mtp: Mtp = Mtp.REFUSE
+    """Treatment of layers for multi-token prediction. `train`: in every step the layer behind the last learns to
+    predict completion tokens with `loss_mask` 1 from two tokens before (2412.19437, section 2.2), reported as
+    `mtp_loss`. Trunk, embedding and head are given to it detached, and its gradient is not counted in the norm: the
+    policy's steps are those without it. A frozen engine leaves the layers as with `freeze`."""
     async_checkpoints: bool = False
     """`save_checkpoint` returns once everything is copied to the CPU; a thread writes it. A failure is raised by the
     next `save_checkpoint` or `load_checkpoint`, or by `close`, which wait for it."""
@@ -259,6 +291,17 @@ class EngineConfig:
         _need_named("matmul_precision", self.matmul_precision, MatmulPrecision)
         _need_named("head", self.head, Head)
         _need_named("init", self.init, ModelInit)
+        _need_named("mtp", self.mtp, Mtp)
+        _need_named("fp8", self.fp8, Fp8)
+        if self.fp8 != Fp8.OFF:
+            for name, value, instead in (
+                ("precision", self.precision, Precision.BFLOAT16),
+                ("lora", self.lora, None),
+            ):
+                if value != instead:
+                    raise ConfigError(
+                        f"fp8 is {self.fp8} and {name} is {value}; it needs {name}={instead}. Or fp8=off."
+                    )
         for name, is_met, allowed in (
             ("temperature", self.temperature > 0 and isfinite(self.temperature), "above 0"),
             ("max_tokens_per_gpu", self.max_tokens_per_gpu >= 1, "1 or more"),
@@ -272,9 +315,22 @@ class EngineConfig:
             raise ConfigError(f"optimizer_offload is true and {reason}. Set it to false.")
         if self.activation_offload and self.optimizer is None:
             raise ConfigError("activation_offload is true and a frozen engine keeps no activations. Set it to false.")
+        if self.trains_mtp:
+            for name, value, instead in (
+                ("head", self.head, Head.LM), ("init", self.init, ModelInit.PRETRAINED), ("lora", self.lora, None),
+            ):  # fmt: skip
+                if value != instead:
+                    raise ConfigError(
+                        f"mtp is train and {name} is {value}; it trains with {name}={instead}. Or freeze."
+                    )
         for name in ("entropy", "sum_pi_squared", "num_candidates"):
             if getattr(self, name) and self.head != Head.LM:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it needs head=lm, and head is {self.head}.")
+
+    @property
+    def trains_mtp(self) -> bool:
+        """Whether layers for multi-token prediction are computed and trained."""
+        return self.mtp == Mtp.TRAIN and self.optimizer is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

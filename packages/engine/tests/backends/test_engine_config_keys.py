@@ -18,6 +18,7 @@ from rl_engine import (
     CheckpointError,
     ConfigError,
     EngineConfig,
+    Fp8,
     Head,
     LoraConfig,
     LoraExport,
@@ -107,7 +108,11 @@ ELSEWHERE = {
     "activation_offload": dict.fromkeys(
         BACKENDS, "test_engine_offload::test_activations_are_taken_away_and_steps_are_those_without_it"
     ),
-    "freeze_mtp": dict.fromkeys(BACKENDS, "test_engine_mtp::test_layers_are_kept_as_they_were"),
+    "mtp": dict.fromkeys(BACKENDS, "test_engine_mtp::test_layers_are_kept_as_they_were"),
+    "fp8": {
+        "fsdp": "test_engine_fp8::test_torchao_is_told",
+        "megatron": "test_engine_fp8::test_transformer_engine_is_told",
+    },
     "parallel.tp": {"megatron": "test_engine_megatron::test_shards_cover_the_weights"},
     "parallel.pp": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
     "parallel.vpp": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
@@ -254,6 +259,7 @@ def test_a_key_is_tested_elsewhere_or_refused(folders, backend, key):
         return
     _, _, axis = key.rpartition("parallel.")
     value = True if axis in ("sequence_parallel", "torch_compile", "cpu_offload", "prefix_sharing") else 2
-    config = changed(EngineConfig(model_path=str(folders / "model")), folders, key, value)
+    config = EngineConfig(model_path=str(folders / "model"), precision=Precision.BFLOAT16)
+    config = changed(config, folders, key, Fp8.TENSORWISE if key == "fp8" else value)
     with pytest.raises(ConfigError, match=rf"^{key.split('.')[0]}"):
         create_engine(backend, config).initialize()

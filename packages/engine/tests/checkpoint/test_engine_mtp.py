@@ -29,11 +29,11 @@ def add(folder, tensors):
 def test_layers_are_kept_as_they_were(tmp_path, backend, name):
     folder, further = write_tiny_model(tmp_path / "model"), torch.randn(3, 5)
     add(folder, {name: further})
-    refused = rf"has 1 tensor\(s\) for multi-token prediction, such as {name}\. .* freeze_mtp=true leaves them"
+    refused = rf"has 1 tensor\(s\) for multi-token prediction, such as {name}\. mtp=freeze leaves them"
     for call in (lambda: engine_of(folder, backend).check(1), engine_of(folder, backend).initialize):
         with pytest.raises(ModelFolderError, match=refused):
             call()
-    engine = engine_of(folder, backend, freeze_mtp=True)
+    engine = engine_of(folder, backend, mtp="freeze")
     engine.check(1)
     engine.initialize()
     with engine.train_mode():
@@ -44,7 +44,7 @@ def test_layers_are_kept_as_they_were(tmp_path, backend, name):
     engine.save_model(tmp_path / "saved")
     engine.close()
     assert torch.equal(load_file(tmp_path / "saved" / "model.safetensors")[name], further)
-    again = engine_of(tmp_path / "saved", backend, freeze_mtp=True)
+    again = engine_of(tmp_path / "saved", backend, mtp="freeze")
     again.initialize()
     again.close()
 
@@ -61,7 +61,7 @@ def test_the_layers_that_transformers_leaves_out_are_found(tmp_path):
     add(tmp_path, {f"model.layers.{layer}.eh_proj.weight": torch.ones(2, 2)})  # behind the last that was published
     with pytest.raises(ModelFolderError, match=r"1 tensor\(s\) for multi-token prediction, such as .*eh_proj"):
         engine_of(tmp_path).initialize()
-    engine = engine_of(tmp_path, freeze_mtp=True)
+    engine = engine_of(tmp_path, mtp="freeze")
     engine.initialize()
     engine.close()
 
@@ -74,7 +74,7 @@ def test_quantised_layers_are_written_dequantised(tmp_path):
     settings = json.loads((folder / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [2, 2]}
     (folder / "config.json").write_text(json.dumps(settings))
-    engine = engine_of(folder, freeze_mtp=True)
+    engine = engine_of(folder, mtp="freeze")
     engine.initialize()
     engine.save_model(tmp_path / "saved")
     engine.close()

@@ -22,10 +22,17 @@ from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES, parameter_dtype, trains_narrow
 from rl_engine.checkpoint.slices import Piece, find_pieces, open_folder, read_shards, shapes_of
 from rl_engine.distributed.expert_parallel import check_experts, divide_experts
-from rl_engine.errors import ConfigError, EngineError, ModelFolderError
+from rl_engine.errors import BackendError, ConfigError, EngineError, ModelFolderError
 from rl_engine.model import lora
 from rl_engine.model.attention import SequenceGroup, check_heads
-from rl_engine.model.engine import ModuleEngine, check_adapter, check_candidates, compute_device, shares_prefixes
+from rl_engine.model.engine import (
+    ModuleEngine,
+    check_adapter,
+    check_candidates,
+    check_float8,
+    compute_device,
+    shares_prefixes,
+)
 from rl_engine.model.hf import (
     HuggingFaceScorer,
     PolicyScorer,
@@ -37,7 +44,7 @@ from rl_engine.model.hf import (
 )
 from rl_engine.model.logprobs import LinearHead
 from rl_engine.model.moe import check_aux
-from rl_engine.types import EngineConfig, Head, ModelInit, ParallelConfig, PeftConfig
+from rl_engine.types import EngineConfig, Fp8, Head, ModelInit, ParallelConfig, PeftConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -99,6 +106,7 @@ def check_fit(config: EngineConfig, world_size: int) -> str | None:
     _check_parallel(config.parallel)
     check_replicas(config.parallel, world_size)
     check_adapter(config)
+    check_float8(config, "fsdp", (Fp8.TENSORWISE, Fp8.ROWWISE))
     ep = config.parallel.ep
     if config.lora is not None and ep > 1:
         raise ConfigError(f"parallel.ep is {ep} and lora is set; peft's adapters want all experts on every rank.")
@@ -157,6 +165,8 @@ def _scorer_of(
         ConfigError: a setting that the model does not allow.
     """
     peft = None if config.lora is None else lora.add_adapter(model, config.lora, config.seed, config.head)
+    if config.fp8 != Fp8.OFF:
+        _to_float8(model, config.fp8)
     if config.activation_checkpointing:
         _recompute_layers(model)
     if config.head == Head.LM:
@@ -188,7 +198,7 @@ def load_on_rank_0(config: EngineConfig, world: World) -> transformers.PreTraine
                 dtype=dtype,
                 seed=config.seed,
                 head=config.head,
-                freeze_mtp=config.freeze_mtp,
+                mtp=config.mtp,
             )
         except ModelFolderError as error:
             problem = str(error)
@@ -317,6 +327,30 @@ def _tie(ties: list[list[tuple[nn.Module, str]]]) -> None:
     for (first, name), *others in ties:
         for module, other in others:
             setattr(module, other, getattr(first, name))
+
+
+def _to_float8(model: transformers.PreTrainedModel, recipe: Fp8) -> None:
+    """Put torchao's float8 linear modules in the place of those of the layers, on the same weights.
+
+    Routers keep theirs, as do modules whose sizes the kernels do not take.
+
+    Raises:
+        BackendError: torchao is not installed.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise BackendError(
+            f"fp8 is {recipe} and fsdp needs torchao for it ({error}); try: pip install torchao"
+        ) from error
+
+    def is_taken(module: nn.Module, name: str) -> bool:
+        sizes = module.weight.shape if isinstance(module, nn.Linear) else (1,)
+        is_router = name.rpartition(".")[2] in ("gate", "router")
+        return ".layers." in f".{name}" and not is_router and all(size % 16 == 0 for size in sizes)
+
+    known: Any = Float8LinearConfig.from_recipe_name(recipe.value)
+    convert_to_float8_training(model, module_filter_fn=is_taken, config=replace(known, pad_inner_dim=True))
 
 
 def _recompute_layers(model: transformers.PreTrainedModel) -> None:

@@ -27,7 +27,14 @@ from rl_engine.checkpoint.hf_folder import DTYPES, SCORE
 from rl_engine.checkpoint.slices import find_pieces, open_folder, read_shards, shapes_of
 from rl_engine.errors import ConfigError
 from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
-from rl_engine.model.engine import ModuleEngine, Scorer, check_candidates, refuse_fsdp_only, shares_prefixes
+from rl_engine.model.engine import (
+    ModuleEngine,
+    Scorer,
+    check_candidates,
+    check_float8,
+    refuse_fsdp_only,
+    shares_prefixes,
+)
 from rl_engine.model.hf import check_mapped
 from rl_engine.model.logprobs import LinearHead, score_states, score_values
 from rl_engine.model.moe import check_aux
@@ -256,6 +263,7 @@ class TorchtitanEngine(ModuleEngine):
         if config.lora is not None:
             raise ConfigError("The torchtitan backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
         refuse_fsdp_only(config, "torchtitan")
+        check_float8(config, "torchtitan", ())
         source = hf_folder.read_config(Path(config.model_path)).get_text_config()
         check_mapped(source, "torchtitan", tuple(_FAMILIES))
         check_candidates(config.num_candidates, source.vocab_size)

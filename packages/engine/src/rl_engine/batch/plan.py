@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rl_engine.types import ModelOutput
 
 AUX_LOSS = "router_aux_loss"
+MTP_LOSS = "mtp_loss"
 """The metric of the experts' load balance; every rank has a share of it, also those that hold one replica together."""
 COLUMNS = {
     "logprobs": "token_logprobs",

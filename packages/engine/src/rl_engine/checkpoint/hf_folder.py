@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.errors import ModelFolderError
-from rl_engine.types import EngineConfig, Head, ModelInit, Precision
+from rl_engine.types import EngineConfig, Head, ModelInit, Mtp, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -63,12 +63,12 @@ def load_model(
     dtype: torch.dtype,
     seed: int,
     head: Head = Head.LM,
-    freeze_mtp: bool = False,
+    mtp: Mtp = Mtp.REFUSE,
 ) -> PreTrainedModel:
     """Build the folder's causal language model, or a sequence classifier with one label on its trunk, on the CPU.
 
     A scalar head that the folder has not is made of zeros. Layers for multi-token prediction are left out where
-    `freeze_mtp` allows it.
+    `mtp` allows it.
 
     Raises:
         ModelFolderError: no config, an unknown architecture, no weights, or tensors that are missing, left over or of
@@ -82,7 +82,7 @@ def load_model(
             torch.manual_seed(seed)
             model = _build(folder, partial(factory.from_config, config, dtype=dtype))
         return _finished(model if head == Head.LM else _with_zero_head(folder, model))
-    check_weights(folder, freeze_mtp=freeze_mtp)
+    check_weights(folder, mtp=mtp)
     if block_size(folder) is not None:
         raise ModelFolderError(
             f"The weights of {folder} are quantised (fp8); they are dequantised tensor by tensor, which this model's "
@@ -275,7 +275,7 @@ def _with_zero_head(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def check_weights(folder: Path, *, freeze_mtp: bool = False) -> None:
+def check_weights(folder: Path, *, mtp: Mtp = Mtp.REFUSE) -> None:
     """Refuse a folder without weights, with a file that cannot be opened, or with layers that nobody asked to freeze.
 
     Headers alone are read.
@@ -292,10 +292,10 @@ def check_weights(folder: Path, *, freeze_mtp: bool = False) -> None:
     for file in files:
         with open_shard(file):
             pass
-    if not freeze_mtp and (found := mtp_names(folder)):
+    if mtp == Mtp.REFUSE and (found := mtp_names(folder)):
         raise ModelFolderError(
-            f"Model folder {folder} has {len(found)} tensor(s) for multi-token prediction, such as {found[0]}. No "
-            "backend trains them; freeze_mtp=true leaves them as they are, also in what save_model writes."
+            f"Model folder {folder} has {len(found)} tensor(s) for multi-token prediction, such as {found[0]}. "
+            "mtp=freeze leaves them as they are, also in what save_model writes; mtp=train (megatron) trains them."
         )
 
 
@@ -350,6 +350,11 @@ def mtp_names(folder: Path) -> list[str]:
         if any(".eh_proj." in name for name in names):
             found += names
     return found
+
+
+def mtp_copies(folder: Path) -> list[str]:
+    """Tensors of those layers that are the model's embedding and head once more, as DeepSeek-V3 is published."""
+    return [name for name in mtp_names(folder) if name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))]
 
 
 def refuse_tensors(folder: Path, what: str, keys: Iterable[str]) -> None:

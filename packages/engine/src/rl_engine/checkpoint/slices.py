@@ -13,10 +13,10 @@ import torch
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import SCORE
 from rl_engine.checkpoint.sharded import box_of, local_part
-from rl_engine.types import Head
+from rl_engine.types import Head, Mtp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -35,7 +35,7 @@ class SliceReader:
         *,
         head: Head,
         is_tied: bool,
-        left_out: Collection[str] = (),
+        mtp: Mtp = Mtp.REFUSE,
     ) -> None:
         """Open the files and compare names and shapes; no tensor is read.
 
@@ -44,13 +44,14 @@ class SliceReader:
             wanted: Names and shapes of the tensors that it has to have.
             head: A causal language model may lack the scalar ones.
             is_tied: The folder may have a head that is not wanted.
-            left_out: Further tensors that it may have.
+            mtp: Whether it may have layers for multi-token prediction, and they are wanted (`train`) or left out.
 
         Raises:
             ModelFolderError: a tensor is missing, left over or of another shape.
         """
         self._folder, self._stack = Path(folder), ExitStack()
-        hf_folder.check_weights(self._folder, freeze_mtp=bool(left_out))
+        hf_folder.check_weights(self._folder, mtp=mtp)
+        left_out = hf_folder.mtp_copies(self._folder) if mtp == Mtp.TRAIN else hf_folder.mtp_names(self._folder)
         self._file_of = _open_files(self._folder, self._stack)
         self._block = hf_folder.block_size(self._folder)
         scales = {name for name in self._file_of if self._block and name.removesuffix(_SCALES) in wanted}
@@ -87,8 +88,8 @@ class SliceReader:
 
 def open_folder(config: EngineConfig, wanted: Mapping[str, tuple[int, ...]], *, is_tied: bool) -> SliceReader:
     """The reader of an engine's model folder; see `SliceReader`."""
-    left_out = hf_folder.mtp_names(Path(config.model_path)) if config.freeze_mtp else ()
-    return SliceReader(config.model_path, wanted, head=config.head, is_tied=is_tied, left_out=left_out)
+    mtp = Mtp.FREEZE if config.mtp == Mtp.TRAIN and not config.trains_mtp else config.mtp
+    return SliceReader(config.model_path, wanted, head=config.head, is_tied=is_tied, mtp=mtp)
 
 
 def read_mtp(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

@@ -29,6 +29,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def has_float8() -> bool:
+    """Whether there is a GPU that multiplies float8 numbers."""
+    return has_gpu() and torch.cuda.get_device_capability() >= (8, 9)
+
+
 @contextmanager
 def offload_activations(device: torch.device) -> Generator[None]:
     """Offload activations inside: what autograd saves on `device` goes to the CPU until the backward pass.

@@ -37,7 +37,7 @@ from rl_engine.checkpoint.sharded import CheckpointWriter, local_shards, restore
 from rl_engine.checkpoint.slices import read_mtp
 from rl_engine.distributed.world import World, expected_size, join_world
 from rl_engine.errors import BatchError, ConfigError, EngineError
-from rl_engine.model.device_memory import DeviceMemory, has_gpu, offload_activations
+from rl_engine.model.device_memory import DeviceMemory, has_float8, has_gpu, offload_activations
 from rl_engine.model.logprobs import HeadLoss, head_loss_obstacle
 from rl_engine.model.lora import write_adapter
 from rl_engine.model.moe import ExpertLoad, check_replay, counts_of_column
@@ -45,9 +45,11 @@ from rl_engine.optimizer import StepOptimizer, learning_rate, module_optimizer, 
 from rl_engine.types import (
     EngineConfig,
     EngineOutput,
+    Fp8,
     Head,
     LoraExport,
     ModelInit,
+    Mtp,
     OptimizerConfig,
     OptimizerKind,
     PeftConfig,
@@ -120,6 +122,8 @@ class ModuleEngine(Engine):
 
     _grads_follow = True
     """Gradients lie where their parameters lie; False: in a buffer of their own."""
+    _trains_mtp = False
+    """The backend takes `mtp=train`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -163,7 +167,7 @@ class ModuleEngine(Engine):
 
     def _check_weights(self) -> None:
         """Refuse a folder whose weights cannot be loaded, by the headers of its files."""
-        hf_folder.check_weights(Path(self._config.model_path), freeze_mtp=self._config.freeze_mtp)
+        hf_folder.check_weights(Path(self._config.model_path), mtp=self._config.mtp)
 
     def _group_ranks(self, world: World) -> ModelReplicas:
         """Model replicas: which ranks share one. Collective."""
@@ -190,6 +194,8 @@ class ModuleEngine(Engine):
         return found
 
     def _check_config(self, world_size: int) -> dict[str, str]:
+        if self._config.trains_mtp and not self._trains_mtp:
+            raise ConfigError("mtp is train; of the backends here megatron alone does it. Use that, or mtp=freeze.")
         return settings_status(self._config, self._check(world_size))
 
     def initialize(self) -> None:
@@ -201,6 +207,11 @@ class ModuleEngine(Engine):
         for name in ("cpu_offload", "optimizer_offload", "activation_offload"):
             if getattr(config, name) and not has_gpu():
                 raise ConfigError(f"{name} is true and there is no GPU: everything lies on the CPU. Set it to false.")
+        if config.fp8 != Fp8.OFF and not has_float8():
+            raise ConfigError(
+                f"fp8 is {config.fp8} and there is no GPU that has float8 products (compute capability 8.9 or more). "
+                "Set it to off."
+            )
         world = join_world(timeout_s=config.timeout_s, needs_group=self._needs_group())
         try:
             with world.together():
@@ -474,9 +485,17 @@ class ModuleEngine(Engine):
         """Rank 0 writes; the others take part in gathering."""
         world = self._group()
         weights = {name: tensor.cpu() for name, tensor in self._exported() if world.rank == 0}
+        if not self._exports_adapter():
+            weights |= {name: tensor.cpu() for name, tensor in self._mtp_weights() if world.rank == 0}
         if world.rank == 0:
             self._write_model(path, weights)
         world.barrier()
+
+    def _mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What `save_model` writes of layers for multi-token prediction: the folder's tensors. Collective."""
+        if self._config.mtp != Mtp.REFUSE and self._group().rank == 0:
+            for name, tensor in read_mtp(self._config.model_path):
+                yield name, self._as_exported(tensor)
 
     def _write_model(self, path: str | Path, weights: dict[str, Tensor]) -> None:
         source = self._config.model_path
@@ -485,8 +504,6 @@ class ModuleEngine(Engine):
             return
         dtype = DTYPES[self._config.precision]
         model = hf_folder.empty_model(source, dtype=dtype, head=self._config.head)
-        if self._config.freeze_mtp:
-            weights |= {name: self._as_exported(tensor) for name, tensor in read_mtp(source)}
         hf_folder.write_model(path, model, weights, source)
 
     def save_checkpoint(self, path: str | Path, step: int) -> None:
@@ -596,6 +613,17 @@ def refuse_fsdp_only(config: EngineConfig, backend: str) -> None:
     for name in ("torch_compile", "cpu_offload"):
         if getattr(config, name):
             raise ConfigError(f"{name} is true and the {backend} backend has none; set it to false, or use fsdp.")
+
+
+def check_float8(config: EngineConfig, backend: str, recipes: Sequence[Fp8]) -> bool:
+    """Whether products are to be made in float8; refuses those that the backend has not.
+
+    Raises:
+        ConfigError: says which it has.
+    """
+    if config.fp8 not in (Fp8.OFF, *recipes):
+        raise ConfigError(f"fp8 is {config.fp8}; the {backend} backend has {', '.join([Fp8.OFF, *recipes])}.")
+    return config.fp8 != Fp8.OFF
 
 
 def check_adapter(config: EngineConfig) -> None:

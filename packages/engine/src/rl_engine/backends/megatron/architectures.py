@@ -27,6 +27,7 @@ _MODEL_TYPES = (
     "gpt_oss",
 )
 _QUICK_GELU = 1.702  # of the sigmoid's argument, in megatron-core's quick_gelu
+_WITH_MTP = ("deepseek_v3", "glm4_moe")
 _WITH_SHARED_EXPERTS = ("glm4_moe", "deepseek_v2", "deepseek_v3")
 
 
@@ -119,6 +120,8 @@ class Architecture:
     activation takes to this; None: none of it."""
     windows: tuple[int | None, ...]
     """By layer, the tokens that a query sees, itself included; None: all before it."""
+    has_mtp: bool = False
+    """A layer for multi-token prediction behind the last is trained."""
 
     @property
     def experts(self) -> Experts | None:
@@ -128,13 +131,16 @@ class Architecture:
         return Experts(num_layers=self.num_layers, num_experts=self.num_experts, top_k=self.top_k)
 
 
-def read_architecture(config: Any, head: Head) -> Architecture:
+def read_architecture(config: Any, head: Head, *, trains_mtp: bool = False) -> Architecture:
     """Take what is needed from a model folder's transformers config.
 
     Raises:
+        ConfigError: an architecture whose layers for multi-token prediction are not mapped is to train them.
         ModelFolderError: an architecture, or a variant of one, that has no mapping.
     """
     kind = config.model_type
+    if trains_mtp and kind not in _WITH_MTP:
+        raise ConfigError(f"mtp is train and the model is {kind}; mapped are {', '.join(_WITH_MTP)}. Use mtp=freeze.")
     dense = kind == "qwen3_moe" and bool(config.mlp_only_layers or config.decoder_sparse_step != 1)
     more = {"dense layers among expert layers": dense}
     if kind in ("glm4_moe", "deepseek_v3"):
@@ -196,6 +202,7 @@ def read_architecture(config: Any, head: Head) -> Architecture:
         rope_scale=LlamaRotaryEmbedding(config).attention_scaling,
         swiglu_limit=config.swiglu_limit if kind == "gpt_oss" else None,
         windows=_windows(config),
+        has_mtp=trains_mtp,
     )
 
 
@@ -280,6 +287,10 @@ def check_divides(arch: Architecture, parallel: ParallelConfig) -> None:
         raise ConfigError(
             "Latent attention with parallel.tp above 1 needs parallel.sequence_parallel=true: every rank makes the "
             "latents of its own tokens."
+        )
+    if arch.has_mtp and parallel.cp > 1:
+        raise ConfigError(
+            f"mtp is train and parallel.cp is {parallel.cp}, whose ranks have the token after next elsewhere. Use cp=1."
         )
     if parallel.ep > 1 and not arch.num_experts:
         raise ConfigError(f"parallel.ep is {parallel.ep} and the {arch.model_type} model has no experts. Set it to 1.")

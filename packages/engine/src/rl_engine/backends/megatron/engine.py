@@ -31,10 +31,10 @@ from rl_engine.backends.megatron.layout import (
     megatron_calls,
     run_pipeline,
 )
-from rl_engine.backends.megatron.model import Stage, attach
+from rl_engine.backends.megatron.model import Stage, attach, check_fp8
 from rl_engine.backends.megatron.optimizer import MASTER, STATES, STEP, DistributedAdamW
 from rl_engine.backends.megatron.weights import plan_weights, shapes_of
-from rl_engine.batch.plan import AUX_LOSS, MicroBatchResults, ModelReplicas
+from rl_engine.batch.plan import AUX_LOSS, MTP_LOSS, MicroBatchResults, ModelReplicas
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.sharded import local_shards
 from rl_engine.checkpoint.slices import open_folder
@@ -43,13 +43,14 @@ from rl_engine.model.engine import (
     ModuleEngine,
     check_adapter,
     check_candidates,
+    check_float8,
     refuse_fsdp_only,
     refuse_muon,
     score_rows,
 )
 from rl_engine.model.lora import adapter_weights
 from rl_engine.model.moe import check_aux
-from rl_engine.types import EngineConfig, ModelInit, Precision, ShardSpec
+from rl_engine.types import EngineConfig, Fp8, ModelInit, Precision, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -72,6 +73,7 @@ class MegatronEngine(ModuleEngine):
     """
 
     _grads_follow = False
+    _trains_mtp = True
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -88,6 +90,8 @@ class MegatronEngine(ModuleEngine):
         check_divides(arch, config.parallel)
         self._check_adapter(arch)
         check_world(config.parallel, world_size)
+        if check_float8(config, "megatron", (Fp8.TENSORWISE, Fp8.BLOCKWISE, Fp8.MXFP8)):
+            check_fp8(arch, config.fp8)
         check_candidates(config.num_candidates, arch.vocab_size)
         check_aux(config.router_aux_loss_coef, arch.experts)
         return "the megatron backend feeds every row its prompt"
@@ -117,7 +121,7 @@ class MegatronEngine(ModuleEngine):
     def _read_config(self) -> tuple[Any, Architecture]:
         """The folder's config, and what is taken from it."""
         source = hf_folder.read_config(Path(self._config.model_path))
-        return source, read_architecture(source, self._config.head)
+        return source, read_architecture(source, self._config.head, trains_mtp=self._config.trains_mtp)
 
     def _build(self, world: World) -> Stage:
         check_device()
@@ -198,7 +202,10 @@ class MegatronEngine(ModuleEngine):
         counts: Tensor | None = None,
     ) -> MicroBatchResults:
         """Run the micro-batches through the pipeline; see `ModuleEngine`."""
-        work = MicroBatches(self._stage(), plan, loss_function, load, counts, self._activations)
+        stage, embedding = self._stage(), None
+        if stage.arch.has_mtp and loss_function is not None and torch.is_grad_enabled():
+            embedding = stage.embedding_of_the_last()
+        work = MicroBatches(stage, plan, loss_function, load, counts, self._activations, embedding)
         with megatron_calls():
             run_pipeline(
                 work,
@@ -243,7 +250,23 @@ class MegatronEngine(ModuleEngine):
     def _local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
         """Its layers, experts and tensor-parallel parts."""
         stage = self._stage()
-        return local_shards(stage.weights.local_parts(stage.named_weights()))
+        own = stage.weights.own
+        policy = {name: tensor for name, tensor in stage.named_weights().items() if not own[name].is_mtp}
+        return local_shards(stage.weights.local_parts(policy))
+
+    def _mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Embedding and head of the layer are the model's."""
+        stage = self._stage()
+        if not stage.arch.has_mtp:
+            yield from super()._mtp_weights()
+            return
+        weights, named = stage.weights, stage.named_weights()
+        yield from weights.export(named, [entry for entry in weights.entries if entry.is_mtp])
+        shared = {"embed_tokens": "model.embed_tokens.weight", "head": "lm_head.weight"}
+        for name in hf_folder.mtp_copies(Path(self._config.model_path)):
+            source = "model.embed_tokens.weight" if stage.arch.is_tied else shared[name.split(".")[-2]]
+            found = weights.export(named, [entry for entry in weights.entries if source in entry.tensors])
+            yield name, next(found)[1].clone()
 
     def _described(self) -> dict[str, Tensor]:
         weights = self._stage().weights
@@ -317,11 +340,12 @@ class MicroBatches:
         load: ExpertLoad | None,
         counts: Tensor | None,
         activations: Callable[[], AbstractContextManager[None]],
+        embedding: Tensor | None = None,
     ) -> None:
-        """Prepare to run; see `ModuleEngine` for the arguments."""
+        """Prepare to run; see `ModuleEngine`, and `Stage.mtp_loss` for the embedding where that is to be made."""
         self.results, self.stage = MicroBatchResults(), stage
         self._plan, self._loss_function, self._load, self._counts = plan, loss_function, load, counts
-        self._activations = activations
+        self._activations, self._embedding = activations, embedding
 
     def forward(self, chunk: int, index: int, received: Tensor | None) -> Tensor:
         """Hidden states, or from the last piece of all this micro-batch's share of the loss (0 without one)."""
@@ -336,6 +360,10 @@ class MicroBatches:
             hidden = self._with_experts(hidden, routing)
         if not stage.layout.is_last_stage or chunk < stage.layout.vpp - 1:
             return hidden
+        if self._embedding is not None:
+            share = stage.mtp_loss(hidden, packed, self._mask(index), self._embedding)
+            self.results.add_shares({MTP_LOSS: share})
+            hidden = attach(hidden, share)
         if is_idle:
             return stage.score(hidden, packed).scores.sum() * 0.0
         output, shares = score_rows(self._plan, index, self._loss_function, partial(stage.score, hidden, packed))
@@ -351,6 +379,12 @@ class MicroBatches:
             return hidden
         self.results.add_shares({AUX_LOSS: share})
         return attach(hidden, self._load.coef * share)
+
+    def _mask(self, index: int) -> Tensor | None:
+        """(C,) what counts of the completion tokens of a micro-batch; None: all of them, or none of an idle one."""
+        if self._plan.is_idle(index) or not self._plan.batch.has("loss_mask"):
+            return None
+        return self._plan.batch.select(self._plan.micro_batches[index])["loss_mask"].values()
 
     def _packed(self, index: int) -> PackedRows:
         return self.stage.padded(self._plan.pack(index))

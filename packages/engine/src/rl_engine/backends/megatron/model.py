@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.extensions import transformer_engine
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -23,13 +25,17 @@ from megatron.core.transformer import MLATransformerConfig, ModuleSpec, Transfor
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rl_csrc import parallel_logprobs
+from rl_csrc import linear_logprobs, parallel_logprobs
 from rl_engine.backends.megatron.adapters import adapter_entries, add_adapters
 from rl_engine.backends.megatron.architectures import split_layers
 from rl_engine.backends.megatron.attention import LatentAttention, LatentNorm, RmsNorm, RowAttention, RowParams
@@ -38,10 +44,12 @@ from rl_engine.backends.megatron.weights import WeightMap, padded_vocab, plan_we
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.checkpoint.hf_folder import DTYPES
+from rl_engine.errors import BackendError, ConfigError
 from rl_engine.model.attention import SequenceGroup, row_layout
 from rl_engine.model.engine import Scorer
 from rl_engine.model.logprobs import LinearHead, head_loss_obstacle, score_states, score_values
 from rl_engine.model.moe import routing_of
+from rl_engine.types import Fp8
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,11 +63,19 @@ if TYPE_CHECKING:
     from rl_engine.types import EngineConfig, ModelOutput, ParallelConfig
 
 
-def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+_FLOAT8_TOKENS = 128
+"""Tokens that a rank's products in float8 have a multiple of: the largest of the recipes' blocks."""
+
+
+def transformer_config(
+    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, fp8: Fp8 = Fp8.OFF
+) -> TransformerConfig:
     """megatron-core's config: its own modules, no fused kernels that need CUDA extensions, no dropout."""
     more: dict[str, Any] = {}
+    if fp8 != Fp8.OFF:  # of whole tensors, gradients need the format with the wider exponent
+        more = {"fp8": "hybrid" if fp8 == Fp8.TENSORWISE else "e4m3", "fp8_recipe": fp8.value}
     if arch.num_experts:
-        more = {
+        more |= {
             "num_moe_experts": arch.num_experts,
             "moe_router_topk": arch.top_k,
             "moe_ffn_hidden_size": arch.expert_size,
@@ -139,15 +155,21 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
     )
 
 
-def block_spec(arch: Architecture, layers: range) -> TransformerBlockSubmodules:
+def block_spec(arch: Architecture, layers: range, *, is_float8: bool = False) -> TransformerBlockSubmodules:
     """The specification of some of the model's layers, and of the norm behind the last."""
     norm: Any = RmsNorm
-    specs = [layer_spec(arch, is_sparse=bool(arch.num_experts) and layer >= arch.num_dense) for layer in layers]
+    specs = [
+        layer_spec(arch, is_sparse=bool(arch.num_experts) and layer >= arch.num_dense, is_float8=is_float8)
+        for layer in layers
+    ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
-def layer_spec(arch: Architecture, *, is_sparse: bool) -> Any:
-    """megatron-core's own modules, with the norm and attention above; an MLP or experts."""
+def layer_spec(arch: Architecture, *, is_sparse: bool, is_float8: bool = False) -> Any:
+    """megatron-core's own modules, with the norm and attention above; an MLP or experts.
+
+    With `is_float8` the linear ones are Transformer Engine's, which alone have float8 products.
+    """
     spec = get_gpt_layer_local_spec(
         num_experts=arch.num_experts if is_sparse else None,
         qk_layernorm=arch.has_qk_norm,
@@ -157,7 +179,7 @@ def layer_spec(arch: Architecture, *, is_sparse: bool) -> Any:
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     attention = layer.self_attention.submodules
-    rows = {"windows": arch.windows, "has_sinks": arch.swiglu_limit is not None}
+    rows = {"windows": (*arch.windows, None), "has_sinks": arch.swiglu_limit is not None}
     attention.core_attention = partial(RowAttention, **rows)
     if arch.latent is not None:
         layer.self_attention.module = LatentAttention
@@ -165,7 +187,37 @@ def layer_spec(arch: Architecture, *, is_sparse: bool) -> Any:
         attention.q_layernorm = attention.kv_layernorm = LatentNorm
     if arch.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
+    if is_float8:
+        inner = layer.mlp.submodules
+        attention.linear_qkv = inner.linear_fc1 = transformer_engine.TEColumnParallelLinear
+        attention.linear_proj = inner.linear_fc2 = transformer_engine.TERowParallelLinear
     return spec
+
+
+def check_fp8(arch: Architecture, fp8: Fp8) -> None:
+    """Refuse models whose layers are not Transformer Engine's where products are in float8, and a machine without it.
+
+    Raises:
+        BackendError: Transformer Engine cannot be imported.
+        ConfigError: experts or latent attention.
+    """
+    if arch.num_experts or arch.latent is not None:
+        raise ConfigError(
+            f"fp8 is {fp8} and the model is {arch.model_type}; here it is for dense models without latent attention. "
+            "Set it to off."
+        )
+    if not transformer_engine.HAVE_TE:
+        raise BackendError(
+            f"fp8 is {fp8} and megatron needs Transformer Engine for it, which cannot be imported; on a machine with "
+            "CUDA try: pip install --no-build-isolation 'transformer-engine[pytorch]'"
+        )
+
+
+def mtp_spec(arch: Architecture) -> MultiTokenPredictionLayerSubmodules:
+    """The layer for multi-token prediction, whose decoder layer is like the last one."""
+    norm: Any = RmsNorm
+    layer = layer_spec(arch, is_sparse=bool(arch.num_experts))
+    return MultiTokenPredictionLayerSubmodules(norm, norm, ColumnParallelLinear, layer, norm)
 
 
 def _without_transformer_engine() -> None:
@@ -243,7 +295,7 @@ class StageModel(GPTModel):
         piece = chunk * layout.pp.size + layout.pp.rank
         sizes = split_layers(arch.num_layers, layout.pp.size, layout.vpp)
         first = sum(sizes[:piece])
-        spec: Any = block_spec(arch, range(first, first + sizes[piece]))
+        spec: Any = block_spec(arch, range(first, first + sizes[piece]), is_float8=bool(config.fp8))
         super().__init__(
             config,
             spec,
@@ -255,6 +307,10 @@ class StageModel(GPTModel):
             position_embedding_type="none",
             vp_stage=chunk if layout.vpp > 1 else None,
         )
+        if arch.has_mtp and self.post_process:
+            self.mtp = MultiTokenPredictionLayer(
+                config, mtp_spec(arch), vp_stage=self.vp_stage, pg_collection=self.pg_collection
+            )
         layers: Any = () if arch.experts is None else self.decoder.layers
         for index, layer in enumerate(layers):
             layer.mlp.router.router_replay = RouterChoice(first + index, are_probabilities=not arch.norm_top_k)
@@ -294,7 +350,7 @@ class Stage(Scorer):
             layout: Where this rank stands.
             adapted: Names of the layers that have a LoRA adapter.
         """
-        self.settings = transformer_config(arch, wanted.parallel, DTYPES[wanted.precision])
+        self.settings = transformer_config(arch, wanted.parallel, DTYPES[wanted.precision], wanted.fp8)
         with megatron_calls():
             chunks = [StageModel(self.settings, arch, layout, chunk) for chunk in range(layout.vpp)]
         super().__init__(nn.ModuleList(chunks))
@@ -341,7 +397,7 @@ class Stage(Scorer):
 
     def padded(self, rows: PackedRows) -> PackedRows:
         """Rows padded to a number of tokens that the ranks that share them divide."""
-        return rows.padded(self._shares)
+        return rows.padded(self._shares * (_FLOAT8_TOKENS if self.settings.fp8 else 1))
 
     def num_tokens(self, rows: PackedRows) -> int:
         """Tokens that this rank's activations hold: its share under context and sequence parallelism."""
@@ -368,27 +424,88 @@ class Stage(Scorer):
         start, stop = (0, sum(rows.lengths)) if self._sequence_group is None else self._sequence_group.token_range(rows)
         model: Any = self.model[chunk]
         hidden = self._embed(model, rows.token_ids[start:stop]) if received is None else received
+        arguments = self._attention_arguments(rows, start, stop)
+        for layer in model.decoder.layers:
+            hidden = self._recomputed(layer, hidden, routing, arguments)
+        norm = model.decoder.final_layernorm
+        return hidden if norm is None else norm(hidden)
+
+    def _attention_arguments(self, rows: PackedRows, start: int, stop: int) -> dict[str, Any]:
+        """Arguments of a layer's attention for the tokens from `start` to `stop`."""
         freqs = rows.position_ids[start:stop, None].to(torch.float32) * self.inv_freq
         rotary = torch.cat([freqs, freqs], dim=-1)[:, None, None]
         params = RowParams(rows=row_layout(rows.lengths, rows.token_ids.device, self._sequence_group), rotary=rotary)
-        for layer in model.decoder.layers:
-            arguments: dict[str, Any] = {
-                "attention_mask": None,
-                "rotary_pos_emb": rotary if self.arch.latent is None else None,
-                "packed_seq_params": params,
-            }
-            if self._wanted.activation_checkpointing and torch.is_grad_enabled():
-                hidden = checkpoint(self._layer, layer, hidden, routing, arguments, use_reentrant=False)
-            else:
-                hidden = self._layer(layer, hidden, routing, arguments)
-        norm = model.decoder.final_layernorm
-        return hidden if norm is None else norm(hidden)
+        return {
+            "attention_mask": None,
+            "rotary_pos_emb": rotary if self.arch.latent is None else None,
+            "packed_seq_params": params,
+        }
+
+    def _recomputed(self, layer: Any, hidden: Tensor, routing: Routing | None, arguments: dict[str, Any]) -> Tensor:
+        """One layer, computed again in the backward pass where that is wanted."""
+        if self._wanted.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(self._layer, layer, hidden, routing, arguments, use_reentrant=False)
+        return self._layer(layer, hidden, routing, arguments)
 
     def _layer(self, layer: Any, hidden: Tensor, routing: Routing | None, arguments: dict[str, Any]) -> Tensor:
         """One layer; recomputed ones are given the routing of their own micro-batch again."""
         if routing is not None:
             layer.mlp.router.router_replay.routing = routing
-        return layer(hidden, **arguments)[0]
+        with get_fp8_context(self.settings):
+            return layer(hidden, **arguments)[0]
+
+    def embedding_of_the_last(self) -> Tensor | None:
+        """(V / tp, H) embedding for `mtp_loss`, which the first stage sends the last; None between. Collective."""
+        first: Any = self.model[0]
+        if self.layout.pp.size == 1:
+            return first.embedding.word_embeddings.weight.detach()
+        if self.layout.embedding.size == 1:
+            return None
+        if self.layout.pp.rank == 0:
+            weight = first.embedding.word_embeddings.weight.detach()
+        else:
+            weight = self.inv_freq.new_empty(
+                self._vocab_rows(), self.arch.hidden_size, dtype=self.settings.params_dtype
+            )
+        return self.layout.embedding.broadcast(weight, 0)
+
+    def mtp_loss(self, hidden: Tensor, rows: PackedRows, mask: Tensor | None, embedding: Tensor) -> Tensor:
+        """This micro-batch's share of the loss of completion tokens predicted two tokens ahead (2412.19437, 2.2).
+
+        Gradients are of the layer alone: it is given `hidden`, embedding and head detached. A row's first completion
+        token is left out where its prompt has one token.
+
+        Args:
+            hidden: From the last piece of all.
+            rows: The micro-batch.
+            mask: (C,) which completion tokens count; None: all.
+            embedding: From `embedding_of_the_last`.
+        """
+        last: Any = self.model[-1]
+        mixed = last.mtp._concat_embeddings(hidden.detach(), self._look_up(embedding, rows.token_ids.roll(-1)))
+        arguments = self._attention_arguments(rows, 0, sum(rows.lengths))
+        states = last.mtp.final_layernorm(self._recomputed(last.mtp.transformer_layer, mixed, None, arguments))
+        if self.settings.sequence_parallel:
+            states = gather_from_sequence_parallel_region(states)
+        is_counted = rows.position_ids[rows.score_index] > 0  # a token before the last one that is before it
+        if mask is not None:
+            is_counted = is_counted & mask.bool()
+        states, weight = states[:, 0][(rows.score_index - 1).clamp(min=0)], self._head_weight().detach()
+        if self.layout.tp.size == 1:
+            found = linear_logprobs(states, weight, rows.labels, ignore_index=None)
+        else:
+            start, gather = self.layout.tp.rank * self._vocab_rows(), self.layout.tp.all_gather
+            where = {"vocab_start": start, "gather": gather, "ignore_index": None}
+            found = parallel_logprobs(states @ weight.T, rows.labels, **where, inplace=True)
+        return -(found.logprobs * is_counted).sum() / (rows.counts.tokens or 1.0)
+
+    def _look_up(self, embedding: Tensor, token_ids: Tensor) -> Tensor:
+        """`[T, 1, H]` without gradient, this rank's tokens of it under sequence parallelism."""
+        local = token_ids - self.layout.tp.rank * len(embedding)
+        is_mine = (local >= 0) & (local < len(embedding))
+        found = embedding[local.clamp(0, len(embedding) - 1)].masked_fill(~is_mine[:, None], 0.0)
+        whole = self.layout.tp.all_reduce(found)[:, None]
+        return whole.chunk(self.layout.tp.size)[self.layout.tp.rank] if self.settings.sequence_parallel else whole
 
     def score(self, hidden: Tensor, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
         """Log-prob and entropy, or the scalar head's value, of each completion token from the last `hidden`.

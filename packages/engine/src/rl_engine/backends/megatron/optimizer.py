@@ -254,6 +254,8 @@ def _mark(parameter: Any, entry: Entry | None) -> None:
     if entry.expert_rank is not None:
         parameter.allreduce = False  # over the ranks that hold this expert, also where `ep` is 1 and `tp` is not,
         parameter.sequence_parallel = False  # which are all that have tokens of it
+    if entry.is_mtp:
+        parameter.shared = True  # which megatron-core leaves out of the norm: the policy is clipped as without it
     if entry.is_tied:
         parameter.shared_embedding = True
         parameter.shared = entry.is_copy

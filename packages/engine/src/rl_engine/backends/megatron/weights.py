@@ -85,6 +85,8 @@ class Entry:
     """The scalar head, which is trained whole beside an adapter."""
     is_copy: bool = False
     """The last stage's copy of such a one: read, not exported, and not counted in the gradient norm."""
+    is_mtp: bool = False
+    """Of the layer for multi-token prediction: in checkpoints and saved models, not in exports."""
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
@@ -122,7 +124,7 @@ def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entr
         entries.append(_head("lm_head.weight", vocab, pp, vpp))
     elif pp > 1:
         entries.append(_head("model.embed_tokens.weight", vocab, pp, vpp, is_copy=True))
-    return entries
+    return [*entries, *_mtp(arch, f"{vpp - 1}.mtp", pp - 1, ep)] if arch.has_mtp else entries
 
 
 def shapes_of(entries: list[Entry]) -> dict[str, tuple[int, ...]]:
@@ -139,6 +141,24 @@ def _head(name: str, shape: tuple[int, ...], pp: int, vpp: int, *, is_copy: bool
         is_tied=is_copy,
         is_copy=is_copy,
     )
+
+
+def _mtp(arch: Architecture, target: str, stage: int, ep: int) -> list[Entry]:
+    """The layer for multi-token prediction, behind the last: two norms, their product, a decoder layer, a norm."""
+    source, hidden, layer = f"model.layers.{arch.num_layers}", arch.hidden_size, f"{target}.transformer_layer"
+    found = {
+        "enorm": ("enorm", (hidden,), Cut.WHOLE),
+        "hnorm": ("hnorm", (hidden,), Cut.WHOLE),
+        "eh_proj": ("eh_proj", (hidden, 2 * hidden), Cut.ROWS),
+        "final_layernorm": ("shared_head.norm", (hidden,), Cut.WHOLE),
+    }
+    entries = [
+        Entry(parameter=f"{target}.{own}.weight", tensors={f"{source}.{name}.weight": shape}, cut=cut, stage=stage)
+        for own, (name, shape, cut) in found.items()
+    ]
+    entries += _layer(arch, source, layer, stage, is_sparse=True)
+    entries += _experts(arch, f"{source}.mlp", f"{layer}.mlp", stage, ep)
+    return [replace(entry, is_mtp=True) for entry in entries]
 
 
 def _layer(arch: Architecture, source: str, target: str, stage: int, *, is_sparse: bool) -> list[Entry]:
@@ -327,13 +347,13 @@ class WeightMap:
     def export(
         self, parameters: Mapping[str, Tensor], entries: list[Entry] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every Hugging Face tensor, or those of `entries`, whole, on every rank. Collective.
+        """Every Hugging Face tensor of the policy, or those of `entries`, whole, on every rank. Collective.
 
         One parameter at a time is gathered, or of a layer's experts as many as `GATHERED_BYTES` hold.
         """
         like, layout = next(iter(parameters.values())).detach(), self.layout
         is_alone = layout.ep.size == layout.pp.size == 1
-        wanted = self.entries if entries is None else entries
+        wanted = [entry for entry in self.entries if not entry.is_mtp] if entries is None else entries
         for _, found in groupby(wanted, key=lambda entry: entry.parameter.partition(".experts.")[0]):
             entries = list(found)
             if entries[0].index is not None:

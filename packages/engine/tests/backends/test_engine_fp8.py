@@ -1,0 +1,221 @@
+"""Products in float8: what torchao and Transformer Engine are told, the published torchao's products, and refusals."""
+
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from rl_engine import BackendError, ConfigError, EngineConfig, LoraConfig, Precision, create_engine
+from rl_engine.backends.megatron import model as stages
+from rl_engine.losses import sft_loss
+from rl_engine.model import device_memory
+from rl_engine.model import engine as module_engine
+from rl_engine.testing import ragged_batch, write_tiny_model
+
+_spec = spec_from_file_location("moe_oracle", Path(__file__).parents[1] / "support" / "moe_oracle.py")
+moe_oracle = module_from_spec(_spec)
+_spec.loader.exec_module(moe_oracle)
+DATA = ragged_batch([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])
+BF16 = Precision.BFLOAT16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("fp8") / "model")
+
+
+@pytest.fixture
+def float8_gpu(monkeypatch):
+    """As where there is a GPU that has such products; the CPU has them too, slowly."""
+    monkeypatch.setattr(module_engine, "has_float8", lambda: True)
+
+
+def built(backend, folder, fp8="off"):
+    engine = create_engine(backend, EngineConfig(model_path=str(folder), precision=BF16, fp8=fp8))
+    engine.initialize()
+    return engine
+
+
+def largest(tensor, recipe):
+    return tensor.abs().amax() if recipe == "tensorwise" else tensor.abs().amax(-1, keepdim=True)
+
+
+def rounded(tensor, recipe):
+    """A tensor as float8 numbers and a scale of the whole or of each row make of it, in float64."""
+    scale = torch.finfo(torch.float8_e4m3fn).max / largest(tensor.float(), recipe)
+    if recipe == "rowwise":
+        scale = torch.exp2(torch.floor(torch.log2(scale)))  # torchao's scales of rows are powers of two
+    return (tensor.float() * scale).to(torch.float8_e4m3fn).double() / scale.double()
+
+
+@pytest.fixture
+def torchao(tmp_path, monkeypatch):
+    """The published wheel, for this test alone: transformers and torchtitan import it where they find it."""
+    command = ["uv", "pip", "install", "-q", "--no-deps", "--python", sys.executable, "--target", str(tmp_path)]
+    subprocess.run([*command, "torchao==0.18.0"], check=True, timeout=300)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_torchao_is_told(tmp_path, float8_gpu, monkeypatch, recipe):
+    told = []
+
+    @dataclass(frozen=True)
+    class Config:
+        recipe: str
+        pad_inner_dim: bool = False
+        from_recipe_name = classmethod(lambda kind, name: kind(name))
+
+    def convert(model, *, module_filter_fn, config):
+        told.extend([config, [name for name, part in model.named_modules() if module_filter_fn(part, name)]])
+
+    library = ModuleType("torchao.float8")
+    library.Float8LinearConfig, library.convert_to_float8_training = Config, convert
+    monkeypatch.setitem(sys.modules, "torchao.float8", library)
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    write_tiny_model(tmp_path, intermediate_size=72)  # no multiple of 16
+    built("fsdp", tmp_path, recipe).close()
+    names = [f"model.layers.{layer}.self_attn.{x}_proj" for layer in range(2) for x in "qkvo"]
+    assert told[-2:] == [Config(recipe, pad_inner_dim=True), names]
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("torchao")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_products_of_layers_are_in_float8(folder, float8_gpu, recipe):
+    plain, engine = built("fsdp", folder), built("fsdp", folder, recipe)
+    model = engine._scorer.model
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if hasattr(module, "weight")}
+    found = {name for name, kind in kinds.items() if kind == "Float8Linear"}
+    assert found == {name for name in kinds if ".layers." in name and name.endswith("_proj")}
+    linear, states = model.model.layers[0].mlp.gate_proj, torch.randn(16, 32, dtype=torch.bfloat16)
+    by_hand = rounded(states, recipe) @ rounded(linear.weight.detach(), recipe).T
+    assert not torch.allclose(states.double() @ linear.weight.double().T, by_hand, rtol=0.004)
+    torch.testing.assert_close(linear(states).double(), by_hand, rtol=0.004, atol=1e-6)  # bfloat16 results
+    before = dict(plain.get_per_tensor_param()[0])
+    after = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    assert after.keys() == before.keys()
+    losses = []
+    for each in (plain, engine):
+        each.optimizer_zero_grad()
+        losses.append(each.forward_backward_batch(DATA, sft_loss).metrics["loss"])
+        each.optimizer_step()
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[0] != losses[1]
+    assert all(torch.isfinite(tensor).all() for _, tensor in engine.get_per_tensor_param()[0])
+    moved = dict(engine.get_per_tensor_param()[0])
+    assert not torch.equal(moved["model.layers.0.mlp.gate_proj.weight"], after["model.layers.0.mlp.gate_proj.weight"])
+    plain.close()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [("tensorwise", ("hybrid", "tensorwise")), ("blockwise", ("e4m3", "blockwise")), ("mxfp8", ("e4m3", "mxfp8"))],
+)
+def test_transformer_engine_is_told(folder, float8_gpu, monkeypatch, recipe, told):
+    """Its linear modules cannot be imported without CUDA: megatron-core's own stand in their places."""
+    entered = []
+
+    class Column(stages.ColumnParallelLinear): ...
+
+    class Row(stages.RowParallelLinear): ...
+
+    @contextmanager
+    def context(settings):
+        entered.append((settings.fp8, settings.fp8_recipe))
+        yield
+
+    monkeypatch.setattr(stages.transformer_engine, "HAVE_TE", True)
+    monkeypatch.setattr(stages.transformer_engine, "TEColumnParallelLinear", Column)
+    monkeypatch.setattr(stages.transformer_engine, "TERowParallelLinear", Row)
+    monkeypatch.setattr(stages, "get_fp8_context", context)
+    engine = built("megatron", folder, recipe)
+    layers = engine._scorer.model[0].decoder.layers
+    for layer in layers:
+        assert type(layer.self_attention.linear_qkv) is type(layer.mlp.linear_fc1) is Column
+        assert type(layer.self_attention.linear_proj) is type(layer.mlp.linear_fc2) is Row
+    fed = []
+    layers[0].register_forward_pre_hook(lambda _, given: fed.append(len(given[0])))
+    engine.forward_backward_batch(DATA, sft_loss)
+    assert entered == [told] * len(layers)
+    assert fed == [128]  # seven tokens, padded to the largest block of a recipe
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fp8": "int8"}, r"fp8 is 'int8'; allowed are off, tensorwise, rowwise, blockwise, mxfp8\."),
+        ({"precision": "float32"}, r"fp8 is tensorwise and precision is float32; it needs precision=bfloat16\."),
+        ({"lora": LoraConfig()}, r"fp8 is tensorwise and lora is .*; it needs lora=None\."),
+    ],
+)
+def test_settings_that_it_does_not_go_with_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**({"model_path": "model", "fp8": "tensorwise", "precision": BF16} | changes))
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe", "message"),
+    [
+        ("fsdp", "mxfp8", r"fp8 is mxfp8; the fsdp backend has off, tensorwise, rowwise\."),
+        ("megatron", "rowwise", r"fp8 is rowwise; the megatron backend has off, tensorwise, blockwise, mxfp8\."),
+        ("torchtitan", "tensorwise", r"fp8 is tensorwise; the torchtitan backend has off\."),
+        ("fsdp", "tensorwise", r"fp8 is tensorwise and there is no GPU that has float8 products .* Set it to off\."),
+    ],
+)
+def test_recipes_that_a_backend_or_a_machine_has_not_are_refused(folder, monkeypatch, backend, recipe, message):
+    monkeypatch.setattr(device_memory, "has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        built(backend, folder, recipe)
+
+
+def test_transformer_engine_and_torchao_are_asked_for(folder, float8_gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(
+        BackendError, match=r"fp8 is rowwise and fsdp needs torchao for it .*; try: pip install torchao"
+    ):
+        built("fsdp", folder, "rowwise")
+    monkeypatch.setattr(stages.transformer_engine, "HAVE_TE", False)
+    with pytest.raises(
+        BackendError, match=r"fp8 is mxfp8 and megatron needs Transformer Engine for it, .* pip install"
+    ):
+        built("megatron", folder, "mxfp8")
+
+
+def test_mixtures_are_refused_on_megatron(tmp_path):
+    moe_oracle.write_model(tmp_path / "experts")
+    with pytest.raises(ConfigError, match=r"fp8 is tensorwise and the model is qwen3_moe; here it is for dense models"):
+        built("megatron", tmp_path / "experts", "tensorwise")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("backend", "recipe"),
+    [("fsdp", "tensorwise"), ("fsdp", "rowwise"), ("megatron", "tensorwise"), ("megatron", "blockwise")],
+)
+def test_losses_on_a_gpu_are_near_those_without_it(tmp_path, backend, recipe):
+    if not device_memory.has_float8():
+        pytest.skip("no GPU that has float8 products")
+    write_tiny_model(tmp_path, hidden_size=256, intermediate_size=512, head_dim=64)
+    losses = {}
+    for fp8 in ("off", recipe):
+        engine = built(backend, tmp_path, fp8)
+        losses[fp8] = []
+        for _ in range(3):
+            engine.optimizer_zero_grad()
+            losses[fp8].append(engine.forward_backward_batch(DATA, sft_loss).metrics["loss"])
+            engine.optimizer_step()
+        engine.close()
+    assert losses[recipe] == pytest.approx(losses["off"], rel=0.02)
+    assert losses[recipe] != losses["off"]

@@ -1,0 +1,220 @@
+"""A layer for multi-token prediction learns beside the policy: float64, against plain torch on a transformers model."""
+
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_engine import ConfigError, EngineConfig, Head, LoraConfig, ModelFolderError, ParallelConfig, create_engine
+from rl_engine.optimizer import learning_rate
+from rl_engine.testing import write_tiny_model
+
+pytestmark = pytest.mark.timeout(300)
+SCRIPT = Path(__file__).parents[1] / "support" / "megatron_mtp_ranks.py"
+_spec = spec_from_file_location("megatron_mtp_ranks", SCRIPT)
+ranks = module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+CASES = ["v3:dp2", "v3:sp2", "v3:pp2", "v3:ep2", "glm:sp2", "glm:vpp2"]
+NORMS = ("enorm", "hnorm", "shared_head.norm")
+
+
+def run_ranks(start_ranks, folder, size):
+    for kind in ranks.KINDS:
+        ranks.write_model(folder, kind)
+    return start_ranks(SCRIPT, folder, size, *CASES)
+
+
+class Oracle:
+    """Two steps of a plain model and of the layer behind its last, the layer's loss written out."""
+
+    def __init__(self, folder, kind):
+        config = AutoConfig.from_pretrained(folder / f"{kind} big")
+        self.big = AutoModelForCausalLM.from_pretrained(
+            folder / f"{kind} big", config=config, dtype=torch.float64, attn_implementation="eager"
+        )
+        self.big.set_experts_implementation("eager")
+        self.big.config.num_hidden_layers -= 1  # transformers' decoder runs so many of its layers
+        self.behind = f"model.layers.{self.big.config.num_hidden_layers}"
+        saved = load_file(folder / kind / "model.safetensors")
+        self.own = {
+            name: saved[f"{self.behind}.{name}.weight"].double().requires_grad_() for name in ("eh_proj", *NORMS)
+        }
+        layer = self.big.model.layers[-1]
+        policy = [part for name, part in self.big.named_parameters() if not name.startswith(self.behind)]
+        trained = [*policy, *layer.parameters(), *self.own.values()]
+        adam = ranks.OPTIMIZER
+        groups = [
+            {"params": [part for part in trained if (part.ndim > 1) == decays], "weight_decay": decays * 0.01}
+            for decays in (True, False)
+        ]
+        optimizer = torch.optim.AdamW(groups, eps=adam.eps, betas=adam.betas)
+        self.losses, self.norms, self.layers = [], [], []
+        for count in range(2):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(adam, count)
+            optimizer.zero_grad()
+            loss, ahead = self.loss()
+            (loss + ahead).backward()
+            norm = torch.nn.utils.get_total_norm([part.grad for part in policy])
+            torch.nn.utils.clip_grads_with_norm_(trained, adam.max_grad_norm, norm)
+            optimizer.step()
+            self.losses.append((float(loss.detach()), float(ahead.detach())))
+            self.norms.append(float(norm))
+            self.layers.append(self.layer())
+
+    def loss(self):
+        """Of the policy, and of the tokens after next."""
+        found, ahead, tokens = 0.0, 0.0, 0
+        for prompt, completion, mask in ranks.megatron.ranks.draw_rows(ranks.megatron.SEED):
+            ids = torch.tensor(prompt + completion)
+            states = self.big.model(ids[None]).last_hidden_state
+            logprobs = self.big.lm_head(states)[0].log_softmax(-1)
+            further = self.states_ahead(states, ids) @ self.big.lm_head.weight.detach().T
+            further = further[0].log_softmax(-1)
+            for at, counts in enumerate(mask, len(prompt)):
+                found = found - counts * logprobs[at - 1, ids[at]]
+                if at >= 2:
+                    ahead = ahead - counts * further[at - 2, ids[at]]
+            tokens += sum(mask)
+        return found / tokens, ahead / tokens
+
+    def states_ahead(self, states, ids):
+        """(1, T - 1, H): at i from the state at i and the embedding of token i + 1, for token i + 2."""
+        embedded, states = self.big.model.embed_tokens(ids[None, 1:]).detach(), states[:, :-1].detach()
+        both = torch.cat([self.norm(embedded, "enorm"), self.norm(states, "hnorm")], -1)
+        mixed, length = both @ self.own["eh_proj"].T, len(ids) - 1
+        places = torch.arange(length)[None]
+        hidden = self.big.model.layers[-1](
+            mixed,
+            attention_mask=torch.full((1, 1, length, length), float("-inf"), dtype=torch.float64).triu(1),
+            position_ids=places,
+            position_embeddings=self.big.model.rotary_emb(mixed, position_ids=places),
+        )
+        return self.norm(hidden, "shared_head.norm")
+
+    def norm(self, states, name):
+        scale = (states.square().mean(-1, keepdim=True) + self.big.config.rms_norm_eps).rsqrt()
+        return states * scale * self.own[name]
+
+    def layer(self):
+        weights = {
+            name: tensor.clone()
+            for name, tensor in ranks.megatron.weights_of(self.big).items()
+            if name.startswith(self.behind)
+        }
+        return weights | {f"{self.behind}.{name}.weight": part.detach().clone() for name, part in self.own.items()}
+
+
+@pytest.fixture(scope="module")
+def oracles():
+    return {}
+
+
+def oracle_of(oracles, folder, kind):
+    if kind not in oracles:
+        oracles[kind] = Oracle(folder, kind)
+    return oracles[kind]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_layer_learns_tokens_two_ahead(two, oracles, case):
+    want, got = oracle_of(oracles, two["folder"], case.split(":")[0]), two[case]
+    assert [metrics["mtp_loss"] for metrics, _ in got["train"]["steps"]] == pytest.approx(
+        [ahead for _, ahead in want.losses], rel=1e-9
+    )
+    for found, expected in zip(got["layer"], want.layers, strict=True):
+        copies = {f"{want.behind}.embed_tokens.weight", f"{want.behind}.shared_head.head.weight"}
+        assert found.keys() == expected.keys() | copies
+        torch.testing.assert_close({name: found[name] for name in expected}, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_policy_is_what_it_is_without_it(two, oracles, case):
+    want, got = oracle_of(oracles, two["folder"], case.split(":")[0]), two[case]
+    (train, freeze), behind = (got[treatment] for treatment in ("train", "freeze")), want.behind
+    for (found, norm), (expected, other), oracle, clipped in zip(
+        train["steps"], freeze["steps"], want.losses, want.norms, strict=True
+    ):
+        assert found.keys() == expected.keys() | {"mtp_loss"}
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+        assert found["loss"] == pytest.approx(oracle[0], rel=1e-9)
+        assert norm == pytest.approx(other, rel=1e-12)
+        assert norm == pytest.approx(clipped, rel=1e-9)
+        assert norm > ranks.OPTIMIZER.max_grad_norm
+    torch.testing.assert_close(train["weights"], freeze["weights"], rtol=1e-12, atol=1e-13)
+    assert train["scored"].keys() == freeze["scored"].keys() == {"loss"}
+    assert train["shards"] == freeze["shards"]
+    assert not any(name.startswith(behind) for name in [*train["weights"][0], *train["shards"]])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_model_has_the_layer_with_the_models_embedding_and_head(two, oracles, case):
+    behind, got = oracle_of(oracles, two["folder"], case.split(":")[0]).behind, two[case]
+    saved = load_file(two["folder"] / f"{case.replace(':', '-')}-saved" / "model.safetensors")
+    assert saved.keys() == load_file(two["folder"] / case.split(":")[0] / "model.safetensors").keys()
+    assert torch.equal(saved[f"{behind}.embed_tokens.weight"], saved["model.embed_tokens.weight"])
+    assert torch.equal(saved[f"{behind}.shared_head.head.weight"], saved["lm_head.weight"])
+    for name, tensor in (got["layer"][1] | got["train"]["weights"][1]).items():
+        assert torch.equal(saved[name].double(), tensor.double()), name
+    assert got["again"].keys() == saved.keys()
+    torch.testing.assert_close(got["again"], {name: tensor.double() for name, tensor in saved.items()})
+
+
+def test_a_checkpoint_of_one_layout_continues_on_another(two):
+    for before, case in pairwise(CASES):
+        if before.split(":")[0] == case.split(":")[0]:
+            (metrics, norm), weights = two[case]["resumed"]
+            first = two[before]
+            assert metrics == pytest.approx(first["train"]["steps"][1][0], rel=1e-8)
+            assert norm == pytest.approx(first["train"]["steps"][1][1], rel=1e-8)
+            torch.testing.assert_close(weights, first["train"]["weights"][1] | first["layer"][1], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head": Head.VALUE}, r"mtp is train and head is value; it trains with head=lm\. Or freeze\."),
+        ({"init": "random"}, r"mtp is train and init is random; it trains with init=pretrained\. Or freeze\."),
+        ({"lora": LoraConfig()}, r"mtp is train and lora is .*; it trains with lora=None\. Or freeze\."),
+        ({"mtp": "learn"}, r"mtp is 'learn'; allowed are refuse, freeze, train\."),
+    ],
+)
+def test_settings_that_it_does_not_go_with_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model_path="model", **({"mtp": "train"} | changes))
+
+
+def test_models_and_layouts_that_it_is_not_for_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"mtp is train; of the backends here megatron alone does it\. Use that"):
+        create_engine("fsdp", EngineConfig(model_path=str(write_tiny_model(tmp_path / "a")), mtp="train")).check(1)
+    dense = EngineConfig(model_path=str(tmp_path / "a"), mtp="train")
+    with pytest.raises(ConfigError, match=r"mtp is train and the model is qwen3; mapped are deepseek_v3, glm4_moe\."):
+        create_engine("megatron", dense).check(1)
+    ranks.write_model(tmp_path, "glm")
+    given = {"model_path": str(tmp_path / "glm"), "mtp": "train"}
+    with pytest.raises(ConfigError, match=r"mtp is train and parallel\.cp is 2, whose ranks"):
+        create_engine("megatron", EngineConfig(**given, parallel=ParallelConfig(cp=2))).check(2)
+    create_engine("megatron", EngineConfig(**given)).check(1)
+    file = tmp_path / "glm" / "model.safetensors"
+    tensors = load_file(file)
+    ranks.save_file({name: part for name, part in tensors.items() if "hnorm" not in name}, file, {"format": "pt"})
+    with pytest.raises(ModelFolderError, match=r"lacks .*hnorm\.weight"):
+        create_engine("megatron", EngineConfig(**given)).check(1)
+    ranks.save_file(tensors | {"model.layers.5.eh_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"})
+    with pytest.raises(ModelFolderError, match=r"has, beyond what the architecture takes, .*layers\.5\.eh_proj"):
+        create_engine("megatron", EngineConfig(**given)).check(1)
+
+
+def test_a_frozen_engine_leaves_the_layer_as_it_was(tmp_path):
+    ranks.write_model(tmp_path, "glm")
+    config = EngineConfig(model_path=str(tmp_path / "glm"), mtp="train", optimizer=None)
+    engine = create_engine("megatron", config)
+    engine.initialize()
+    engine.save_model(tmp_path / "saved")
+    engine.close()
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("glm", "saved"))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)

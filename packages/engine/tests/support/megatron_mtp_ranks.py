@@ -1,0 +1,112 @@
+"""One rank of the tests of layers for multi-token prediction: `megatron_mtp_ranks.py FOLDER CASE...`.
+
+A CASE is `KIND:LAYOUT`; FOLDER has what `write_model` wrote of each kind.
+"""
+
+import json
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_engine import EngineConfig, Mtp, OptimizerConfig, create_engine
+
+_spec = spec_from_file_location("megatron_ranks", Path(__file__).with_name("megatron_ranks.py"))
+megatron = module_from_spec(_spec)
+_spec.loader.exec_module(megatron)
+
+# The norm is far above the clipping. Steps are nearly proportional to gradients, so that equal weights mean equal ones.
+OPTIMIZER = OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.01, max_grad_norm=0.5, total_steps=10)
+KINDS = ("v3", "glm")
+
+
+def write_model(folder, kind):
+    """A model and its layer behind the last in `folder / kind`; all of it as a model with one layer more in `big`."""
+    torch.manual_seed(7)
+    name, changes = megatron.MODELS[kind]
+    count = 4
+    sizes = megatron.SIZES | changes | {"num_hidden_layers": count + 1}
+    big = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), dtype=torch.float32)
+    for named, part in [*big.named_parameters(), *big.named_buffers()]:
+        if "bias" in named or "norm" in named:
+            part.data.add_(torch.randn_like(part), alpha=0.1)
+    big.save_pretrained(folder / f"{kind} big")
+    big.save_pretrained(folder / kind)
+    config = json.loads((folder / kind / "config.json").read_text())
+    (folder / kind / "config.json").write_text(json.dumps(config | {"num_hidden_layers": count}))
+    hidden, behind = sizes["hidden_size"], f"model.layers.{count}"
+    extra = {
+        f"{behind}.eh_proj.weight": torch.randn(hidden, 2 * hidden) / 8,
+        f"{behind}.enorm.weight": torch.rand(hidden) + 0.5,
+        f"{behind}.hnorm.weight": torch.rand(hidden) + 0.5,
+        f"{behind}.shared_head.norm.weight": torch.rand(hidden) + 0.5,
+    }
+    file = folder / kind / "model.safetensors"
+    tensors = load_file(file)
+    copies = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+    extra |= {f"{behind}.{own}.weight": tensors[source].clone() for own, source in copies.items()}
+    save_file(tensors | extra, file, metadata={"format": "pt"})
+
+
+def step(engine, rows):
+    """Metrics and norm of one step."""
+    engine.optimizer_zero_grad()
+    metrics = engine.forward_backward_batch(megatron.ranks.batch_of(rows), megatron.sft_loss).metrics
+    norm = engine.optimizer_step()
+    engine.lr_scheduler_step()
+    return metrics, norm
+
+
+def layer_of(engine):
+    """Weights of the layer, whole, as `save_model` writes them."""
+    return {name: tensor.clone() for name, tensor in engine._mtp_weights()}
+
+
+def run(folder, kind, layout, before):
+    seen = {}
+    for treatment in (Mtp.FREEZE, Mtp.TRAIN):
+        engine = megatron.build(folder, kind, layout, mtp=treatment, optimizer=OPTIMIZER)
+        mine = megatron.ranks.draw_rows(megatron.SEED)[engine._world.rank :: engine._world.size]
+        seen[treatment] = {"steps": [step(engine, mine)], "weights": [megatron.ranks.weights(engine)]}
+        if treatment == Mtp.TRAIN:
+            seen["layer"] = [layer_of(engine)]
+            engine.save_checkpoint(folder / f"{kind}-{layout}", 1)
+        seen[treatment]["steps"].append(step(engine, mine))
+        seen[treatment]["weights"].append(megatron.ranks.weights(engine))
+        with engine.eval_mode():
+            scored = engine.forward_backward_batch(megatron.ranks.batch_of(mine), megatron.sft_loss, forward_only=True)
+        seen[treatment]["scored"] = scored.metrics
+        seen[treatment]["shards"] = sorted({spec.name for spec, _ in engine.get_local_shards()})
+        if treatment == Mtp.TRAIN:
+            seen["layer"].append(layer_of(engine))
+            engine.save_model(folder / f"{kind}-{layout}-saved")
+            if before:
+                engine.load_checkpoint(folder / f"{kind}-{before}")
+                seen["resumed"] = step(engine, mine), megatron.ranks.weights(engine) | layer_of(engine)
+        engine.close()
+    again = megatron.build(folder, f"{kind}-{layout}-saved", layout, mtp=Mtp.TRAIN, optimizer=OPTIMIZER)
+    seen["again"] = megatron.ranks.weights(again) | layer_of(again)
+    again.close()
+    return seen
+
+
+def main(folder, cases):
+    torch.set_num_threads(1)
+    holder = create_engine("fsdp", EngineConfig(model_path=str(folder / "v3"), optimizer=None, mtp=Mtp.FREEZE))
+    holder.initialize()  # makes the process group; the others join it
+    seen, before = {}, {}
+    for case in cases:
+        kind, layout = case.split(":")
+        seen[case] = run(folder, kind, layout, before.get(kind))
+        before[kind] = layout
+    rank = holder._world.rank
+    holder.close()
+    if rank == 0:
+        torch.save(seen, folder / "seen.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
