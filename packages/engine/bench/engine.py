@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_bench import Role, Run
@@ -161,21 +162,50 @@ def _policy_loss(output, rows):
 
 
 def _head(run: Run) -> None:
-    """A policy update whose loss is made by the head, and the same where log-probs come first."""
-    batch = ragged_batch(*draw_rows(16, 24, 72))
-    tokens = int(batch["completion_token_ids"].values().numel())
-    run.parameters(head=HEAVY_HEAD, scored_tokens=tokens)
+    """A policy update whose loss is made by the head, and the same where log-probs come first; groups of eight rows."""
+    prompts, completions = draw_rows(16 if run.quick else 32, 24, 72)
+    prompts = [prompts[row // 8 * 8] for row in range(len(prompts))]
+    batch = ragged_batch(prompts, completions)
+    tokens = sum(map(len, completions))
+    run.parameters(head=HEAVY_HEAD, scored_tokens=tokens, head_prompt_tokens=sum(map(len, prompts[::8])))
     local = token_local(lambda output, rows: _policy_loss(output, rows))
     with tempfile.TemporaryDirectory() as place:
         folder = write_tiny_model(Path(place) / "model", **HEAVY_HEAD)
         for precision in ("float32", "bfloat16"):
             at_once, _ = our_step(folder, batch, local, precision=precision)
             one_after_the_other, _ = our_step(folder, batch, _policy_loss, precision=precision)
+            metric = f"products of a policy update over one with the head, {precision}"
+            one = tokens * HEAVY_HEAD["vocab_size"] * HEAVY_HEAD["hidden_size"]
+            run.record(metric, "loss in the head", [multiplied(at_once) / one], unit="x")
+            others = [multiplied(one_after_the_other) / one]
+            run.record(metric, "log-probs, then the loss", others, unit="x", role=Role.PEER)
             run.compare(
                 f"policy update under 32k tokens of vocabulary, {precision}", {"loss in the head": at_once},
                 peers={"log-probs, then the loss": one_after_the_other},
                 goal=">= 1.18 of best peer",  # 1 / 0.85
             )  # fmt: skip
+
+
+class _Products(TorchDispatchMode):
+    """Counts the multiplications of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_", "bmm"):
+            left, right = [given for given in args if isinstance(given, torch.Tensor)][-2:]
+            self.count += left.numel() * right.shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+def multiplied(step) -> int:
+    """Multiplications of the matrix products of one step, attention's kernel excepted."""
+    with _Products() as products:
+        step()
+    return products.count
 
 
 def _head_memory(run: Run) -> None:

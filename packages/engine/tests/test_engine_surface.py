@@ -8,9 +8,9 @@ from rl_engine import BackendError, EngineConfig, create_engine
 
 PUBLIC = """
 BackendError BatchCounts BatchError CheckpointError ConfigError DataError Engine
-EngineConfig EngineError EngineOutput Fp8 Head LoraConfig LoraExport LossFunction MatmulPrecision ModelFolderError ModelInit
-ModelOutput Mtp NonFiniteError OptimizerConfig OptimizerKind ParallelConfig PeftConfig Precision ShardSpec StepOutcome
-TrainingWorker
+EngineConfig EngineError EngineOutput Fp8 Head LoraConfig LoraExport LossFunction MatmulPrecision ModelFolderError
+ModelInit ModelOutput Mtp NonFiniteError OptimizerConfig OptimizerKind ParallelConfig PeftConfig Precision ShardSpec
+StepOutcome TrainingWorker
 check create_engine digest_files find_damage hold_lock model_folder FolderInUseError read_manifest write_manifest
 """
 

@@ -392,12 +392,13 @@ def linear_loss(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Loss, log-probs, entropy, and the gradients of hidden and weight.
 
-    Three matrix products where the logits of a chunk of tokens are kept until their loss is known: float32, a
-    vocabulary shard, or bfloat16 on tiles. Four elsewhere: the logits are recomputed after the loss.
+    Three matrix products where the logits of a chunk of tokens are kept until their loss is known. Four in bfloat16 on
+    tiles with a soft cap or entropies: the logits are recomputed after the loss. Narrow numbers without tiles are
+    multiplied in float32, the weight widened by chunks of the vocabulary.
     """
     hidden, weight = with_adjacent_columns(hidden), with_adjacent_columns(weight)
     tiled = _has_tiles(hidden) and softcap is None and not entropy and gather is None
-    if gather is None and not (any(need) and (tiled or hidden.dtype == torch.float32)):
+    if gather is None and not (any(need) and (tiled or not _has_tiles(hidden))):
         scoring, how = (temperature, softcap, ignore_index), (entropy, False, chunk_rows, False)
         scored, entropies, _, lse = linear_logprobs_forward(hidden, weight, labels, None, *scoring, *how)
         value, grad, grad_entropy = loss(scored, entropies)
@@ -414,7 +415,8 @@ def linear_loss(
         rows_that_fit = chunk_rows or SHARD_ROWS
     chunks = _row_chunks(num, min(chunk_rows or rows_that_fit, rows_that_fit), False)
     d_weight = None
-    if need[1] and len(chunks) != 1:
+    is_wide = hidden.dtype != torch.float32 and not tiled and gather is None
+    if need[1] and (len(chunks) != 1 or is_wide):
         d_weight = in_huge_pages(torch.empty(weight.shape, dtype=torch.float32)).zero_()
     value = loss(scored, entropies)[0] if not chunks else None
     for rows in chunks:
@@ -429,6 +431,9 @@ def linear_loss(
         if not any(need):
             continue
         transposed = finish(grad[rows], rows_of(grad_entropy, rows))
+        if transposed.dtype != hidden.dtype:
+            _add_wide_gradients(transposed, hidden[rows], weight, rows_of(d_hidden, rows), d_weight)
+            continue
         if d_hidden is not None:
             torch.mm(transposed.T, weight, out=d_hidden[rows])
         if d_weight is not None and hidden.dtype == torch.float32:
@@ -440,6 +445,20 @@ def linear_loss(
             torch.mm(transposed, hidden, out=d_weight)
     assert value is not None
     return value, scored, entropies, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+
+
+def _add_wide_gradients(
+    transposed: Tensor, hidden: Tensor, weight: Tensor, d_hidden: Tensor | None, d_weight: Tensor | None
+) -> None:
+    """Fill the gradient of narrow hidden states, and add to the float32 one of the weight, from a float32 gradient."""
+    wide, found = hidden.float(), torch.zeros(hidden.shape)
+    for columns in _vocab_chunks(*weight.shape, 4):
+        if d_hidden is not None:
+            found.addmm_(transposed[columns].T, weight[columns].float())
+        if d_weight is not None:
+            d_weight[columns].addmm_(transposed[columns], wide)
+    if d_hidden is not None:
+        d_hidden.copy_(found)
 
 
 _Scoring = tuple[Tensor, float | Tensor, float | None, int | None]
@@ -456,8 +475,14 @@ def _plain_chunk(
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Score a chunk of tokens; the returned function turns its logits into their gradient, transposed."""
     labels, temperature, softcap, ignore_index = scoring
-    logits = in_huge_pages(torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype))
-    torch.mm(hidden, weight.T, out=logits)
+    dtype = hidden.dtype if gather is not None else torch.float32
+    logits = in_huge_pages(torch.empty(hidden.shape[0], weight.shape[0], dtype=dtype))
+    if hidden.dtype == dtype:
+        torch.mm(hidden, weight.T, out=logits)
+    else:
+        wide = hidden.float()
+        for columns in _vocab_chunks(weight.shape[0], weight.shape[1], 4):
+            torch.mm(wide, weight[columns].float().T, out=logits[:, columns])
     options = (temperature, softcap, ignore_index, None)
     if gather is None:
         found = logprobs_forward(logits, labels, *options, entropies is not None, False)

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
 
 from rl_engine import BackendError, ConfigError, EngineConfig, LoraConfig, Precision, create_engine
 from rl_engine.backends.megatron import model as stages
@@ -65,27 +66,47 @@ def torchao(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_torchao_is_told(tmp_path, float8_gpu, monkeypatch, recipe):
-    told = []
+@dataclass(frozen=True)
+class Recipe:
+    """Stands for torchao's `Float8LinearConfig`."""
 
-    @dataclass(frozen=True)
-    class Config:
-        recipe: str
-        pad_inner_dim: bool = False
-        from_recipe_name = classmethod(lambda kind, name: kind(name))
+    name: str
+    pad_inner_dim: bool = False
+
+    @classmethod
+    def from_recipe_name(cls, name):
+        return cls(name)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What a stand-in of torchao is told, call by call: the recipe, and the names of the modules."""
+    calls = []
 
     def convert(model, *, module_filter_fn, config):
-        told.extend([config, [name for name, part in model.named_modules() if module_filter_fn(part, name)]])
+        calls.append((config, [name for name, part in model.named_modules() if module_filter_fn(part, name)]))
 
     library = ModuleType("torchao.float8")
-    library.Float8LinearConfig, library.convert_to_float8_training = Config, convert
-    monkeypatch.setitem(sys.modules, "torchao.float8", library)
+    library.Float8LinearConfig, library.convert_to_float8_training = Recipe, convert
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", library)
+    return calls
+
+
+@pytest.mark.usefixtures("float8_gpu")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_torchao_is_told(tmp_path, told, recipe):
     write_tiny_model(tmp_path, intermediate_size=72)  # no multiple of 16
     built("fsdp", tmp_path, recipe).close()
     names = [f"model.layers.{layer}.self_attn.{x}_proj" for layer in range(2) for x in "qkvo"]
-    assert told[-2:] == [Config(recipe, pad_inner_dim=True), names]
+    assert told[-1] == (Recipe(recipe, pad_inner_dim=True), names)
+
+
+def test_a_machine_without_float8_products_is_refused(folder, told, monkeypatch):
+    monkeypatch.setattr(device_memory, "has_gpu", lambda: False)
+    message = r"fp8 is tensorwise and there is no GPU that has float8 products .* Set it to off\."
+    with pytest.raises(ConfigError, match=message):
+        built("fsdp", folder, "tensorwise")
 
 
 @pytest.mark.integration
@@ -126,9 +147,9 @@ def test_transformer_engine_is_told(folder, float8_gpu, monkeypatch, recipe, tol
     """Its linear modules cannot be imported without CUDA: megatron-core's own stand in their places."""
     entered = []
 
-    class Column(stages.ColumnParallelLinear): ...
+    class Column(layers.ColumnParallelLinear): ...
 
-    class Row(stages.RowParallelLinear): ...
+    class Row(layers.RowParallelLinear): ...
 
     @contextmanager
     def context(settings):
@@ -140,14 +161,14 @@ def test_transformer_engine_is_told(folder, float8_gpu, monkeypatch, recipe, tol
     monkeypatch.setattr(stages.transformer_engine, "TERowParallelLinear", Row)
     monkeypatch.setattr(stages, "get_fp8_context", context)
     engine = built("megatron", folder, recipe)
-    layers = engine._scorer.model[0].decoder.layers
-    for layer in layers:
+    decoder = engine._scorer.model[0].decoder.layers
+    for layer in decoder:
         assert type(layer.self_attention.linear_qkv) is type(layer.mlp.linear_fc1) is Column
         assert type(layer.self_attention.linear_proj) is type(layer.mlp.linear_fc2) is Row
     fed = []
-    layers[0].register_forward_pre_hook(lambda _, given: fed.append(len(given[0])))
+    decoder[0].register_forward_pre_hook(lambda _, given: fed.append(len(given[0])))
     engine.forward_backward_batch(DATA, sft_loss)
-    assert entered == [told] * len(layers)
+    assert entered == [told] * len(decoder)
     assert fed == [128]  # seven tokens, padded to the largest block of a recipe
     engine.close()
 
@@ -171,11 +192,9 @@ def test_settings_that_it_does_not_go_with_are_refused(changes, message):
         ("fsdp", "mxfp8", r"fp8 is mxfp8; the fsdp backend has off, tensorwise, rowwise\."),
         ("megatron", "rowwise", r"fp8 is rowwise; the megatron backend has off, tensorwise, blockwise, mxfp8\."),
         ("torchtitan", "tensorwise", r"fp8 is tensorwise; the torchtitan backend has off\."),
-        ("fsdp", "tensorwise", r"fp8 is tensorwise and there is no GPU that has float8 products .* Set it to off\."),
     ],
 )
-def test_recipes_that_a_backend_or_a_machine_has_not_are_refused(folder, monkeypatch, backend, recipe, message):
-    monkeypatch.setattr(device_memory, "has_gpu", lambda: False)
+def test_recipes_that_a_backend_has_not_are_refused(folder, backend, recipe, message):
     with pytest.raises(ConfigError, match=message):
         built(backend, folder, recipe)
 

@@ -67,7 +67,7 @@ def layer_of(engine):
 
 def run(folder, kind, layout, before):
     seen = {}
-    for treatment in (Mtp.FREEZE, Mtp.TRAIN):
+    for treatment in map(str, (Mtp.FREEZE, Mtp.TRAIN)):
         engine = megatron.build(folder, kind, layout, mtp=treatment, optimizer=OPTIMIZER)
         mine = megatron.ranks.draw_rows(megatron.SEED)[engine._world.rank :: engine._world.size]
         seen[treatment] = {"steps": [step(engine, mine)], "weights": [megatron.ranks.weights(engine)]}

@@ -9,6 +9,7 @@ others their shards, one parameter at a time.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -338,7 +339,7 @@ def _to_float8(model: transformers.PreTrainedModel, recipe: Fp8) -> None:
         BackendError: torchao is not installed.
     """
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        library: Any = import_module("torchao.float8")
     except ImportError as error:
         raise BackendError(
             f"fp8 is {recipe} and fsdp needs torchao for it ({error}); try: pip install torchao"
@@ -349,8 +350,8 @@ def _to_float8(model: transformers.PreTrainedModel, recipe: Fp8) -> None:
         is_router = name.rpartition(".")[2] in ("gate", "router")
         return ".layers." in f".{name}" and not is_router and all(size % 16 == 0 for size in sizes)
 
-    known: Any = Float8LinearConfig.from_recipe_name(recipe.value)
-    convert_to_float8_training(model, module_filter_fn=is_taken, config=replace(known, pad_inner_dim=True))
+    known = library.Float8LinearConfig.from_recipe_name(str(recipe))
+    library.convert_to_float8_training(model, module_filter_fn=is_taken, config=replace(known, pad_inner_dim=True))
 
 
 def _recompute_layers(model: transformers.PreTrainedModel) -> None:

@@ -486,7 +486,8 @@ class ModuleEngine(Engine):
         world = self._group()
         weights = {name: tensor.cpu() for name, tensor in self._exported() if world.rank == 0}
         if not self._exports_adapter():
-            weights |= {name: tensor.cpu() for name, tensor in self._mtp_weights() if world.rank == 0}
+            with world.together():
+                weights |= {name: tensor.cpu() for name, tensor in self._mtp_weights() if world.rank == 0}
         if world.rank == 0:
             self._write_model(path, weights)
         world.barrier()

@@ -73,7 +73,7 @@ def transformer_config(
     """megatron-core's config: its own modules, no fused kernels that need CUDA extensions, no dropout."""
     more: dict[str, Any] = {}
     if fp8 != Fp8.OFF:  # of whole tensors, gradients need the format with the wider exponent
-        more = {"fp8": "hybrid" if fp8 == Fp8.TENSORWISE else "e4m3", "fp8_recipe": fp8.value}
+        more = {"fp8": "hybrid" if fp8 == Fp8.TENSORWISE else "e4m3", "fp8_recipe": str(fp8)}
     if arch.num_experts:
         more |= {
             "num_moe_experts": arch.num_experts,
@@ -308,7 +308,8 @@ class StageModel(GPTModel):
             vp_stage=chunk if layout.vpp > 1 else None,
         )
         if arch.has_mtp and self.post_process:
-            self.mtp = MultiTokenPredictionLayer(
+            # megatron-core's schedules take an attribute `mtp` for a block of several
+            self.ahead = MultiTokenPredictionLayer(
                 config, mtp_spec(arch), vp_stage=self.vp_stage, pg_collection=self.pg_collection
             )
         layers: Any = () if arch.experts is None else self.decoder.layers
@@ -482,9 +483,9 @@ class Stage(Scorer):
             embedding: From `embedding_of_the_last`.
         """
         last: Any = self.model[-1]
-        mixed = last.mtp._concat_embeddings(hidden.detach(), self._look_up(embedding, rows.token_ids.roll(-1)))
+        mixed = last.ahead._concat_embeddings(hidden.detach(), self._look_up(embedding, rows.token_ids.roll(-1)))
         arguments = self._attention_arguments(rows, 0, sum(rows.lengths))
-        states = last.mtp.final_layernorm(self._recomputed(last.mtp.transformer_layer, mixed, None, arguments))
+        states = last.ahead.final_layernorm(self._recomputed(last.ahead.transformer_layer, mixed, None, arguments))
         if self.settings.sequence_parallel:
             states = gather_from_sequence_parallel_region(states)
         is_counted = rows.position_ids[rows.score_index] > 0  # a token before the last one that is before it
@@ -495,7 +496,7 @@ class Stage(Scorer):
             found = linear_logprobs(states, weight, rows.labels, ignore_index=None)
         else:
             start, gather = self.layout.tp.rank * self._vocab_rows(), self.layout.tp.all_gather
-            where = {"vocab_start": start, "gather": gather, "ignore_index": None}
+            where: dict[str, Any] = {"vocab_start": start, "gather": gather, "ignore_index": None}
             found = parallel_logprobs(states @ weight.T, rows.labels, **where, inplace=True)
         return -(found.logprobs * is_counted).sum() / (rows.counts.tokens or 1.0)
 

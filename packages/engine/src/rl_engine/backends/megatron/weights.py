@@ -124,7 +124,7 @@ def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entr
         entries.append(_head("lm_head.weight", vocab, pp, vpp))
     elif pp > 1:
         entries.append(_head("model.embed_tokens.weight", vocab, pp, vpp, is_copy=True))
-    return [*entries, *_mtp(arch, f"{vpp - 1}.mtp", pp - 1, ep)] if arch.has_mtp else entries
+    return [*entries, *_mtp(arch, f"{vpp - 1}.ahead", pp - 1, ep)] if arch.has_mtp else entries
 
 
 def shapes_of(entries: list[Entry]) -> dict[str, tuple[int, ...]]:
