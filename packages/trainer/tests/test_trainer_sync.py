@@ -138,6 +138,12 @@ def test_the_weight_of_the_kl_is_told_as_it_was_used(monkeypatch):
     assert told == used == pytest.approx([0.5, 0.51])
 
 
+def test_the_policy_alone_trains_its_layer_for_multi_token_prediction():
+    shaped = config("algorithm.advantage=gae", "engine.mtp=train")
+    assert actor_config(shaped, Path("model")).trains_mtp
+    assert critic_config(shaped, shaped.critic, Path("model")).mtp == "freeze"
+
+
 def test_the_schedule_of_a_policy_that_waits_for_its_critic_ends_with_the_run():
     shaped = config("algorithm.advantage=gae", "critic.warmup_steps=2", "engine.lr_schedule=cosine", "steps=6")
     assert actor_config(shaped, Path("model")).optimizer.total_steps == 4 * 2  # two mini-batches each

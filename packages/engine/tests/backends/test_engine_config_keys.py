@@ -111,7 +111,7 @@ ELSEWHERE = {
     "mtp": dict.fromkeys(BACKENDS, "test_engine_mtp::test_layers_are_kept_as_they_were"),
     "fp8": {
         "fsdp": "test_engine_fp8::test_torchao_is_told",
-        "megatron": "test_engine_fp8::test_transformer_engine_is_told",
+        "megatron": "test_engine_fp8::test_megatron_tells_transformer_engine",
     },
     "parallel.tp": {"megatron": "test_engine_megatron::test_shards_cover_the_weights"},
     "parallel.pp": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},

@@ -4,13 +4,13 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from megatron.core.tensor_parallel import layers
 
 from rl_engine import BackendError, ConfigError, EngineConfig, LoraConfig, Precision, create_engine
 from rl_engine.backends.megatron import model as stages
@@ -55,15 +55,15 @@ def rounded(tensor, recipe):
     return (tensor.float() * scale).to(torch.float8_e4m3fn).double() / scale.double()
 
 
-@pytest.fixture
-def torchao(tmp_path, monkeypatch):
-    """The published wheel, for this test alone: transformers and torchtitan import it where they find it."""
-    command = ["uv", "pip", "install", "-q", "--no-deps", "--python", sys.executable, "--target", str(tmp_path)]
+@pytest.fixture(scope="module")
+def torchao(tmp_path_factory):
+    """The published wheel, for the last test alone: transformers and torchtitan import it where they find it."""
+    place = tmp_path_factory.mktemp("torchao")
+    command = ["uv", "pip", "install", "-q", "--no-deps", "--python", sys.executable, "--target", str(place)]
     subprocess.run([*command, "torchao==0.18.0"], check=True, timeout=300)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
-        del sys.modules[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(place)
+        yield
 
 
 @dataclass(frozen=True)
@@ -109,43 +109,13 @@ def test_a_machine_without_float8_products_is_refused(folder, told, monkeypatch)
         built("fsdp", folder, "tensorwise")
 
 
-@pytest.mark.integration
-@pytest.mark.usefixtures("torchao")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_products_of_layers_are_in_float8(folder, float8_gpu, recipe):
-    plain, engine = built("fsdp", folder), built("fsdp", folder, recipe)
-    model = engine._scorer.model
-    kinds = {name: type(module).__name__ for name, module in model.named_modules() if hasattr(module, "weight")}
-    found = {name for name, kind in kinds.items() if kind == "Float8Linear"}
-    assert found == {name for name in kinds if ".layers." in name and name.endswith("_proj")}
-    linear, states = model.model.layers[0].mlp.gate_proj, torch.randn(16, 32, dtype=torch.bfloat16)
-    by_hand = rounded(states, recipe) @ rounded(linear.weight.detach(), recipe).T
-    assert not torch.allclose(states.double() @ linear.weight.double().T, by_hand, rtol=0.004)
-    torch.testing.assert_close(linear(states).double(), by_hand, rtol=0.004, atol=1e-6)  # bfloat16 results
-    before = dict(plain.get_per_tensor_param()[0])
-    after = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
-    assert after.keys() == before.keys()
-    losses = []
-    for each in (plain, engine):
-        each.optimizer_zero_grad()
-        losses.append(each.forward_backward_batch(DATA, sft_loss).metrics["loss"])
-        each.optimizer_step()
-    assert losses[0] == pytest.approx(losses[1], rel=0.02)
-    assert losses[0] != losses[1]
-    assert all(torch.isfinite(tensor).all() for _, tensor in engine.get_per_tensor_param()[0])
-    moved = dict(engine.get_per_tensor_param()[0])
-    assert not torch.equal(moved["model.layers.0.mlp.gate_proj.weight"], after["model.layers.0.mlp.gate_proj.weight"])
-    plain.close()
-    engine.close()
-
-
 @pytest.mark.parametrize(
-    ("recipe", "told"),
+    ("recipe", "wanted"),
     [("tensorwise", ("hybrid", "tensorwise")), ("blockwise", ("e4m3", "blockwise")), ("mxfp8", ("e4m3", "mxfp8"))],
 )
-def test_transformer_engine_is_told(folder, float8_gpu, monkeypatch, recipe, told):
+def test_megatron_tells_transformer_engine(folder, float8_gpu, monkeypatch, recipe, wanted):
     """Its linear modules cannot be imported without CUDA: megatron-core's own stand in their places."""
-    entered = []
+    entered, layers = [], import_module("megatron.core.tensor_parallel")
 
     class Column(layers.ColumnParallelLinear): ...
 
@@ -168,7 +138,7 @@ def test_transformer_engine_is_told(folder, float8_gpu, monkeypatch, recipe, tol
     fed = []
     decoder[0].register_forward_pre_hook(lambda _, given: fed.append(len(given[0])))
     engine.forward_backward_batch(DATA, sft_loss)
-    assert entered == [told] * len(decoder)
+    assert entered == [wanted] * len(decoder)
     assert fed == [128]  # seven tokens, padded to the largest block of a recipe
     engine.close()
 
@@ -199,16 +169,15 @@ def test_recipes_that_a_backend_has_not_are_refused(folder, backend, recipe, mes
         built(backend, folder, recipe)
 
 
-def test_transformer_engine_and_torchao_are_asked_for(folder, float8_gpu, monkeypatch):
+def test_torchao_is_asked_for(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(
-        BackendError, match=r"fp8 is rowwise and fsdp needs torchao for it .*; try: pip install torchao"
-    ):
+    with pytest.raises(BackendError, match=r"fp8 is rowwise and fsdp needs torchao for it .*; try: pip install"):
         built("fsdp", folder, "rowwise")
+
+
+def test_megatron_asks_for_transformer_engine(folder, float8_gpu, monkeypatch):
     monkeypatch.setattr(stages.transformer_engine, "HAVE_TE", False)
-    with pytest.raises(
-        BackendError, match=r"fp8 is mxfp8 and megatron needs Transformer Engine for it, .* pip install"
-    ):
+    with pytest.raises(BackendError, match=r"fp8 is mxfp8 and megatron needs Transformer Engine for it, .* pip"):
         built("megatron", folder, "mxfp8")
 
 
@@ -238,3 +207,39 @@ def test_losses_on_a_gpu_are_near_those_without_it(tmp_path, backend, recipe):
         engine.close()
     assert losses[recipe] == pytest.approx(losses["off"], rel=0.02)
     assert losses[recipe] != losses["off"]
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("torchao", "float8_gpu")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_products_of_layers_are_in_float8(folder, recipe):
+    plain, engine = built("fsdp", folder), built("fsdp", folder, recipe)
+    model = engine._scorer.model
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if hasattr(module, "weight")}
+    found = {name for name, kind in kinds.items() if "Float8Linear" in kind}
+    assert found == {name for name in kinds if ".layers." in name and name.endswith("_proj")}
+    seen = []
+
+    def keep(module, given, output):
+        seen.append([part.detach().clone() for part in (given[0].flatten(0, -2), module.weight, output.flatten(0, -2))])
+
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(keep)
+    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    assert before.keys() == dict(plain.get_per_tensor_param()[0]).keys()
+    losses = []
+    for each in (plain, engine):
+        each.optimizer_zero_grad()
+        losses.append(each.forward_backward_batch(DATA, sft_loss).metrics["loss"])
+        each.optimizer_step()
+    states, weight, output = seen[0]
+    by_hand = rounded(states, recipe) @ rounded(weight, recipe).T
+    step = {"rtol": 0.005, "atol": 1e-5}  # results are bfloat16
+    torch.testing.assert_close(output.double(), by_hand, **step)
+    assert not torch.allclose(states.double() @ weight.double().T, by_hand, **step)
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[0] != losses[1]
+    after = dict(engine.get_per_tensor_param()[0])
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+    assert not torch.equal(*(weights["model.layers.0.mlp.gate_proj.weight"] for weights in (before, after)))
+    plain.close()
+    engine.close()

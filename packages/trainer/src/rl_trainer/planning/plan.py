@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from rl_engine.types import EngineConfig, Head, LoraExport, OptimizerConfig
+from rl_engine.types import EngineConfig, Head, LoraExport, Mtp, OptimizerConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named, loss_named
 from rl_trainer.config.schema import ADAPTER, ENGINE_POOL
@@ -266,6 +266,8 @@ def _engine_config(config: Config, model_path: Path, role: str | None = None, **
     keys |= values
     if keys["optimizer"] is None:  # these are for what is trained
         keys |= {"optimizer_offload": False, "activation_offload": False}
+    if role is not None and keys["mtp"] == Mtp.TRAIN:  # the policy's alone
+        keys["mtp"] = Mtp.FREEZE
     return EngineConfig(**keys)
 
 

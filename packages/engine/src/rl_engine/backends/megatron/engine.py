@@ -31,7 +31,7 @@ from rl_engine.backends.megatron.layout import (
     megatron_calls,
     run_pipeline,
 )
-from rl_engine.backends.megatron.model import Stage, attach, check_fp8
+from rl_engine.backends.megatron.model import Stage, attach, check_fp8, check_transformer_engine
 from rl_engine.backends.megatron.optimizer import MASTER, STATES, STEP, DistributedAdamW
 from rl_engine.backends.megatron.weights import plan_weights, shapes_of
 from rl_engine.batch.plan import AUX_LOSS, MTP_LOSS, MicroBatchResults, ModelReplicas
@@ -125,6 +125,7 @@ class MegatronEngine(ModuleEngine):
 
     def _build(self, world: World) -> Stage:
         check_device()
+        check_transformer_engine(self._config.fp8)
         if torch.cuda.is_available() and self._config.precision == Precision.FLOAT64:
             raise ConfigError("precision is float64, which megatron-core's optimizer does not take. Use float32.")
         source, arch = self._read_config()

@@ -195,10 +195,9 @@ def layer_spec(arch: Architecture, *, is_sparse: bool, is_float8: bool = False) 
 
 
 def check_fp8(arch: Architecture, fp8: Fp8) -> None:
-    """Refuse models whose layers are not Transformer Engine's where products are in float8, and a machine without it.
+    """Refuse models whose layers are not Transformer Engine's where products are in float8.
 
     Raises:
-        BackendError: Transformer Engine cannot be imported.
         ConfigError: experts or latent attention.
     """
     if arch.num_experts or arch.latent is not None:
@@ -206,7 +205,15 @@ def check_fp8(arch: Architecture, fp8: Fp8) -> None:
             f"fp8 is {fp8} and the model is {arch.model_type}; here it is for dense models without latent attention. "
             "Set it to off."
         )
-    if not transformer_engine.HAVE_TE:
+
+
+def check_transformer_engine(fp8: Fp8) -> None:
+    """Refuse a machine without it where products are in float8.
+
+    Raises:
+        BackendError: it cannot be imported.
+    """
+    if fp8 != Fp8.OFF and not transformer_engine.HAVE_TE:
         raise BackendError(
             f"fp8 is {fp8} and megatron needs Transformer Engine for it, which cannot be imported; on a machine with "
             "CUDA try: pip install --no-build-isolation 'transformer-engine[pytorch]'"
