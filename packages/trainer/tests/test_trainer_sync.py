@@ -139,7 +139,7 @@ def test_the_weight_of_the_kl_is_told_as_it_was_used(monkeypatch):
 
 
 def test_the_policy_alone_trains_its_layer_for_multi_token_prediction():
-    shaped = config("algorithm.advantage=gae", "engine.mtp=train")
+    shaped = config("algorithm.advantage=gae", "critic.warmup_steps=1", "engine.mtp=train")
     assert actor_config(shaped, Path("model")).trains_mtp
     assert critic_config(shaped, shaped.critic, Path("model")).mtp == "freeze"
 

@@ -18,14 +18,26 @@ SCRIPT = Path(__file__).parents[1] / "support" / "megatron_mtp_ranks.py"
 _spec = spec_from_file_location("megatron_mtp_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
-CASES = ["v3:dp2", "v3:sp2", "v3:pp2", "v3:ep2", "glm:sp2", "glm:vpp2"]
+TWO, MORE = ["v3:sp2", "v3:pp2"], ["v3:dp2", "v3:ep2", "glm:sp2", "glm:vpp2"]
+CASES = [*TWO, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)]
 NORMS = ("enorm", "hnorm", "shared_head.norm")
 
 
-def run_ranks(start_ranks, folder, size):
+def run_ranks(start_ranks, folder, size, cases=TWO):
     for kind in ranks.KINDS:
         ranks.write_model(folder, kind)
-    return start_ranks(SCRIPT, folder, size, *CASES)
+    return start_ranks(SCRIPT, folder, size, *cases)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory, start_ranks):
+    return run_ranks(start_ranks, tmp_path_factory.mktemp("more"), 2, MORE)
+
+
+@pytest.fixture
+def seen(request, case):
+    """What the ranks found that ran this case."""
+    return request.getfixturevalue("two" if case in TWO else "more")
 
 
 class Oracle:
@@ -121,8 +133,8 @@ def oracle_of(oracles, folder, kind):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_layer_learns_tokens_two_ahead(two, oracles, case):
-    want, got = oracle_of(oracles, two["folder"], case.split(":")[0]), two[case]
+def test_the_layer_learns_tokens_two_ahead(seen, oracles, case):
+    want, got = oracle_of(oracles, seen["folder"], case.split(":")[0]), seen[case]
     assert [metrics["mtp_loss"] for metrics, _ in got["train"]["steps"]] == pytest.approx(
         [ahead for _, ahead in want.losses], rel=1e-8
     )
@@ -133,8 +145,8 @@ def test_the_layer_learns_tokens_two_ahead(two, oracles, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_policy_is_what_it_is_without_it(two, oracles, case):
-    want, got = oracle_of(oracles, two["folder"], case.split(":")[0]), two[case]
+def test_the_policy_is_what_it_is_without_it(seen, oracles, case):
+    want, got = oracle_of(oracles, seen["folder"], case.split(":")[0]), seen[case]
     (train, freeze), behind = (got[treatment] for treatment in ("train", "freeze")), want.behind
     for (found, norm), (expected, other), oracle, clipped in zip(
         train["steps"], freeze["steps"], want.losses, want.norms, strict=True
@@ -152,10 +164,10 @@ def test_the_policy_is_what_it_is_without_it(two, oracles, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_saved_model_has_the_layer_with_the_models_embedding_and_head(two, oracles, case):
-    behind, got = oracle_of(oracles, two["folder"], case.split(":")[0]).behind, two[case]
-    saved = load_file(two["folder"] / f"{case.replace(':', '-')}-saved" / "model.safetensors")
-    assert saved.keys() == load_file(two["folder"] / case.split(":")[0] / "model.safetensors").keys()
+def test_a_saved_model_has_the_layer_with_the_models_embedding_and_head(seen, oracles, case):
+    behind, got = oracle_of(oracles, seen["folder"], case.split(":")[0]).behind, seen[case]
+    saved = load_file(seen["folder"] / f"{case.replace(':', '-')}-saved" / "model.safetensors")
+    assert saved.keys() == load_file(seen["folder"] / case.split(":")[0] / "model.safetensors").keys()
     assert torch.equal(saved[f"{behind}.embed_tokens.weight"], saved["model.embed_tokens.weight"])
     assert torch.equal(saved[f"{behind}.shared_head.head.weight"], saved["lm_head.weight"])
     for name, tensor in (got["layer"][1] | got["train"]["weights"][1]).items():
@@ -165,10 +177,19 @@ def test_a_saved_model_has_the_layer_with_the_models_embedding_and_head(two, ora
 
 
 def test_a_checkpoint_of_one_layout_continues_on_another(two):
-    for before, case in pairwise(CASES):
+    check_resumed(two, TWO)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_of_more_layouts_continues_on_another(more):
+    check_resumed(more, MORE)
+
+
+def check_resumed(seen, cases):
+    for before, case in pairwise(cases):
         if before.split(":")[0] == case.split(":")[0]:
-            (metrics, norm), weights = two[case]["resumed"]
-            first = two[before]
+            (metrics, norm), weights = seen[case]["resumed"]
+            first = seen[before]
             assert metrics == pytest.approx(first["train"]["steps"][1][0], rel=1e-7)
             assert norm == pytest.approx(first["train"]["steps"][1][1], rel=1e-6)
             torch.testing.assert_close(weights, first["train"]["weights"][1] | first["layer"][1], rtol=1e-7, atol=1e-8)
