@@ -452,7 +452,7 @@ def _add_wide_gradients(
 ) -> None:
     """Fill the gradient of narrow hidden states, and add to the float32 one of the weight, from a float32 gradient."""
     wide, found = hidden.float(), torch.zeros(hidden.shape)
-    for columns in _vocab_chunks(*weight.shape, 4):
+    for columns in _vocab_chunks(weight.shape[0], weight.shape[1], 4):
         if d_hidden is not None:
             found.addmm_(transposed[columns].T, weight[columns].float())
         if d_weight is not None:
