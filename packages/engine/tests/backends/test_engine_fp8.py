@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rl_engine import BackendError, ConfigError, EngineConfig, LoraConfig, Precision, create_engine
-from rl_engine.backends.megatron import model as stages
 from rl_engine.losses import sft_loss
 from rl_engine.model import device_memory
 from rl_engine.model import engine as module_engine
@@ -86,6 +85,7 @@ def told(monkeypatch):
     def convert(model, *, module_filter_fn, config):
         calls.append((config, [name for name, part in model.named_modules() if module_filter_fn(part, name)]))
 
+    import_module("transformers.modeling_utils")  # looks for the real one, which the stand-in is not
     library = ModuleType("torchao.float8")
     library.Float8LinearConfig, library.convert_to_float8_training = Recipe, convert
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
@@ -115,7 +115,8 @@ def test_a_machine_without_float8_products_is_refused(folder, told, monkeypatch)
 )
 def test_megatron_tells_transformer_engine(folder, float8_gpu, monkeypatch, recipe, wanted):
     """Its linear modules cannot be imported without CUDA: megatron-core's own stand in their places."""
-    entered, layers = [], import_module("megatron.core.tensor_parallel")
+    stages, layers = import_module("rl_engine.backends.megatron.model"), import_module("megatron.core.tensor_parallel")
+    entered = []
 
     class Column(layers.ColumnParallelLinear): ...
 
@@ -176,6 +177,7 @@ def test_torchao_is_asked_for(folder, monkeypatch):
 
 
 def test_megatron_asks_for_transformer_engine(folder, float8_gpu, monkeypatch):
+    stages = import_module("rl_engine.backends.megatron.model")
     monkeypatch.setattr(stages.transformer_engine, "HAVE_TE", False)
     with pytest.raises(BackendError, match=r"fp8 is mxfp8 and megatron needs Transformer Engine for it, .* pip"):
         built("megatron", folder, "mxfp8")
