@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from rl_engine.types import ModelOutput
 
 AUX_LOSS = "router_aux_loss"
-MTP_LOSS = "mtp_loss"
 """The metric of the experts' load balance; every rank has a share of it, also those that hold one replica together."""
+MTP_LOSS = "mtp_loss"
+"""The metric of the layer for multi-token prediction, of which the ranks of the last pipeline stage have shares."""
 COLUMNS = {
     "logprobs": "token_logprobs",
     "entropy": "entropy",
