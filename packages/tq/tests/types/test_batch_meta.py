@@ -237,6 +237,21 @@ def test_balanced_by_hand():
         numbered([1] * 5).balanced(2)
 
 
+def test_positions_are_ranges_where_rows_of_a_value_are_together():
+    meta = BatchMeta(partition="p", sample_ids=("a", "b", "c"), columns=(), tags=({"g": 1}, {"g": 1}, {"g": 0}))
+    assert meta.positions("g") == {1: range(2), 0: range(2, 3)}
+    assert meta.reorder([0, 2, 1]).positions("g") == {1: [0, 2], 0: [1]}
+    assert meta.reorder(()).positions("g") == {}
+
+
+def test_reorder_by_a_range_is_reorder_by_its_positions():
+    meta = BatchMeta(partition="p", sample_ids=("a", "b", "c"), columns=(), rows=(4, 5, 6))
+    for index in (range(3), range(1, 3), range(2, 2), range(2, -1, -1), range(-2, 0), range(0, 3, 2)):
+        assert meta.reorder(index) == meta.reorder(list(index))
+    with pytest.raises(IndexError):
+        meta.reorder(range(4))
+
+
 @pytest.mark.parametrize("call", [lambda m: m.groupby("x"), lambda m: m.balanced(1, tag="x")])
 def test_a_missing_tag_is_named_with_a_row(call):
     meta = BatchMeta(partition="p", sample_ids=("x", "y"), columns=(), tags=({"x": 1}, {}))

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -298,13 +299,12 @@ def scores_of(components: Components, config: Config) -> Iterator[tuple[str, Cal
 
 def mini_batches(batch: BatchMeta, config: Config, step: int) -> list[BatchMeta]:
     """Mini-batches of `batch.mini_batch_size` whole groups, in a random order that seed and step determine."""
-    groups: dict[int, list[int]] = {}
-    for index, tags in enumerate(batch.tags):
-        groups.setdefault(tags["group_id"], []).append(index)
+    groups: dict[Any, Sequence[int]] = batch.positions("group_id")
     order = sorted(groups)
     random.Random(f"{config.seed}/{step}").shuffle(order)
     size = config.batch.mini_batch_size
-    return [batch.reorder([i for g in order[at : at + size] for i in groups[g]]) for at in range(0, len(order), size)]
+    chosen = [order[at : at + size] for at in range(0, len(order), size)]
+    return [batch.reorder([*chain.from_iterable([groups[g] for g in part])]) for part in chosen]
 
 
 def ages_of(
@@ -327,15 +327,18 @@ def ages_of(
     """
     ages: Counter[int] = Counter()
     batch, reused = generated.batch, {group.group_id for group in generated.reused}
-    for sample_id, tags in zip(batch.sample_ids, batch.tags, strict=True):
-        low, high = tags["weight_version_min"], tags["weight_version_max"]
-        limit = replay.max_age if replay is not None and tags["group_id"] in reused else bound
+    spans = [
+        (tags["weight_version_min"], tags["weight_version_max"], tags["group_id"] in reused) for tags in batch.tags
+    ]
+    for (low, high, is_reused), count in Counter(spans).items():
+        limit = replay.max_age if replay is not None and is_reused else bound
         if not low <= high <= version - least or (limit is not None and version - low > limit):
+            sample_id = batch.sample_ids[spans.index((low, high, is_reused))]
             raise StaleWeightsError(
                 f"sample {sample_id} has tokens of weight versions {low} to {high}; weights of version {version} may "
                 f"learn from {'any up' if limit is None else version - limit} to {version - least}"
             )
-        ages[version - low] += 1
+        ages[version - low] += count
     shares = {f"staleness_{age}": ages[age] / len(batch) for age in range(max(ages, default=0) + 1)}
     mean = sum(age * count for age, count in ages.items()) / len(batch)
     return {**shares, "staleness_mean": mean, "staleness_max": float(max(ages, default=0))}

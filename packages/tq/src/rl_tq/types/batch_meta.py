@@ -74,7 +74,8 @@ class BatchMeta:
         Raises:
             IndexError: a position is not in -B..B-1.
         """
-        take = _taker(index)
+        is_slice = isinstance(index, range) and index.step == 1 and 0 <= index.start <= index.stop <= len(self)
+        take = itemgetter(slice(index.start, index.stop)) if is_slice else _taker(index)
         names = self._names
         return batch_meta(
             self.partition, None if names is None else take(names), self.columns,
@@ -92,16 +93,28 @@ class BatchMeta:
         Raises:
             KeyError: a row has no such tag.
         """
+        index = self.positions(tag)
+        are_together = all([isinstance(rows, range) for rows in index.values()])
+        together = self if are_together else self.reorder(list(chain.from_iterable(index.values())))
+        return dict(zip(index, together._cut(accumulate(map(len, index.values()))), strict=True))
+
+    def positions(self, tag: str) -> dict[Hashable, Sequence[int]]:
+        """Positions of the rows by the value of a tag, in the order of first appearance.
+
+        Those of a value are a `range` where the rows of every value follow one another.
+
+        Raises:
+            KeyError: a row has no such tag.
+        """
         values = self._values(tag)
         starts = list(compress(range(1, len(values)), map(ne, values[1:], values)))
         groups = [*values[:1], *[values[start] for start in starts]]
-        if len(set(groups)) == len(groups):  # the rows of each follow one another
-            return dict(zip(groups, self._cut([*starts, len(values)]), strict=False))
+        if len(set(groups)) == len(groups):
+            return dict(zip(groups, map(range, [0, *starts], [*starts, len(values)]), strict=False))
         index: defaultdict[Hashable, list[int]] = defaultdict(list)
         for i, value in enumerate(values):
             index[value].append(i)
-        together = self.reorder(list(chain.from_iterable(index.values())))
-        return dict(zip(index, together._cut(accumulate(map(len, index.values()))), strict=True))
+        return dict(index)
 
     def balanced(self, num_parts: int, *, tag: str = "num_tokens") -> BatchMeta:
         """Load balancing: reorder rows so that `chunk(num_parts)` gives parts with nearly equal sums of a tag.

@@ -417,12 +417,12 @@ class RolloutSource:
         if group not in self._outstanding or group in self._ready:
             self._queue.clear(meta)
             return
-        rewards = [tags["reward"] for tags in meta.tags]
-        self.order.observe(self._jobs[group].row_index, _sampled_rewards(meta))
-        has_signal = not self._config.batch.dynamic_sampling or len(set(rewards)) > 1
+        rewards = _sampled_rewards(meta)
+        self.order.observe(self._jobs[group].row_index, rewards)
+        has_signal = not self._config.batch.dynamic_sampling or len({tags["reward"] for tags in meta.tags}) > 1
         if not has_signal or not self._passes_filter(meta):
             self._outcome.num_dropped += 1
-            self._outcome.rewards += _sampled_rewards(meta)
+            self._outcome.rewards += rewards
             self._queue.clear(meta)
             self._give_up(group, replaces=replaces)
         else:
@@ -448,9 +448,9 @@ class RolloutSource:
 
     def _keep(self, group: int, meta: BatchMeta) -> None:
         self._ready[group] = meta
-        oldest = min(tags["weight_version_min"] for tags in meta.tags)
-        newest = max(tags["weight_version_max"] for tags in meta.tags)
-        self._outstanding[group] = replace(self._outstanding[group], oldest=oldest, newest=newest)
+        oldest = min([tags["weight_version_min"] for tags in meta.tags])
+        newest = max([tags["weight_version_max"] for tags in meta.tags])
+        self._outstanding[group] = Span(released=self._outstanding[group].released, oldest=oldest, newest=newest)
 
     def _give_up_late(self, version: int) -> None:
         for group in self._policy.expire(self._outstanding, version):

@@ -112,12 +112,9 @@ def cut(argument: Any, num_parts: int) -> list[Any]:
 
 def cut_groups(batch: Any, num_parts: int) -> list[Any]:
     """Split a `BatchMeta` into parts of whole groups, in order, of about equal rows; a part may be empty."""
-    groups: dict[Any, list[int]] = {}
-    for row, tags in enumerate(batch.tags):
-        groups.setdefault(tags["group_id"], []).append(row)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     before = 0
-    for rows in groups.values():
+    for rows in batch.positions("group_id").values():
         parts[(2 * before + len(rows)) * num_parts // (2 * len(batch))] += rows  # where the group's middle lies
         before += len(rows)
     return [batch.reorder(rows) for rows in parts]
