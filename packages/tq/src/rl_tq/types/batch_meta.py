@@ -94,7 +94,7 @@ class BatchMeta:
             KeyError: a row has no such tag.
         """
         index = self.positions(tag)
-        are_together = all([isinstance(rows, range) for rows in index.values()])
+        are_together = not any(isinstance(rows, list) for rows in index.values())
         together = self if are_together else self.reorder(list(chain.from_iterable(index.values())))
         return dict(zip(index, together._cut(accumulate(map(len, index.values()))), strict=True))
 
