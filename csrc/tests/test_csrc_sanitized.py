@@ -83,7 +83,7 @@ def test_emulated_cuda_kernels_are_clean_under_address_and_undefined_behaviour_s
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
     suite = [str(path) for path in sorted(Path(__file__).parent.rglob("test_csrc_cuda_*.py"))]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "emulated", *suite]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", "-k", "emulated", *suite]
     found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-8000:]
 

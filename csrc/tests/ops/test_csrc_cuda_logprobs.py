@@ -291,7 +291,10 @@ def test_linear_forward_and_backward(kernels: Implementation, dtype: torch.dtype
         assert relative_error(ours, theirs) < (2e-5 if dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+WIDE_DTYPES = [torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])]
+
+
+@pytest.mark.parametrize("dtype", WIDE_DTYPES, ids=str)
 @pytest.mark.parametrize(("room", "blocks"), [(1 << 30, 1), (1 << 18, 1), (30000, 3)])
 @pytest.mark.parametrize("need", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)])
 def test_linear_backward_in_blocks(

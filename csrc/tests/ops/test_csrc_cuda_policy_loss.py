@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rl_csrc.testing import Implementation, cu_seqlens, relative_error
 from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, MASK_MODES, SCAN_KINDS
 
 LENGTHS = [5, 0, 130, 1, 700, 33]
+SLOW = pytest.mark.slow
 
 
 def make_tokens(kernels: Implementation, lengths: list[int] = LENGTHS, seed: int = 0) -> dict[str, Tensor]:
@@ -153,8 +155,16 @@ def test_a_policy_loss_of_rows_matches_float64(kernels: Implementation, loss: An
     check_rows(kernels, vocab, torch.float32, LossSpec(loss=loss, entropy_coef=0.02, kl="k3", kl_coef=0.1))
 
 
-@pytest.mark.parametrize("vocab", [151_936, 151_937, 250_001, 400_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+FULL = [(151_937, torch.bfloat16), (400_000, torch.float32)]
+MORE = [
+    (vocab, dtype)
+    for vocab in (151_936, 151_937, 250_001, 400_000)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if (vocab, dtype) not in FULL
+]
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [*FULL, *(pytest.param(*case, marks=SLOW) for case in MORE)], ids=str)
 def test_a_policy_loss_of_rows_at_full_vocabularies(kernels: Implementation, vocab: int, dtype: torch.dtype) -> None:
     if kernels.name == "cpu":
         pytest.skip("the smaller vocabularies cover the CPU")
@@ -264,33 +274,49 @@ def test_any_loss_under_the_head_matches_float64(kernels: Implementation, dtype:
     assert relative_error(dweight, gradients[1]) < (2e-5 if dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("kind", SCAN_KINDS)
-@pytest.mark.parametrize("mask_mode", MASK_MODES)
-@pytest.mark.parametrize("extras", [False, True])
-def test_scans_match_float64(kernels: Implementation, kind: Any, mask_mode: Any, extras: bool) -> None:
-    lengths = [1, 0, 300, 4500, 17, 4096, 4097]
-    num = sum(lengths)
+SCANS = [(SCAN_KINDS[place % len(SCAN_KINDS)], mode, place % 2 == 0) for place, mode in enumerate(MASK_MODES)]
+SCANS += [(kind, MASK_MODES[0], True) for kind in SCAN_KINDS if kind not in {kind for kind, _, _ in SCANS}]
+MORE_SCANS = [
+    (kind, mode, extras)
+    for kind in SCAN_KINDS
+    for mode in MASK_MODES
+    for extras in (False, True)
+    if (kind, mode, extras) not in SCANS
+]
+SCANNED = [1, 0, 300, 4500, 17, 4096, 4097]
+
+
+def scanned() -> list[Tensor]:
+    """Rewards, values, importance ratios, a mask, and by sequence a lambda and a value to go on from."""
     generator = torch.Generator().manual_seed(7)
-    rewards, values, rho = (torch.randn(num, generator=generator) for _ in range(3))
-    mask = torch.rand(num, generator=generator) < 0.8
-    lam = torch.linspace(0.8, 1.0, len(lengths))
-    bootstrap = torch.randn(len(lengths), generator=generator)
-    boundaries = cu_seqlens(lengths, kernels.device)
-    given = [x.to(kernels.device) for x in (rewards, values, rho.exp(), mask, lam, bootstrap)]
-    rewards, values, rho, mask, lam, bootstrap = given
+    rewards, values, rho = (torch.randn(sum(SCANNED), generator=generator) for _ in range(3))
+    mask = torch.rand(sum(SCANNED), generator=generator) < 0.8
+    lam = torch.linspace(0.8, 1.0, len(SCANNED))
+    return [rewards, values, rho.exp(), mask, lam, torch.randn(len(SCANNED), generator=generator)]
+
+
+@cache
+def scanned_by_reference(kind: Any, mask_mode: Any, extras: bool) -> Any:
+    """Row by row in Python, which takes a second: once for all devices."""
+    rewards, values, rho, mask, lam, bootstrap = scanned()
+    return reference.scan_reverse(
+        rewards.double(), values.double(), cu_seqlens(SCANNED), loss_mask=mask, kind=kind, gamma=0.99,
+        lam=lam if extras else 0.95, bootstrap_values=bootstrap if extras else None, mask_mode=mask_mode,
+        rho=rho if extras else None, rho_clip=1.1, c_clip=0.9,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask_mode", "extras"), [*SCANS, *(pytest.param(*scan, marks=SLOW) for scan in MORE_SCANS)]
+)
+def test_scans_match_float64(kernels: Implementation, kind: Any, mask_mode: Any, extras: bool) -> None:
+    rewards, values, rho, mask, lam, bootstrap = (x.to(kernels.device) for x in scanned())
+    boundaries = cu_seqlens(SCANNED, kernels.device)
     found = kernels.call(
         "scan_reverse", rewards, values, boundaries, mask, kind, 0.99, lam if extras else 0.95,
         bootstrap if extras else None, mask_mode, rho if extras else None, 1.1, 0.9,
     )  # fmt: skip
-    rewards, values, rho, mask, lam, bootstrap, boundaries = (
-        x.cpu() for x in (rewards, values, rho, mask, lam, bootstrap, boundaries)
-    )
-    wanted = reference.scan_reverse(
-        rewards.double(), values.double(), boundaries, loss_mask=mask, kind=kind, gamma=0.99,
-        lam=lam if extras else 0.95, bootstrap_values=bootstrap if extras else None, mask_mode=mask_mode,
-        rho=rho if extras else None, rho_clip=1.1, c_clip=0.9,
-    )  # fmt: skip
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(found, scanned_by_reference(kind, mask_mode, extras), strict=True):
         assert relative_error(ours.cpu(), theirs) < 2e-5
 
 
@@ -311,7 +337,7 @@ def test_scan_bits_do_not_depend_on_neighbours(kernels: Implementation) -> None:
 
 
 @pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo"])
-@pytest.mark.parametrize("size", [1, 7, 64, 1000, 40_000])
+@pytest.mark.parametrize("size", [1, 7, 64, 1000, pytest.param(40_000, marks=SLOW)])
 def test_group_norm_matches_float64(kernels: Implementation, mode: Any, size: int) -> None:
     generator = torch.Generator().manual_seed(9)
     rewards = torch.randn(size, generator=generator).to(kernels.device)
