@@ -17,6 +17,7 @@ _spec = spec_from_file_location("expert_ranks", SCRIPT)
 support = module_from_spec(_spec)
 _spec.loader.exec_module(support)
 ranks, oracle = support.ranks, support.oracle
+SIZES_OF_GROUPS = ["two", pytest.param("four", marks=pytest.mark.slow)]
 SIZES = {
     "vocab_size": 79, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 128, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -71,33 +72,41 @@ def test_two_ranks_give_the_gradients_of_one_process(two, layout):
     check_against_one_process(two, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ep1", "ep2", "ep4", "ep2 hybrid", "ep2 sp2"])
 def test_four_ranks_give_the_gradients_of_one_process(four, layout):
     check_against_one_process(four, layout)
 
 
-def test_a_rank_gathers_its_own_experts_alone(two, four):
-    """Of a layer: 4 experts of 3 * 32 * 16 numbers of 8 bytes, or a part of them."""
-    layer = 4 * 3 * 32 * 16 * 8
-    assert two["gathered"] == {"ep1": [layer] * 2, "ep2": [layer // 2] * 2, "ep2 sp2": [layer // 2] * 2}
-    assert four["gathered"]["ep1"] == [layer] * 4
-    assert four["gathered"]["ep2"] == four["gathered"]["ep2 hybrid"] == [layer // 2] * 4
-    assert four["gathered"]["ep4"] == [layer // 4] * 4
+LAYER = 4 * 3 * 32 * 16 * 8
+"""Bytes of a layer's experts: 4 of 3 * 32 * 16 numbers of 8 bytes."""
 
 
-def test_every_rank_holds_its_share_of_the_weights(two, four):
-    assert two["share"] == pytest.approx(0.5, rel=0.1)
-    assert four["share"] == pytest.approx(0.25, rel=0.1)
+def test_a_rank_gathers_its_own_experts_alone(two):
+    assert two["gathered"] == {"ep1": [LAYER] * 2, "ep2": [LAYER // 2] * 2, "ep2 sp2": [LAYER // 2] * 2}
 
 
-@pytest.mark.parametrize("size", ["two", "four"])
+@pytest.mark.slow
+def test_a_rank_of_four_gathers_its_own_experts_alone(four):
+    assert four["gathered"]["ep1"] == [LAYER] * 4
+    assert four["gathered"]["ep2"] == four["gathered"]["ep2 hybrid"] == [LAYER // 2] * 4
+    assert four["gathered"]["ep4"] == [LAYER // 4] * 4
+
+
+@pytest.mark.parametrize("size", SIZES_OF_GROUPS)
+def test_every_rank_holds_its_share_of_the_weights(request, size):
+    share = {"two": 0.5, "four": 0.25}[size]
+    assert request.getfixturevalue(size)["share"] == pytest.approx(share, rel=0.1)
+
+
+@pytest.mark.parametrize("size", SIZES_OF_GROUPS)
 def test_a_rank_whose_experts_get_no_token_takes_part(request, size):
     seen = request.getfixturevalue(size)
     want = oracle.reference(seen["folder"] / "moe", support.lopsided(), is_routed=True, coef=0.0)
     assert seen["lopsided"] == pytest.approx((want["loss"], want["norm"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("size", ["two", "four"])
+@pytest.mark.parametrize("size", SIZES_OF_GROUPS)
 def test_checkpoints_move_between_layouts(request, size):
     seen = request.getfixturevalue(size)
     loss, norm, weights = seen["alone"]

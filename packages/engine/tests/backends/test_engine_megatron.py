@@ -16,12 +16,13 @@ from rl_engine import (
 )
 from rl_engine.optimizer import ClippedAdamW
 
-pytestmark = pytest.mark.timeout(600)  # fourteen engines in one start of two processes, on a machine that may be busy
+pytestmark = pytest.mark.timeout(600)  # many engines in one start of two processes, on a machine that may be busy
 SCRIPT = Path(__file__).parents[1] / "support" / "megatron_ranks.py"
 _spec = spec_from_file_location("megatron_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
 rows_of = ranks.ranks.draw_rows
+FEW = ["tied:sp2", "tied:pp2", "moe:ep2"]  # each axis once, with those of `ranks.FEW`
 TWO = ["tied:dp2", "tied:tp2", "tied:sp2", "tied:pp2", "moe:sp2", "moe:ep2", "bias:tp2", "window:cp2", "odd:pp2",
        "deep:vpp2", "deep:cp2", "glm:ep2", "v3:sp2", "oss:ep2"]  # fmt: skip
 FAMILIES = ["moe:dp2", "moe:ep2", "bias:pp2", "bias:tp2", "window:tp2", "window:cp2", "glm:dp2", "glm:sp2", "glm:pp2",
@@ -30,6 +31,15 @@ FAMILIES = ["moe:dp2", "moe:ep2", "bias:pp2", "bias:tp2", "window:tp2", "window:
 FOUR = ["tied:tp2pp2", "tied:tp2dp2", "tied:pp2dp2", "tied:tp4", "moe:pp2ep2", "moe:tp2ep2", "moe:tp2pp2"]
 MORE = ["tied:tp2cp2", "tied:pp2cp2", "moe:cp2ep2", "deep:vpp2dp2", "deep moe:vpp2ep2", "glm:pp2ep2", "glm:tp2ep2",
         "v3:tp2ep2", "v3:pp2ep2", "v3:tp2cp2", "oss:tp2ep2", "oss:pp2ep2"]  # fmt: skip
+
+
+def but_for(few, cases):
+    """The cases, of which all but a few are slow."""
+    return [case if case in few else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+CASES, SAVED = but_for(FEW, TWO), but_for(FEW, ["tied:sp2", "tied:pp2", "moe:ep2", "bias:tp2", "deep:vpp2", "glm:ep2"])
+PARTS = {name: but_for(ranks.FEW[name], cases) for name, cases in ranks.PARTS.items()}
 
 
 def run_ranks(start_ranks, folder, size, cases, *more):
@@ -41,8 +51,20 @@ def run_ranks(start_ranks, folder, size, cases, *more):
 
 
 @pytest.fixture(scope="module")
+def few(tmp_path_factory, start_ranks):
+    return run_ranks(start_ranks, tmp_path_factory.mktemp("few"), 2, FEW, "few")
+
+
+@pytest.fixture(scope="module")
 def two(tmp_path_factory, start_ranks):
     return run_ranks(start_ranks, tmp_path_factory.mktemp("two"), 2, TWO)
+
+
+@pytest.fixture
+def seen(request, case):
+    """What the ranks found that ran this case: those of the default tier if it is one of its few."""
+    is_slow = request.node.get_closest_marker("slow")
+    return request.getfixturevalue("two" if is_slow else "few")
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +157,9 @@ def check(seen, oracles, case, size):
     torch.testing.assert_close(got["second_weights"], want.weights[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", TWO)
-def test_two_ranks_step_like_a_plain_model(two, oracles, case):
-    check(two, oracles, case, 2)
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_step_like_a_plain_model(seen, oracles, case):
+    check(seen, oracles, case, 2)
 
 
 @pytest.mark.slow
@@ -166,7 +188,12 @@ def check_resumed(seen, cases):
         torch.testing.assert_close(seen[case]["resumed_weights"], seen[case]["second_weights"], rtol=1e-8, atol=1e-10)
 
 
-def test_a_checkpoint_of_one_layout_continues_on_another(two):
+def test_a_checkpoint_of_one_layout_continues_on_another(few):
+    check_resumed(few, FEW)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_of_all_layouts_continues_on_another(two):
     check_resumed(two, TWO)
 
 
@@ -185,6 +212,7 @@ def test_a_checkpoint_of_cut_rows_continues_where_layers_are_dealt(more):
     check_resumed(more, MORE)
 
 
+@pytest.mark.slow
 def test_a_layout_is_what_it_says(two):
     """Cut activations are half as long, and cut rows leave room for twice the tokens in a micro-batch."""
     assert two["tied:sp2"]["fed"] == pytest.approx(two["tied:tp2"]["fed"] / 2, abs=two["tied:tp2"]["micro-batches"])
@@ -193,9 +221,9 @@ def test_a_layout_is_what_it_says(two):
     assert (two["tied:pp2"]["layers"], two["deep:vpp2"]["layers"]) == ([0], [0, 2])  # of rank 0
 
 
-@pytest.mark.parametrize("case", ["tied:sp2", "tied:pp2", "moe:ep2", "bias:tp2", "deep:vpp2", "glm:ep2"])
-def test_a_saved_model_is_an_ordinary_folder(two, case):
-    check_saved(two, case)
+@pytest.mark.parametrize("case", SAVED)
+def test_a_saved_model_is_an_ordinary_folder(seen, case):
+    check_saved(seen, case)
 
 
 @pytest.mark.slow
@@ -212,48 +240,52 @@ def check_saved(seen, case):
     )
 
 
-def test_two_engines_of_a_process_share_a_layout(two):
-    assert "Another engine of this process is laid out as ParallelConfig(tp=2" in two["refusal"]
-    assert "Close the other engine first" in two["refusal"]
+def test_two_engines_of_a_process_share_a_layout(few):
+    assert "Another engine of this process is laid out as ParallelConfig(tp=2" in few["refusal"]
+    assert "Close the other engine first" in few["refusal"]
 
 
-def test_a_bad_batch_on_one_rank_is_an_error_on_all(two):
-    assert two["bad_batch"].startswith("Rank 1 refused its batch: completion_token_ids holds token id 999")
+def test_a_bad_batch_on_one_rank_is_an_error_on_all(few):
+    assert few["bad_batch"].startswith("Rank 1 refused its batch: completion_token_ids holds token id 999")
 
 
-@pytest.mark.parametrize("layout", ["dp2", "sp2", "pp2", "ep2", "cp2"])
-def test_experts_are_evened_out_and_replayed(two, layout):
+@pytest.mark.parametrize("case", PARTS["experts"])
+def test_experts_are_evened_out_and_replayed(seen, case):
     oracle = ranks.ranks.moe_oracle
-    for is_routed, got in zip((False, True), two["experts"][layout], strict=True):
+    for is_routed, got in zip((False, True), seen["experts"][case], strict=True):
         rows = oracle.draw_rows()
-        want = oracle.reference(two["folder"] / "experts", rows, is_routed=is_routed, coef=oracle.COEF)
+        want = oracle.reference(seen["folder"] / "experts", rows, is_routed=is_routed, coef=oracle.COEF)
         assert got == pytest.approx((want["loss"], want["aux"], want["norm"]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_shards_cover_the_weights(two):
-    shares = {layout: two["experts"][f"{layout} share"] for layout in ("dp2", "cp2", "sp2", "pp2", "ep2")}
+    shares = {layout: two["experts"][f"experts:{layout} share"] for layout in ("dp2", "cp2", "sp2", "pp2", "ep2")}
     assert shares.pop("dp2") == shares.pop("cp2") == 1
     assert all(0.4 < share < 0.9 for share in shares.values())
 
 
-def test_the_stream_of_weights_holds_one_parameter_at_a_time(two):
-    most, largest = two["streamed"]
+def test_the_stream_of_weights_holds_one_parameter_at_a_time(few):
+    most, largest = few["streamed"]
     assert most <= 3 * largest  # of a query, key and value that lie in one parameter, at most
 
 
-def test_experts_are_exported_many_at_a_time_within_a_bound_of_memory(two):
+@pytest.mark.parametrize("case", but_for(ranks.FEW["experts"], ["experts:ep2", "experts:pp2"]))
+def test_experts_are_exported_many_at_a_time_within_a_bound_of_memory(seen, case):
     """Two layers of four experts, three tensors of 4,096 bytes each; 21 other tensors, which pp2 sends one by one.
 
     By bytes allowed at once, collectives and the bytes that lay together: a layer's experts in one, or as few
     parameters (gate and up are one) as there may be.
     """
-    found = {layout: two["experts"][f"{layout} exported"] for layout in ("ep2", "pp2")}
-    assert found["ep2"] == {1 << 28: (2, 12 * 4096), 1 << 14: (8, 4 * 4096), 1: (8, 4 * 4096)}
-    assert found["pp2"] == {1 << 28: (21 + 2, 12 * 4096), 1 << 14: (21 + 8, 3 * 4096), 1: (21 + 16, 2 * 4096)}
+    wanted = {
+        "experts:ep2": {1 << 28: (2, 12 * 4096), 1 << 14: (8, 4 * 4096), 1: (8, 4 * 4096)},
+        "experts:pp2": {1 << 28: (21 + 2, 12 * 4096), 1 << 14: (21 + 8, 3 * 4096), 1: (21 + 16, 2 * 4096)},
+    }
+    assert seen["experts"][f"{case} exported"] == wanted[case]
 
 
-def test_pairs_of_ranks_that_share_a_model_stay_apart(two):
-    assert sorted(two["pairs"].count(pair) for pair in set(two["pairs"])) == [2, 2]
+def test_pairs_of_ranks_that_share_a_model_stay_apart(few):
+    assert sorted(few["pairs"].count(pair) for pair in set(few["pairs"])) == [2, 2]
 
 
 def step_alone(folder, step, backend="fsdp", **changes):
@@ -266,25 +298,24 @@ def step_alone(folder, step, backend="fsdp", **changes):
     return found
 
 
-@pytest.mark.parametrize("layout", ["tp2", "sp2", "pp2", "cp2"])
-def test_named_candidates_are_scored_with_their_gradient(two, layout):
-    want = step_alone(two["folder"] / "tied", ranks.candidates_step)
-    assert two["candidates"][layout][:2] == pytest.approx(want[:2], rel=1e-5)
-    torch.testing.assert_close(two["candidates"][layout][2], want[2], rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("case", PARTS["candidates"])
+def test_named_candidates_are_scored_with_their_gradient(seen, case):
+    want = step_alone(seen["folder"] / "tied", ranks.candidates_step)
+    assert seen["candidates"][case][:2] == pytest.approx(want[:2], rel=1e-5)
+    torch.testing.assert_close(seen["candidates"][case][2], want[2], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", [f"tied:{axis}" for axis in ("dp2", "tp2", "sp2", "pp2", "cp2")]
-                         + [f"v3:{axis}" for axis in ("sp2", "pp2")])  # fmt: skip
-def test_an_adapter_on_two_ranks_steps_like_one_on_one(two, case):
+@pytest.mark.parametrize("case", PARTS["adapters"])
+def test_an_adapter_on_two_ranks_steps_like_one_on_one(seen, case):
     kind = case.split(":")[0]
-    step = partial(ranks.adapter_step, folder=two["folder"] / f"{kind} adapter")
-    want = step_alone(two["folder"] / kind, step, "fsdp" if kind == "tied" else "megatron", lora=ranks.LORA[kind])
-    assert two["adapters"][case][:2] == pytest.approx(want[:2], rel=1e-5)
-    torch.testing.assert_close(two["adapters"][case][2], want[2], rtol=1e-5, atol=1e-6)
+    step = partial(ranks.adapter_step, folder=seen["folder"] / f"{kind} adapter")
+    want = step_alone(seen["folder"] / kind, step, "fsdp" if kind == "tied" else "megatron", lora=ranks.LORA[kind])
+    assert seen["adapters"][case][:2] == pytest.approx(want[:2], rel=1e-5)
+    torch.testing.assert_close(seen["adapters"][case][2], want[2], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "sp2", "pp2", "cp2"])
-def test_a_critic_on_two_ranks_steps_like_one_on_one(two, layout):
-    want = step_alone(two["folder"] / "critic", ranks.critic_step, head=Head.VALUE)
-    assert two["critics"][layout][:2] == pytest.approx(want[:2], rel=1e-5)
-    torch.testing.assert_close(two["critics"][layout][2], want[2], rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("case", PARTS["critics"])
+def test_a_critic_on_two_ranks_steps_like_one_on_one(seen, case):
+    want = step_alone(seen["folder"] / "critic", ranks.critic_step, head=Head.VALUE)
+    assert seen["critics"][case][:2] == pytest.approx(want[:2], rel=1e-5)
+    torch.testing.assert_close(seen["critics"][case][2], want[2], rtol=1e-5, atol=1e-6)

@@ -17,8 +17,27 @@ ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
 
 
+FEW = ["sft", "rm"]
+COMMANDS = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in ranks.RUNS]
+
+
 @pytest.fixture(scope="module")
-def two(tmp_path_factory, start_ranks):
+def few(tmp_path_factory, start_ranks):
+    return run_ranks(tmp_path_factory, start_ranks, FEW)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory, start_ranks):
+    return run_ranks(tmp_path_factory, start_ranks, [name for name in ranks.RUNS if name not in FEW])
+
+
+@pytest.fixture
+def two(request, name):
+    """What the ranks left that ran this command."""
+    return request.getfixturevalue("few" if name in FEW else "others")
+
+
+def run_ranks(tmp_path_factory, start_ranks, names):
     folder = tmp_path_factory.mktemp("cli")
     write_tiny_model(folder / "model")
     write_tiny_model(folder / "teacher", seed=1)
@@ -27,10 +46,10 @@ def two(tmp_path_factory, start_ranks):
     pairs = [{"prompt": prompt, "chosen": str(2 * n), "rejected": "no idea"} for n, prompt in enumerate(asked)]
     for name, found in (("rows", rows), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    return start_ranks(SCRIPT, folder, 2)
+    return start_ranks(SCRIPT, folder, 2, *names)
 
 
-@pytest.mark.parametrize("name", ranks.RUNS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_two_ranks_learn_what_one_learns(two, name):
     assert two[name] == 0
     assert ranks.run(two["folder"], name, f"{name}-one") == 0

@@ -1,4 +1,4 @@
-"""One rank of the command lines: `cli_ranks.py FOLDER`, with torchrun's environment."""
+"""One rank of the command lines: `cli_ranks.py FOLDER COMMAND...`, with torchrun's environment."""
 
 import os
 import sys
@@ -25,12 +25,12 @@ def run(folder, name, output):
     return main([*paths, *shared, *(argument.format(folder) for argument in more)])
 
 
-def main(folder):
+def main(folder, names):
     torch.set_num_threads(1)
-    codes = {name: run(folder, name, f"{name}-many") for name in RUNS}
+    codes = {name: run(folder, name, f"{name}-many") for name in names}
     if os.environ["RANK"] == "0":
         torch.save(codes, folder / "seen.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

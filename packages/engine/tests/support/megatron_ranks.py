@@ -1,4 +1,4 @@
-"""One rank of the multi-process tests of the megatron backend: `megatron_ranks.py FOLDER LAYOUT... [alone]`."""
+"""One rank of the multi-process tests of the megatron backend: `megatron_ranks.py FOLDER LAYOUT... [alone | few]`."""
 
 import random
 import sys
@@ -40,6 +40,14 @@ LORA = {
     "tied": LoraConfig(rank=3, alpha=9.0),
     "v3": LoraConfig(rank=3, alpha=9.0, target_modules=LATENT_LAYERS),
 }
+PARTS = {
+    "candidates": ["tied:tp2", "tied:sp2", "tied:pp2", "tied:cp2"],
+    "adapters": [*(f"tied:{axis}" for axis in ("dp2", "tp2", "sp2", "pp2", "cp2")), "v3:sp2", "v3:pp2"],
+    "critics": ["critic:tp2", "critic:sp2", "critic:pp2", "critic:cp2"],
+    "experts": ["experts:dp2", "experts:sp2", "experts:pp2", "experts:ep2", "experts:cp2"],
+}
+"""What two ranks do beside the plain model's steps, and in which layouts."""
+FEW = {"candidates": ["tied:cp2"], "adapters": ["tied:sp2"], "critics": ["critic:pp2"], "experts": ["experts:ep2"]}
 LAYOUTS = {
     "alone": ParallelConfig(),
     "dp2": ParallelConfig(),
@@ -214,12 +222,12 @@ def candidates_step(engine, rows):
     return output.metrics["loss"], engine.optimizer_step(), ranks.weights(engine)
 
 
-def candidates(folder, rank, size):
+def candidates(folder, rank, size, cases):
     """One step in each layout."""
     mine, seen = ranks.draw_rows(SEED)[rank::size], {}
-    for layout in ("tp2", "sp2", "pp2", "cp2"):
-        engine = build(folder, "tied", layout)
-        seen[layout] = candidates_step(engine, mine)
+    for case in cases:
+        engine = build(folder, *case.split(":"))
+        seen[case] = candidates_step(engine, mine)
         engine.close()
     return seen
 
@@ -230,41 +238,41 @@ def adapter_step(engine, rows, folder):
     return (*one_step(engine, ranks.batch_of(rows)), ranks.weights(engine))
 
 
-def adapters(folder, rank, size):
+def adapters(folder, rank, size, cases):
     """One step of an adapter in each layout, from where fsdp has taken it (a mixture: this backend)."""
     mine, seen = ranks.draw_rows(SEED)[rank::size], {}
-    for kind in ("tied", "v3"):
+    for kind in dict.fromkeys(case.split(":")[0] for case in cases):
         start = build(folder, kind, "dp2", lora=LORA[kind], backend="fsdp" if kind == "tied" else "megatron")
         one_step(start, ranks.batch_of(mine))
         start.save_checkpoint(folder / f"{kind} adapter", 1)
         start.close()
-        for layout in ("dp2", "tp2", "sp2", "pp2", "cp2") if kind == "tied" else ("sp2", "pp2"):
-            engine = build(folder, kind, layout, lora=LORA[kind])
-            seen[f"{kind}:{layout}"] = adapter_step(engine, mine, folder / f"{kind} adapter")
+        for case in (case for case in cases if case.startswith(kind)):
+            engine = build(folder, *case.split(":"), lora=LORA[kind])
+            seen[case] = adapter_step(engine, mine, folder / f"{kind} adapter")
             engine.close()
     return seen
 
 
-def critics(folder, rank, size):
+def critics(folder, rank, size, cases):
     """One step of a critic in each layout."""
     mine, seen = ranks.draw_rows(SEED)[rank::size], {}
-    for layout in ("tp2", "sp2", "pp2", "cp2"):
-        engine = build(folder, "critic", layout, head=Head.VALUE)
-        seen[layout] = critic_step(engine, mine)
+    for case in cases:
+        engine = build(folder, *case.split(":"), head=Head.VALUE)
+        seen[case] = critic_step(engine, mine)
         engine.close()
     return seen
 
 
-def experts(folder, rank, size):
+def experts(folder, rank, size, cases):
     """One step of a mixture of experts in each layout, with its auxiliary loss, and with experts replayed."""
     oracle, seen = ranks.moe_oracle, {}
     still = replace(OPTIMIZER, lr=0.0, weight_decay=0.0)
-    for layout in ("dp2", "sp2", "pp2", "ep2", "cp2"):
-        options = {"optimizer": still, "max_tokens_per_gpu": 20, "activation_checkpointing": layout == "pp2"}
-        engine = build(folder, "experts", layout, router_aux_loss_coef=oracle.COEF, **options)
-        seen[layout] = ranks.experts_step(engine, rank, size)
-        seen[f"{layout} exported"] = exported(engine)
-        seen[f"{layout} share"] = ranks.shards_are_the_weights(engine, engine._world)
+    for case in cases:
+        options = {"optimizer": still, "max_tokens_per_gpu": 20, "activation_checkpointing": case == "experts:pp2"}
+        engine = build(folder, *case.split(":"), router_aux_loss_coef=oracle.COEF, **options)
+        seen[case] = ranks.experts_step(engine, rank, size)
+        seen[f"{case} exported"] = exported(engine)
+        seen[f"{case} share"] = ranks.shards_are_the_weights(engine, engine._world)
         engine.close()
     return seen
 
@@ -306,8 +314,8 @@ def main(folder, cases):
     holder = None
     seen = {}
     before = {}
-    is_short = cases[-1] == "alone"
-    for case in cases[:-1] if is_short else cases:
+    parts = {"alone": {}, "few": FEW}.get(cases[-1], PARTS)
+    for case in cases if parts is PARTS else cases[:-1]:
         kind, layout = case.split(":")
         if holder is None:  # makes the process group; the others join it
             holder = create_engine("fsdp", EngineConfig(model_path=str(folder / kind), optimizer=None))
@@ -327,11 +335,9 @@ def main(folder, cases):
     seen["pairs"] = pairs_seen(first)
     seen["streamed"] = ranks.most_alive(first)
     first.close()
-    if holder._world.size == 2 and not is_short:
-        seen["critics"] = critics(folder, rank, 2)
-        seen["adapters"] = adapters(folder, rank, 2)
-        seen["candidates"] = candidates(folder, rank, 2)
-        seen["experts"] = experts(folder, rank, 2)
+    if holder._world.size == 2:
+        for name, layouts in parts.items():
+            seen[name] = globals()[name](folder, rank, 2, layouts)
     holder.close()
     if rank == 0:
         torch.save(seen, folder / "seen.pt")

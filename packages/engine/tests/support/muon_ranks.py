@@ -34,13 +34,13 @@ def three_steps(engine, data, folder=None):
     return steps, ranks.weights(engine)
 
 
-def main(folder):
+def main(folder, backends):
     torch.set_num_threads(1)
     seen = {}
     holder = ranks.build(folder / "model", optimizer=None)  # makes the process group; the others join it
     rank, size = holder._world.rank, holder._world.size
     mine = ranks.batch_of(ranks.draw_rows(SEED)[rank::size])
-    for backend in ("fsdp", "torchtitan"):
+    for backend in backends:
         engine = build(folder, backend)
         seen[backend] = three_steps(engine, mine, folder / f"by {backend}")
         assert engine.load_checkpoint(folder / f"by {backend}") == 2
@@ -52,4 +52,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
