@@ -57,9 +57,10 @@ def sizes_of(engine):
 
 
 BACKENDS = ("fsdp", "megatron", "torchtitan")
+OF_A_CPU = ("fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS[1:]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_A_CPU)
 def test_modes_take_gradients_home_and_back(tmp_path, backend):
     engine, away = built(tmp_path, backend), torch.device("cpu", 0)  # to an engine not the place where it computes
     places = engine._places
@@ -77,7 +78,7 @@ def test_modes_take_gradients_home_and_back(tmp_path, backend):
     engine.close()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_A_CPU)
 def test_optimizer_state_that_is_moved_leaves_nothing_behind(tmp_path, backend):
     engine = built(tmp_path, backend)
     engine.forward_backward_batch(DATA, sft_loss)
@@ -94,7 +95,7 @@ def test_optimizer_state_that_is_moved_leaves_nothing_behind(tmp_path, backend):
     engine.close()
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])  # FSDP keeps its shards where it is sent nowhere (to meta)
+@pytest.mark.parametrize("backend", OF_A_CPU[:2])  # FSDP keeps its shards where it is sent nowhere (to meta)
 def test_a_frozen_model_that_is_moved_leaves_nothing_behind(tmp_path, backend):
     engine = built(tmp_path, backend, optimizer=None)
     engine.forward_backward_batch(DATA, None)
@@ -237,7 +238,7 @@ def test_an_offload_leaves_no_reference_when_it_gives_back_and_steps_are_those_w
     assert not driver.pinned
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_A_CPU)
 def test_the_optimizers_state_is_on_the_gpu_in_steps_alone(tmp_path, monkeypatch, backend):
     """As if there were a GPU: where the optimizer's state is said to be in every pass and every step."""
     plain = built(tmp_path, backend)
@@ -263,7 +264,7 @@ def test_the_optimizers_state_is_on_the_gpu_in_steps_alone(tmp_path, monkeypatch
     engine.close()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_A_CPU)
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_activations_are_taken_away_and_steps_are_those_without_it(tmp_path, monkeypatch, backend, is_recomputed):
     """As if there were a GPU: what autograd saves is copied, but for parameters, and used in the backward pass."""

@@ -22,6 +22,7 @@ from rl_engine.model.attention import LAYOUT_KWARG, packed_attention, row_layout
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 CPU = torch.device("cpu")
+SLOW = pytest.mark.slow
 
 
 def module_of(name):
@@ -78,8 +79,11 @@ def test_gradients_of_copies_are_summed_in_wide_numbers():
     assert float(narrow.grad) == pytest.approx(1 + 1000 * 2.0**-9, rel=2**-8)
 
 
-@pytest.mark.parametrize("scale", [1, 12])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 3}, {"softcap": 2.0}, {"s_aux": True}], ids=str)
+OPTIONS = [(1, {}), (12, {"sliding_window": 3}), (1, {"softcap": 2.0}), (1, {"s_aux": True})]
+MORE_OPTIONS = [(12, {}), (1, {"sliding_window": 3}), (12, {"softcap": 2.0}), (12, {"s_aux": True})]
+
+
+@pytest.mark.parametrize(("scale", "options"), [*OPTIONS, *(pytest.param(*case, marks=SLOW) for case in MORE_OPTIONS)])
 @settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_attention_is_that_of_whole_rows(scale, options, data):
@@ -185,14 +189,18 @@ def folders(tmp_path_factory):
     return folder
 
 
+SEEDS = [range(1), pytest.param(range(1, 4), marks=SLOW)]
+
+
 def built(path, **changes):
     engine = create_engine("fsdp", EngineConfig(model_path=str(path), **({"precision": "float64"} | changes)))
     engine.initialize()
     return engine
 
 
+@pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("head", [Head.LM, Head.REWARD])
-def test_every_loss_has_the_gradient_of_rows_one_at_a_time(folders, head):
+def test_every_loss_has_the_gradient_of_rows_one_at_a_time(folders, head, seeds):
     """Groups, prompts that begin like others, budgets and orders drawn at random; the oracle is transformers' own."""
     is_judge = head == Head.REWARD
     config = EngineConfig(
@@ -202,7 +210,7 @@ def test_every_loss_has_the_gradient_of_rows_one_at_a_time(folders, head):
     engine = create_engine("fsdp", config)
     engine.initialize()
     spared = 0
-    for seed in range(4):
+    for seed in seeds:
         for name in (name for name in cut_ranks.LOSSES if (name in cut_ranks.OF_VALUES) == is_judge):
             engine.optimizer_zero_grad()
             draw, drawn = random.Random(f"{name} {seed}"), cut_ranks.draw_batch(seed)
@@ -250,8 +258,10 @@ def group_batch(seed=0):
     return ragged_batch(groups, [[draw.randrange(70) for _ in range(draw.randint(1, 20))] for _ in groups])
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("budget", [4096, 120])
+IN_PIECES = [("plain", 120), *(pytest.param(way, 120, marks=SLOW) for way in WAYS if way != "plain")]
+
+
+@pytest.mark.parametrize(("way", "budget"), [*((way, 4096) for way in WAYS), *IN_PIECES])
 def test_nothing_depends_on_it(folders, way, budget):
     """In float32, whose norms transformers computes in any number format; what is fed is less."""
     seen = []

@@ -95,6 +95,15 @@ BESIDE = {
 ELSEWHERE_TESTED = {"resume", "overwrite"}
 CASES = [(SftConfig, key, *what) for key, what in SHARED.items()]
 CASES += [(kind, key, *what) for kind, keys in OWN.items() for key, what in keys.items()]
+BY_DEFAULT = {"loss", "num_candidates", "beta"}  # of those that one command line alone has
+CASES = [
+    pytest.param(
+        *case,
+        id=f"{case[0].__name__}-{case[1]}",
+        marks=[] if case[0] is SftConfig or case[1] in BY_DEFAULT else [pytest.mark.slow],
+    )
+    for case in CASES
+]
 
 
 def test_every_key_is_in_a_table():
@@ -178,9 +187,7 @@ def looked_at():
     return {}
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "value", "part"), CASES, ids=[f"{case[0].__name__}-{case[1]}" for case in CASES]
-)
+@pytest.mark.parametrize(("kind", "key", "value", "part"), CASES)
 def test_a_key_does_something(place, looked_at, tmp_path, monkeypatch, kind, key, value, part):
     beside = BESIDE.get(key, {})
 

@@ -105,7 +105,11 @@ def write_rows(path, count, seed):
 
 @pytest.mark.parametrize(
     ("kind", "metric", "left"),
-    [("forward", "forward_kl", 0.6), ("reverse", "reverse_kl", 0.85), ("mixed", "loss", 0.85)],
+    [
+        ("forward", "forward_kl", 0.6),
+        pytest.param("reverse", "reverse_kl", 0.85, marks=pytest.mark.slow),
+        pytest.param("mixed", "loss", 0.85, marks=pytest.mark.slow),
+    ],
 )  # random completions are no sample of the student's, and tell little of the teacher
 def test_a_student_comes_near_its_teacher_on_rows_not_seen(folders, tmp_path, kind, metric, left):
     files = {
