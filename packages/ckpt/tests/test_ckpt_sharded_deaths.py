@@ -182,6 +182,7 @@ def committed(version):
     return f"version {version} {rl_ckpt.tree_digest(weights_of(version))}"
 
 
+@pytest.mark.slow
 def test_a_receiver_that_comes_a_second_late_is_waited_for(start):
     job = start(2)
     assert job.sync(1, late_s=1.0) == (["committed 2"] * 2, [committed(1)] * 2)
@@ -198,7 +199,7 @@ def test_a_receiver_that_dies_before_its_vote_ends_the_wait_at_once_and_nobody_c
     assert job.sync(2, job.receivers[1:]) == (["committed 1"] * 2, [committed(2)])
 
 
-@pytest.mark.parametrize("fault", ["sending 2", "staged 2"])
+@pytest.mark.parametrize("fault", ["sending 2", pytest.param("staged 2", marks=pytest.mark.slow)])
 def test_a_sender_that_dies_before_the_decision_leaves_every_receiver_with_the_version_before(start, fault):
     job = start(2, sender_faults=("", fault))
     assert job.sync(1)[1] == [committed(1)] * 2
@@ -254,6 +255,7 @@ def test_the_death_of_a_receiver_behind_a_relay_ends_the_wait_at_once_and_nobody
     assert other.startswith("failed")
 
 
+@pytest.mark.slow
 def test_a_receiver_behind_a_relay_that_comes_late_is_waited_for(start):
     job = start(3, has_relay=True)
     for version in (1, 2):

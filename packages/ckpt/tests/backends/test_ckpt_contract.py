@@ -1,4 +1,7 @@
-"""Every backend against the conformance suites."""
+"""Every backend against the conformance suites: by default those of memory, of processes and of a network.
+
+The others have tests of their own in the default tier, in the files of their names and `test_ckpt_sharded_backends.py`.
+"""
 
 import importlib.util
 import sys
@@ -27,6 +30,7 @@ class TestShm(CheckpointEngineSuite, VersionSuite, ProcessSuite):
         return f"shm://{new_name()}"
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 @on_linux
 class TestUds(CheckpointEngineSuite, VersionSuite, ProcessSuite):
@@ -40,6 +44,7 @@ def gpu():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 @pytest.mark.usefixtures("gpu")
 @on_linux
@@ -60,6 +65,7 @@ class TestTcp(CheckpointEngineSuite, VersionSuite, ProcessSuite):
         return f"tcp://127.0.0.1:{new_port()}?streams=3"
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 @pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux")
 class TestNixl(CheckpointEngineSuite, VersionSuite, ProcessSuite):
@@ -69,6 +75,7 @@ class TestNixl(CheckpointEngineSuite, VersionSuite, ProcessSuite):
         return f"nixl://127.0.0.1:{new_port()}"
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 class TestGloo(CheckpointEngineSuite, VersionSuite, ProcessSuite):
     token = "known to both"
@@ -83,6 +90,7 @@ def nccl():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 @pytest.mark.usefixtures("nccl")
 class TestNccl(CheckpointEngineSuite, VersionSuite, ProcessSuite):

@@ -89,6 +89,7 @@ def set_to(weights, version):
         weights[name].copy_(tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_registered", [True, False], ids=["mapped", "ring"])
 def test_fifty_versions_to_receivers_of_every_kind_in_processes_of_their_own(gpu, is_registered):
     """One comes late; the source is registered anew again and again. The bits are right, and nothing grows."""
@@ -164,6 +165,7 @@ PLAN = """
 """
 
 
+@pytest.mark.slow
 def test_from_rows_to_columns(gpu):
     """What a slice is decides: one that lies in one piece is read where it is, another goes through the ring."""
     namespace = {"Resharding": Resharding, "ShardSpec": ShardSpec}
@@ -236,6 +238,7 @@ def test_a_receiver_and_its_sender_in_one_process_are_refused_as_cuda_does(monke
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_sender_that_dies_before_its_memory_was_mapped_is_said_to_have_died(monkeypatch, gpu):
     """And not that its handle is none: a receiver then waits for its successor."""
     del gpu

@@ -273,6 +273,7 @@ def say(process):
     return json.loads(process.stdout.readline() or '["dead"]')
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
 def test_between_two_network_namespaces_and_then_the_cable_is_cut(namespaces):
     first, second, cut = namespaces

@@ -23,13 +23,13 @@ class Inproc(AliasSuite, AliasDeltaSuite):
         return f"inproc://{new_name()}"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(patterns)
 def test_any_ties_are_bound_under_every_name(syncs):
     Inproc().check_ties(syncs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(patterns)
 def test_differences_of_any_ties(syncs):
     Inproc().check_differences(syncs)
