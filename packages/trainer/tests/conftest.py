@@ -1,4 +1,5 @@
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,19 @@ from rl_trainer.data.warmup import make_small_model
 
 @pytest.fixture(autouse=True, scope="module")
 def environment():
-    """The environment is as it was: jobs get their secrets there, which tests of other packages must not find."""
+    """The environment is as it was: jobs get their secrets there, which tests of other packages must not find.
+
+    Nor must Ray, which keeps a token in its own memory: the next Ray of this process would be asked for another one.
+    """
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+    if "ray" in sys.modules:
+        from rl_trainer.runtime.ray import _forget_token
+
+        _forget_token()
 
 
 @pytest.fixture
