@@ -75,9 +75,9 @@ sys.stdin.read()
     "address",
     [
         "shm://",
-        "tcp://127.0.0.1:0",
-        pytest.param("zmq://127.0.0.1:0", marks=HAS_ZMQ),
-        pytest.param("nixl://127.0.0.1:0", marks=HAS_NIXL),
+        pytest.param("tcp://127.0.0.1:0", marks=pytest.mark.slow),
+        pytest.param("zmq://127.0.0.1:0", marks=[pytest.mark.slow, HAS_ZMQ]),
+        pytest.param("nixl://127.0.0.1:0", marks=[pytest.mark.slow, HAS_NIXL]),
     ],
 )
 def test_rows_that_a_dead_consumer_fetched_are_not_lost(address, monkeypatch):

@@ -24,6 +24,7 @@ with rl_tq.connect(sys.argv[1], timeout_s=60.0) as queue:
 """
 
 
+@pytest.mark.slow
 def test_batches_are_followed_through_processes(tmp_path, monkeypatch):
     """By the environment alone; a process that is killed loses none of its spans."""
     monkeypatch.setenv(tracing.VARIABLE, str(tmp_path / "spans"))

@@ -209,4 +209,4 @@ class AcceptedGroups(Grouped):
 
 @pytest.mark.parametrize("order", [Order, OldestVersion, Priority, Accepted, TokenBudget, Grouped, AcceptedGroups])
 def test_rows_are_given_in_the_order_of_the_policy(order):
-    run_state_machine_as_test(order, settings=settings(max_examples=60, stateful_step_count=30))
+    run_state_machine_as_test(order, settings=settings(max_examples=25, stateful_step_count=30))

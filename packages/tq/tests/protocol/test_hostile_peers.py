@@ -516,6 +516,7 @@ queue.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("nixl"), reason="nixl is not installed")
 def test_a_queue_over_nixl_on_loopback_listens_nowhere_else():
     """UCX's own listeners ask nobody for a token."""

@@ -19,6 +19,7 @@ class TestTcp(TransferQueueContract):
     address = "tcp://127.0.0.1:0"
 
 
+@pytest.mark.slow
 class TestShmAndTcp(TransferQueueContract):
     """One queue at two addresses: half of the calls over each."""
 
@@ -26,11 +27,13 @@ class TestShmAndTcp(TransferQueueContract):
     also = "tcp://127.0.0.1:0"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("zmq") is None, reason="pyzmq is not installed")
 class TestZmq(TransferQueueContract):
     address = "zmq://127.0.0.1:0"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("zmq") is None, reason="pyzmq is not installed")
 class TestTcpAndZmq(TransferQueueContract):
     address = "tcp://127.0.0.1:0"
