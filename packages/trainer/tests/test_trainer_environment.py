@@ -75,6 +75,7 @@ def test_the_processes_of_a_pool_run_under_its_interpreter(elsewhere):
     assert json.loads(done.stdout.splitlines()[-1]) == {"engine": str(elsewhere), "agent": sys.prefix}
 
 
+@pytest.mark.slow
 def test_the_backend_is_checked_where_it_is(elsewhere, model):
     def config_of(*more):
         return load_config("quickstart", [f"engine.environment={elsewhere}", "engine.backend=elsewhere", *more])
@@ -127,6 +128,7 @@ def test_what_an_environment_lacks_is_one_sentence(tmp_path):
     assert refused(folder) == f"engine.environment={folder}: its Python ended with 3: broken"
 
 
+@pytest.mark.slow
 def test_a_child_process_asks_the_backend_while_rows_are_read(model, monkeypatch):
     def refuse(*args):
         raise AssertionError("this process asked")

@@ -98,6 +98,7 @@ def test_a_dry_run_tells_the_plan_and_starts_nothing(model, tmp_path, capsys):
     assert not output_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_server_that_runs_already_is_asked(model, tmp_path, capsys):
     settings = ["quickstart", "data.options.num_rows=2000", "data.eval_size=4", f"model.path={model}", "timeout_s=60"]
     server = rl_rollout.launch_server("embedded", ServerConfig(model_path=str(model), max_model_len=64))

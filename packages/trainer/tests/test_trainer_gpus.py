@@ -99,6 +99,7 @@ def test_every_recipe_for_small_models_is_planned_on_one_gpu(machine):
         assert sum(pool.num_workers for pool in resource_pools(config) if pool.num_gpus) == 1, recipe
 
 
+@pytest.mark.slow
 def test_the_readme_s_command_is_planned_on_one_gpu_without_a_key(machine, capsys, model, tmp_path, monkeypatch):
     machine(1)
     monkeypatch.setattr(gpus, "_can_share_memory", lambda config: False)  # which looks for the GPU that is not here

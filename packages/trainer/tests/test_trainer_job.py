@@ -120,7 +120,12 @@ def test_without_staleness_every_pipeline_has_the_losses_of_sync(model, tmp_path
     assert numbers(output_dir) == wanted
 
 
-def test_without_staleness_every_policy_has_the_losses_of_sync(model, tmp_path, monkeypatch):
+FIRST, *REST = POLICIES
+POLICIES_OF_RUNS = [pytest.param([FIRST], id=FIRST), pytest.param(REST, id="the others", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("policies", POLICIES_OF_RUNS)
+def test_without_staleness_every_policy_has_the_losses_of_sync(model, tmp_path, monkeypatch, policies):
     """Real components in this process, bit for bit."""
     (tmp_path / "rewards.py").write_text(REWARD)
     monkeypatch.setattr("rl_trainer.planning.validate._check_layout", lambda config: None)  # inline takes sync alone
@@ -136,7 +141,7 @@ def test_without_staleness_every_policy_has_the_losses_of_sync(model, tmp_path, 
     assert 0.0 not in {loss for _, loss, *_ in wanted.values()}
     zero = "staleness.max_staleness=0"
     assert trained("one_step_off", "pipeline=one_step_off", zero) == wanted
-    for name in POLICIES:
+    for name in policies:
         assert trained(name, "pipeline=fully_async", zero, f"staleness.policy={name}") == wanted, name
 
 

@@ -177,8 +177,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("way", ["entry point", "file", "module", "object"])
-@pytest.mark.parametrize("kind", KINDS)
+WAYS = ["entry point", "file", "module", "object"]
+BY_DEFAULT = [(kind, WAYS[place % len(WAYS)]) for place, kind in enumerate(KINDS)]
+"""Every kind, and every way more than once."""
+MORE = [
+    pytest.param(kind, way, marks=pytest.mark.slow) for kind in KINDS for way in WAYS if (kind, way) not in BY_DEFAULT
+]
+
+
+@pytest.mark.parametrize(("kind", "way"), [*BY_DEFAULT, *MORE])
 def test_a_plug_in_is_found_and_used(folder, kind, way, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", str(folder))  # a reward has a process of its own

@@ -61,6 +61,9 @@ def controller(script, *arguments):
     )
 
 
+WAYS = ["kill", pytest.param("stop", marks=pytest.mark.slow)]
+
+
 def of_run(mark):
     """Command lines of a run's processes, the reaper's too."""
     found = {}
@@ -74,7 +77,7 @@ def of_run(mark):
     return found
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", WAYS)
 def test_what_is_marked_ends_and_nothing_else(how):
     process = controller(PLAIN, how)
     bystander, running, stopped = map(int, process.stdout.readline().split())
@@ -96,7 +99,7 @@ def test_what_is_marked_ends_and_nothing_else(how):
         process.communicate()
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", WAYS)
 def test_an_orphan_without_the_mark_ends_if_a_marked_process_has_started_it(how):
     process = controller(SHY, how)
     orphan, status = map(int, process.stdout.readline().split())

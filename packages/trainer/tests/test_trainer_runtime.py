@@ -150,6 +150,10 @@ class TestRay(RuntimeConformance):
     def make_runtime(self):
         return create_runtime("ray", timeout_s=240.0)
 
+    @pytest.mark.slow  # it starts a Ray of its own, and the tests below have one
+    def test_members_of_a_replica_set_answer_for_themselves_and_end_with_a_run_that_fails(self, tmp_path):
+        super().test_members_of_a_replica_set_answer_for_themselves_and_end_with_a_run_that_fails(tmp_path)
+
 
 @pytest.fixture(scope="module")
 def ray_runtime():
@@ -164,6 +168,7 @@ def ray_runtime():
         yield runtime
 
 
+@pytest.mark.slow
 def test_a_second_run_of_a_process_has_another_token(monkeypatch):
     """Ray keeps the first one in its own memory."""
     for _ in range(2):

@@ -68,17 +68,20 @@ def test_functions_of_one_s_own_train_a_model_on_rows_of_one_s_own(start, tmp_pa
     assert rows[3]["reward_model"]["ground_truth"] == "4"
 
 
-@pytest.mark.parametrize(
-    "plug_ins",
-    [
-        {"advantage": f"{EXAMPLES}/own_advantage.py:above_median"},
-        {"loss": f"{EXAMPLES}/own_loss.py:importance_weighted"},
-        {"algorithm.stages": [f"{EXAMPLES}/own_stage.py:variety"], "advantage": f"{EXAMPLES}/own_stage.py:varied"},
-        {"agent.loop": f"{EXAMPLES}/own_loop.py:RepeatedLoop"},
-        {"batch.filter": f"{EXAMPLES}/own_filter.py:is_mixed", "batch.max_refills": 50},
-    ],
-    ids=["advantage", "loss", "stage", "loop", "filter"],
-)
+EXAMPLES_OF = {
+    "advantage": {"advantage": f"{EXAMPLES}/own_advantage.py:above_median"},
+    "loss": {"loss": f"{EXAMPLES}/own_loss.py:importance_weighted"},
+    "stage": {"algorithm.stages": [f"{EXAMPLES}/own_stage.py:variety"], "advantage": f"{EXAMPLES}/own_stage.py:varied"},
+    "loop": {"agent.loop": f"{EXAMPLES}/own_loop.py:RepeatedLoop"},
+    "filter": {"batch.filter": f"{EXAMPLES}/own_filter.py:is_mixed", "batch.max_refills": 50},
+}
+PLUG_INS = [
+    pytest.param(given, id=name, marks=[] if name in ("advantage", "loop") else [pytest.mark.slow])
+    for name, given in EXAMPLES_OF.items()
+]
+
+
+@pytest.mark.parametrize("plug_ins", PLUG_INS)
 def test_an_example_s_plug_in_trains_by_its_path(start, plug_ins):
     run = start(reward=lambda text, row: float(sum(map(ord, text)) % 2), steps=1, **plug_ins)
     assert torch.tensor(run.metrics[1]["policy_loss"]).isfinite()
@@ -222,6 +225,7 @@ def test_it_trains_in_the_cells_of_a_notebook(model, tmp_path, runtime):
     assert notebook.cells[-1].outputs[0].data["text/plain"] == "([0, 1, 2], True, True)"
 
 
+@pytest.mark.slow
 def test_a_tracker_of_one_s_own_comes_as_an_object_too(start, tmp_path):
     class Lines(Tracker):
         def __init__(self, run):

@@ -56,7 +56,7 @@ def trained(folder, steps, *overrides, column="images"):
     return summary, [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize("column", ["images", "videos"])
+@pytest.mark.parametrize("column", ["images", pytest.param("videos", marks=pytest.mark.slow)])
 def test_a_step_on_images_and_on_the_frames_of_videos(tmp_path, column):
     summary, records = trained(tmp_path, 1, column=column)
     assert (summary["steps"], summary["rows_too_long"]) == (1, 0)
