@@ -76,7 +76,7 @@ class HttpServer:
         raise AssertionError("the server does not listen within 120 s")
 
 
-@pytest.fixture(params=["stdio", "http"])
+@pytest.fixture(params=["stdio", pytest.param("http", marks=pytest.mark.slow)])
 def reach(request, tmp_path):
     """`(server, restart)`: what `connect_mcp` is given, and what brings the server back after its death."""
     path = tmp_path / "server.py"

@@ -23,8 +23,12 @@ MACHINES = {
     "neither": {"may_isolate": False, "may_group": False},
 }
 
+BY_DEFAULT = {"as it is", "neither"}
 
-@pytest.fixture(params=MACHINES)
+
+@pytest.fixture(
+    params=[name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in MACHINES]
+)
 def machine(request, monkeypatch):
     """What the kernel permits here, and less."""
     start = workers.Worker.start

@@ -121,6 +121,7 @@ def test_a_folder_that_is_none_is_told_before_anything_starts(tmp_path):
         launch(tmp_path / "missing")
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_at_start_shows_its_last_lines(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     server = launch(tmp_path)
@@ -157,6 +158,7 @@ asyncio.run(main())
     wait_until(lambda: not is_alive(pid))
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_killed_is_gone_on_from_where_it_was(long_folder):
     """What had come of its requests is kept; the replica in this process generates the rest."""
 

@@ -57,8 +57,13 @@ async def updated(server, weights, versions=(1, 2)):
         await ranks.close()
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "tensorrt_llm"])
-@pytest.mark.parametrize("make", [create_server, launch_server])
+IN_PROCESSES_OF_THEIR_OWN = [(launch_server, name) for name in ("vllm", "sglang", "tensorrt_llm")]
+MORE = [(create_server, "sglang"), (create_server, "tensorrt_llm"), *IN_PROCESSES_OF_THEIR_OWN]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(create_server, "vllm"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
 def test_a_third_party_server_serves_slices_as_it_would_whole_weights(name, make, tmp_path):
     old, new = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
     weights = load_weights(new)

@@ -145,6 +145,7 @@ class TestLimitsOfTheRealOneOnCpu:
             asyncio.run(server.start())
 
 
+@pytest.mark.slow
 def test_a_full_cache(long_folder):
     check_full_cache(fake_sglang_config(long_folder, "--max-total-tokens", "402"), 400)
 
@@ -161,6 +162,7 @@ def test_adapters_have_room_beside_requests_without_one(qwen3_folder, write_adap
     ]
 
 
+@pytest.mark.slow
 def test_an_adapter_alone_is_replaced_and_nothing_else(qwen3_folder, write_adapters, tmp_path):
     adapters = write_adapters(qwen3_folder, has_rslora=False)
     config = fake_sglang_config(qwen3_folder, adapters={name: folder for name, (folder, _) in adapters.items()})

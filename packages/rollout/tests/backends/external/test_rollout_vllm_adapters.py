@@ -57,6 +57,7 @@ class WithAdapters:
         folders = {name: path for name, (path, _) in adapters.items()}
         check_adapter_alone("vllm", self.config(folder, folders), adapters, tmp_path)
 
+    @pytest.mark.slow
     def test_slices_go_under_an_adapter_that_was_sent_alone(self, folder, adapters, tmp_path):
         folders = {name: path for name, (path, _) in adapters.items()}
         check_slices_under_an_adapter("vllm", self.config(folder, folders), adapters, tmp_path)
