@@ -24,6 +24,13 @@ WITH_CODE = [
     for file in [*(DOCS / page for page in PAGES), TRAINER / "README.md", *sorted(TRAINER.glob("docs/*.md"))]
     if re.search(r"^```(python|bash)", file.read_text(), re.MULTILINE)
 ]
+BY_DEFAULT = [
+    "docs/index.md",
+    "docs/tutorials/own-reward.md",
+    "docs/tutorials/own-data.md",
+    "packages/trainer/README.md",
+]
+CODE = [page if page in BY_DEFAULT else pytest.param(page, marks=pytest.mark.slow) for page in WITH_CODE]
 RUN_HERE = [
     "csrc/README.md",
     "csrc/docs/buffers.md",
@@ -89,7 +96,7 @@ def small(small_model, monkeypatch):
     return runs
 
 
-@pytest.mark.parametrize("page", WITH_CODE)
+@pytest.mark.parametrize("page", CODE)
 def test_the_code_of_a_page_runs_as_it_stands(page, folder, small, tmp_path, monkeypatch):
     for name in ("Qwen3-0.6B", "gsm8k"):
         (tmp_path / name).symlink_to(folder / name)

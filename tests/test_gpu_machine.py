@@ -72,6 +72,7 @@ def start(command, environment):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_step_s_command_starts_without_a_gpu_and_without_ray(machine):
     said = start([".ci/gpu", "--dry"], machine)
     steps = start([".ci/gpu", "--list"], machine).split()

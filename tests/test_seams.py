@@ -235,6 +235,7 @@ print(json.dumps(verdicts))
 """
 
 
+@pytest.mark.slow
 def test_every_contract_breaks_when_its_rule_is_broken(tmp_path):
     for source in [*SOURCES.values(), ROOT / "bench/src/rl_bench"]:
         shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
