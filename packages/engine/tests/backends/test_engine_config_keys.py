@@ -232,8 +232,11 @@ def is_same(one, other):
     return one.keys() == other.keys() and all(is_same(value, other[name]) for name, value in one.items())
 
 
+FIRST_OF_BACKENDS = [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
+
+
 @pytest.mark.parametrize("key", EFFECTS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FIRST_OF_BACKENDS)
 def test_a_key_does_something_or_is_refused(folders, looked_at, tmp_path, backend, key):
     value, part = EFFECTS[key]
     (tmp_path / "a file").write_text("")

@@ -110,7 +110,7 @@ def added_up(loss_function, scores, columns, parts):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(data=st.data(), seed=st.integers(0, 10**6))
 def test_any_partition_gives_the_same_gradient(name, data, seed):
     lengths = data.draw(
