@@ -67,7 +67,7 @@ def shardings(draw):
     return shapes, side(), side()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(shardings())
 def test_what_is_wanted_moves_once_and_is_what_gathering_would_give(case):
     shapes, sources, targets = case
@@ -79,7 +79,7 @@ def test_what_is_wanted_moves_once_and_is_what_gathering_would_give(case):
     assert num_moved == sum(math.prod(spec.sizes) for specs in targets for spec in specs)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(shardings())
 def test_a_mesh_cuts_as_torch_does(case):
     utils = pytest.importorskip("torch.distributed.tensor._utils")

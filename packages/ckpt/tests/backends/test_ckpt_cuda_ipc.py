@@ -26,6 +26,7 @@ def cuda():
         yield driver
 
 
+@pytest.mark.slow
 @pytest.mark.contract
 @pytest.mark.usefixtures("cuda")
 class TestCudaIpc(CheckpointEngineSuite, VersionSuite):
