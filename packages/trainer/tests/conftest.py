@@ -21,9 +21,10 @@ def environment():
         del os.environ[name]
     os.environ.update(before)
     if "ray" in sys.modules:
-        from rl_trainer.runtime.ray import _forget_token
+        from ray._raylet import AuthenticationTokenLoader, Config
 
-        _forget_token()
+        Config.initialize("")  # first: a thread of Ray that still asks for a token must find one, or none wanted
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 @pytest.fixture
