@@ -85,6 +85,7 @@ def test_every_step_s_command_starts_without_a_gpu_and_without_ray(machine):
     assert not list(Path(machine["RL_WORK"]).glob("passed.*"))  # a dry step has not passed
 
 
+@pytest.mark.slow
 def test_the_step_s_benchmark_can_plan_its_run_without_ray(machine, tmp_path):
     write_tiny_model(tmp_path)
     task = ROOT / "packages/trainer/bench/_letters.py"

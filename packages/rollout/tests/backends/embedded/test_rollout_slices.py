@@ -63,6 +63,7 @@ def test_slices_of_two_ranks_are_served_by_every_replica_as_the_whole_weights_wo
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_differences_reach_a_server_that_holds_the_version_before_and_whole_slices_one_that_does_not(qwen3_folder):
     weights = load_weights(qwen3_folder)
 
