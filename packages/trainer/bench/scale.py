@@ -1,16 +1,29 @@
-"""What a training step costs the controller, with 64 to 1,024 engine ranks, 16 samples each, and up to 128 replicas.
+"""What a step costs the controller with 64 to 1,024 engine ranks, and how near the schedule simulator is to real runs.
 
-Real: the loop, the source and its queue, dispatch over the ranks by the modes of `EngineWorker`, the deal over agent
-workers, and the sync of weights with its replicas. Ranks, agents and servers are objects in this process that answer at
-once; what they take themselves is measured and left out. The queue's part stands in rows of its own.
+Of the controller are real: the loop, the source and its queue, dispatch over the ranks by the modes of `EngineWorker`,
+the deal over agent workers, and the sync of weights with its replicas. Ranks (16 samples each), agents and up to 128
+servers are objects in this process that answer at once; what they take themselves is measured and left out. The
+queue's part stands in rows of its own.
+
+The simulator is given the rates of a synchronous run and foretells the other schedules. These are run then, on Ray in
+their own processes, engine and server on one thread each. The two cores share memory and whatever else is at work: how
+much slower both are while both work is measured by two synchronous runs side by side, not taken from what is foretold.
 """
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from statistics import fmean
 
 from rl_bench import Run
 from rl_ckpt.types import SyncReport
+from rl_engine.testing import write_tiny_model
 from rl_rollout.types import ServerAddress
 from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
@@ -19,6 +32,7 @@ from rl_trainer.metrics import Evaluation
 from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.pipeline.weight_sync import WeightSync
 from rl_trainer.pipeline.weight_transfer import GatheredTransfer
+from rl_trainer.planning.simulate import read_rates, simulate
 from rl_trainer.runtime.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.testing import FakeAgents, QueueJob
 from rl_trainer.workers.engine import AdvantageReport, EngineWorker, UpdateReport
@@ -26,6 +40,22 @@ from rl_trainer.workers.rollout import Receivers
 
 GROUP, GROUPS_PER_RANK, MINI_BATCHES = 8, 2, 2
 RANKS, REPLICAS, AGENTS = (64, 256, 1024), {64: 8, 256: 32, 1024: 128}, 64
+
+WIDTHS = {"hidden_size": 192, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 6}
+HERE = Path(__file__).parent
+REAL = [
+    "quickstart", "data.format=_letters.py:Letters", "data.options={}", "data.eval_size=4", "data.max_prompt_tokens=96",
+    "reward.path=_letters.py:share_of_even", "eval_every=0", "batch.batch_size=8", "batch.mini_batch_size=8",
+    "rollout.max_new_tokens=64", "rollout.max_model_len=160", "rollout.max_num_seqs=16", "rollout.num_threads=1",
+    "tracking.keep_samples=true",
+]  # fmt: skip
+SCHEDULES = {
+    "sync": ["pipeline=sync"],
+    "one_step_off": ["pipeline=one_step_off"],
+    "fully_async": ["pipeline=fully_async", "staleness.max_staleness=2"],
+}
+UNSTEADY = 4
+"""Steps at the beginning that are not counted."""
 
 
 class Rank:
@@ -136,7 +166,50 @@ class Timed:
         return partial(self._clock.timed, getattr(self._queue, name))
 
 
+def launch(model, folder, steps, schedule):
+    """A real run, with one thread for the engine and one for the server."""
+    command = [sys.executable, "-m", "rl_trainer.cli", *REAL, f"steps={steps}", f"model.path={model}"]
+    command += [f"output_dir={folder}", *SCHEDULES[schedule]]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=HERE, env=environment, stdout=subprocess.DEVNULL)
+
+
+def step_seconds(process, folder):
+    """Seconds of each step of a run, after its end."""
+    if process.wait():
+        raise RuntimeError(f"the run of {folder} ended with exit code {process.returncode}")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [sum(record["phase_s"].values()) for record in records if record["num_tokens"]][UNSTEADY:]
+
+
+def simulator(run: Run) -> None:
+    """Record a step of each schedule, simulated and real, and by how much they differ."""
+    steps = 16 if run.quick else 40
+    run.parameters(real_steps=steps)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model = write_tiny_model(root / "model", num_hidden_layers=4, **WIDTHS)
+        real = {name: step_seconds(launch(model, root / name, steps, name), root / name) for name in SCHEDULES}
+        pair = [root / "one", root / "other"]
+        beside = [step_seconds(*each) for each in [(launch(model, out, steps, "sync"), out) for out in pair]]
+        overlap = min(1.0, fmean(real["sync"]) / fmean(map(fmean, beside)))
+        rates = read_rates({"run": str(root / "sync"), "overlap": str(overlap)})
+        run.record("speed beside another run, of that alone", "real", [overlap], unit="x")
+        for name, seconds in real.items():
+            foretold = simulate(load_config(str(root / name / "config.yaml")), rates).step_s
+            run.record(f"step, {name}", "real", seconds, unit="s")
+            run.record(f"step, {name}", "simulated", [foretold], unit="s")
+            apart = abs(foretold / fmean(seconds) - 1) * 100
+            run.record(f"simulated and real step apart, {name}", "simulator", [apart], unit="%", goal="<= 10 %")
+
+
 def main(run: Run) -> None:
+    controller(run)
+    simulator(run)
+
+
+def controller(run: Run) -> None:
+    """Record the controller's part of a step."""
     steps = 3 if run.quick else 8
     run.parameters(steps=steps, groups_per_rank=GROUPS_PER_RANK, group_size=GROUP, mini_batches=MINI_BATCHES)
     for num_ranks in RANKS:

@@ -43,6 +43,18 @@ def test_one_step_off_takes_the_longer_of_generation_and_learning(update_tokens_
     assert (found.staleness_mean, found.staleness_max) == (1, 1)
 
 
+def test_engine_and_servers_that_share_processors_slow_each_other_down_while_both_work():
+    # 8 s of generation beside 4 s of learning: at half the speed these take 8, in which 4 s' worth is generated
+    shared = simulate(configured("pipeline=one_step_off"), replace(EVEN, overlap=0.5))
+    assert shared.step_s == pytest.approx(8 + 4 + 0.5)
+    assert shared.seconds == pytest.approx({"generation": 4, "learning": 8, "weight sync": 0.5, "stragglers": 0})
+    in_turns = simulate(configured("pipeline=sync"), replace(EVEN, overlap=0.5))
+    assert in_turns.step_s == pytest.approx(8 + 4 + 0.5)
+    # and the longer one goes on alone: 4 s of generation beside 8 of learning
+    less = replace(EVEN, replica_tokens_per_s=200, sequence_tokens_per_s=200, update_tokens_per_s=100, overlap=0.5)
+    assert simulate(configured("pipeline=one_step_off"), less).step_s == pytest.approx(8 + 4 + 0.5)
+
+
 def test_two_replicas_generate_in_half_the_time():
     found = simulate(configured("pipeline=sync", "rollout.num_replicas=2"), EVEN)
     assert found.seconds["generation"] == pytest.approx(4)
@@ -128,6 +140,8 @@ def test_what_cannot_be_simulated_is_a_sentence(given, sentence):
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_rate_is_above_zero(value):
+    with pytest.raises(ConfigError, match="overlap="):
+        replace(EVEN, overlap=value)
     with pytest.raises(ConfigError, match="update_tokens_per_s=.* must be above 0"):
         replace(EVEN, update_tokens_per_s=value)
 

@@ -74,12 +74,17 @@ class Rates:
     """Seconds from a group's last token to its rewards; groups do not wait for each other."""
     no_signal: float = 0.0
     """Share of groups whose rewards are all alike, which `batch.dynamic_sampling` replaces."""
+    overlap: float = 1.0
+    """Speed of the engine, and of the servers, while both are at work, over that of either alone; below 1 where they
+    share processors, a device or its memory."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value, is_rate = getattr(self, each.name), each.default is MISSING
             if each.name != "lengths" and (value < 0 or (is_rate and value == 0)):
                 raise ConfigError(f"{each.name}={value:g} must be {'above 0' if is_rate else '0 or more'}")
+        if not 0 < self.overlap <= 1:
+            raise ConfigError(f"overlap={self.overlap:g} is a share of a speed; give one above 0 and up to 1")
         if self.no_signal >= 1:
             raise ConfigError(f"no_signal={self.no_signal:g} leaves no group to learn from; give a share below 1")
         if self.sequence_tokens_per_s > self.replica_tokens_per_s:
@@ -235,7 +240,7 @@ class _Servers:
         self._num_slots = config.rollout.max_num_seqs
         self._replicas = [_Replica() for _ in range(config.rollout.num_replicas)]
         self.full_rate = rates.replica_tokens_per_s * config.rollout.num_replicas
-        self.now, self.version, self.num_tokens = 0.0, 0, 0.0
+        self.now, self.version, self.num_tokens, self._pace = 0.0, 0, 0.0, 1.0
         self._events: list[tuple[float, int, int]] = []
         """Heap of (when, replica, its turn): one of its sequences ends; or (when, _REWARDS, group)."""
         self._ready: list[int] = []
@@ -315,13 +320,28 @@ class _Servers:
     # the clock
 
     def advance(self, seconds: float) -> None:
-        """Let time pass, with whatever is generated in it."""
-        end = self.now + seconds
-        while self._events and self._events[0][0] <= end:
+        """Let the engine do what takes it `seconds` alone, with whatever is generated meanwhile."""
+        self._set_pace(self._rates.overlap)
+        while True:
+            pace = self._pace if any(replica.running for replica in self._replicas) else 1.0
+            end, before = self.now + seconds / pace, self.now
+            if not self._events or self._events[0][0] > end:
+                break
             self._pass_event()
-        self.now = max(self.now, end)
+            seconds -= (self.now - before) * pace
+        self.now = end
         for replica in self._replicas:
             self._progress(replica)
+        self._set_pace(1.0)
+
+    def _set_pace(self, pace: float) -> None:
+        """Have the servers generate at a share of their speed from now on."""
+        if pace != self._pace:
+            for replica in self._replicas:
+                self._progress(replica)
+            self._pace = pace
+            for index in range(len(self._replicas)):
+                self._fill(index)
 
     def pause(self, seconds: float) -> None:
         """Let time pass in which nothing is generated."""
@@ -374,7 +394,8 @@ class _Servers:
             heapq.heappush(self._events, (self.now + seconds, index, replica.turn))
 
     def _speed(self, replica: _Replica) -> float:
-        return min(self._rates.sequence_tokens_per_s, self._rates.replica_tokens_per_s / len(replica.running))
+        shared = self._rates.replica_tokens_per_s / len(replica.running)
+        return self._pace * min(self._rates.sequence_tokens_per_s, shared)
 
     def _progress(self, replica: _Replica) -> None:
         if replica.running and self.now > replica.at:
@@ -445,8 +466,9 @@ class _Engine:
     def _learn(self, batch: BatchMeta, share: float) -> None:
         self._waited()
         seconds = share * sum(tag["num_tokens"] for tag in batch.tags) / self._rates.update_tokens_per_s
+        before = self._servers.now
         self._servers.advance(seconds)
-        self._spend("learning", seconds)
+        self._spend("learning", self._servers.now - before)
 
     def _waited(self) -> None:
         """Attribute the time since the last call: the loop waited for the source in it."""
