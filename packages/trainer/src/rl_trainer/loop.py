@@ -248,23 +248,34 @@ def by_release(batch: BatchMeta) -> BatchMeta:
 def learn(
     components: Components, config: Config, batch: BatchMeta, step: int, timer: PhaseTimer
 ) -> list[dict[str, float]]:
-    """Learn from a scored batch: advantages, then one optimizer step per mini-batch.
+    """Learn from a scored batch: advantages, then one optimizer step per mini-batch, while samples are written.
 
     Returns:
         Metrics per optimizer step. `policy_loss`, `grad_norm` and `lr` are absent where the critic alone learned.
     """
-    actor, source = components.actor, components.source
-    kl_coef = components.kl.coef
+    actor, kl_coef = components.actor, components.kl.coef
     with timer.phase("advantage"):
         is_whole = estimator_named(config.algorithm.advantage).scope == "whole"
         compute = actor.compute_whole_advantage if is_whole else actor.compute_advantage
         report = compute(batch, kl_coef, hash_seed(f"{config.seed}/{step}"))
         batch = batch.union(report.batch)
-    if components.samples is not None:
-        with timer.phase("keep_samples"):
-            components.samples.write(batch, step)
     if report.reward_kl is not None:
         components.kl.update(report.reward_kl)
+    with ThreadPoolExecutor(1, "samples") as beside:
+        kept = None if components.samples is None else beside.submit(components.samples.write, batch, step)
+        updates = update_by_mini_batches(components, config, batch, step, timer)
+        if kept is not None:
+            with timer.phase("keep_samples"):  # what is left of it: an agent that generates is slow to write
+                kept.result()
+    if report.reward_kl is not None:
+        updates[-1].update(reward_kl=report.reward_kl, kl_coef=kl_coef)
+    return updates
+
+
+def update_by_mini_batches(
+    components: Components, config: Config, batch: BatchMeta, step: int, timer: PhaseTimer
+) -> list[dict[str, float]]:
+    """Take one optimizer step of the policy, and of the critic, per mini-batch; returns the metrics of each."""
     updates: list[dict[str, float]] = []
     for mini_batch in mini_batches(batch, config, step):
         metrics: dict[str, float] = {}
@@ -278,9 +289,7 @@ def learn(
                 policy = update_actor(components, mini_batch)
             metrics |= policy.metrics | {"grad_norm": policy.grad_norm, "lr": policy.lr}
         updates.append(metrics)
-        source.collect()
-    if report.reward_kl is not None:
-        updates[-1].update(reward_kl=report.reward_kl, kl_coef=kl_coef)
+        components.source.collect()
     return updates
 
 
