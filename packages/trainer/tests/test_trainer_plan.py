@@ -78,9 +78,9 @@ JUDGE = [
         (["algorithm.advantage=vtrace", "critic.lr=1e-5"], PlanError, "reads ratio, .* set algorithm.old_logprobs=rec"),
         (["algorithm.advantage=prime"], PlanError, "a process reward model"),
         (
-            ["algorithm.advantage=gae", "critic.warmup_steps=140"],
+            ["algorithm.advantage=gae", "critic.warmup_steps=50"],
             PlanError,
-            "warmup_steps=140 leaves the policy none of steps=140 to learn in",
+            "warmup_steps=50 leaves the policy none of steps=50 to learn in",
         ),
         (
             ["algorithm.correction=tis"],
