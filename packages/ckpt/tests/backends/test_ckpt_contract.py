@@ -1,4 +1,4 @@
-"""Every backend against the conformance suites: by default those of memory, of processes and of a network.
+"""Every backend against the conformance suites: by default those of memory, of a network and of NIXL.
 
 The others have tests of their own in the default tier, in the files of their names and `test_ckpt_sharded_backends.py`.
 """
@@ -65,7 +65,6 @@ class TestTcp(CheckpointEngineSuite, VersionSuite, ProcessSuite):
         return f"tcp://127.0.0.1:{new_port()}?streams=3"
 
 
-@pytest.mark.slow
 @pytest.mark.contract
 @pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux")
 class TestNixl(CheckpointEngineSuite, VersionSuite, ProcessSuite):

@@ -34,7 +34,6 @@ class InFolderOfTest:
         return f"mmap://{new_name()}?folder={self.path}"
 
 
-@pytest.mark.slow
 @pytest.mark.contract
 @on_linux
 class TestMmap(InFolderOfTest, CheckpointEngineSuite, VersionSuite, ProcessSuite):

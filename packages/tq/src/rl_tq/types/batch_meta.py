@@ -74,8 +74,10 @@ class BatchMeta:
         Raises:
             IndexError: a position is not in -B..B-1.
         """
-        is_slice = isinstance(index, range) and index.step == 1 and 0 <= index.start <= index.stop <= len(self)
-        take = itemgetter(slice(index.start, index.stop)) if is_slice else _taker(index)
+        if isinstance(index, range) and index.step == 1 and 0 <= index.start <= index.stop <= len(self):
+            take = itemgetter(slice(index.start, index.stop))
+        else:
+            take = _taker(index)
         names = self._names
         return batch_meta(
             self.partition, None if names is None else take(names), self.columns,
