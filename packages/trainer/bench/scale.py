@@ -56,6 +56,8 @@ SCHEDULES = {
 }
 UNSTEADY = 4
 """Steps at the beginning that are not counted."""
+DEADLINE_S = 900.0
+"""Of a run."""
 
 
 class Rank:
@@ -176,8 +178,13 @@ def launch(model, folder, steps, schedule):
 
 def step_seconds(process, folder):
     """Seconds of each step of a run, after its end."""
-    if process.wait():
-        raise RuntimeError(f"the run of {folder} ended with exit code {process.returncode}")
+    try:
+        code = process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # which ends what it has started
+        raise
+    if code:
+        raise RuntimeError(f"the run of {folder} ended with exit code {code}")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [sum(record["phase_s"].values()) for record in records if record["num_tokens"]][UNSTEADY:]
 
@@ -197,7 +204,7 @@ def simulator(run: Run) -> None:
         run.record("speed beside another run, of that alone", "real", [overlap], unit="x")
         for name, seconds in real.items():
             foretold = simulate(load_config(str(root / name / "config.yaml")), rates).step_s
-            run.record(f"step, {name}", "real", seconds, unit="s")
+            run.record(f"step, {name}", "real", seconds, unit="s", note=f"mean {fmean(seconds):.3g} s")
             run.record(f"step, {name}", "simulated", [foretold], unit="s")
             apart = abs(foretold / fmean(seconds) - 1) * 100
             run.record(f"simulated and real step apart, {name}", "simulator", [apart], unit="%", goal="<= 10 %")

@@ -1,6 +1,8 @@
 import gc
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,6 +38,41 @@ def test_the_order_of_a_step():
     assert [r.accuracy for r in records] == [0.5, None, 0.5]
     assert records[1].reward == 0.5
     assert records[1].num_tokens == 4 * 12
+
+
+class Samples:
+    """Writes a step only while the policy learns from it."""
+
+    def __init__(self, job):
+        self.begun, self.ended, self.written = threading.Event(), threading.Event(), []
+        self._update, job.update_actor = job.update_actor, self.update
+
+    def update(self, batch):
+        assert self.begun.wait(10), "writing begins before the updates"
+        report = self._update(batch)
+        self.ended.set()
+        return report
+
+    def write(self, batch, step):
+        self.begun.set()
+        assert self.ended.wait(10), "the updates do not wait for it"
+        self.written.append((step, len(batch)))
+
+
+def test_samples_are_written_beside_the_updates_and_before_their_rows_are_freed():
+    job = FakeJob(config("steps=1"))
+    samples = Samples(job)
+    finish = job.finish
+    job.finish = lambda generated, step: (samples.written.append("freed"), finish(generated, step))
+    list(run_loop(replace(job.components(), samples=samples), config("steps=1"), []))
+    assert samples.written == [(1, 12), "freed"]
+
+
+def test_samples_that_cannot_be_written_end_the_run():
+    job = FakeJob(config())
+    full = SimpleNamespace(write=lambda batch, step: Path("/dev/full").write_text("x"))
+    with pytest.raises(OSError, match="No space left"):
+        list(run_loop(replace(job.components(), samples=full), config(), []))
 
 
 def test_what_is_not_needed_is_not_computed():
