@@ -55,7 +55,7 @@ SCHEDULES = {
     "fully_async": ["pipeline=fully_async", "staleness.max_staleness=2"],
 }
 UNSTEADY = 4
-"""Steps at the beginning that are not counted."""
+"""Steps at the beginning that are not counted, and at the end, where nothing is generated ahead any more."""
 DEADLINE_S = 900.0
 """Of a run."""
 
@@ -186,7 +186,7 @@ def step_seconds(process, folder):
     if code:
         raise RuntimeError(f"the run of {folder} ended with exit code {code}")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [sum(record["phase_s"].values()) for record in records if record["num_tokens"]][UNSTEADY:]
+    return [sum(record["phase_s"].values()) for record in records if record["num_tokens"]][UNSTEADY:-UNSTEADY]
 
 
 def simulator(run: Run) -> None:
