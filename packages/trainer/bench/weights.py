@@ -55,6 +55,25 @@ ADDRESSES = {
     "link, differences": ("tcp", True, LINK_BYTES_PER_S),
 }
 """By way: transport, whether differences are sent, and the bytes a second of all ranks together (0: no limit)."""
+UNPACKED = """
+import importlib.abc, importlib.machinery, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "vllm._custom_ops":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+
+        def load(module):
+            run(module)
+            module._supports_onednn = False
+
+        spec.loader.exec_module = load
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
 STAND_IN = Path(__file__).parents[2] / "engine" / "tests" / "support" / "megatron_on_cpu"
 PARTS = ("fsdp", "link", "megatron", "vllm", "lora", "cluster")
 
@@ -79,10 +98,11 @@ def main(run: Run) -> None:
             taken = asyncio.run(measure(model, rounds, source="megatron", ways=("gathered", "sharded")))
             report(run, "megatron, tp=2 x pp=2, to embedded", taken, num_bytes)
         if "vllm" in parts and os.environ.get("RL_ROLLOUT_VLLM"):
-            for source in ("fsdp", "megatron"):
+            for source, unpacked in (("fsdp", None), ("fsdp", write_unpacked(Path(folder))), ("megatron", None)):
                 ways = ("gathered", "sharded")
-                taken = asyncio.run(measure(model, rounds, source=source, ways=ways, backend="vllm"))
-                report(run, f"{source} to vLLM, tp=2", taken, num_bytes)
+                work = measure(model, rounds, source=source, ways=ways, backend="vllm", python_path=unpacked)
+                told = f"{source} to vLLM, tp=2{', layers not packed, as on a GPU' if unpacked else ''}"
+                report(run, told, asyncio.run(work), num_bytes)
         if "link" in parts:
             taken = asyncio.run(measure(model, 1 if run.quick else 2, ways=("link", "link, differences")))
             report_link(run, taken, num_bytes)
@@ -93,11 +113,14 @@ def main(run: Run) -> None:
         _cluster.measured(run)
 
 
-async def measure(model, rounds, *, source="fsdp", option="", ways=WAYS, backend="embedded"):
-    """By way, a sample of its first round ("first"), and of each after it; `option` goes into every address."""
+async def measure(model, rounds, *, source="fsdp", option="", ways=WAYS, backend="embedded", python_path=None):
+    """By way, a sample of its first round ("first"), and of each after it.
+
+    `option` goes into every address, `python_path` into the server's environment.
+    """
     name = f"bench-weights-{uuid.uuid4().hex[:12]}"
     ranks = Ranks(model, source)
-    server = launch_server(backend, config_of(model, backend))
+    server = launch_server(backend, config_of(model, backend, python_path))
     try:
         pid = (await server.start()).pid
         made = {way: await asyncio.to_thread(make, ranks, way, f"{name}-{i}", option) for i, way in enumerate(ways)}
@@ -127,7 +150,16 @@ async def measure(model, rounds, *, source="fsdp", option="", ways=WAYS, backend
         ranks.close()
 
 
-def config_of(model, backend):
+def write_unpacked(folder):
+    """A folder of modules that keeps vLLM's linear layers from being packed, as its builds for CPUs alone do.
+
+    A packed layer cannot be read, so that attesting one costs a product with the identity matrix.
+    """
+    folder.joinpath("sitecustomize.py").write_text(UNPACKED)
+    return folder
+
+
+def config_of(model, backend, python_path=None):
     if backend == "embedded":
         return ServerConfig(model_path=model, dtype="bfloat16", timeout_s=TIMEOUT_S)
     options = {
@@ -135,6 +167,9 @@ def config_of(model, backend):
         "args": ["--enforce-eager"],
         "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
     }
+    if python_path is not None:
+        inherited = os.environ.get("PYTHONPATH")
+        options["env"]["PYTHONPATH"] = os.pathsep.join([str(python_path), *([inherited] if inherited else [])])
     return ServerConfig(
         model_path=model,
         dtype="bfloat16",
@@ -297,6 +332,9 @@ class Actor:
 
     def abort_weights(self, why):
         self._ranks.call("abort", self._way, why)
+
+    def call_off(self):
+        """The ranks answer one call at a time: they end their waits themselves."""
 
     def send_weights(self, version, num_receivers):
         return self._ranks.call("gathered", self._address, version, num_receivers)[0]

@@ -1,7 +1,8 @@
-"""Relays of a run: where replicas share a node, one takes the weights over the network and sends them on."""
+"""Transfers of a run over real sessions: relays, which send on to the replicas of a node, and syncs called off."""
 
+import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.rollout import Receivers
 
 SHAPE, TIMEOUT_S = (512, 1030), 30.0
+AT_ONCE_S = 10.0
+"""Far below the deadline: nobody waits for it."""
 
 
 def spec_of(rank):
@@ -31,7 +34,8 @@ class Ranks:
 
     def __init__(self):
         self.loop = LoopThread("ranks")
-        self.senders, self.num_opened, self.num_bytes = [], 0, 0
+        self.senders, self.running, self.num_opened, self.num_bytes = [], [], 0, 0
+        self.broken = -1
         self.weights = torch.zeros(SHAPE)
 
     def weight_layout(self):
@@ -50,18 +54,20 @@ class Ranks:
         return self._all(sender.prepare() for sender in self.senders)
 
     def _all(self, work):
-        self.running = [self.loop.start(each) for each in work]
-        return [future.result(TIMEOUT_S) for future in self.running]
+        return [future.result(TIMEOUT_S) for future in [self.loop.start(each) for each in work]]
 
     def stage_weights(self, version, counts):
         self.counts = counts
-        return self._all(
-            sender.stage(
-                lambda r=rank: [(spec_of(r), self.weights[256 * r : 256 * r + 256])],
-                version=version,
-                num_replicas=counts if isinstance(counts, int) else counts[rank],
-            )
-            for rank, sender in enumerate(self.senders)
+        self.running = [self.loop.start(self._stage(rank, version, counts)) for rank in (0, 1)]
+        return [future.result(TIMEOUT_S) for future in self.running]
+
+    async def _stage(self, rank, version, counts):
+        if rank == self.broken:
+            raise RuntimeError("the export broke before it began")
+        return await self.senders[rank].stage(
+            lambda: [(spec_of(rank), self.weights[256 * rank : 256 * rank + 256])],
+            version=version,
+            num_replicas=counts if isinstance(counts, int) else counts[rank],
         )
 
     def commit_weights(self, version, digest):
@@ -70,11 +76,15 @@ class Ranks:
         return reports
 
     def abort_weights(self, why):
+        wait(self.running)  # as a rank takes one call after the other
         self._all(sender.abort(why) for sender in self.senders)
 
     def call_off(self):
         for future in self.running:
             future.cancel()
+
+    def dismiss_receivers(self, why):
+        self._all(sender.dismiss(why) for sender in self.senders)
 
     def close(self):
         self._all(sender.close() for sender in self.senders)
@@ -85,6 +95,7 @@ class Replica:
 
     def __init__(self, node):
         self.node, self.held, self.receiver, self.addresses, self.is_gone = node, {"w": torch.zeros(SHAPE)}, None, [], 0
+        self.late_s = 0.0
         self.loop = LoopThread("replica")
 
     def declare_receivers(self, weights=None):
@@ -94,6 +105,7 @@ class Replica:
         if self.is_gone:
             self.close()
             raise ServerLostError("killed")
+        time.sleep(self.late_s)
         if address not in self.addresses:
             self.close()
             self.receiver = CkptReceiver(address, timeout_s=TIMEOUT_S)
@@ -211,3 +223,20 @@ def test_inside_a_machine_and_where_no_node_has_two_there_is_no_relay(job):
     replicas.workers[1].is_gone = True
     check(ranks, replicas, weights, 2)
     assert (ranks.counts, ranks.num_opened) == (1, 1), "sessions go on without relays"
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("late_s", [0.0, 1.0], ids=["receivers wait", "a receiver comes late"])
+def test_a_rank_that_fails_before_it_sends_keeps_nobody_waiting(job, transport, late_s):
+    """The other rank waits for votes, the receivers for this rank, and one of them comes when all is over."""
+    name = "tcp://127.0.0.1:0" if transport == "tcp" else f"shm://off-{uuid.uuid4().hex[:12]}"
+    ranks, replicas, weights = job(name, ["n", "n"])
+    check(ranks, replicas, weights, 1)
+    ranks.broken, replicas.workers[0].late_s = 0, late_s
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="the export broke before it began") as raised:
+        weights.sync(2)
+    assert time.monotonic() - start < AT_ONCE_S
+    assert "called off" in str(raised.value.__notes__) or "called the sync off" in str(raised.value.__notes__)
+    ranks.broken, replicas.workers[0].late_s = -1, 0.0
+    check(ranks, replicas, weights, 3)

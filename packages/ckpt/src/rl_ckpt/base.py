@@ -169,6 +169,13 @@ class WeightSender(CheckpointEngine):
         """
         return None
 
+    async def dismiss(self, text: str) -> None:
+        """Tell receivers that wait for a sync that none begins, and why: they raise `SyncAbortedError` at once.
+
+        For a sync that failed before it began, or that a receiver comes late for: without it they wait to their
+        deadline. Nothing where the backend does not know its receivers (`Capability.VOTES`).
+        """
+
     def send(
         self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int, num_peers: int | None = None
     ) -> SyncReport:

@@ -254,6 +254,10 @@ class ShardedSender:
         prepared, self._prepared = self._prepared, []
         await asyncio.gather(*(asyncio.to_thread(each.abort, text) for each in prepared))
 
+    async def dismiss(self, text: str) -> None:
+        """Tell receivers that wait for a sync that none begins, and why."""
+        await asyncio.gather(*(end.dismiss(text) for end in self._ends.values()))
+
     async def close(self) -> None:
         """Leave all sessions. Idempotent."""
         await asyncio.gather(*(end.close() for end in self._ends.values()))

@@ -186,7 +186,7 @@ class Sender(SourceSender):
         )
 
     async def dismiss(self, text: str) -> None:
-        """Tell receivers that wait for a sync that none begins, and why."""
+        """Tell receivers that wait for a sync that none begins. See `WeightSender`."""
 
         def tell() -> None:
             if self._peers is not None:

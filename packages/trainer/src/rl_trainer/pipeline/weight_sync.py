@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_rollout.errors import ServerLostError
 from rl_trainer.errors import StaleWeightsError, WorkerDiedError
+from rl_trainer.pipeline.weight_transfer import CHECK_S
 from rl_trainer.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ R = TypeVar("R")
 
 _SYNC_ATTEMPTS = 4
 """Attempts per version, each without the replicas that died during the last."""
-_GONE_CHECK_S = 0.1
 
 
 class WeightSync:
@@ -168,10 +168,12 @@ class WeightSync:
             sent = threads.submit(self._transfer.send, version, members)
             updated = threads.submit(self.servers.call, RolloutWorker.update_weights, update)
             while not sent.done():
-                wait([sent], timeout=_GONE_CHECK_S)
+                wait([sent], timeout=CHECK_S)
                 if not sent.done() and set(members) - set(self.servers.members):
                     self._transfer.call_off()  # a replica that is gone never joins, and the others wait for the sender
             error = sent.exception()
+            while error is not None and not wait([updated], timeout=CHECK_S).done:
+                self._transfer.dismiss(str(error) or repr(error))  # who came after it was called off
             installed = updated.result()
         failed = [answer for answer in installed.values() if isinstance(answer, Exception)]
         if error is None and all(isinstance(answer, (WorkerDiedError, ServerLostError)) for answer in failed):

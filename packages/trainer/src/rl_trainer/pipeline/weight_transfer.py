@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 PLAN_FILE = "weights-plan.json"
 """File of the output folder that says who sends what to whom."""
+CHECK_S = 0.1
+"""Seconds between two looks at what others wait for."""
 _RELAYED = ("tcp", "nixl")
 """Transports between machines that send to each receiver by itself: there, one of a node sends on to the others."""
 
@@ -64,6 +67,10 @@ class WeightTransfer(ABC):
     def call_off(self) -> None:
         """Abort a waiting `send`, from another thread."""
         self._actor.call_off()
+
+    def dismiss(self, why: str) -> None:
+        """Tell receivers that have come since `send` failed that they wait for nothing."""
+        self._actor.dismiss_receivers(why)
 
 
 class GatheredTransfer(WeightTransfer):
@@ -201,7 +208,12 @@ class ShardedTransfer(WeightTransfer):
         try:
             digest = rl_ckpt.join_digest(self._actor.stage_weights(version, self._num_direct(len(receivers))))
         except Exception as error:
-            self._actor.abort_weights(str(error) or repr(error))
+            with ThreadPoolExecutor(1, thread_name_prefix="abort-weights") as thread:
+                aborted = thread.submit(self._actor.abort_weights, str(error) or repr(error))
+                while not aborted.done():
+                    self._actor.call_off()  # the other ranks, which may wait for receivers that wait for this one
+                    wait([aborted], timeout=CHECK_S)
+                aborted.result()
             raise
         reports = self._actor.commit_weights(version, digest)
         return rl_ckpt.merge_reports(reports, version=version, digest=digest)

@@ -516,10 +516,10 @@ class EngineWorker(_EngineRank):
                 self._senders[address] = rl_ckpt.connect(address, role="send", timeout_s=self._timeout_s)
             try:
                 return self._loop.run(self._send(address, named_tensors, version, num_receivers), self._timeout_s)
-            except CancelledError:
+            except CancelledError as error:
                 for _ in self._engine.get_per_tensor_param()[0]:  # the other ranks gather meanwhile
                     pass
-                raise SyncAbortedError(f"the sync of version {version} was called off: a receiver is gone") from None
+                raise SyncAbortedError(f"the sync of version {version} was called off") from error
         for _ in named_tensors:  # the gather is collective
             pass
         return None
@@ -590,8 +590,8 @@ class EngineWorker(_EngineRank):
         count = num_replicas if isinstance(num_replicas, int) else num_replicas[self._context.rank]
         try:
             return [self._loop.run(self._stage(self._shards, version, count), self._timeout_s)]
-        except CancelledError:
-            raise SyncAbortedError(f"the sync of version {version} was called off: a receiver is gone") from None
+        except CancelledError as error:
+            raise SyncAbortedError(f"the sync of version {version} was called off") from error
 
     async def _stage(
         self, shards: ShardedSender, version: int, num_replicas: int | Mapping[int, int]
@@ -619,6 +619,13 @@ class EngineWorker(_EngineRank):
         """Abort a sync that waits for receivers. One that sends already notices lost receivers itself."""
         if self._waiting is not None:
             self._loop.cancel(self._waiting)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def dismiss_receivers(self, why: str) -> None:
+        """Tell receivers that have come for a sync since it failed that none begins."""
+        senders = [sender for sender in (*self._senders.values(), self._shards) if sender is not None]
+        for sender in senders:
+            self._loop.run(sender.dismiss(why), self._timeout_s)
 
     def close(self) -> None:
         """Close every session and free the model."""
