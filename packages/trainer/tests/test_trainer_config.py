@@ -50,7 +50,7 @@ def test_an_unknown_key_names_the_nearest(override, nearest):
     [
         ("steps=many", "steps: .*got 'many'"),
         ("steps=0", "greater than 0, got 0"),
-        ("runtime=slurm", "'ray' or 'inline', got 'slurm'"),
+        ("runtime=slurm", "'ray', 'inline' or 'auto', got 'slurm'"),
         ("rollout.temperature=0", "greater than 0"),
         ("steps", "not of the form key=value"),
         ("steps.more=1", "is a value, not a section"),
@@ -130,3 +130,26 @@ def test_the_tree_that_is_printed_is_read_again(tmp_path):
     config = load_config("ppo", ["engine.parallel.sp=2", "engine.lora.rank=8"])
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(as_tree(config)))
     assert load_config(str(tmp_path / "again.yaml")) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "runtime"),
+    [
+        ([], "inline"),
+        (["engine.lora.rank=4", "algorithm.kl_coef=0.1"], "inline"),
+        (["runtime=ray"], "ray"),
+        (["engine.world_size=2"], "ray"),
+        (["rollout.num_replicas=2"], "ray"),
+        (["agent.num_workers=2"], "ray"),
+        (["pipeline=one_step_off"], "ray"),
+        (["rollout.backend=vllm"], "ray"),
+        (["rollout.colocated=false"], "ray"),
+        (["engine.environment=elsewhere"], "ray"),
+        (["placement.critic.pool=critic"], "ray"),
+    ],
+)
+def test_the_quickstart_is_one_process_unless_more_are_asked_for(overrides, runtime, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert load_config("quickstart", overrides).runtime == runtime
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert load_config("quickstart", overrides).runtime == "ray", "a cluster that is named is used"

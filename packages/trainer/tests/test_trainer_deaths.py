@@ -29,7 +29,7 @@ class Job:
         sizes = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=4", "steps=4", "eval_every=0"]
         data = ["data.options.num_rows=64", "data.eval_size=8", f"model.path={model}"]
         times = [f"timeout_s={TIMEOUT_S}", f"heartbeat_s={HEARTBEAT_S}"]
-        self.config = load_config("quickstart", [*sizes, *data, *times, *overrides])
+        self.config = load_config("quickstart", ["runtime=ray", *sizes, *data, *times, *overrides])
         self.runtime = create_runtime("ray", timeout_s=TIMEOUT_S, heartbeat_s=HEARTBEAT_S)
         datasets = load_datasets(self.config.data, seed=0)
         state = RunState(seed=0, num_rows=len(datasets.train))

@@ -125,6 +125,7 @@ def test_a_job_has_one_gpu_of_a_cluster_for_engine_and_server(model, tmp_path):
             "-m",
             "rl_trainer.cli",
             "quickstart",
+            "runtime=ray",
             f"model.path={model}",
             "output_dir=out",
             *sizes,

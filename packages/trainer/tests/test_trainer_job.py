@@ -32,6 +32,7 @@ def start(model, output_dir, *overrides):
         "-m",
         "rl_trainer.cli",
         "quickstart",
+        "runtime=ray",
         *SMALL,
         f"model.path={model}",
         f"output_dir={output_dir}",

@@ -84,7 +84,7 @@ def test_a_run_in_one_process(model, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_in_many_processes(model, tmp_path):
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "--profile", *SIZES]
+    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", "--profile", *SIZES]
     done = subprocess.run(
         [*command, f"model.path={model}", f"output_dir={tmp_path / 'out'}"], timeout=280, capture_output=True, text=True
     )

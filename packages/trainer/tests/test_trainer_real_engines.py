@@ -61,7 +61,7 @@ def test_every_step_is_sampled_from_the_weights_of_the_step_before(backend, mode
         *("algorithm.old_logprobs=recompute", "algorithm.entropy_coef=0.1", "algorithm.correction=tis"),
         *(f"rollout.backend={backend}", f"rollout.options={json.dumps(options)}"),
     ]
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", *overrides]
+    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", *overrides]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
     records = [json.loads(line) for line in Path(tmp_path / "out/metrics.jsonl").read_text().splitlines()]

@@ -51,7 +51,7 @@ def command_of(model, folder, *, steps, overrides):
         "algorithm.entropy_coef=0.1",
         *("rollout.parallel.tp=2", f"rollout.options={json.dumps(options)}", *overrides),
     ]
-    return [sys.executable, "-m", "rl_trainer.cli", "quickstart", *settings]
+    return [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", *settings]
 
 
 def run(model, folder, *, steps, overrides):

@@ -21,7 +21,7 @@ SMALL += ["batch.group_size=4", "eval_every=0", "timeout_s=300"]
 
 
 def start(model, output_dir, *overrides):
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", *SMALL]
+    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", *SMALL]
     with Path(f"{output_dir}.log").open("a") as log:
         return subprocess.Popen(
             [*command, f"model.path={model}", f"output_dir={output_dir}", *overrides],
@@ -186,7 +186,7 @@ def test_a_full_disk_is_a_sentence_and_the_run_goes_on_from_there(own_model, tmp
 
 
 def start_into(model, output_dir, log, *overrides):
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", *SMALL, f"model.path={model}"]
+    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", *SMALL, f"model.path={model}"]
     with Path(f"{log}.log").open("a") as file:
         return subprocess.Popen(
             [*command, f"output_dir={output_dir}", *overrides],

@@ -39,7 +39,7 @@ COLOCATED = ["rollout.colocated=true"]
 def test_both_ranks_of_a_replica_have_every_version_of_an_engine_of_two(pipeline, overrides, oldest, model, tmp_path):
     options = {"command": [sys.executable, str(FAKE)], "args": ["--enable-sleep-mode"]}
     own = [f"pipeline={pipeline}", f"model.path={model}", f"output_dir={tmp_path / 'out'}"]
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", *SIZES, *own, *overrides]
+    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", *SIZES, *own, *overrides]
     command += [f"rollout.options={json.dumps(options)}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -44,7 +44,7 @@ def model(tmp_path_factory):
 def run(model, folder, *overrides):
     """What it says, and the metrics of every step."""
     own = (f"model.path={model}", f"output_dir={folder}")
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", *SIZES, *overrides, *own]
+    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", *SIZES, *overrides, *own]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="configuration overrides, e.g. seed=3 batch.group_size=16"
     )
-    parser.add_argument("--runtime", choices=("ray", "inline"), help="shorthand for runtime=...")
+    parser.add_argument("--runtime", choices=("ray", "inline", "auto"), help="shorthand for runtime=...")
     parser.add_argument("--profile", action="store_true", help="shorthand for tracking.profile=true: write trace.json")
     parser.add_argument("--print-config", action="store_true", help="print every key, with its doc, type and source")
     parser.add_argument("--explain", metavar="KEY", help="say what a key means, what it may hold, and who reads it")

@@ -5,6 +5,7 @@ Errors of keys together are `PlanError`s, each a sentence; rules between section
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
 from dataclasses import MISSING, dataclass, field, fields
@@ -806,8 +807,9 @@ class Config:
     counts."""
     output_dir: str | None = None
     """Output folder; None makes `outputs/<name>-<date>-<time>`."""
-    runtime: Literal["ray", "inline"] = "ray"
-    """`ray`: every role in processes of its own; `inline`: all in this one, for breakpoints."""
+    runtime: Literal["ray", "inline", "auto"] = "ray"
+    """`ray`: every role in processes of its own; `inline`: all in this one, for breakpoints and small models. `auto`:
+    inline where one process of each role is asked for and none works ahead of another, else ray."""
     pipeline: str = "sync"
     """Schedule of the loop. `sync`: on-policy; `one_step_off`: the next batch is generated while this one trains;
     `fully_async`: generation runs ahead as far as `staleness` lets it, and weights change under it; or one that is
@@ -848,3 +850,21 @@ class Config:
     queue_storage: str | None = None
     """Name of an installed rl-tq storage, or a whole address. None: shm, and over several nodes ray, which keeps every
     sample on the node that made it."""
+
+    def __post_init__(self) -> None:
+        if self.runtime == "auto":
+            object.__setattr__(self, "runtime", "inline" if self._fits_one_process() else "ray")
+
+    def _fits_one_process(self) -> bool:
+        rollout = self.rollout
+        sizes = {self.engine.world_size, self.agent.num_workers, rollout.num_replicas, rollout.parallel.num_ranks}
+        return (
+            sizes == {1}
+            and self.pipeline == "sync"
+            and rollout.backend == "embedded"
+            and rollout.elastic is None
+            and rollout.colocated is not False
+            and self.engine.environment is None
+            and self.placement == PlacementSection()
+            and "RAY_ADDRESS" not in os.environ
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rl_trainer.runtime.network import make_tokens
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rl_trainer.runtime.base import Runtime
 
 
-def create_runtime(name: Literal["ray", "inline"], *, timeout_s: float = 600.0, heartbeat_s: float = 30.0) -> Runtime:
+def create_runtime(name: str, *, timeout_s: float = 600.0, heartbeat_s: float = 30.0) -> Runtime:
     """A runtime by name, and the secrets that its workers have. Ray is imported only when it is asked for.
 
     Args:
-        name: Name of the runtime.
+        name: `ray` or `inline`.
         timeout_s: Deadline of a call to a worker, seconds.
         heartbeat_s: How long a worker process may give no sign of life, seconds; nothing where workers are objects.
     """
