@@ -298,13 +298,14 @@ class _Joint:
     """Joint state of one receiver's sessions during a sync: they vote together, or not at all."""
 
     num_ends: int
-    on_landed: Callable[[Sequence[Unpacker]], None]
-    """Called once, when all have landed."""
+    on_landed: Callable[[Sequence[Unpacker]], bool | None]
+    """Called once, when all have landed; returns what every session attests (`ShardedReceiver.receive_into`)."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     gates: list[_Gate] = field(default_factory=list["_Gate"])
     landed: list[Unpacker] = field(default_factory=list["Unpacker"])
     error: BaseException | None = None
     has_voted: bool = False
+    attests: bool | None = None
 
     def land(self, unpacker: Unpacker) -> None:
         """Note that all that one session brings is there and verified; called in its thread."""
@@ -316,7 +317,7 @@ class _Joint:
                 if len({each.version for each in self.landed}) > 1:
                     versions = ", ".join(f"{each.version} from {each.sender}" for each in self.landed)
                     raise VersionError(f"slices of different versions came: {versions}")
-                self.on_landed(self.landed)
+                self.attests = self.on_landed(self.landed)
                 self.has_voted = True
             except BaseException as error:  # noqa: BLE001 - every session raises it
                 self.error = error
@@ -370,6 +371,10 @@ class _Gate:
         if self.forwarding is not None:
             self.forwarding.pipe.require_votes(digest)
 
+    @property
+    def attests(self) -> bool | None:
+        return self._joint.attests
+
     def close(self) -> None:
         with self._joint.lock:
             self._joint.gates.remove(self)
@@ -412,6 +417,11 @@ class ShardedReceiver:
         self._version: int | None = None
 
     @property
+    def sends_on(self) -> bool:
+        """Whether other receivers are sent what lands here, from where it lands."""
+        return bool(self._below)
+
+    @property
     def version(self) -> int | None:
         """Version of the last committed sync, or of the one that is landing."""
         return next((end.version for end in self._ends if end.version != self._version), self._version)
@@ -422,7 +432,7 @@ class ShardedReceiver:
         shards: Mapping[str, Shard] | None = None,
         *,
         strict: bool = True,
-        on_landed: Callable[[Set[str]], None] | None = None,
+        on_landed: Callable[[Set[str]], bool | None] | None = None,
     ) -> int:
         """Receive one sync into tensors of the caller, and return its version. Ends normally only after the commit.
 
@@ -432,6 +442,9 @@ class ShardedReceiver:
             shards: By name, which part of it a target is; those that it leaves out are whole.
             strict: Whether every target must come; of targets that are one memory (tied weights) one is enough.
             on_landed: Called with the names of the targets that came, when all is there and verified, before the vote.
+                None: the targets are what the engine computes with, and are read to attest it. True: it was compared,
+                bit for bit, with targets that are not, which may have been overwritten since unless this end `sends_on`.
+                False: nobody has looked.
 
         Raises:
             TensorError: a slice belongs to no target or is of another dtype, or a target came in part, or not at all.
@@ -440,13 +453,12 @@ class ShardedReceiver:
         """
         shards = shards or {}
 
-        def check(landed: Sequence[Unpacker]) -> None:
+        def check(landed: Sequence[Unpacker]) -> bool | None:
             slices = [spec.name for each in landed for spec in each.digests]
             if self._checked != (id(targets), strict, slices):
                 self._came = _require_whole(targets, shards, slices, strict=strict)
                 self._checked = (id(targets), strict, slices)
-            if on_landed is not None:
-                on_landed(self._came)
+            return None if on_landed is None else on_landed(self._came)
 
         joint = _Joint(len(self._ends), check)
         tasks = [asyncio.ensure_future(self._take(end, joint, targets, shards)) for end in self._ends]

@@ -13,7 +13,7 @@ from torch import nn
 import rl_ckpt
 from rl_ckpt.adapters import sglang
 from rl_ckpt.adapters.installer import Installer
-from rl_ckpt.adapters.load_recorder import Held, LoadRecorder, filled_by
+from rl_ckpt.adapters.load_recorder import Copy, Held, LoadRecorder, copies_in, filled_by
 from rl_ckpt.testing import assert_same, new_name
 
 
@@ -172,7 +172,7 @@ def test_every_copy_that_a_tied_layer_keeps_is_looked_at():
     packed = {"head.weight": torch.zeros(10, 6), "embed.weight": weights["embed.weight"].clone()}
 
     def copies(model, path, whole):
-        return [packed[path]] if path in packed else [model.get_parameter(path)]
+        return [Copy(whole, lambda: packed[path])] if path in packed else copies_in(model, path, whole)
 
     held = loaded(model, weights, copies=copies)
     assert not torch.equal(held["embed.weight"], weights["embed.weight"])

@@ -85,6 +85,8 @@ class Installer:
         """Where the engine has the slices of the committed version, of which host memory has no copy."""
         self._replaced: dict[str, dict[str, Tensor]] = {}
         """By owner, what the sync under way has replaced of that version."""
+        self._free: dict[tuple[object, ...], list[Tensor]] = {}
+        """By layout, memory of slices that are installed: what is replaced next is read into it."""
         self._is_touched = False
         self._is_fresh = True
         self._is_partial = False
@@ -220,24 +222,40 @@ class Installer:
         landing, self._landing = self._landing, None
         assert landing is not None, "it has begun"
 
-        def install() -> None:
+        def install() -> bool:
             self._require_version(receiver, version)
-            self._install_slices()
+            return self._install_slices(reuses=not receiver.sends_on)
 
         landing.finish(install)
 
-    def _install_slices(self) -> None:
-        """Install what has landed, attested. What was there before takes its place in host memory, if it is known."""
+    def _install_slices(self, *, reuses: bool) -> bool:
+        """Install what has landed; returns whether the engine was seen to hold it.
+
+        What was there before takes its place in host memory, layer by layer, if it is known.
+
+        Args:
+            reuses: Whether memory of slices that are installed may be overwritten before the sync has ended.
+        """
         if self._held is not None and self._forward is None:
             for owner, names in self._held.owners().items():
-                self._replaced[owner] = {name: self._held.read(name) for name in names}
+                self._replaced[owner] = {name: self._held.read(name, self._take_room(name)) for name in names}
                 self._is_touched = True
                 if (held := self._load({name: self._staging.incoming[name] for name in names}, owner)) is not None:
                     held.require_all()
+                for name in names if reuses else ():
+                    self._free.setdefault(_place_of(self._rooms[name]), []).append(self._staging.incoming[name])
                 self._staging.incoming |= self._replaced[owner]
-        elif (held := self._install()) is not None:
-            held.require_all()
-            self._held = held if isinstance(held, Held) else None
+            return True
+        if (held := self._install()) is None:
+            return False
+        held.require_all()
+        self._held = held if isinstance(held, Held) else None
+        return True
+
+    def _take_room(self, name: str) -> Tensor | None:
+        """Memory for a tensor that is replaced: fresh pages cost more than the copy into them."""
+        free = self._free.get(_place_of(self._rooms[name]))
+        return free.pop() if free else None
 
     def _install(self) -> Held | HeldAdapters | None:
         """Called by the receiver when everything has landed and was verified, before it votes."""
@@ -311,18 +329,22 @@ class Installer:
         self._hidden = {}
 
 
+def _place_of(like: Tensor) -> tuple[object, ...]:
+    return like.dtype, like.shape, like.stride()
+
+
 class _IncomingSlices:
     """Slices of one sync on their way into host memory, in another thread, which waits until they are installed."""
 
     def __init__(
         self, receiver: ShardedReceiver, targets: Mapping[str, Tensor], parts: Mapping[str, ShardSpec]
     ) -> None:
-        self._landed, self._installed = Future[None](), Future[None]()
+        self._landed, self._installed = Future[None](), Future[bool]()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="slices")
 
-        def on_landed(_: object) -> None:
+        def on_landed(_: object) -> bool:
             self._landed.set_result(None)
-            self._installed.result()
+            return self._installed.result()
 
         self._receiving = self._pool.submit(
             lambda: asyncio.run(receiver.receive_into(targets, parts, on_landed=on_landed))
@@ -339,14 +361,12 @@ class _IncomingSlices:
         for future in either:
             future.add_done_callback(touch)
 
-    def finish(self, install: Callable[[], None]) -> None:
+    def finish(self, install: Callable[[], bool]) -> None:
         """Wait until all has landed, install it, and wait for the commit."""
         either: list[Future[Any]] = [self._landed, self._receiving]
         try:
             wait(either, return_when=FIRST_COMPLETED)
-            if self._landed.done():
-                install()
-            self._installed.set_result(None)
+            self._installed.set_result(self._landed.done() and install())
         except BaseException as error:  # noqa: BLE001 - the receiver raises it
             self._installed.set_exception(error)
         try:

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,13 +118,14 @@ class LoadRecorder(TorchDispatchMode):
     Args:
         model: Model whose parameters and buffers are filled.
         given: Name to tensor on the CPU, as the loader is given them; each has memory of its own.
+        owner: Name of the module that they are all weights of; the model's for none.
     """
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, given: Mapping[str, Tensor], owner: str = "") -> None:
         super().__init__()
         self.bindings: dict[str, list[Binding]] = {}
         """Bindings by the name of the given tensor."""
-        self._model = model
+        self._model, self._owner = model, owner
         self._origins = Origins(given)
         self._paths: dict[int, str] = {}
 
@@ -148,7 +150,8 @@ class LoadRecorder(TorchDispatchMode):
         path = self._paths.get(pointer)
         if path is not None and any(pointer_of(tensor) == pointer for tensor in _tensors(self._model, path)):
             return path
-        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+        module, prefix = self._model.get_submodule(self._owner), self._owner
+        for name, tensor in itertools.chain(module.named_parameters(prefix), module.named_buffers(prefix)):
             if pointer_of(tensor) == pointer:
                 self._paths[pointer] = name
                 return name
@@ -177,10 +180,24 @@ def filled_by(bindings: Mapping[str, Sequence[Binding]]) -> set[str]:
     return filled
 
 
-def copies_in(model: nn.Module, path: str, whole: Layout) -> list[Tensor]:
-    """Tensors of the model under a name: one or none. An engine that packs its weights has more."""
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy of a weight that a model keeps."""
+
+    layout: Layout
+    """Its layout."""
+    read: Callable[[], Tensor]
+    """Gives it as a tensor, which takes work where it is packed."""
+
+
+def copies_in(model: nn.Module, path: str, whole: Layout) -> list[Copy]:
+    """The model's tensor under a name: one or none. An engine that packs its weights has more."""
     del whole
-    return _tensors(model, path)
+    return [Copy(Layout.of(tensor), partial(_itself, tensor)) for tensor in _tensors(model, path)]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class Held(Mapping[str, "Tensor"]):
@@ -203,7 +220,7 @@ class Held(Mapping[str, "Tensor"]):
         model: nn.Module,
         given: Mapping[str, Tensor],
         bindings: Mapping[str, Sequence[Binding]],
-        copies: Callable[[nn.Module, str, Layout], Sequence[Tensor]] = copies_in,
+        copies: Callable[[nn.Module, str, Layout], Sequence[Copy]] = copies_in,
     ) -> None:
         self._model = model
         self._given = given
@@ -229,7 +246,8 @@ class Held(Mapping[str, "Tensor"]):
         given = self._given[name]
         for binding in self._bindings.get(name, ()):
             sent = binding.source.view(given)
-            for copy in self._all_copies(binding):
+            for each in self._all_copies(binding):
+                copy = each.read()
                 held = binding.part.view(copy).to("cpu")
                 if held.dtype == sent.dtype and held.shape == sent.shape and torch.equal(_bits(held), _bits(sent)):
                     continue
@@ -276,25 +294,30 @@ class Held(Mapping[str, "Tensor"]):
             found.setdefault(".".join(parts[: number + 1]), []).append(name)
         return found
 
-    def read(self, name: str) -> Tensor:
-        """A tensor like the one that was given, of which what the model has is as the model has it now."""
-        room = sparse_like(self._given[name])
+    def read(self, name: str, room: Tensor | None = None) -> Tensor:
+        """A tensor like the one that was given, of which what the model has is as the model has it now.
+
+        Args:
+            name: Of the tensor.
+            room: Memory to read it into, which is laid out like the given one; None: other memory.
+        """
+        room = sparse_like(self._given[name]) if room is None else room
         for binding in self._bindings.get(name, ()):
-            binding.source.view(room).copy_(binding.part.view(self._all_copies(binding)[0]))
+            binding.source.view(room).copy_(binding.part.view(self._all_copies(binding)[0].read()))
         return room
 
     def _is_readable(self, name: str) -> bool:
         bindings = self._bindings.get(name, ())
         return not self._given[name].numel() or (bool(bindings) and all(map(self._is_as_filled, bindings)))
 
-    def _all_copies(self, binding: Binding) -> list[Tensor]:
+    def _all_copies(self, binding: Binding) -> list[Copy]:
         pointers = [pointer_of(tensor) for tensor in _tensors(self._model, binding.path)]
         paths = {binding.path, *(path for pointer in pointers for path in self._aliases.get(pointer, ()))}
         return [copy for path in sorted(paths) for copy in self._copies(self._model, path, binding.whole)]
 
     def _is_as_filled(self, binding: Binding) -> bool:
         copies = self._all_copies(binding)
-        return bool(copies) and all(Layout.of(copy) == binding.whole for copy in copies)
+        return bool(copies) and all(copy.layout == binding.whole for copy in copies)
 
 
 def _tied(model: nn.Module, name: str, bindings: Mapping[str, Sequence[Binding]]) -> Sequence[Binding]:

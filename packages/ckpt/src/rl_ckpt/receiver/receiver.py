@@ -75,6 +75,11 @@ class RelayPipe(Protocol):
         """Raise unless its receivers voted for this digest."""
         ...
 
+    @property
+    def attests(self) -> bool | None:
+        """Whether the engine was seen to hold what landed, where the consumer compares; None: it is to be read."""
+        ...
+
 
 class Receiver(WeightReceiver):
     """Receiving end of a session over any transport."""
@@ -353,6 +358,10 @@ class Receiver(WeightReceiver):
 
     def _attest(self, unpacker: Unpacker, vote: Staged) -> Staged:
         """Add the attestation to a vote: the digest of what the engine holds."""
+        if self._pipe is not None and (is_equal := self._pipe.attests) is not None:
+            count = len(unpacker.digests)
+            told = {"is_attested": 1, "held_digest": vote.digest, "num_bound": count, "num_expected": count}
+            return replace(vote, **told) if is_equal else vote
         held = None if self._held is None else self._held()
         if held is None:
             return vote

@@ -46,6 +46,8 @@ class RelayPipe:
         self._num_taken = 0
         self._aliases: dict[str, list[str]] = {}
         """Names of aliases (tied tensors), by the name of the original."""
+        self.attests: bool | None = None
+        """What is attested is read, by the node's receiver."""
 
     # ---- the receiving thread
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from rl_ckpt.adapters.installer import Installer
 from rl_ckpt.adapters.layout import SCHEME
-from rl_ckpt.adapters.load_recorder import Held, Layout, LoadRecorder, copies_in
+from rl_ckpt.adapters.load_recorder import Copy, Held, Layout, LoadRecorder, copies_in
 from rl_ckpt.adapters.lora import HeldAdapters, brings_adapters
 from rl_ckpt.adapters.vllm.lora import VllmAdapters
 from rl_ckpt.errors import TensorError, UsageError
@@ -170,7 +171,7 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _load_bare(self, weights: Mapping[str, Tensor], owner: str | None) -> Held | None:
         must_fill = owner is None and self.model_config.quantization is None
         expected = {name for name, _ in self.model.named_parameters()} if must_fill else set[str]()
-        recorder = LoadRecorder(self.model, weights)
+        recorder = LoadRecorder(self.model, weights, owner or "")
         with recorder:
             loaded = self._reload(weights.items(), owner or "")
         if (
@@ -325,17 +326,23 @@ def _unpacked_experts(experts: Any, packed: Tensor, whole: Layout) -> Tensor:
     return weights[:, 1:].contiguous().view(whole.size)
 
 
-def _copies(model: nn.Module, path: str, whole: Layout) -> Sequence[Tensor]:
+def _copies(model: nn.Module, path: str, whole: Layout) -> Sequence[Copy]:
     """All that vLLM computes with: the parameter, unless it was emptied, and on a CPU what its layer has packed."""
     owner, _, name = path.rpartition(".")
     layer: Any = model.get_submodule(owner)
     if name in {"w13_weight", "w2_weight"} and (experts := _packed_experts(layer)) is not None:
-        return [_unpacked_experts(experts, getattr(layer, name), whole)]
+        return [_packed(whole, lambda: _unpacked_experts(experts, getattr(layer, name), whole))]
     packed = getattr(layer, "cpu_linear", None) if name == "weight" else None
     if packed is None or packed.__closure__ is None or len(whole.size) != 2:
         return copies_in(model, path, whole)  # no layer for CPUs, or one that computes with the parameter itself
-    kept = [tensor for tensor in copies_in(model, path, whole) if tensor.numel()]
-    return [*kept, _unpacked(packed, kept[0] if kept else None, whole)]
+    kept = [copy for copy in copies_in(model, path, whole) if math.prod(copy.layout.size)]
+    return [*kept, _packed(whole, lambda: _unpacked(packed, kept[0].read() if kept else None, whole))]
+
+
+def _packed(whole: Layout, read: Callable[[], Tensor]) -> Copy:
+    """A packed copy, which is contiguous once it has been unpacked."""
+    strides = torch.empty(whole.size, device="meta").stride()
+    return Copy(Layout(whole.dtype, whole.size, strides, 0), read)
 
 
 def _unpacked(
