@@ -282,6 +282,34 @@ def test_a_receiver_whose_own_step_before_the_vote_fails_calls_it_off_for_everyb
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        (True, True),  # it has compared, and what landed is overwritten
+        (False, False),
+        (None, "its engine holds"),  # the targets are read, and are not what landed any more
+    ],
+)
+def test_who_compares_the_engine_with_what_landed_is_believed_and_else_the_targets_are_read(says, told):
+    async def main():
+        async with Cluster(*LAYOUTS["rows to columns"]) as cluster:
+
+            def overwrite(names):
+                for targets in cluster.held.values():
+                    for tensor in targets.values():
+                        tensor.zero_()
+                return says
+
+            reports, answers = await cluster.sync(model(1), 1, on_landed=overwrite)
+            if isinstance(told, str):
+                assert told in " ".join(map(str, [*reports, *answers]))
+                return
+            assert answers == [1, 1]
+            assert {receipt.is_attested for report in reports for receipt in report.receipts} == {told}
+
+    asyncio.run(main())
+
+
 def test_a_receiver_that_holds_another_layout_than_it_declared_is_named():
     sources, targets = cut_over(2, rows), cut_over(2, rows)
 

@@ -96,6 +96,8 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _failed: Path | None = None
     """File that tells why a sync has failed."""
     _attests = True
+    _packed: list[Any] | None = None
+    """Layers that may compute with a packed copy of their weight, on a CPU; None before the first load."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the receiving end. The sender may come later."""
@@ -231,7 +233,9 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 _abandon(module)
                 finalize_layerwise_reload(module, self.model_config)  # no layer is left to it, but the model's flags
                 raise
-        _repack_tied(self.model, module)
+        if self._packed is None:
+            self._packed = [layer for layer in self.model.modules() if hasattr(layer, "cpu_linear")]
+        _repack_tied(self._packed, module)
         return loaded
 
 
@@ -266,16 +270,16 @@ def _abandon(model: nn.Module) -> None:
             info.reset()
 
 
-def _repack_tied(model: nn.Module, loaded: nn.Module) -> None:
+def _repack_tied(packed: Sequence[Any], loaded: nn.Module) -> None:
     """Let layers that share a weight with a loaded one pack it again: vLLM 0.32 leaves their old packed copy in use.
 
     That is so on CPUs alone, where a layer computes with a packed copy, and a tied `lm_head` would go on giving the
     log-probs of the version before. To be deleted when `finalize_layerwise_reload` does it; `Held` looks in any case.
     """
     layers: dict[int, list[Any]] = {}
-    for layer in model.modules():
+    for layer in packed:
         weight = getattr(layer, "weight", None)
-        if hasattr(layer, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel():
+        if isinstance(weight, torch.Tensor) and weight.numel():
             layers.setdefault(weight.data_ptr(), []).append(layer)
     fresh = set(loaded.modules())
     for alias in layers.values():
