@@ -5,7 +5,7 @@ import string
 
 import pytest
 
-from rl_agent import RowError, TemplateError, create_loop, load_tokenizer
+from rl_agent import RowError, TemplateError, create_loop, load_tokenizer, tokenize_prompt, tokenize_prompts
 from rl_agent.testing import FakeGenerator
 
 transformers = pytest.importorskip("transformers", reason="needs the extra rl-agent[hf]")
@@ -54,3 +54,29 @@ def test_a_tokenizer_without_template_is_a_template_error(model_path):
     tokenizer.chat_template = None
     with pytest.raises(TemplateError, match="chat_template"):
         run(tokenizer, [{"role": "user", "content": "cab"}])
+
+
+@pytest.mark.parametrize("takes_many", [True, False])
+def test_many_prompts_are_tokenized_as_one_by_one_and_the_row_that_is_wrong_is_the_one_that_raises(
+    model_path, takes_many
+):
+    tokenizer, calls = load_tokenizer(model_path), []
+    render = tokenizer.apply_chat_template
+
+    def counted(conversation, **options):
+        calls.append(conversation)
+        if not takes_many and not hasattr(conversation[0], "keys"):
+            raise AttributeError("list object has no attribute role")
+        return render(conversation, **options)
+
+    tokenizer.apply_chat_template = counted
+    rows = [{"prompt": [{"role": "user", "content": "ab" * (n % 3 + 1)}]} for n in range(2000)]
+    wanted = [tokenize_prompt(tokenizer, row) for row in rows]
+    calls.clear()
+    assert list(tokenize_prompts(tokenizer, rows)) == wanted
+    assert len(calls) == 2 if takes_many else 2002
+    rows[1500] = {"prompt": [{"role": "tool", "content": "a"}]}
+    found = tokenize_prompts(tokenizer, rows)
+    assert [next(found) for _ in range(1500)] == wanted[:1500]
+    with pytest.raises(RowError, match="no tools here"):
+        next(found)

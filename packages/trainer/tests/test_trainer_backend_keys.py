@@ -198,7 +198,11 @@ REFUSED = [
         [VLLM],
         "rollout.backend=vllm takes no updates of an adapter alone",
     ),
-    (["runtime=ray"], ["weights_transport=inproc"], "weights_transport=inproc moves data inside one process, and runtime=ray"),
+    (
+        ["runtime=ray"],
+        ["weights_transport=inproc"],
+        "weights_transport=inproc moves data inside one process, and runtime=ray",
+    ),
     (["runtime=ray"], ["queue_storage=inproc"], "queue_storage=inproc moves data inside one process"),
     ([], ["weights_transport=tcp://a"], "weights_transport=tcp://a cannot be used: .* write tcp://host:port"),
     ([], ["weights_transport=shm://a?b=1"], r"shm://a\?b=1 cannot be used: .* has an option 'b'; options of this back"),

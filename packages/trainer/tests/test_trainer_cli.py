@@ -159,9 +159,7 @@ def test_an_option_that_the_agent_loop_has_not(capsys):
 )
 def test_a_backend_that_lacks_a_package(capsys, monkeypatch, lost, told):
     monkeypatch.setattr("rl_trainer.planning.preflight._is_installed", lambda name: name != lost)
-    assert told in refused(
-        capsys, "quickstart", "runtime=ray", "data.options.num_rows=2000", "data.eval_size=16"
-    )
+    assert told in refused(capsys, "quickstart", "runtime=ray", "data.options.num_rows=2000", "data.eval_size=16")
 
 
 def test_output_that_would_be_overwritten(capsys, tmp_path):

@@ -72,7 +72,16 @@ def cluster():
 @pytest.mark.timeout(1200)
 def test_a_job_runs_on_two_nodes_with_samples_on_each_and_says_what_keeps_it_to_one(cluster, model, tmp_path):
     def train(*overrides):
-        command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", f"model.path={model}", *SIZES, *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "rl_trainer.cli",
+            "quickstart",
+            "runtime=ray",
+            f"model.path={model}",
+            *SIZES,
+            *overrides,
+        ]
         return subprocess.run(command, env=cluster, cwd=tmp_path, capture_output=True, text=True, timeout=500)
 
     refused = train()

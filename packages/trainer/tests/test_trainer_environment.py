@@ -90,7 +90,8 @@ def test_the_backend_is_checked_where_it_is(elsewhere, model):
 
 @pytest.mark.slow
 def test_a_run_trains_in_it(elsewhere, model, tmp_path):
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", f"model.path={model}", "steps=1", "eval_every=0",
+    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", f"model.path={model}",
+               "steps=1", "eval_every=0",
                f"output_dir={tmp_path / 'run'}", f"engine.environment={elsewhere}",
                "engine.backend=elsewhere"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, cwd=tmp_path)

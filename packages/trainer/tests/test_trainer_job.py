@@ -121,6 +121,16 @@ def test_without_staleness_every_pipeline_has_the_losses_of_sync(model, tmp_path
     assert numbers(output_dir) == wanted
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_in_one_process_a_run_has_the_numbers_of_processes_on_ray(model, tmp_path, on_policy):
+    """Bit for bit, as the README says of the quickstart."""
+    output_dir, (options, wanted) = tmp_path / "out", on_policy
+    assert start(model, output_dir, *options, "runtime=auto").wait(500) == 0, Path(f"{output_dir}.log").read_text()
+    assert "runtime inline" in Path(f"{output_dir}.log").read_text()
+    assert numbers(output_dir) == wanted
+
+
 FIRST, *REST = POLICIES
 POLICIES_OF_RUNS = [pytest.param([FIRST], id=FIRST), pytest.param(REST, id="the others", marks=pytest.mark.slow)]
 

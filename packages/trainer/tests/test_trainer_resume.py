@@ -179,7 +179,15 @@ def test_a_torn_line_and_later_steps_are_taken_out_of_the_logs(tmp_path):
 
 
 def start(model, output_dir, *overrides):
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", f"model.path={model}", f"output_dir={output_dir}"]
+    command = [
+        sys.executable,
+        "-m",
+        "rl_trainer.cli",
+        "quickstart",
+        "runtime=ray",
+        f"model.path={model}",
+        f"output_dir={output_dir}",
+    ]
     with Path(f"{output_dir}.log").open("a") as log:
         return subprocess.Popen(
             [*command, *overrides, "--resume"],

@@ -300,7 +300,17 @@ def test_roles_of_other_sizes_backends_and_formats_have_the_losses_of_one_pool(m
 
     def trained(name, *overrides):
         own = [f"model.path={model}", f"output_dir={tmp_path / name}", "engine.world_size=2"]
-        command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", *SMALL, *CRITIC, *own, *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "rl_trainer.cli",
+            "quickstart",
+            "runtime=ray",
+            *SMALL,
+            *CRITIC,
+            *own,
+            *overrides,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
         return losses(tmp_path / name)

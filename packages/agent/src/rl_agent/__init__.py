@@ -1,7 +1,7 @@
 """Agent loops that return trainable trajectories: tokens that the model emitted are never re-tokenised."""
 
 from rl_agent.base import AgentLoop, Generator
-from rl_agent.chat_template import load_tokenizer, tokenize_prompt
+from rl_agent.chat_template import load_tokenizer, tokenize_prompt, tokenize_prompts
 from rl_agent.errors import (
     AgentError,
     FailureError,
@@ -67,5 +67,6 @@ __all__ = [
     "create_loop",
     "load_tokenizer",
     "tokenize_prompt",
+    "tokenize_prompts",
     "validate_output",
 ]

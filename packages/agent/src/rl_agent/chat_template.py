@@ -15,7 +15,7 @@ from rl_agent.errors import RowError, TemplateError, TokenizerError
 from rl_agent.media import count_images, take_images, without_images
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from rl_agent.types import Message, Tokenizer
 
@@ -23,6 +23,7 @@ _ANCHOR = "ANCHORanchorANCHOR"  # letters only: no template escapes, trims or sp
 _USER: Message = {"role": "user", "content": "question"}
 _OWN_ROLES = frozenset({"system", "developer", "assistant"})
 """Roles whose text is trusted: special tokens in it stay."""
+_ROWS_AT_ONCE = 1024
 _CALL_ID = "call00000"  # nine letters and digits: some templates accept no other
 
 
@@ -272,6 +273,32 @@ def tokenize_prompt(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[tuple
     """
     messages, images = take_images(messages_of(row), row)
     return render_prompt(tokenizer, messages), images
+
+
+def tokenize_prompts(
+    tokenizer: Tokenizer, rows: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
+    """`tokenize_prompt` of many rows, in half the time where the tokenizer takes many conversations at once.
+
+    Raises:
+        TemplateError, RowError: see `tokenize_prompt`; when it is that row's turn.
+    """
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        chunk = rows[start : start + _ROWS_AT_ONCE]
+        try:
+            found = [take_images(messages_of(row), row) for row in chunk]
+            if any(images for _, images in found):
+                raise RowError("images are counted row by row")
+            conversations: list[Any] = [messages for messages, _ in found]
+            many = tokenizer.apply_chat_template(
+                conversations, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            if len(many) != len(chunk) or not all(isinstance(ids, list) and ids for ids in many):
+                raise TemplateError("this tokenizer takes one conversation at a time")
+        except Exception:  # noqa: BLE001 - whatever it is, a row by itself says so, or has nothing to say
+            yield from (tokenize_prompt(tokenizer, row) for row in chunk)
+        else:
+            yield from ((tuple(ids), ()) for ids in many)
 
 
 def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: Any) -> tuple[int, ...]:

@@ -443,8 +443,8 @@ class ShardedReceiver:
             strict: Whether every target must come; of targets that are one memory (tied weights) one is enough.
             on_landed: Called with the names of the targets that came, when all is there and verified, before the vote.
                 None: the targets are what the engine computes with, and are read to attest it. True: it was compared,
-                bit for bit, with targets that are not, which may have been overwritten since unless this end `sends_on`.
-                False: nobody has looked.
+                bit for bit, with targets that are not; these may be overwritten from then on, unless this end
+                `sends_on`. False: nobody has looked.
 
         Raises:
             TensorError: a slice belongs to no target or is of another dtype, or a target came in part, or not at all.

@@ -31,7 +31,7 @@ from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.queue import write_step
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from rl_agent.base import Generator
@@ -187,11 +187,12 @@ class AgentWorker:
         Raises:
             DataError: a prompt cannot be rendered, or has images that the model cannot be shown.
         """
-        return [self._prompt_length(row) for row in rows]
+        prompts = rl_agent.tokenize_prompts(self._tokenizer, rows)
+        return [self._prompt_length(row, prompts) for row in rows]
 
-    def _prompt_length(self, row: Row) -> int:
+    def _prompt_length(self, row: Row, prompts: Iterator[tuple[tuple[int, ...], tuple[str, ...]]]) -> int:
         try:
-            ids, images = rl_agent.tokenize_prompt(self._tokenizer, row)
+            ids, images = next(prompts)
         except RowError as error:
             raise DataError(f"a prompt of {row['data_source']!r} cannot be asked: {error}") from error
         for text in row.get("given", ())[: self._num_given]:
