@@ -269,6 +269,31 @@ def test_a_sync_that_fails_though_nobody_died_ends_the_run_and_both_sides_are_to
         sync_of(Actor(lost=("peer 2",)))[2].sync(6)
 
 
+@pytest.mark.parametrize("is_gone", [False, True], ids=["the sender is there", "it is gone"])
+def test_a_receiver_that_is_late_for_a_sync_that_failed_is_told_while_there_is_somebody_to_tell_it(is_gone):
+    told, off = [], threading.Event()
+
+    class Sending(Actor):
+        def dismiss_receivers(self, why):
+            told.append(why)
+            off.set()
+            if is_gone:
+                raise WorkerDiedError("the engine died")
+
+    replicas, _, weights = sync_of(Sending(failures=[RuntimeError("digest differs")]), count=1)
+
+    def wait_for_it(address, version):
+        assert off.wait(30), "nobody told it"
+        raise WeightUpdateError("called off")
+
+    replicas.workers[0].update_weights = wait_for_it
+    with pytest.raises(RuntimeError, match="digest differs") as raised:
+        weights.sync(5)
+    assert told[0] == "digest differs"
+    assert len(told) == 1 or not is_gone
+    assert raised.value.__notes__ == ["the receiving side: called off"]
+
+
 def shard(start, kind=ShardSpec):
     return kind(name="w", shape=(4,), offsets=(start,), sizes=(2,))
 

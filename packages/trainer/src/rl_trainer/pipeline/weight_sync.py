@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_rollout.errors import ServerLostError
@@ -12,6 +13,7 @@ from rl_trainer.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
 
     from rl_ckpt.types import SyncReport
     from rl_rollout.types import ServerAddress
@@ -113,7 +115,11 @@ class WeightSync:
         with ThreadPoolExecutor(1, thread_name_prefix="lent-weights") as thread:
             arguments = {member: (sessions[member], version) for member in members}
             updated = thread.submit(lent.call, RolloutWorker.update_weights, arguments)
-            self._lent_transfer.send(version, counts)
+            try:
+                self._lent_transfer.send(version, counts)
+            except Exception as error:
+                _dismiss(self._lent_transfer, updated, error)
+                raise
             _raise_first(updated.result())
         self.lent_in_use = tuple(_on_all(lent, RolloutWorker.address).values())
         self._agents.use_servers([*self.in_use.values(), *self.lent_in_use])
@@ -172,8 +178,8 @@ class WeightSync:
                 if not sent.done() and set(members) - set(self.servers.members):
                     self._transfer.call_off()  # a replica that is gone never joins, and the others wait for the sender
             error = sent.exception()
-            while error is not None and not wait([updated], timeout=CHECK_S).done:
-                self._transfer.dismiss(str(error) or repr(error))  # who came after it was called off
+            if error is not None:
+                _dismiss(self._transfer, updated, error)
             installed = updated.result()
         failed = [answer for answer in installed.values() if isinstance(answer, Exception)]
         if error is None and all(isinstance(answer, (WorkerDiedError, ServerLostError)) for answer in failed):
@@ -205,6 +211,13 @@ class WeightSync:
         found = {member: known[member] for member in members}
         self.in_use = {member: each for member, each in found.items() if not isinstance(each, Exception)}
         self._agents.use_servers([*self.in_use.values()])
+
+
+def _dismiss(transfer: WeightTransfer, updated: Future[Any], error: BaseException) -> None:
+    """Tell receivers that come for a sync that has failed, until all have answered; nothing if the sender is gone."""
+    with suppress(WorkerDiedError):
+        while not wait([updated], timeout=CHECK_S).done:
+            transfer.dismiss(str(error) or repr(error))
 
 
 def _on_all(replicas: ReplicaSet[RolloutWorker], method: Callable[..., R], *arguments: Any) -> dict[int, R]:

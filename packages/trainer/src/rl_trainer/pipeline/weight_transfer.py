@@ -210,9 +210,8 @@ class ShardedTransfer(WeightTransfer):
         except Exception as error:
             with ThreadPoolExecutor(1, thread_name_prefix="abort-weights") as thread:
                 aborted = thread.submit(self._actor.abort_weights, str(error) or repr(error))
-                while not aborted.done():
+                while not wait([aborted], timeout=CHECK_S).done:
                     self._actor.call_off()  # the other ranks, which may wait for receivers that wait for this one
-                    wait([aborted], timeout=CHECK_S)
                 aborted.result()
             raise
         reports = self._actor.commit_weights(version, digest)
