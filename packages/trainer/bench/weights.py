@@ -5,7 +5,7 @@ process of its own (or vLLM at tp=2, where RL_ROLLOUT_VLLM names an environment 
 own `ShardedTransfer` and `GatheredTransfer`. Without a GPU megatron's ranks have the stand-in of rl-engine's tests.
 Memory is what the resident memory of a process grows by in its first sync by a way, shared buffers included. Links of
 1 Gbit/s are TCP connections that the kernel paces, each rank's to half. vLLM's processes poll their message queues for
-a second after each message, on a core each; here they wait, so that what is counted is work. RL_BENCH names the parts
+a second after each message, on a core each; here for 50 ms, so that what is counted is work. RL_BENCH names the parts
 to run, with commas: fsdp, link, megatron, vllm, lora, cluster; all, if it is not set.
 """
 

@@ -166,6 +166,21 @@ def test_a_head_that_is_not_the_one_it_is_tied_to_is_seen():
     assert {name for name in held if not torch.equal(held[name], weights[name])} == {"head.weight"}
 
 
+def test_a_loader_that_fills_another_module_than_the_owner_is_followed_there_too():
+    model = nn.ModuleDict({"one": nn.Linear(3, 2, bias=False), "other": nn.Linear(3, 2, bias=False)})
+    given = {"one.weight": torch.randn(2, 3)}
+    recorder = LoadRecorder(model, given, "one")
+    with recorder, torch.no_grad():
+        for layer in model.values():
+            layer.weight.copy_(given["one.weight"])
+    assert [binding.path for binding in recorder.bindings["one.weight"]] == ["one.weight", "other.weight"]
+    held = Held(model, given, recorder.bindings)
+    held.require_all()
+    model["other"].weight.detach()[0, 0] += 1
+    with pytest.raises(rl_ckpt.AttestationError, match=r"does not hold 'one\.weight' as it was sent"):
+        held.require_all()
+
+
 def test_every_copy_that_a_tied_layer_keeps_is_looked_at():
     """As on CPUs, where a layer computes with a packed copy: the stale one of a tied layer is found."""
     model, weights = Fused(), weights_of(0)

@@ -13,10 +13,11 @@ from torch import nn
 
 import rl_ckpt
 from rl_ckpt import ShardSpec
-from rl_ckpt.adapters import sglang
+from rl_ckpt.adapters import load_recorder, sglang
 from rl_ckpt.adapters.installer import Installer
 from rl_ckpt.adapters.layout import DryLoad, read_layouts, write_layout_request
 from rl_ckpt.adapters.load_recorder import Held, LoadRecorder
+from rl_ckpt.receiver.staging import sparse_like
 from rl_ckpt.testing import new_name
 
 HIDDEN, HEADS, EXPERTS, VOCAB = 16, 8, 4, 24
@@ -168,7 +169,7 @@ class Engine:
 
     def load(self, weights, owner=None):
         self.owners.append(owner)
-        recorder = LoadRecorder(self.model, weights)
+        recorder = LoadRecorder(self.model, weights, owner or "")
         with recorder:
             self.model.load_weights((name, tensor) for name, tensor in weights.items() if name != self.loses)
         if self.loses in weights:
@@ -341,12 +342,17 @@ def test_a_rank_that_stores_other_numbers_than_were_sent_is_found(job):
 def staged_bytes(installer):
     """Of all host memory that is kept for weights."""
     staging = installer._staging
-    kept = [*staging.current.values(), *staging.incoming.values(), *staging._spare.values()]
+    free = [tensor for tensors in installer._free.values() for tensor in tensors]
+    kept = [*staging.current.values(), *staging.incoming.values(), *staging._spare.values(), *free]
     return sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in kept}.values())
 
 
-def test_layers_are_exchanged_one_by_one_so_that_one_version_is_kept_and_any_failure_is_undone(layered_job):
+def test_layers_are_exchanged_one_by_one_so_that_one_version_is_kept_and_any_failure_is_undone(
+    layered_job, monkeypatch
+):
     _, engines = layered_job
+    fresh = []
+    monkeypatch.setattr(load_recorder, "sparse_like", lambda like: fresh.append(like) or sparse_like(like))
     first, second, third = stacked(1), stacked(2), stacked(3)
     sync(layered_job, first, 1)
     assert [engine.owners for engine in engines] == [[None], [None]]
@@ -358,12 +364,14 @@ def test_layers_are_exchanged_one_by_one_so_that_one_version_is_kept_and_any_fai
     for version, weights in ((2, second), (3, third)):
         for engine in engines:
             engine.owners.clear()
+        fresh.clear()
         report = sync(layered_job, weights, version)
         assert report.digest == rl_ckpt.tree_digest(weights)
         assert all(receipt.is_attested for receipt in report.receipts)
         assert all(engine.model.holds(weights) for engine in engines)
         assert [engine.owners for engine in engines] == [["layers.0", "layers.1"]] * 2
-        assert all(staged_bytes(engine.installer) <= one_version for engine in engines)
+        assert all(staged_bytes(engine.installer) <= one_version * 3 / 2 for engine in engines), "and one layer of two"
+    assert not fresh, "what is replaced is read into memory that was there"
 
 
 def resident_bytes(tensor):

@@ -5,7 +5,8 @@ engine's own loader installs it, and what the engine then holds is attested, bef
 before that leaves the engine as it was; what fails later is undone with the weights before.
 
 The weights before are kept in host memory where whole tensors come. Where slices come, they are read out of the engine
-layer by layer as new ones take their place, so that host memory has room for the slices of one version.
+layer by layer as new ones take their place, so that host memory has room for the slices of one version and of one
+layer more. A relay, which still sends on what is installed, needs room for two versions until the sync has ended.
 """
 
 from __future__ import annotations

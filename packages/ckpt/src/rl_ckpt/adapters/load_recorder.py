@@ -118,7 +118,7 @@ class LoadRecorder(TorchDispatchMode):
     Args:
         model: Model whose parameters and buffers are filled.
         given: Name to tensor on the CPU, as the loader is given them; each has memory of its own.
-        owner: Name of the module that they are all weights of; the model's for none.
+        owner: Name of the module that they are all weights of, which is searched first; the model's for none.
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Tensor], owner: str = "") -> None:
@@ -150,11 +150,12 @@ class LoadRecorder(TorchDispatchMode):
         path = self._paths.get(pointer)
         if path is not None and any(pointer_of(tensor) == pointer for tensor in _tensors(self._model, path)):
             return path
-        module, prefix = self._model.get_submodule(self._owner), self._owner
-        for name, tensor in itertools.chain(module.named_parameters(prefix), module.named_buffers(prefix)):
-            if pointer_of(tensor) == pointer:
-                self._paths[pointer] = name
-                return name
+        for prefix in dict.fromkeys((self._owner, "")):  # a loader may fill another module too
+            module = self._model.get_submodule(prefix)
+            for name, tensor in itertools.chain(module.named_parameters(prefix), module.named_buffers(prefix)):
+                if pointer_of(tensor) == pointer:
+                    self._paths[pointer] = name
+                    return name
         return None
 
 

@@ -174,7 +174,7 @@ class _Engine:
                 for name, tensor in self._tensors().items()
                 if name not in self._committed
             }
-        recorder = LoadRecorder(self._model, weights)
+        recorder = LoadRecorder(self._model, weights, owner or "")
         with recorder, torch.no_grad():
             loader.load_weights(iter(weights.items()))
         self._loaded = filled_by(recorder.bindings) | (set() if owner is None else self._committed)

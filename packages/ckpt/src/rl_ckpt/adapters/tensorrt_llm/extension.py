@@ -101,7 +101,7 @@ class Receiver:
             self._worker.engine.reset_prefix_cache()
 
     def _load(self, weights: Mapping[str, Tensor], owner: str | None = None) -> Held:
-        recorder = LoadRecorder(self._model, weights)
+        recorder = LoadRecorder(self._model, weights, owner or "")
         if owner is not None:  # a model whose layers are not as they were loaded has been refused by then
             with recorder:
                 self._reload(weights)
