@@ -10,6 +10,7 @@ out=${OUT:-$PWD/out}
 work=${RL_WORK:-/tmp/rl-csrc-gpu}
 site=$work/site
 python=${PYTHON:-python3}
+markers=$'gpu: a CUDA device\nslow: longer than a second'
 mkdir -p "$out" "$work"
 export PYTHONPATH=$site:${PYTHONPATH:-} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 
@@ -41,7 +42,7 @@ build() {
 run_tests() {
   # shellcheck disable=SC2086
   (cd "$root" && "$python" -m pytest -q -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
-    -o markers="gpu: a CUDA device" -W error -m gpu --durations=8 ${RL_DRY:+--collect-only} ${RL_TESTS:-$(cd "$root" && find tests -name 'test_csrc_cuda_*.py')}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
+    -o markers="$markers" -W error -m gpu --durations=8 ${RL_DRY:+--collect-only} ${RL_TESTS:-$(cd "$root" && find tests -name 'test_csrc_cuda_*.py')}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
 }
 
 overlap() { "$python" "$root/bench/gpu/overlap.py" --json "$out/overlap.json" ${RL_DRY:+--help}; }
@@ -58,7 +59,7 @@ sanitize() {
     local under=(timeout "${RL_SANITIZE_S:-200}" compute-sanitizer --tool "$tool" --error-exitcode 9)
     if [ -n "${RL_DRY:-}" ]; then under=(); fi
     (cd "$root" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${under[@]}" "$python" -m pytest -q -x ${RL_DRY:+--collect-only} -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
-      -o markers="gpu: a CUDA device" -m gpu -k "$chosen" tests/ops/test_csrc_cuda_{logprobs,policy_loss}.py tests/buffers/test_csrc_cuda_buffers.py 2>&1 |
+      -o markers="$markers" -m gpu -k "$chosen" tests/ops/test_csrc_cuda_{logprobs,policy_loss}.py tests/buffers/test_csrc_cuda_buffers.py 2>&1 |
       tee "$out/$tool.log" | tail -12) || failed=1
   done
   return $failed
