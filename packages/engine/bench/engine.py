@@ -313,7 +313,10 @@ def race(
     timeout_s: float = 100,
     systems: tuple[str, ...] = ("rl-engine", "plain", "trl"),
 ) -> dict[str, dict]:
-    """What each system's process wrote; TRL's only where there is its interpreter, and batches are of equally many."""
+    """What each system's process wrote; TRL's only where there is its interpreter, and batches are of equally many.
+
+    A peer that the GPU's memory is too small for is missing.
+    """
     settings, threads = folder / "settings.json", torch.get_num_threads()
     run.parameters(threads=threads)
     settings.write_text(json.dumps(given | {"threads": threads, "lr": 1e-5}))
@@ -330,6 +333,8 @@ def race(
             [python, "-W", "ignore", script, str(settings), system],
             check=False, timeout=timeout_s, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+        if done.returncode and system != "rl-engine" and "OutOfMemoryError" in done.stderr:
+            continue
         if done.returncode:
             raise RuntimeError(f"{system} failed: {done.stderr[-3000:]}")
         found[system] = json.loads((folder / f"{system}.json").read_text())
@@ -359,7 +364,8 @@ def tell_memory(run: Run, metric: str, found: dict[str, dict], *, over_imports: 
 def _tell(run: Run, metric: str, unit: str, found: dict[str, dict], samples_of, goal: str) -> None:
     for system, name in NAMES.items():
         taken, role = found.get(system), Role.OURS if system == "rl-engine" else Role.PEER
-        note = "" if taken else f"{VARIABLE} is not set, or batches differ in rows"
+        why = f"{VARIABLE} is not set, or batches differ in rows" if system == "trl" else "the GPU's memory is too small"
+        note = "" if taken else why
         run.record(
             metric, name, samples_of(taken) if taken else [], unit=unit, role=role,
             goal=goal if role is Role.OURS else None, note=note,

@@ -393,7 +393,7 @@ def test_offload_gives_the_driver_all_but_a_context(tmp_path, backend):
     engine.optimizer_zero_grad()
     engine.to("cpu")
     assert free - torch.cuda.mem_get_info()[0] < 256 << 20  # the libraries' workspaces
-    assert torch.cuda.memory_reserved() < 64 << 20
+    assert torch.cuda.memory_reserved() <= 64 << 20  # cuBLAS's workspaces, of two streams on Hopper
     engine.close()
 
 

@@ -126,7 +126,8 @@ class EmbeddedServer(RolloutServer):
             torch.set_num_threads(1)
         model = load_model(self.config)
         if is_cuda:
-            torch.cuda.set_device(model.device)  # a property of the thread, and this is the engine's
+            if model.device.index is not None:
+                torch.cuda.set_device(model.device)  # a property of the thread, and this is the engine's
         elif not chosen:
             num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
             chosen = choose_num_threads(num_parameters, most, is_fused=model.fused is not None)
