@@ -364,7 +364,9 @@ def tell_memory(run: Run, metric: str, found: dict[str, dict], *, over_imports: 
 def _tell(run: Run, metric: str, unit: str, found: dict[str, dict], samples_of, goal: str) -> None:
     for system, name in NAMES.items():
         taken, role = found.get(system), Role.OURS if system == "rl-engine" else Role.PEER
-        why = f"{VARIABLE} is not set, or batches differ in rows" if system == "trl" else "the GPU's memory is too small"
+        why = (
+            f"{VARIABLE} is not set, or batches differ in rows" if system == "trl" else "the GPU's memory is too small"
+        )
         note = "" if taken else why
         run.record(
             metric, name, samples_of(taken) if taken else [], unit=unit, role=role,

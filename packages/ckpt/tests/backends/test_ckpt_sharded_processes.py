@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from rl_ckpt import ShardSpec
 from rl_ckpt.testing import new_name
 
 SHAPES, TIMEOUT_S, TOKEN = {"up": (512, 1024), "down": (1024, 512), "norm": (512,)}, 60.0, "known to all"
+
+NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: pip install 'rl-ckpt[nixl]'")
 
 
 def gpus(count):
@@ -74,7 +77,7 @@ def receive(pipe, addresses, device):
     [
         pytest.param("shm", ["cpu"] * 3, marks=pytest.mark.slow),  # spawned: to be run alone, by this file's path
         pytest.param("cuda-ipc", ["cuda:0"] * 3, marks=gpus(1)),
-        pytest.param("nixl", ["cuda:0"] * 3, marks=gpus(1)),
+        pytest.param("nixl", ["cuda:0"] * 3, marks=[*gpus(1), NEEDS_NIXL]),
         pytest.param("nccl", ["cuda:0", "cuda:1", "cuda:2"], marks=gpus(3)),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0].partition(":")[0],

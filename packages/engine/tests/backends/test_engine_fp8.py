@@ -190,6 +190,7 @@ def test_mixtures_are_refused_on_megatron(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of torchao's sources, where no bytecode is kept
 @pytest.mark.parametrize(
     ("backend", "recipe"),
     [("fsdp", "tensorwise"), ("fsdp", "rowwise"), ("megatron", "tensorwise"), ("megatron", "blockwise")],

@@ -304,7 +304,7 @@ def test_activations_are_taken_away_and_steps_are_those_without_it(tmp_path, mon
 def test_offloaded_activations_leave_the_gpu(tmp_path):
     """What is allocated after a forward pass of 4,096 tokens, and the steps."""
     allocated, seen = {}, []
-    rows = ragged_batch([[5] * 512] * 8, [[7] * 512] * 8)
+    rows = ragged_batch([[5] * 256] * 16, [[7] * 256] * 16)
     for is_offloaded in (False, True):
         engine = built(tmp_path, activation_offload=is_offloaded, max_tokens_per_gpu=8192)
 
