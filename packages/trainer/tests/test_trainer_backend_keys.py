@@ -17,6 +17,7 @@ from rl_trainer.config import EngineSection, RolloutSection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError
 from rl_trainer.pipeline.rollout_source import RolloutSource
+from rl_trainer.planning.placement import is_offloaded
 from rl_trainer.planning.plan import server_config
 from rl_trainer.planning.preflight import check_backends, check_started
 from rl_trainer.runtime.network import address_of
@@ -69,6 +70,7 @@ EFFECTS = {
     "engine.parallel.dp_replicate": ("2", "engine"),
     "rollout.num_replicas": ("2", "pools"),
     "rollout.colocated": ("true", "pools"),
+    "rollout.sleep": ("false", "offload"),
     "rollout.parallel.tp": ("2", "server"),
     "rollout.parallel.pp": ("2", "server"),
     "rollout.parallel.dp": ("2", "server"),
@@ -107,6 +109,7 @@ BESIDE |= {
     for key in ("min_replicas", "policy", "patience", "lend")
 }
 BESIDE["rollout.eval_samples"] = ["rollout.eval_temperature=0.7"]
+BESIDE["rollout.sleep"] = ["rollout.colocated=true"]
 BESIDE["engine.fp8"] = ["engine.precision=bfloat16"]
 BESIDE["engine.optimizer.momentum"] = ["engine.optimizer.kind=muon"]
 BESIDE["engine.optimizer.total_steps"] = ["engine.lr_schedule=constant"]
@@ -149,6 +152,7 @@ def built(*overrides):
         "server": server_config(config, Path("m")),
         "server's kind": config.rollout.backend,
         "pools": resource_pools(config),
+        "offload": is_offloaded(config),
         "elastic": config.rollout.elastic,
         "sampling": manager.sampling("1/0"),
         "evaluation": told,

@@ -63,7 +63,7 @@ def test_it_moves_every_so_often_keeps_one_folder_and_is_part_of_a_checkpoint(tm
     (tmp_path / "out").mkdir()
     moving = EmaReference(
         SimpleNamespace(save_model=save_model), engine, EmaSection(decay=0.5, every=2), folder=tmp_path / "out",
-        start=start, is_colocated=True,
+        start=start, is_offloaded=True,
     )  # fmt: skip
     for step in range(1, 6):
         values["policy"] = float(step)

@@ -12,6 +12,8 @@ from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError
 from rl_trainer.planning import gpus
 from rl_trainer.planning.gpus import check_ipc, gpu_facts, settle
+from rl_trainer.planning.memory import memory_plan
+from rl_trainer.planning.placement import is_in_turn, is_offloaded
 from rl_trainer.setup import resource_pools
 
 CLUSTER = """
@@ -39,8 +41,8 @@ def machine(monkeypatch):
         (0, [], False, "shm"),
         (1, [], True, "cuda-ipc"),
         (2, [], False, "shm"),
-        (1, ["runtime=inline"], True, "shm"),  # one process, which cannot open a handle of its own
-        (8, ["runtime=inline"], True, "shm"),  # it uses one of them
+        (1, ["runtime=inline"], True, "cuda-ipc"),
+        (8, ["runtime=inline"], True, "cuda-ipc"),  # it uses one of them
         (0, ["runtime=inline"], False, "shm"),
         (8, ["engine.world_size=8", "rollout.num_replicas=8", "batch.mini_batch_size=64"], True, "cuda-ipc"),
         (8, ["engine.world_size=4", "rollout.num_replicas=4"], False, "shm"),
@@ -73,7 +75,6 @@ def test_servers_share_the_engine_s_gpus_where_roles_ask_for_more_than_there_are
     [
         (0, [], "there is no GPU here; leave it out"),
         (2, ["rollout.colocated=false"], "the servers have GPUs of their own"),
-        (1, ["runtime=inline"], "runtime=inline is one process"),
         (2, ["rollout.colocated=true", "engine.world_size=2", "rollout.parallel.tp=2", "rollout.backend=vllm"],
          "a replica of 2 GPUs computes on others than the sender's"),
     ],
@@ -84,6 +85,45 @@ def test_cuda_ipc_is_refused_where_engine_and_server_share_no_gpu(machine, num_g
         check_ipc(settle(load_config("gsm8k", ["weights_transport=cuda-ipc", *overrides])))
     machine(1)
     check_ipc(settle(load_config("gsm8k", [])))
+
+
+QWEN3_600M = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gib", "overrides", "sleeps"),
+    [
+        (140.0, [], False),
+        (80.0, [], False),
+        (24.0, [], True),
+        (None, [], True),
+        (140.0, ["rollout.sleep=true"], True),
+        (24.0, ["rollout.sleep=false"], False),
+        (140.0, ["rollout.backend=vllm"], True),  # which takes a share of the GPU, whatever is on it
+        (24.0, ["rollout.kv_cache_bytes=1000000000"], False),
+        (140.0, ["rollout.colocated=false"], None),
+    ],
+)
+def test_colocated_parts_keep_their_memory_where_there_is_room_for_both(
+    machine, monkeypatch, tmp_path, gib, overrides, sleeps
+):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_600M))
+    machine(1)
+    monkeypatch.setattr(gpus, "gpu_gib", lambda: gib)
+    config = settle(load_config("gsm8k", [f"model.path={tmp_path}", *overrides]))
+    assert config.rollout.sleep is sleeps
+    if config.rollout.colocated:
+        assert is_offloaded(config) is sleeps
+        assert is_in_turn(config, "reference") is sleeps
+        told = dict(gpu_facts(config))["GPUs"]
+        assert ("in turn" in told, "both in its memory" in told) == (sleeps, not sleeps)
+        plan = memory_plan(config, QWEN3_600M)
+        beside = 0 if sleeps else sum(plan.server.values())
+        assert plan.fullest() == ("training", sum(plan.engine.values()) + beside)
 
 
 def test_an_allocator_that_cannot_export_memory_sends_through_the_host_s(machine, monkeypatch):

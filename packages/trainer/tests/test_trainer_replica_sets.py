@@ -410,7 +410,7 @@ def test_colocated_replicas_and_actor_have_the_memory_in_turn():
     replica_set, workers = agents(1)
     mover = Mover()
     transfer = GatheredTransfer(mover, "shm://policy")
-    weights = WeightSync(mover, LocalReplicas(Sleeper, 1), workers, transfer, rewards=Rewards(), is_colocated=True)
+    weights = WeightSync(mover, LocalReplicas(Sleeper, 1), workers, transfer, rewards=Rewards(), is_offloaded=True)
     weights.sync(1)
     weights.yield_memory()
     weights.sync(2)

@@ -1,5 +1,6 @@
 """Sharing a GPU's memory: the real thing, on a GPU."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -52,6 +53,32 @@ def test_between_two_processes_on_a_gpu(is_registered):
         said = receiver.stdout.read().splitlines()
         assert said == [f"{version} True" for version in range(5)] + ["True True"]
     assert receiver.returncode == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_both_ends_in_one_process_of_a_gpu(is_registered):
+    """CUDA opens no handle in the process that it is of: the memory itself takes its place."""
+    weights = {f"t{i}": torch.randn(1000, 257 + i, device="cuda").bfloat16() for i in range(50)}
+    into = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+
+    async def main():
+        url = f"cuda-ipc://{new_name()}"
+        async with (
+            rl_ckpt.connect(url, role="send", timeout_s=60) as sender,
+            rl_ckpt.connect(url, role="receive", timeout_s=60) as receiver,
+        ):
+            if is_registered:
+                sender.register_source(weights)
+            for version in range(3):
+                for tensor in weights.values():
+                    tensor.mul_(-1.25)
+                sending = sender.send_weights(None if is_registered else weights.items(), version=version)
+                await asyncio.gather(sending, receiver.receive_into(into))
+                torch.testing.assert_close(into, weights, rtol=0, atol=0)
+
+    asyncio.run(main())
 
 
 @pytest.mark.gpu

@@ -151,6 +151,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     _row("engine.router_replay", f"{_ROLLOUT}.enable_rollout_routing_replay"),
     _row("rollout.backend", f"{_ROLLOUT}.name", "use_vllm"),
     _row("rollout.colocated", "actor_rollout_ref.hybrid_engine", "vllm_mode"),
+    _row("rollout.sleep", f"{_ROLLOUT}.free_cache_engine", "vllm_enable_sleep_mode"),
     _row("rollout.temperature", f"{_ROLLOUT}.temperature", "temperature", "orchestrator.train.sampling.temperature"),
     _row("rollout.top_p", f"{_ROLLOUT}.top_p", "top_p"),
     _row(

@@ -36,7 +36,7 @@ from rl_trainer.pipeline.weight_transfer import (
 from rl_trainer.planning.environments import engine_python
 from rl_trainer.planning.gpus import count_gpus, named, why_apart
 from rl_trainer.planning.memory import learning_flops
-from rl_trainer.planning.placement import has, home_of, is_in_turn, lends_engine, pools_of, reward_models
+from rl_trainer.planning.placement import has, home_of, is_in_turn, is_offloaded, lends_engine, pools_of, reward_models
 from rl_trainer.planning.plan import (
     actor_config,
     candidates_of,
@@ -151,7 +151,7 @@ def place(
         if lends_engine(config):
             lent = create_servers(config, runtime, model_path, on_engine=True)
             put_to_sleep(lent)
-        if config.rollout.colocated:  # one after the other: neither counts on memory that the other will take
+        if is_offloaded(config):  # one after the other: neither counts on memory that the other will take
             put_to_sleep(servers.result())
         rewards = create_rewards(config, runtime)
         actor = create_engine(config, runtime, model_path, queue_address, weights_address)
@@ -213,7 +213,7 @@ def place(
             rewards=rewards if is_in_turn(config, "reward") else None,
             lent=lent,
             lent_transfer=GatheredTransfer(actor, lent_address, is_own=True) if lent_address else None,
-            is_colocated=bool(config.rollout.colocated),
+            is_offloaded=is_offloaded(config),
         ),
         queue=queue,
         agents=agents,
@@ -313,8 +313,8 @@ def create_reference(
         return reference, None
     assert output_dir is not None, "a run whose reference moves has a folder"
     folder, moved = output_dir / ema_reference.FOLDER, cast("ReferenceWorker", reference)
-    is_colocated = is_in_turn(config, "reference")
-    return reference, EmaReference(actor, moved, ema, folder=folder, start=start, is_colocated=is_colocated)
+    is_offloaded = is_in_turn(config, "reference")
+    return reference, EmaReference(actor, moved, ema, folder=folder, start=start, is_offloaded=is_offloaded)
 
 
 def create_samples(

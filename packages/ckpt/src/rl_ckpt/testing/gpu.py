@@ -6,7 +6,7 @@ It keeps to what NVIDIA documents of `cuIpcGetMemHandle`, `cuIpcOpenMemHandle` a
 (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html): a handle is of a whole allocation, wherever in it
 a tensor lies; one that is exported again has the same handle, and memory allocated later at the same address another;
 a handle that is opened again in a process is mapped once and counted, and has to be closed as often; who reads what it
-has closed is killed, as a kernel that does is. CUDA opens nothing in the process that exported it (error 201).
+has closed is killed, as a kernel that does is.
 
 Of what that leaves undefined, this takes the worst for who relies on it: memory that is freed while another process
 maps it is overwritten there. What a process had that was killed is as it was in the mappings that there are, and cannot
@@ -50,14 +50,13 @@ class FakeGpu:
     """Fake CUDA driver, with the calls of `rl_ckpt.backends.cuda_ipc`. One for each process.
 
     Args:
-        opens_own: Let handles be opened in the process that exported them, for tests with both ends in one.
         has_all: Let every tensor of this process count as on the device, in an allocation as large as its storage.
             Such memory can be opened in this process alone.
     """
 
     device_id = "fake-gpu".ljust(36, "-")
 
-    def __init__(self, *, opens_own: bool = False, has_all: bool = False) -> None:
+    def __init__(self, *, has_all: bool = False) -> None:
         self.exported: set[bytes] = set()
         """Handles that were given out."""
         self.expandable: set[int] = set()
@@ -66,7 +65,6 @@ class FakeGpu:
         """Successful calls of `open`."""
         self.num_closed = 0
         """Successful calls of `close`."""
-        self._opens_own = opens_own
         self._has_all = has_all
         self._storages: dict[int, Tensor] = {}
         """Other memory that was asked for with `has_all`, uint8 [size], by address."""
@@ -147,8 +145,6 @@ class FakeGpu:
         if handle in self._lent:
             return self._lent[handle]
         pid, descriptor, inode = _HANDLE.unpack(handle)
-        if pid == os.getpid() and not self._opens_own:
-            raise _failure("cuIpcOpenMemHandle_v2", 201, "invalid device context")
         try:
             mine = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
         except OSError as error:
@@ -205,8 +201,8 @@ def use_fake_gpu() -> FakeGpu:
 
 @contextmanager
 def fake_gpu(*, has_all: bool = False) -> Generator[FakeGpu]:
-    """Let `cuda-ipc` sessions that are opened inside use one, also with both ends in this process. See `FakeGpu`."""
-    gpu, real = FakeGpu(opens_own=True, has_all=has_all), cuda_ipc.driver_of
+    """Let `cuda-ipc` sessions that are opened inside use one. See `FakeGpu`."""
+    gpu, real = FakeGpu(has_all=has_all), cuda_ipc.driver_of
     cuda_ipc.driver_of = lambda device_id=None: gpu
     try:
         yield gpu

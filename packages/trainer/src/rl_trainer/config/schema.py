@@ -418,8 +418,11 @@ class RolloutSection(ServerConfig):
     num_replicas: Positive = 1
     """Servers, each a process of its own."""
     colocated: bool | None = None
-    """Servers share the GPUs of the engine, all of them: they give their memory back while it trains, and it gives its
-    back while they generate. With pipeline=sync. None: where there are fewer GPUs than the roles ask for."""
+    """Servers share the GPUs of the engine, all of them, in turn. With pipeline=sync. None: where there are fewer GPUs
+    than the roles ask for."""
+    sleep: bool | None = None
+    """Colocated servers give their memory back while the engine trains, and it gives its back while they generate.
+    None: where a GPU has no room for both at once, or where that is not known (servers of other libraries, a cluster)."""
     elastic: ElasticSection | None = None
     """Add and take away replicas by a policy; None: as many as num_replicas says, or `replicas.json` in output_dir."""
     temperature: Annotated[float, Field(gt=0)] = 1.0

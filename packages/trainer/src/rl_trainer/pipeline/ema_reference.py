@@ -30,7 +30,7 @@ class EmaReference:
         section: Decay and period.
         folder: Where the averaged weights are written; the newest stay.
         start: Folder of the reference's first weights.
-        is_colocated: Whether the reference is offloaded after an average.
+        is_offloaded: Whether the reference is offloaded after an average.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class EmaReference:
         *,
         folder: Path,
         start: Path,
-        is_colocated: bool = False,
+        is_offloaded: bool = False,
     ) -> None:
         self._actor, self._reference, self._section = actor, reference, section
-        self._folder, self._path, self._is_colocated = folder, start, is_colocated
+        self._folder, self._path, self._is_offloaded = folder, start, is_offloaded
 
     def follow(self, step: int) -> None:
         """Average after step `step`, if `every` divides it."""
@@ -54,7 +54,7 @@ class EmaReference:
         self._actor.save_model(str(policy))
         self._reference.average(str(policy), str(into), self._section.decay)
         self._reference.load_model(str(into))
-        if self._is_colocated:
+        if self._is_offloaded:
             self._reference.offload()
         shutil.rmtree(policy)
         if self._path.parent == self._folder and self._path != into:

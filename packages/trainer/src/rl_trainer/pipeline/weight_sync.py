@@ -35,7 +35,7 @@ class WeightSync:
     A replica that dies is left out, and a version that its death called off is sent again to the others. One that
     joined serves its first request once it has taken part in a sync.
 
-    Colocated with the actor, they have the GPU in turn: replicas and reward models from the end of a sync to
+    Where it is offloaded, they have the memory of the GPU in turn: replicas and reward models from the end of a sync to
     `yield_memory`, the actor from there to the end of the next sync. So have `lent` replicas, beside those that have
     GPUs of their own, in the steps for which `lends` is set.
     """
@@ -50,11 +50,11 @@ class WeightSync:
         rewards: RewardServers | None = None,
         lent: ReplicaSet[RolloutWorker] | None = None,
         lent_transfer: WeightTransfer | None = None,
-        is_colocated: bool = False,
+        is_offloaded: bool = False,
     ) -> None:
         self._actor, self.servers, self._agents, self._rewards = actor, servers, agents, rewards
         self._transfer = transfer
-        self._is_colocated = is_colocated
+        self._is_offloaded = is_offloaded
         self._lent, self._lent_transfer = lent, lent_transfer
         self.lent_in_use: tuple[ServerAddress, ...] = ()
         """Addresses of the lent replicas, while they generate."""
@@ -64,13 +64,13 @@ class WeightSync:
         """Addresses by member of the replicas that the agents generate on."""
 
     def yield_memory(self) -> None:
-        """Put servers to sleep and onload the actor, where they share GPUs; does nothing otherwise."""
+        """Put servers to sleep and onload the actor, where they have memory in turn; does nothing otherwise."""
         if self._lent is not None and self.lent_in_use:
             self.lent_in_use = ()
             self._agents.use_servers([*self.in_use.values()])  # what is in flight goes on there
             _on_all(self._lent, RolloutWorker.sleep)
             self._actor.onload()
-        if self._is_colocated:
+        if self._is_offloaded:
             _on_all(self.servers, RolloutWorker.sleep)
             if self._rewards is not None:
                 self._rewards.sleep()
@@ -85,7 +85,7 @@ class WeightSync:
         if self.lends:
             assert self._lent is not None, "it is set where there are some"
             return self._sync_and_yield(version, self._lent)
-        if not self._is_colocated:
+        if not self._is_offloaded:
             return self._sync(version)
         report = self._sync_and_yield(version, self.servers)
         if self._rewards is not None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from rl_trainer.errors import ConfigError
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.planning.placement import pools_of
+from rl_trainer.planning.memory import fits_at_once
+from rl_trainer.planning.placement import is_offloaded, pools_of
 from rl_trainer.runtime.network import SHARED_MEMORY, scheme_of
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
 
 _IPC = "cuda-ipc"
-"""The transport between processes that share a GPU: nothing is copied to the host."""
+"""The transport between ends that share a GPU: nothing is copied to the host."""
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -27,12 +28,16 @@ def settle(config: Config) -> Config:
 
     - `rollout.colocated`: servers share the engine's GPUs where the roles ask for more GPUs than there are, and where
       they can have them in turn.
-    - `weights_transport`: `cuda-ipc` between two processes that share a GPU of this machine, else `shm`.
+    - `rollout.sleep`: not where this machine's GPUs have room for both.
+    - `weights_transport`: `cuda-ipc` between engine and server that share a GPU of this machine, else `shm`.
     """
     if config.rollout.colocated is None:
         wanted, there = sum(gpu_pools(config, colocated=False).values()), count_gpus(config)
         is_shared = 0 < there < wanted and why_apart(config, there) is None
         config = replace(config, rollout=replace(config.rollout, colocated=is_shared))
+    if config.rollout.colocated and config.rollout.sleep is None:
+        gib = None if "RAY_ADDRESS" in os.environ else gpu_gib()
+        config = replace(config, rollout=replace(config.rollout, sleep=not fits_at_once(config, gib)))
     if config.weights_transport is None:
         config = replace(config, weights_transport=_IPC if _can_share_memory(config) else SHARED_MEMORY)
     return config
@@ -110,13 +115,12 @@ def _gpus_of_cluster(address: str) -> int:
 
 
 def _can_share_memory(config: Config) -> bool:
-    """Whether engine and server are two processes on one GPU of this machine, whose allocator can export memory."""
+    """Whether engine and server are on one GPU of this machine, whose allocator can export memory."""
     settings = "".join(os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS).replace(" ", "").lower()
     return (
         bool(config.rollout.colocated)
         and config.rollout.parallel.num_ranks == 1  # the others' ranks compute on other GPUs than the sender's
-        and config.runtime == "ray"
-        and "RAY_ADDRESS" not in os.environ
+        and (config.runtime == "inline" or "RAY_ADDRESS" not in os.environ)
         and local_gpus() > 0
         and "expandable_segments:true" not in settings
     )
@@ -130,14 +134,13 @@ def check_ipc(config: Config) -> None:
     """
     ranks = config.rollout.parallel.num_ranks
     for is_so, why in (
-        (config.runtime == "inline", "runtime=inline is one process"),
         (count_gpus(config) == 0, "there is no GPU here"),
         (not config.rollout.colocated, "the servers have GPUs of their own (rollout.colocated)"),
         (ranks > 1, f"a replica of {ranks} GPUs computes on others than the sender's"),
     ):
         if scheme_of(config.weights_transport) == _IPC and is_so:
             raise ConfigError(
-                f"weights_transport={config.weights_transport} is for two processes that share a GPU, and {why}; leave "
+                f"weights_transport={config.weights_transport} is for engine and server on one GPU, and {why}; leave "
                 "it out"
             )
 
@@ -149,5 +152,6 @@ def gpu_facts(config: Config) -> list[tuple[str, str]]:
         return []
     roles = named(gpu_pools(config, colocated=False))
     if config.rollout.colocated:
-        return [("GPUs", f"{there} for {roles}: colocated, in turn; who waits keeps its memory on the host")]
+        how = "in turn; who waits keeps its memory on the host" if is_offloaded(config) else "both in its memory"
+        return [("GPUs", f"{there} for {roles}: colocated, {how}")]
     return [("GPUs", f"{there} for {roles}: each its own" if config.runtime == "ray" else f"1 for {roles}")]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.errors import PlanError
-from rl_trainer.planning.placement import has, home_of, lends_engine
+from rl_trainer.planning.placement import has, home_of, is_offloaded, lends_engine
 from rl_trainer.planning.plan import engine_of, longest_sequence, model_config, pool_size, teacher_folders
 
 if TYPE_CHECKING:
@@ -56,12 +56,16 @@ class MemoryPlan:
     host: Mapping[str, float]
     """GiB of an engine rank that the policy keeps in the memory of the host."""
     is_colocated: bool = False
-    """Whether engine and server have the same GPU in turn."""
+    """Whether engine and server have the same GPU."""
+    is_offloaded: bool = True
+    """Whether they have its memory in turn then."""
 
     def fullest(self) -> tuple[str, float]:
         """Peak phase of a step, or the name of another pool, and the GiB that a GPU holds in it."""
         phases = {"training": sum(self.engine.values()), "generation": sum(self.server.values())}
-        if self.is_colocated:  # the engine sends from the GPU what the server takes there
+        if self.is_colocated and not self.is_offloaded:
+            phases = {"training": sum(phases.values())}
+        elif self.is_colocated:  # the engine sends from the GPU what the server takes there
             phases["weight sync"] = (
                 self.engine.get("weights", 0.0) + self.engine.get("adapter", 0.0) + self.server["weights"]
             )
@@ -125,9 +129,15 @@ def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int
         "weights": _BYTES.get(config.rollout.dtype, precision) * each / _GIB,
         "keys and values": per_token * longest_sequence(config)[0] / served / _GIB,
     }
-    is_colocated = bool(config.rollout.colocated) or lends_engine(config)
+    lends = lends_engine(config)
     return MemoryPlan(
-        num_parameters=count, engine=parts, server=server, others=others, host=host, is_colocated=is_colocated
+        num_parameters=count,
+        engine=parts,
+        server=server,
+        others=others,
+        host=host,
+        is_colocated=bool(config.rollout.colocated) or lends,
+        is_offloaded=is_offloaded(config) or lends,
     )
 
 
@@ -279,6 +289,24 @@ def memory_facts(config: Config, gib: float | None = None, *, there: float | Non
     phase, most = plan.fullest()
     verdict = "" if there is None else f" of {there:.1f}: it fits" if most <= there else f" of {there:.1f}: too much"
     return [*plan.lines(), ("a GPU at its fullest", f"{most:.1f} GiB ({phase}){verdict}")]
+
+
+def fits_at_once(config: Config, gib: float | None) -> bool:
+    """Whether a GPU of so many GiB has room for engine and embedded server at once, with a fifth to spare.
+
+    The server's cache has what all sequences of a step need, or the half of a GPU that it takes at most.
+    """
+    if gib is None or config.rollout.backend != "embedded" or config.model.path is None:
+        return False
+    try:
+        folder = Path(config.model.path)
+        plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
+    except (KeyError, OSError):
+        return False
+    rollout, batch = config.rollout, config.batch
+    rows = min(rollout.max_num_seqs, math.ceil(batch.batch_size * batch.group_size / rollout.num_replicas))
+    cache = rollout.kv_cache_bytes / _GIB or min(gib / 2, rows * plan.server["keys and values"])
+    return sum(plan.engine.values()) + plan.server["weights"] + cache <= 0.8 * gib
 
 
 def memory_of_pools(config: Config) -> dict[str, dict[str, float]]:

@@ -92,10 +92,15 @@ def lends_engine(config: Config) -> bool:
     return config.rollout.elastic is not None and config.rollout.elastic.lend
 
 
+def is_offloaded(config: Config) -> bool:
+    """Whether engine and colocated servers give each other their memory."""
+    return bool(config.rollout.colocated) and config.rollout.sleep is not False
+
+
 def is_in_turn(config: Config, role: str) -> bool:
-    """Whether a role has its GPU in turn with servers; reward models not with lent ones: they are asked all along."""
+    """Whether a role has memory in turn with servers; reward models not with lent ones: they are asked all along."""
     lends = lends_engine(config) and role != "reward"
-    return (bool(config.rollout.colocated) or lends) and home_of(config, role) == ENGINE_POOL
+    return (is_offloaded(config) or lends) and home_of(config, role) == ENGINE_POOL
 
 
 def _size(config: Config, pool: str, roles: list[str]) -> int:

@@ -31,7 +31,7 @@ from rl_trainer.equivalents import hint
 from rl_trainer.errors import ConfigError, InputError
 from rl_trainer.planning.environments import asked_beside, check_engine, check_environment, gives_shards, role_python
 from rl_trainer.planning.gpus import check_ipc
-from rl_trainer.planning.placement import has
+from rl_trainer.planning.placement import has, is_offloaded
 from rl_trainer.planning.plan import (
     actor_config,
     candidates_of,
@@ -343,7 +343,7 @@ _NEEDS = (
         "other options, or another backend",
     ),
     _Need(
-        asks=lambda config: bool(config.rollout.colocated),
+        asks=is_offloaded,
         is_met=lambda can: 2 in can.sleep_levels,
         sentence="cannot give the memory of its weights back with these rollout.options, which rollout.colocated=true "
         "needs; have its options turn sleeping on (vllm: --enable-sleep-mode among args), or set colocated=false",

@@ -18,7 +18,7 @@ from rl_trainer.data.datasets import check_data
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.elastic import create_policy as create_elastic
 from rl_trainer.pipeline.staleness import Schedule, create_schedule
-from rl_trainer.planning.placement import check_placement
+from rl_trainer.planning.placement import check_placement, is_offloaded
 from rl_trainer.planning.plan import BatchPlan, has_old_pass, has_reference, update_barrier
 from rl_trainer.rewards.scorer import check_rule
 
@@ -343,7 +343,7 @@ def _check_layout(config: Config) -> None:
     if config.rollout.elastic is not None:
         _check_elastic(config, config.rollout.elastic, schedule)
     lora = config.engine.lora
-    if lora is not None and lora.export == LoraExport.ADAPTER and config.rollout.colocated:
+    if lora is not None and lora.export == LoraExport.ADAPTER and is_offloaded(config):
         raise PlanError(
             "engine.lora.export=adapter sends the adapter alone, and rollout.colocated=true gives the memory of the "
             "other weights back; leave the export out, or the servers apart"
