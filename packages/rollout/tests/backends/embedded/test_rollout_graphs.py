@@ -122,11 +122,34 @@ def test_tokens_are_drawn_within_the_graph_as_they_are_without(qwen3_folder):
         assert captures.num_replayed > 10
 
 
+def stopping(want):
+    """The greedy requests, each with a token of its completion that ends it, somewhere in a chain of replays."""
+    for i, prompt in enumerate(PROMPTS):
+        params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True, stop_token_ids=(want[str(i)][3 * i],))
+        yield GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling_params=params), 0
+
+
+@pytest.mark.parametrize("most", [1, 3, 64])
+def test_rows_that_end_within_a_chain_of_replays_leave_what_was_theirs(qwen3_folder, monkeypatch, most):
+    """What was drawn after the end is nobody's, and blocks that come free hold what those who take them wrote."""
+    other = plain(qwen3_folder)
+    want = run(other)
+    stopped = outputs(other, stopping(want))
+    monkeypatch.setattr("rl_rollout.backends.embedded.engine.MOST_REPLAYS", most)
+    engine, captures = replaying(qwen3_folder, max_num_seqs=5)
+    for _ in range(2):
+        assert outputs(engine, stopping(want)) == stopped
+        assert run(engine) == want
+        assert engine.scheduler.pool.num_free == engine.scheduler.pool.limit
+    assert not engine.scheduler.running
+    assert captures.num_captured < 12
+
+
 def test_graphs_outlive_a_sleep_and_new_weights_in_their_place(qwen3_folder):
     engine, captures = replaying(qwen3_folder)
     want, before = run(engine), captures.num_captured
     engine.submit(requests())
-    for _ in range(6):
+    for _ in range(3):
         engine.step()
     engine.drop_cache()  # level 1: all of the cache leaves, and what is in flight is computed anew
     memory = engine.cache._memory[1]

@@ -422,7 +422,7 @@ class RolloutSection(ServerConfig):
     than the roles ask for."""
     sleep: bool | None = None
     """Colocated servers give their memory back while the engine trains, and it gives its back while they generate.
-    None: where a GPU has no room for both at once, or where that is not known (servers of other libraries, a cluster)."""
+    None: where a GPU has no room for both at once, or that is not known (servers of other libraries, a cluster)."""
     elastic: ElasticSection | None = None
     """Add and take away replicas by a policy; None: as many as num_replicas says, or `replicas.json` in output_dir."""
     temperature: Annotated[float, Field(gt=0)] = 1.0

@@ -22,7 +22,7 @@ from rl_rollout.backends.embedded.block_manager import BlockPool
 from rl_rollout.backends.embedded.kv_cache import KVCache
 from rl_rollout.backends.embedded.model.attention import PagedBatch
 from rl_rollout.backends.embedded.model.cpu_decoder import MOST_STEPS, Drawn, generate
-from rl_rollout.backends.embedded.model.cuda_graphs import DecodeGraphs
+from rl_rollout.backends.embedded.model.cuda_graphs import MOST_REPLAYS, DecodeGraphs
 from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, device_memory, kept
 from rl_rollout.backends.embedded.model.sampler import cut, stream_seed
 from rl_rollout.backends.embedded.output_processor import new_chunks, note_tokens
@@ -319,9 +319,13 @@ class Engine:
         self._admit()
         if not (self.scheduler.running or self.scheduler.waiting):
             return
-        native = None if self._special.truncating or self._special.reading else self.model.fused
+        is_plain = not (self._special.truncating or self._special.reading)
+        native = self.model.fused if is_plain else None
+        most_steps = 1 if native is None else MOST_STEPS
+        if native is None and is_plain and self.graphs is not None and not self._special.adapted:
+            most_steps = MOST_REPLAYS
         is_each_told = any(sequence.told_every == 1 for sequence in self._special.streaming)
-        plan = self.scheduler.plan(self._tokens_of, 1 if native is None or is_each_told else MOST_STEPS)
+        plan = self.scheduler.plan(self._tokens_of, 1 if is_each_told else most_steps)
         self.table.flush_blocks()
         self.cache.resize(self.scheduler.pool.capacity + self._num_spare)
         if native is None or not plan.steps:
@@ -392,15 +396,19 @@ class Engine:
             self._draw(drawn, torch.from_numpy(drawn).to(single.device) if others else single, logits[: len(drawn)])
 
     def _replay(self, plan: Plan) -> None:
-        """Step of decode tokens alone, by a CUDA graph that samples too."""
+        """Steps of decode tokens alone, by a CUDA graph that samples too; as many as no row is full before."""
         table, rows = self.table, plan.rows
         assert self.graphs is not None
-        table.reserve(0, int(table.lengths_host[rows].max()) + 1, 1)
-        told = self.graphs.draw(rows, int(table.num_blocks[rows].max()), self.weight_version)
+        steps = max(1, min(plan.steps, int((table.limits[rows] - table.lengths_host[rows]).min())))
+        table.reserve(0, int(table.lengths_host[rows].max()) + steps, 1)
+        ids, logprobs = self.graphs.draw(rows, int(table.num_blocks[rows].max()), self.weight_version, steps)
         self.cache.copy(plan.copies)
-        table.computed[rows] += 1
-        table.lengths_host[rows] += 1
-        self._settle(rows, told)
+        is_last = (ids[..., None] == table.stop_ids[rows]).any(-1) | ~np.isfinite(logprobs)
+        counts = np.where(is_last.any(0), is_last.argmax(0) + 1, steps)
+        table.computed[rows] += counts
+        table.lengths_host[rows] += counts
+        newest = counts - 1, np.arange(len(rows))
+        self._settle(rows, Drawn(ids=ids[newest], logprobs=logprobs[newest]))
 
     def _note_computed(self, chunk: Chunk) -> None:
         sequence = chunk.sequence

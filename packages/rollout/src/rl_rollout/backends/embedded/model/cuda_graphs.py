@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rl_csrc import paged, sampling
 from rl_rollout.backends.embedded.model.attention import PagedBatch
-from rl_rollout.backends.embedded.model.cpu_decoder import Drawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +30,11 @@ if TYPE_CHECKING:
 KERNEL_COLUMNS = 16
 """Fewest block-table columns of a graph whose attention is a kernel: it reads no more blocks than a row has, so a
 generous size costs nothing, and few sizes mean few captures."""
+
+
+MOST_REPLAYS = 8
+"""Most replays that the host launches before it waits for their tokens: while it prepares the next ones the GPU idles,
+for a quarter of a step's time on an H200. A row that stops meanwhile draws tokens that nobody reads."""
 
 
 def round_up(count: int) -> int:
@@ -120,19 +124,24 @@ class DecodeGraphs:
         self._replays.clear()
         self._capture = self._new_capture(self._model.device)
 
-    def draw(self, rows: np.ndarray, num_columns: int, version: int) -> Drawn:
-        """Sample the next token of each row, and write everything but `lengths_host` into the batch state.
+    def draw(self, rows: np.ndarray, num_columns: int, version: int, steps: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Sample the next tokens of each row, and write everything but `lengths_host` into the batch state.
 
         Args:
-            rows: Distinct row numbers, int64 [B].
+            rows: Distinct row numbers, int64 [B], which hold the blocks of all steps.
             num_columns: Columns of the block table that any of them uses, at most.
             version: Weight version to note for the new tokens.
+            steps: Tokens of each row. What follows a stop token is not held back.
+
+        Returns:
+            Token ids, int64 [steps, B], and log-probs, float32 [steps, B].
         """
         if version != self._version_now:
             self._version.fill_(version)
             self._version_now = version
-        told = self._replay(rows, num_columns, draws=True)[:, : len(rows)].cpu().numpy()  # here the host waits
-        return Drawn(ids=told[0].astype(np.int64), logprobs=told[1].astype(np.float32))
+        told = [self._replay(rows, num_columns, draws=True)[:, : len(rows)].clone() for _ in range(steps)]
+        drawn = torch.stack(told).cpu().numpy()  # here the host waits
+        return drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32)
 
     def logits(self, rows: np.ndarray, num_columns: int) -> Tensor:
         """Logits [B, V] float32 of the next token of each row; the batch state is not changed."""
