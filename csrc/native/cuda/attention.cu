@@ -10,11 +10,24 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kSplit = 256;   // positions of one block
-constexpr int kUnroll = 4;    // positions that are under way at a time, for each group of lanes
+constexpr int kUnroll = 4;    // vectors that are under way at a time, for each lane
 
 __device__ __forceinline__ int64_t slot_of(const rl_device_attention& a, int64_t row, int64_t position) {
   const int64_t page = a.page_shift >= 0 ? position >> a.page_shift : position / a.page_size;
   return a.block_tables[row * a.table_columns + page] * a.page_size + (position - page * a.page_size);
+}
+
+// Slots of N positions from `first` on, a multiple of N, of which those from begin to end are wanted: one look into the block table
+// where pages are not smaller.
+template <int N>
+__device__ __forceinline__ void slots_of(const rl_device_attention& a, int64_t row, int64_t first, int64_t begin, int64_t end, int64_t (&slots)[N]) {
+  const bool is_one = a.page_shift >= 0 && (1 << a.page_shift) >= N;
+  const int64_t start = is_one && first < end ? slot_of(a, row, first) : 0;
+#pragma unroll
+  for (int u = 0; u < N; ++u) {
+    const bool is_there = first + u >= begin && first + u < end;
+    slots[u] = !is_there ? -1 : is_one ? start + u : slot_of(a, row, first + u);
+  }
 }
 
 // A block for each token: its key and value into their page.
@@ -42,7 +55,7 @@ struct Seen {
 // LANES side by side hold a key of VECS * LANES vectors at most; G query heads at a time.
 template <typename T, int LANES, int VECS, int G>
 __global__ void __launch_bounds__(kThreads) attention_kernel(const rl_device_attention a) {
-  constexpr int kPer = Element<T>::kPerVec, kSubs = kThreads / LANES, kNumbers = VECS * kPer;
+  constexpr int kPer = Element<T>::kPerVec, kSubs = kThreads / LANES, kNumbers = VECS * kPer, kKeys = kUnroll / VECS;
   __shared__ float maxima[kSubs][G], sums[kSubs][G];
   __shared__ float totals[G][kSubs][LANES * kNumbers];
   const int split = int(blockIdx.x % a.splits);
@@ -74,25 +87,24 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const rl_device_att
       }
     }
   }
-  for (int64_t base = begin; base < end; base += kSubs * kUnroll) {  // the same for all threads: they meet in shuffles
-    uint4 keys[kUnroll][VECS], values[kUnroll][VECS];
-    bool is_there[kUnroll];
+  for (int64_t base = begin - begin % kKeys; base < end; base += kSubs * kKeys) {  // the same for all threads: they meet in shuffles
+    uint4 keys[kKeys][VECS], values[kKeys][VECS];
+    int64_t slots[kKeys];
+    slots_of(a, row, base + sub * kKeys, begin, end, slots);
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t position = base + sub * kUnroll + u;
-      is_there[u] = position < end;
-      const int64_t at = is_there[u] ? (slot_of(a, row, position) * a.kv_heads + kv) * vectors : 0;
+    for (int u = 0; u < kKeys; ++u) {
+      const int64_t at = (slots[u] * a.kv_heads + kv) * vectors;
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
         const int vec = v * LANES + lane;
-        const bool reads = is_there[u] && vec < vectors;
+        const bool reads = slots[u] >= 0 && vec < vectors;
         keys[u][v] = reads ? load_stream(static_cast<const uint4*>(a.key_cache) + at + vec) : make_uint4(0, 0, 0, 0);
         values[u][v] = reads ? load_stream(static_cast<const uint4*>(a.value_cache) + at + vec) : make_uint4(0, 0, 0, 0);
       }
     }
-    float scores[kUnroll][G];
+    float scores[kKeys][G];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kKeys; ++u) {
 #pragma unroll
       for (int g = 0; g < G; ++g) scores[u][g] = 0.f;
 #pragma unroll
@@ -110,14 +122,14 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const rl_device_att
 #pragma unroll
         for (int step = LANES / 2; step > 0; step >>= 1) scores[u][g] += __shfl_xor_sync(kFull, scores[u][g], step);
         if (a.softcap > 0.f) scores[u][g] = tanhf(scores[u][g] / a.softcap) * a.softcap * kLog2e;
-        if (!is_there[u]) scores[u][g] = -INFINITY;
+        if (slots[u] < 0) scores[u][g] = -INFINITY;
       }
     }
 #pragma unroll
     for (int g = 0; g < G; ++g) {
       float top = largest[g];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) top = max_nan(top, scores[u][g]);
+      for (int u = 0; u < kKeys; ++u) top = max_nan(top, scores[u][g]);
       if (top == -INFINITY) top = 0.f;  // nothing yet: the sums are 0, and so are the weights below
       const float kept = exp2_fast(largest[g] - top);
       largest[g] = top;
@@ -125,13 +137,13 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const rl_device_att
 #pragma unroll
       for (int i = 0; i < kNumbers; ++i) total[g][i] *= kept;
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
+      for (int u = 0; u < kKeys; ++u) {
         scores[u][g] = exp2_fast(scores[u][g] - top);
         sum[g] += scores[u][g];
       }
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kKeys; ++u) {
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
         float value[kPer];
@@ -234,7 +246,8 @@ extern "C" int rl_cuda_paged_attention(const rl_device_attention* attention, voi
   return by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     const int status = bytes <= 128   ? attend_heads<T, 8, 1>(a, stream)
-                       : bytes <= 256 ? attend_heads<T, 16, 1>(a, stream)
+                       : bytes <= 256 && a.heads / a.kv_heads > 2 ? attend_heads<T, 16, 1>(a, stream)
+                       : bytes <= 256 ? attend_heads<T, 8, 2>(a, stream)
                        : bytes <= 512 ? attend_heads<T, 32, 1>(a, stream)
                                       : attend_heads<T, 32, 2>(a, stream);
     if (status || a.splits == 1) return status;

@@ -46,11 +46,12 @@ def main(run: Run) -> None:
             f"batch.group_size={GROUP}", f"rollout.max_new_tokens={new_tokens}",
             f"rollout.max_model_len={PROMPT_TOKENS + new_tokens}", "algorithm.kl_coef=0",
             "algorithm.old_logprobs=rollout", "engine.activation_checkpointing=false",
+            f"engine.max_tokens_per_gpu={PROMPTS * GROUP * (PROMPT_TOKENS + new_tokens)}",
         ]  # fmt: skip
         command = [sys.executable, "-m", "rl_trainer.cli", "gsm8k", *overrides]
         limits = bounds(new_tokens) if has_gpu else {}
         with Watched() as watched:
-            subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
+            subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=sys.stderr)
         lines = (out / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines][1 + WARM_UP :]
     run.record(

@@ -116,6 +116,8 @@ def test_colocated_parts_keep_their_memory_where_there_is_room_for_both(
     monkeypatch.setattr(gpus, "gpu_gib", lambda: gib)
     config = settle(load_config("gsm8k", [f"model.path={tmp_path}", *overrides]))
     assert config.rollout.sleep is sleeps
+    if sleeps is False and not overrides:  # the rows of a step at most, or a quarter of the GPU
+        assert config.rollout.kv_cache_bytes == pytest.approx(gib / 4 * 2**30)
     if config.rollout.colocated:
         assert is_offloaded(config) is sleeps
         assert is_in_turn(config, "reference") is sleeps

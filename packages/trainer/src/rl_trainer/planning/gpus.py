@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rl_trainer.errors import ConfigError
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.planning.memory import fits_at_once
+from rl_trainer.planning.memory import cache_beside_engine
 from rl_trainer.planning.placement import is_offloaded, pools_of
 from rl_trainer.runtime.network import SHARED_MEMORY, scheme_of
 
@@ -28,7 +28,7 @@ def settle(config: Config) -> Config:
 
     - `rollout.colocated`: servers share the engine's GPUs where the roles ask for more GPUs than there are, and where
       they can have them in turn.
-    - `rollout.sleep`: not where this machine's GPUs have room for both.
+    - `rollout.sleep`: not where this machine's GPUs have room for both; `rollout.kv_cache_bytes` is the server's then.
     - `weights_transport`: `cuda-ipc` between engine and server that share a GPU of this machine, else `shm`.
     """
     if config.rollout.colocated is None:
@@ -36,8 +36,9 @@ def settle(config: Config) -> Config:
         is_shared = 0 < there < wanted and why_apart(config, there) is None
         config = replace(config, rollout=replace(config.rollout, colocated=is_shared))
     if config.rollout.colocated and config.rollout.sleep is None:
-        gib = None if "RAY_ADDRESS" in os.environ else gpu_gib()
-        config = replace(config, rollout=replace(config.rollout, sleep=not fits_at_once(config, gib)))
+        cache = cache_beside_engine(config, None if "RAY_ADDRESS" in os.environ else gpu_gib())
+        kept = {"sleep": True} if cache is None else {"sleep": False, "kv_cache_bytes": cache}
+        config = replace(config, rollout=replace(config.rollout, **kept))
     if config.weights_transport is None:
         config = replace(config, weights_transport=_IPC if _can_share_memory(config) else SHARED_MEMORY)
     return config

@@ -291,22 +291,24 @@ def memory_facts(config: Config, gib: float | None = None, *, there: float | Non
     return [*plan.lines(), ("a GPU at its fullest", f"{most:.1f} GiB ({phase}){verdict}")]
 
 
-def fits_at_once(config: Config, gib: float | None) -> bool:
-    """Whether a GPU of so many GiB has room for engine and embedded server at once, with a fifth to spare.
+def cache_beside_engine(config: Config, gib: float | None) -> int | None:
+    """Bytes of keys and values for which a GPU of so many GiB has room beside the engine, with a fifth to spare.
 
-    The server's cache has what all sequences of a step need, or the half of a GPU that it takes at most.
+    What `rollout.kv_cache_bytes` says; else what all sequences of a step can need, or a quarter of the GPU. None: there
+    is no room for server and engine at once, or that is not known (servers of other libraries take a share of a GPU).
     """
     if gib is None or config.rollout.backend != "embedded" or config.model.path is None:
-        return False
+        return None
     try:
         folder = Path(config.model.path)
         plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
     except (KeyError, OSError):
-        return False
+        return None
     rollout, batch = config.rollout, config.batch
     rows = min(rollout.max_num_seqs, math.ceil(batch.batch_size * batch.group_size / rollout.num_replicas))
-    cache = rollout.kv_cache_bytes / _GIB or min(gib / 2, rows * plan.server["keys and values"])
-    return sum(plan.engine.values()) + plan.server["weights"] + cache <= 0.8 * gib
+    cache = rollout.kv_cache_bytes / _GIB or min(gib / 4, 1.1 * rows * plan.server["keys and values"])
+    fits = sum(plan.engine.values()) + plan.server["weights"] + cache <= 0.8 * gib
+    return round(cache * _GIB) if fits else None
 
 
 def memory_of_pools(config: Config) -> dict[str, dict[str, float]]:
