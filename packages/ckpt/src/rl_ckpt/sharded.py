@@ -666,6 +666,8 @@ def _parse(name: str) -> tuple[str, Box]:
 
 
 def _cut(tensor: Tensor, spec: ShardSpec, box: Box) -> Tensor:
+    if all(end - first == size for (first, end), size in zip(box, spec.sizes, strict=True)):
+        return tensor.detach()
     local = tuple(slice(first - start, end - start) for (first, end), start in zip(box, spec.offsets, strict=True))
     return tensor.detach()[local]
 

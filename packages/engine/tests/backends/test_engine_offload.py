@@ -383,7 +383,7 @@ def test_offload_empties_the_gpu_and_modes_bring_everything_back(tmp_path, backe
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_offload_gives_the_driver_all_but_a_context(tmp_path, backend):
-    """As `cudaMemGetInfo` of any process tells it."""
+    """As `cudaMemGetInfo` of any process tells it; megatron's two communicators of one rank, of NCCL, stay."""
     torch.zeros(1, device="cuda")
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
@@ -392,7 +392,8 @@ def test_offload_gives_the_driver_all_but_a_context(tmp_path, backend):
     engine.optimizer_step()
     engine.optimizer_zero_grad()
     engine.to("cpu")
-    assert free - torch.cuda.mem_get_info()[0] < 256 << 20  # the libraries' workspaces
+    kept = 256 << 20 if backend != "megatron" else 1 << 30  # the libraries' workspaces
+    assert free - torch.cuda.mem_get_info()[0] < kept
     assert torch.cuda.memory_reserved() <= 64 << 20  # cuBLAS's workspaces, of two streams on Hopper
     engine.close()
 
@@ -427,7 +428,8 @@ OFFLOADED = """
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_offload_leaves_another_process_all_but_a_gibibyte(tmp_path, backend):
-    """By `cudaMemGetInfo` of this process: what the other keeps are its context and the libraries' workspaces."""
+    """By `cudaMemGetInfo` of this process: what the other keeps are its context and the libraries' workspaces, and with
+    megatron two communicators of NCCL, 0.4 GiB each on an H200."""
     torch.zeros(1, device="cuda")
     free = torch.cuda.mem_get_info()[0]
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(OFFLOADED), backend, str(tmp_path)]
@@ -441,7 +443,7 @@ def test_an_offload_leaves_another_process_all_but_a_gibibyte(tmp_path, backend)
         other.stdin.write("\n")
         other.stdin.flush()
         assert reaches("offloaded")
-        assert free - torch.cuda.mem_get_info()[0] <= 1 << 30
+        assert free - torch.cuda.mem_get_info()[0] <= (2 << 30 if backend == "megatron" else 1 << 30)
         other.stdin.write("\n")
         other.stdin.flush()
         assert other.wait(60) == 0

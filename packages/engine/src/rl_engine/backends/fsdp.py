@@ -113,6 +113,8 @@ def check_fit(config: EngineConfig, world_size: int) -> str | None:
         raise ConfigError(f"parallel.ep is {ep} and lora is set; peft's adapters want all experts on every rank.")
     model = hf_folder.empty_model(config.model_path, dtype=parameter_dtype(config), head=config.head)
     scorer, _ = _scorer_of(model, config)
+    if config.fp8 != Fp8.OFF:
+        _to_float8(scorer.model, config.fp8)
     check_candidates(config.num_candidates, scorer.config.vocab_size)
     if ep > 1:
         check_experts(model, ep, world_size // config.parallel.dp_replicate // ep)
@@ -135,6 +137,8 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer,
             scorer.head = find_linear_head(scorer.model)
         told = world.exchange(None if scorer.head is None else asdict(scorer.head))[0]
         scorer.head = None if told is None else LinearHead(**told)
+    if config.fp8 != Fp8.OFF:  # after the head was looked for on a CPU, which has no such products by rows
+        _to_float8(scorer.model, config.fp8)
     source: dict[str, Tensor] = dict(scorer.named_parameters()) if has_whole and world.size > 1 else {}
     if config.torch_compile:
         compile_layers(scorer, world.device)
@@ -166,8 +170,6 @@ def _scorer_of(
         ConfigError: a setting that the model does not allow.
     """
     peft = None if config.lora is None else lora.add_adapter(model, config.lora, config.seed, config.head)
-    if config.fp8 != Fp8.OFF:
-        _to_float8(model, config.fp8)
     if config.activation_checkpointing:
         _recompute_layers(model)
     if config.head == Head.LM:

@@ -437,7 +437,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local_shards(
-    named: Mapping[str, Tensor], convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    named: Mapping[str, Tensor],
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+    known: dict[str, ShardSpec] | None = None,
 ) -> Iterator[tuple[ShardSpec, Tensor]]:
     """Shards of this rank of every tensor in `named`; nothing is communicated.
 
@@ -445,11 +447,18 @@ def local_shards(
         named: The model's tensors, sharded ones as DTensors.
         convert: From one tensor of the model to those of the folder that it is made of. A tensor that is several, such
             as all experts of a layer, takes twice its whole size for a moment.
+        known: Specs that were found before, by name: of a model that is sharded as it was. Those found now are added.
     """
+    known = {} if known is None else known
     for name, tensor in named.items():
-        local, (offsets, sizes) = local_part(tensor), box_of(tensor)
+        local = local_part(tensor)
+        if name in known:
+            yield known[name], local
+            continue
+        offsets, sizes = box_of(tensor)
         if list(convert({name: torch.empty(tensor.shape, device="meta")})) == [name]:
-            yield ShardSpec(name=name, shape=tuple(tensor.shape), offsets=offsets, sizes=sizes), local
+            known[name] = ShardSpec(name=name, shape=tuple(tensor.shape), offsets=offsets, sizes=sizes)
+            yield known[name], local
             continue
         part = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         whole = local.new_zeros(tensor.shape)

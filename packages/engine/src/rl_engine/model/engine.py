@@ -133,6 +133,8 @@ class ModuleEngine(Engine):
         self._schedule_step = 0
         self._compute_device = torch.device("cpu")
         self._places: dict[str, torch.device] = {}
+        self._specs: dict[str, ShardSpec] = {}
+        """Of the shards that are tensors of the folder, by name."""
         self._replicas: ModelReplicas | None = None
         self._cost: CostModel | None = None
         self._writer: CheckpointWriter | None = None
@@ -472,7 +474,7 @@ class ModuleEngine(Engine):
 
     def _local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
         scorer = self._built()
-        for spec, part in local_shards(scorer.named_weights(), scorer.to_folder):
+        for spec, part in local_shards(scorer.named_weights(), scorer.to_folder, self._specs):
             yield spec, self._as_exported(part)
 
     def _exports_adapter(self) -> bool:

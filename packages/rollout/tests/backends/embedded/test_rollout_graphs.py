@@ -125,7 +125,9 @@ def test_tokens_are_drawn_within_the_graph_as_they_are_without(qwen3_folder):
 def stopping(want):
     """The greedy requests, each with a token of its completion that ends it, somewhere in a chain of replays."""
     for i, prompt in enumerate(PROMPTS):
-        params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True, stop_token_ids=(want[str(i)][3 * i],))
+        params = SamplingParams(
+            max_new_tokens=60, temperature=0.0, ignore_eos=True, stop_token_ids=(want[str(i)][3 * i],)
+        )
         yield GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling_params=params), 0
 
 
