@@ -277,13 +277,16 @@ def _copies(run: Run) -> None:
 def gpu(run):
     """The rows of `gpu/`, which also run beside an installed rl_csrc alone (`gpu/device.sh bench`)."""
     sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+    from attention import attention
     from head import linear
     from scores import forward, train
     from table import ROWS, VOCAB, Table
     from tokens_and_bytes import copies, deltas, losses
 
     run.parameters(rows=ROWS, vocab=VOCAB, dtype="bfloat16")
-    for group in (losses, copies) if run.quick else (losses, copies, deltas, forward, train, linear):
+    for group in (
+        (losses, copies, attention) if run.quick else (losses, copies, attention, deltas, forward, train, linear)
+    ):
         table = Table()
         group(table)
         table.copy_to(run)

@@ -13,12 +13,21 @@ import subprocess
 from pathlib import Path
 
 import torch
+from attention import attention
 from head import linear, tuning
 from scores import forward, train
 from table import ROWS, VOCAB, Table
 from tokens_and_bytes import copies, deltas, losses
 
-GROUPS = {"deltas": deltas, "forward": forward, "train": train, "linear": linear, "losses": losses, "copies": copies}
+GROUPS = {
+    "attention": attention,
+    "deltas": deltas,
+    "forward": forward,
+    "train": train,
+    "linear": linear,
+    "losses": losses,
+    "copies": copies,
+}
 ON_DEMAND = {"tuning": tuning}
 """Not of a run that names no groups."""
 

@@ -35,7 +35,9 @@ TASK = Path(__file__).with_name("_letters.py")
 def main(run: Run) -> None:
     has_gpu = torch.cuda.is_available()
     new_tokens = MAX_NEW_TOKENS if has_gpu and not run.quick else 32
+    tokens = PROMPTS * GROUP * (PROMPT_TOKENS + new_tokens)  # a micro-batch holds all of a step's
     run.parameters(prompts=PROMPTS, group_size=GROUP, new_tokens=new_tokens, prompt_tokens=PROMPT_TOKENS, steps=STEPS)
+    run.parameters(max_tokens_per_gpu=tokens)
     with tempfile.TemporaryDirectory() as folder:
         model, out = Path(folder) / "model", Path(folder) / "out"
         write_tiny_model(model, **(QWEN3_600M if has_gpu else {}))
@@ -46,7 +48,7 @@ def main(run: Run) -> None:
             f"batch.group_size={GROUP}", f"rollout.max_new_tokens={new_tokens}",
             f"rollout.max_model_len={PROMPT_TOKENS + new_tokens}", "algorithm.kl_coef=0",
             "algorithm.old_logprobs=rollout", "engine.activation_checkpointing=false",
-            f"engine.max_tokens_per_gpu={PROMPTS * GROUP * (PROMPT_TOKENS + new_tokens)}",
+            f"engine.max_tokens_per_gpu={tokens}",
         ]  # fmt: skip
         command = [sys.executable, "-m", "rl_trainer.cli", "gsm8k", *overrides]
         limits = bounds(new_tokens) if has_gpu else {}

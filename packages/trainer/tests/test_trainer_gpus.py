@@ -105,6 +105,7 @@ QWEN3_600M = {
         (24.0, ["rollout.sleep=false"], False),
         (140.0, ["rollout.backend=vllm"], True),  # which takes a share of the GPU, whatever is on it
         (24.0, ["rollout.kv_cache_bytes=1000000000"], False),
+        (140.0, ["reward.parts={liked: {kind: classifier, path: there}}"], True),  # its memory is in no plan
         (140.0, ["rollout.colocated=false"], None),
     ],
 )

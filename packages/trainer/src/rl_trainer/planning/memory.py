@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.errors import PlanError
-from rl_trainer.planning.placement import has, home_of, is_offloaded, lends_engine
+from rl_trainer.planning.placement import has, home_of, is_offloaded, lends_engine, reward_models
 from rl_trainer.planning.plan import engine_of, longest_sequence, model_config, pool_size, teacher_folders
 
 if TYPE_CHECKING:
@@ -295,9 +295,10 @@ def cache_beside_engine(config: Config, gib: float | None) -> int | None:
     """Bytes of keys and values for which a GPU of so many GiB has room beside the engine, with a fifth to spare.
 
     What `rollout.kv_cache_bytes` says; else what all sequences of a step can need, or a quarter of the GPU. None: there
-    is no room for server and engine at once, or that is not known (servers of other libraries take a share of a GPU).
+    is no room for server and engine at once, or that is not known: servers of other libraries take a share of a GPU,
+    and what a reward model takes is in no plan.
     """
-    if gib is None or config.rollout.backend != "embedded" or config.model.path is None:
+    if gib is None or config.rollout.backend != "embedded" or config.model.path is None or reward_models(config):
         return None
     try:
         folder = Path(config.model.path)
