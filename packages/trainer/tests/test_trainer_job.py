@@ -167,11 +167,11 @@ def test_the_optimal_token_baseline_gets_what_it_reads_and_checkpoints_are_writt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["ray", "inline"])
-def test_colocated_servers_have_the_losses_of_split_pools(model, tmp_path, runtime):
-    """Servers that sleep while the engine trains, in its own processes on Ray, and in this one inline."""
+@pytest.mark.parametrize(("runtime", "sleep"), [("ray", "true"), ("ray", "false"), ("inline", "true")])
+def test_colocated_servers_have_the_losses_of_split_pools(model, tmp_path, runtime, sleep):
+    """Servers that sleep while the engine trains, or stay, in its own processes on Ray, and in this one inline."""
     split, colocated = tmp_path / "split", tmp_path / "colocated"
-    for output_dir, overrides in ((split, []), (colocated, ["rollout.colocated=true"])):
+    for output_dir, overrides in ((split, []), (colocated, ["rollout.colocated=true", f"rollout.sleep={sleep}"])):
         process = start(model, output_dir, *LEARNING, *overrides, "steps=3", f"runtime={runtime}")
         assert process.wait(300) == 0, Path(f"{output_dir}.log").read_text()[-3000:]
     assert len(losses(split)) == 3
