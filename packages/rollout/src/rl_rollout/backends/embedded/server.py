@@ -125,9 +125,8 @@ class EmbeddedServer(RolloutServer):
             # cores, those of others in this process, such as a trainer, sleep and wake between any two operations.
             torch.set_num_threads(1)
         model = load_model(self.config)
-        if is_cuda:
-            if model.device.index is not None:
-                torch.cuda.set_device(model.device)  # a property of the thread, and this is the engine's
+        if is_cuda:  # the current device is a property of the thread, and this is the engine's
+            torch.cuda.set_device(torch.empty(0, device=model.device).device)  # its number, which may not be given
         elif not chosen:
             num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
             chosen = choose_num_threads(num_parameters, most, is_fused=model.fused is not None)
