@@ -58,7 +58,7 @@ def machine(tmp_path_factory):
         "PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT / "tests/gpu_machine"),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # most are not there
-        "PYTEST_PLUGINS": "pytest_timeout",
+        "PYTEST_PLUGINS": "pytest_timeout,xdist.plugin",
         "RL_HIDDEN": ",".join(hidden),
         "RL_STUBS": "rl_csrc._cuda",
         "RL_WORK": str(work / "work"),
@@ -80,7 +80,7 @@ def test_every_step_s_command_starts_without_a_gpu_and_without_ray(machine):
     benches = [step for step in steps if step not in {"build", "csrc", "test", "sanitize"}]
     assert f"rows for a GPU: {', '.join(benches)}" in said
     counts = [int(count) for count in re.findall(r"^(\d+)/\d+ tests collected", said, re.MULTILINE)]
-    assert len(counts) == 4  # the packages, rl-csrc, and two sanitizers
+    assert len(counts) == 5  # the packages (side by side, and alone), rl-csrc, and two sanitizers
     assert min(counts) > 5
     assert not list(Path(machine["RL_WORK"]).glob("passed.*"))  # a dry step has not passed
 

@@ -12,7 +12,9 @@ site=$work/site
 python=${PYTHON:-python3}
 markers=$'gpu: a CUDA device\nslow: longer than a second'
 mkdir -p "$out" "$work"
-export PYTHONPATH=$site:${PYTHONPATH:-} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=$site:${PYTHONPATH:-} PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=$work/pycache
+# tests side by side where pytest-xdist is; pytest-benchmark would warn of it, which is an error here
+together=$("$python" -c 'import importlib.util as u; print("-n 5 -p no:benchmark" if u.find_spec("xdist") else "")')
 
 build() {
   if [ -n "${RL_DRY:-}" ]; then return; fi
@@ -42,7 +44,7 @@ build() {
 run_tests() {
   # shellcheck disable=SC2086
   (cd "$root" && "$python" -m pytest -q -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
-    -o markers="$markers" -W error -m gpu --durations=8 ${RL_DRY:+--collect-only} ${RL_TESTS:-$(cd "$root" && find tests -name 'test_csrc_cuda_*.py')}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
+    -o markers="$markers" -W error -m gpu $together --durations=8 ${RL_DRY:+--collect-only} ${RL_TESTS:-$(cd "$root" && find tests -name 'test_csrc_cuda_*.py')}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
 }
 
 overlap() { "$python" "$root/bench/gpu/overlap.py" --json "$out/overlap.json" ${RL_DRY:+--help}; }

@@ -5,7 +5,7 @@
 """
 
 import warnings
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,11 @@ pytestmark = [
 _spec = spec_from_file_location("engine_ranks", Path(__file__).parents[1] / "support" / "engine_ranks.py")
 ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
-BACKENDS = ["fsdp", "megatron", "torchtitan"]
+NEEDS = {
+    name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("megatron", "torchtitan")
+}
+BACKENDS = ["fsdp", *(pytest.param(name, marks=mark) for name, mark in NEEDS.items())]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4}
 SEEDS = (1, 2, 4)
 NEAR = {
@@ -43,11 +47,13 @@ class TestFsdp(OnOneGpu):
     backend = "fsdp"
 
 
+@NEEDS["megatron"]
 class TestMegatron(OnOneGpu):
     backend = "megatron"
     precision = Precision.FLOAT32  # the widest that megatron-core's optimizer takes
 
 
+@NEEDS["torchtitan"]
 class TestTorchtitan(OnOneGpu):
     backend = "torchtitan"
 

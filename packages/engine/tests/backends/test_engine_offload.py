@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -58,6 +59,10 @@ def sizes_of(engine):
 
 BACKENDS = ("fsdp", "megatron", "torchtitan")
 OF_A_CPU = ("fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS[1:]))
+OF_A_GPU = [
+    pytest.param(name, marks=pytest.mark.skipif(name != "fsdp" and find_spec(name) is None, reason="not installed"))
+    for name in BACKENDS
+]
 
 
 @pytest.mark.parametrize("backend", OF_A_CPU)
@@ -323,7 +328,7 @@ def test_offloaded_activations_leave_the_gpu(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_A_GPU)
 def test_an_offloaded_optimizer_leaves_the_gpu_between_steps(tmp_path, backend):
     plain = built(tmp_path, backend)
     want = take_steps(plain)
@@ -359,7 +364,7 @@ def test_cpu_offload_keeps_parameters_gradients_and_moments_off_the_gpu(tmp_path
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_A_GPU)
 def test_offload_empties_the_gpu_and_modes_bring_everything_back(tmp_path, backend):
     engine = built(tmp_path, backend)
     engine.forward_backward_batch(DATA, sft_loss)
@@ -381,7 +386,7 @@ def test_offload_empties_the_gpu_and_modes_bring_everything_back(tmp_path, backe
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_A_GPU)
 def test_offload_gives_the_driver_all_but_a_context(tmp_path, backend):
     """As `cudaMemGetInfo` of any process tells it; megatron's two communicators of one rank, of NCCL, stay."""
     torch.zeros(1, device="cuda")
@@ -426,7 +431,7 @@ OFFLOADED = """
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_A_GPU)
 def test_an_offload_leaves_another_process_all_but_a_gibibyte(tmp_path, backend):
     """By `cudaMemGetInfo` of this process: what the other keeps are its context and the libraries' workspaces, and with
     megatron two communicators of NCCL, 0.4 GiB each on an H200."""

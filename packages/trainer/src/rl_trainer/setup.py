@@ -313,8 +313,8 @@ def create_reference(
         return reference, None
     assert output_dir is not None, "a run whose reference moves has a folder"
     folder, moved = output_dir / ema_reference.FOLDER, cast("ReferenceWorker", reference)
-    is_offloaded = is_in_turn(config, "reference")
-    return reference, EmaReference(actor, moved, ema, folder=folder, start=start, is_offloaded=is_offloaded)
+    waits = is_in_turn(config, "reference")
+    return reference, EmaReference(actor, moved, ema, folder=folder, start=start, is_offloaded=waits)
 
 
 def create_samples(

@@ -45,6 +45,7 @@ from rl_engine.model.hf import (
 )
 from rl_engine.model.logprobs import LinearHead
 from rl_engine.model.moe import check_aux
+from rl_engine.model.norms import fuse_norms
 from rl_engine.types import EngineConfig, Fp8, Head, ModelInit, ParallelConfig, PeftConfig
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ def _scorer_of(
         ConfigError: a setting that the model does not allow.
     """
     peft = None if config.lora is None else lora.add_adapter(model, config.lora, config.seed, config.head)
+    if not config.torch_compile:  # which fuses norms itself
+        fuse_norms(model)
     if config.activation_checkpointing:
         _recompute_layers(model)
     if config.head == Head.LM:
