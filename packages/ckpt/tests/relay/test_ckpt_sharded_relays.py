@@ -3,6 +3,7 @@
 import asyncio
 import math
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from ckpt_ranks import decide
 
 import rl_ckpt
 from rl_ckpt import ShardSpec
-from rl_ckpt.errors import AddressError
+from rl_ckpt.errors import AddressError, SyncAbortedError
+from rl_ckpt.relay.pipe import RelayPipe
 from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, relay_address
 from rl_ckpt.testing import new_name
 
@@ -124,3 +126,17 @@ def test_the_address_of_a_relay_is_refused_where_it_is_none():
             ShardedReceiver([wrong])
     address = relay_address("tcp://host:1?delta=1", "shm://below", 3)
     assert address == "tcp://host:1?delta=1>3>shm://below"
+
+
+def test_what_was_called_off_to_the_receivers_below_is_no_vote():
+    """A thread that was waiting for them goes on then, and must not vote for what they have not got."""
+
+    async def main():
+        pipe, preparing = RelayPipe(SimpleNamespace(version=3)), asyncio.get_running_loop().create_future()
+        preparing.cancel()
+        pipe.set_result(preparing)
+        with pytest.raises(SyncAbortedError, match="version 3 was called off to the receivers below"):
+            pipe.require_votes(0)
+        pipe.close()
+
+    asyncio.run(main())

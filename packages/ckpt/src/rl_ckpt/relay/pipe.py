@@ -10,7 +10,7 @@ import asyncio
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from rl_ckpt.errors import DigestError
+from rl_ckpt.errors import DigestError, SyncAbortedError
 from rl_csrc.ipc import Waker
 
 if TYPE_CHECKING:
@@ -122,10 +122,11 @@ class RelayPipe:
     # ---- the event loop
 
     def set_result(self, preparing: Future[PreparedVersion]) -> None:
-        """Set the outcome of the receivers below."""
+        """Set the outcome of the receivers below; what was called off is no vote."""
         if preparing.cancelled():
-            return
-        self._error = preparing.exception()
+            self._error = SyncAbortedError(f"version {self._unpacker.version} was called off to the receivers below")
+        else:
+            self._error = preparing.exception()
         if self._error is None:
             self.offer = preparing.result()
         self.outcome.wake()
