@@ -91,6 +91,8 @@ class CudaDriver:
         index = torch.cuda.current_device() if device_id is None else _index_of(device_id)
         self._device = torch.device("cuda", index)
         torch.zeros(1, device=self._device)  # creates the context
+        self._own: list[int] = []
+        """Addresses of this process's own memory that is open."""
 
     @property
     def device_id(self) -> str:
@@ -131,6 +133,7 @@ class CudaDriver:
     def open(self, handle: bytes, num_bytes: int) -> Tensor:
         """See `Driver`."""
         if handle in _exported:
+            self._own.append(_exported[handle])
             return torch.as_tensor(_Array(_exported[handle], num_bytes), device=self._device)
         address = ctypes.c_uint64()
         with self._context():
@@ -140,7 +143,8 @@ class CudaDriver:
 
     def close(self, mapped: Tensor) -> None:
         """See `Driver`."""
-        if mapped.data_ptr() in _exported.values():
+        if mapped.data_ptr() in self._own:
+            self._own.remove(mapped.data_ptr())
             return
         with self._context():
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(mapped.data_ptr()))
