@@ -234,6 +234,24 @@ def test_what_it_cannot_honour_is_refused(tmp_path, changes, message):
 
 
 @pytest.mark.filterwarnings(IGNORED)
+@pytest.mark.parametrize("is_away", [False, True])
+def test_gradients_arrive_after_parameters_were_elsewhere(tmp_path, is_away):
+    """torch drops a parameter's accumulator, on which megatron-core listens, where its device changes, as an offload
+    does on a GPU, or its number format, as here."""
+    norms = []
+    for is_moved in (False, True):
+        engine = build(write_tiny_model(tmp_path))
+        engine.forward_backward_batch(BATCH, ranks.sft_loss)
+        if is_moved:
+            for parameter in engine._scorer.model.parameters() if is_away else ():
+                parameter.data = parameter.data.float()
+            engine._optimizer.to(torch.device("cpu"), model=True, optimizer=False, grad=False)
+        engine.forward_backward_batch(BATCH, ranks.sft_loss)
+        norms.append(engine.optimizer_step())
+        engine.close()
+    assert norms[1] == norms[0] > 0
+
+
 def test_an_adapter_on_experts_is_refused(tmp_path):
     ranks.write_model(tmp_path, "v3")
     with pytest.raises(

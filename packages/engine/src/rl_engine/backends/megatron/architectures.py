@@ -27,6 +27,7 @@ _MODEL_TYPES = (
     "gpt_oss",
 )
 _QUICK_GELU = 1.702  # of the sigmoid's argument, in megatron-core's quick_gelu
+_SWIGLU_LIMIT = 7.0  # both are attributes of GPT-OSS's config in newer transformers, and were in its code before
 _WITH_MTP = ("deepseek_v3", "glm4_moe")
 _WITH_SHARED_EXPERTS = ("glm4_moe", "deepseek_v2", "deepseek_v3")
 
@@ -161,7 +162,7 @@ def read_architecture(config: Any, head: Head, *, trains_mtp: bool = False) -> A
         }
     if kind == "gpt_oss":
         ropes = (*ROPE_TYPES, "yarn")
-        more["swiglu_alpha other than 1.702"] = config.swiglu_alpha != _QUICK_GELU
+        more["swiglu_alpha other than 1.702"] = getattr(config, "swiglu_alpha", _QUICK_GELU) != _QUICK_GELU
     check_mapped(
         config, "megatron", _MODEL_TYPES, layers={"full_attention", "sliding_attention"}, ropes=ropes, more=more
     )
@@ -200,7 +201,7 @@ def read_architecture(config: Any, head: Head, *, trains_mtp: bool = False) -> A
         norm_top_k=kind == "gpt_oss"
         or (bool(getattr(config, "norm_topk_prob", False)) and kind != "deepseek_v2"),  # which never scales them
         rope_scale=LlamaRotaryEmbedding(config).attention_scaling,
-        swiglu_limit=config.swiglu_limit if kind == "gpt_oss" else None,
+        swiglu_limit=getattr(config, "swiglu_limit", _SWIGLU_LIMIT) if kind == "gpt_oss" else None,
         windows=_windows(config),
         has_mtp=trains_mtp,
     )

@@ -5,11 +5,13 @@ Legend: `T` tokens fed, `H` hidden, `D` head size.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.extensions import transformer_engine
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
 
 
 @dataclass
@@ -78,6 +81,58 @@ class RowAttention(nn.Module):
         rows: dict[str, Any] = {LAYOUT_KWARG: packed_seq_params.rows, "s_aux": self.sinks}
         out, _nothing = packed_attention(self, q, k, v, mask, scaling=self._scale, sliding_window=self._window, **rows)
         return out[0].flatten(1, 2)[:, None]
+
+
+class FusedRowAttention(nn.Module):
+    """`RowAttention` by Transformer Engine's kernels, without sinks; heads of keys may be wider than those of values."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *args: Any,
+        windows: Sequence[int | None],
+        pg_collection: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self._heads = copy(config)  # of this rank, of those that tensor parallelism leaves (Ulysses)
+        self._heads.num_attention_heads //= pg_collection.cp.size()
+        self._heads.num_query_groups //= pg_collection.cp.size()
+        kwargs["pg_collection"] = pg_collection
+        self._kernel: Any = transformer_engine.TEDotProductAttention(self._heads, layer_number, *args, **kwargs)
+        if (window := windows[layer_number - 1]) is not None:
+            self._kernel.window_size = (window - 1, 0)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType,
+        packed_seq_params: RowParams,
+        **_: Any,
+    ) -> Tensor:
+        """See `RowAttention`."""
+        rows = packed_seq_params.rows
+        assert rows is not None
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=rows.cu_seqlens,
+            cu_seqlens_kv=rows.cu_seqlens,
+            max_seqlen_q=rows.max_length,
+            max_seqlen_kv=rows.max_length,
+        )
+        q, k, v = (part.flatten(0, -3) for part in (query, key, value))
+        group = rows.sequence_group
+        if group is not None:
+            q, k, v = (group.to_heads(part) for part in (q, k, v))
+        out = self._kernel(q, k, v, mask, attn_mask_type, packed_seq_params=packed)
+        if group is not None:
+            out = group.to_tokens(out.unflatten(-1, (q.shape[1], -1)))
+        return out.flatten(1)[:, None]
 
 
 class LatentAttention(MLASelfAttention):

@@ -31,7 +31,7 @@ from rl_engine.backends.megatron.layout import (
     megatron_calls,
     run_pipeline,
 )
-from rl_engine.backends.megatron.model import Stage, attach, check_fp8, check_transformer_engine
+from rl_engine.backends.megatron.model import Stage, attach, check_transformer_engine
 from rl_engine.backends.megatron.optimizer import MASTER, STATES, STEP, DistributedAdamW
 from rl_engine.backends.megatron.weights import plan_weights, shapes_of
 from rl_engine.batch.plan import AUX_LOSS, MTP_LOSS, MicroBatchResults, ModelReplicas
@@ -90,8 +90,7 @@ class MegatronEngine(ModuleEngine):
         check_divides(arch, config.parallel)
         self._check_adapter(arch)
         check_world(config.parallel, world_size)
-        if check_float8(config, "megatron", (Fp8.TENSORWISE, Fp8.BLOCKWISE, Fp8.MXFP8)):
-            check_fp8(arch, config.fp8)
+        check_float8(config, "megatron", (Fp8.TENSORWISE, Fp8.BLOCKWISE, Fp8.MXFP8))
         check_candidates(config.num_candidates, arch.vocab_size)
         check_aux(config.router_aux_loss_coef, arch.experts)
         return "the megatron backend feeds every row its prompt"

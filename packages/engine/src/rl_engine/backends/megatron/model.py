@@ -22,8 +22,9 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig, multi_latent_attention
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
@@ -38,18 +39,26 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rl_csrc import linear_logprobs, parallel_logprobs
 from rl_engine.backends.megatron.adapters import adapter_entries, add_adapters
 from rl_engine.backends.megatron.architectures import split_layers
-from rl_engine.backends.megatron.attention import LatentAttention, LatentNorm, RmsNorm, RowAttention, RowParams
+from rl_engine.backends.megatron.attention import (
+    FusedRowAttention,
+    LatentAttention,
+    LatentNorm,
+    RmsNorm,
+    RowAttention,
+    RowParams,
+)
 from rl_engine.backends.megatron.layout import megatron_calls
 from rl_engine.backends.megatron.weights import WeightMap, padded_vocab, plan_weights, shapes_of
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.checkpoint.hf_folder import DTYPES
-from rl_engine.errors import BackendError, ConfigError
+from rl_engine.errors import BackendError
 from rl_engine.model.attention import SequenceGroup, row_layout
+from rl_engine.model.device_memory import has_gpu
 from rl_engine.model.engine import Scorer
 from rl_engine.model.logprobs import LinearHead, head_loss_obstacle, score_states, score_values
 from rl_engine.model.moe import routing_of
-from rl_engine.types import Fp8
+from rl_engine.types import Fp8, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,16 +76,25 @@ _FLOAT8_TOKENS = 128
 """Tokens that a rank's products in float8 have a multiple of: the largest of the recipes' blocks."""
 
 
+def uses_transformer_engine(config: EngineConfig) -> bool:
+    """Whether layers are Transformer Engine's: on a GPU in bfloat16, where it is installed (float32 is TF32 there)."""
+    is_fast = config.precision == Precision.BFLOAT16 and has_gpu() and transformer_engine.HAVE_TE
+    return is_fast or config.fp8 != Fp8.OFF
+
+
 def transformer_config(
-    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, fp8: Fp8 = Fp8.OFF
+    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, fp8: Fp8 = Fp8.OFF, *, is_fused: bool = False
 ) -> TransformerConfig:
-    """megatron-core's config: its own modules, no fused kernels that need CUDA extensions, no dropout."""
+    """megatron-core's config: without dropout; with Transformer Engine's kernels where `is_fused`."""
     more: dict[str, Any] = {}
+    if is_fused:
+        more = {"apply_rope_fusion": arch.latent is None, "moe_permute_fusion": bool(arch.num_experts)}
     if fp8 != Fp8.OFF:  # of whole tensors, gradients need the format with the wider exponent
-        more = {"fp8": "hybrid" if fp8 == Fp8.TENSORWISE else "e4m3", "fp8_recipe": str(fp8)}
+        more |= {"fp8": "hybrid" if fp8 == Fp8.TENSORWISE else "e4m3", "fp8_recipe": str(fp8)}
     if arch.num_experts:
         more |= {
             "num_moe_experts": arch.num_experts,
+            "moe_grouped_gemm": is_fused,
             "moe_router_topk": arch.top_k,
             "moe_ffn_hidden_size": arch.expert_size,
             "moe_router_pre_softmax": not arch.norm_top_k and not arch.router.is_sigmoid,
@@ -148,27 +166,26 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
         cuda_graph_scope=[],  # the default warns
         **more,
     )
 
 
-def block_spec(arch: Architecture, layers: range, *, is_float8: bool = False) -> TransformerBlockSubmodules:
+def block_spec(arch: Architecture, layers: range, *, is_fused: bool = False) -> TransformerBlockSubmodules:
     """The specification of some of the model's layers, and of the norm behind the last."""
     norm: Any = RmsNorm
     specs = [
-        layer_spec(arch, is_sparse=bool(arch.num_experts) and layer >= arch.num_dense, is_float8=is_float8)
+        layer_spec(arch, is_sparse=bool(arch.num_experts) and layer >= arch.num_dense, is_fused=is_fused)
         for layer in layers
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
-def layer_spec(arch: Architecture, *, is_sparse: bool, is_float8: bool = False) -> Any:
+def layer_spec(arch: Architecture, *, is_sparse: bool, is_fused: bool = False) -> Any:
     """megatron-core's own modules, with the norm and attention above; an MLP or experts.
 
-    With `is_float8` the linear ones are Transformer Engine's, which alone have float8 products.
+    With `is_fused` linear layers, experts and attention are Transformer Engine's.
     """
     spec = get_gpt_layer_local_spec(
         num_experts=arch.num_experts if is_sparse else None,
@@ -187,24 +204,35 @@ def layer_spec(arch: Architecture, *, is_sparse: bool, is_float8: bool = False) 
         attention.q_layernorm = attention.kv_layernorm = LatentNorm
     if arch.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
-    if is_float8:
-        inner = layer.mlp.submodules
-        attention.linear_qkv = inner.linear_fc1 = transformer_engine.TEColumnParallelLinear
-        attention.linear_proj = inner.linear_fc2 = transformer_engine.TERowParallelLinear
+    if is_fused:
+        _fuse(layer, arch, is_sparse=is_sparse)
     return spec
 
 
-def check_fp8(arch: Architecture, fp8: Fp8) -> None:
-    """Refuse models whose layers are not Transformer Engine's where products are in float8.
+def _fuse(layer: Any, arch: Architecture, *, is_sparse: bool) -> None:
+    """Put Transformer Engine's modules into a layer's specification.
 
-    Raises:
-        ConfigError: experts or latent attention.
+    Norms stay apart from the linear layers behind them: torch's kernel is as fast, and adapters are given its result.
     """
-    if arch.num_experts or arch.latent is not None:
-        raise ConfigError(
-            f"fp8 is {fp8} and the model is {arch.model_type}; here it is for dense models without latent attention. "
-            "Set it to off."
-        )
+    column, row = transformer_engine.TEColumnParallelLinear, transformer_engine.TERowParallelLinear
+    attention, inner = layer.self_attention.submodules, layer.mlp.submodules
+    attention.linear_proj = row
+    if arch.latent is None:
+        attention.linear_qkv = column
+    else:
+        attention.linear_q_proj = attention.linear_q_up_proj = attention.linear_kv_up_proj = column
+    if arch.swiglu_limit is None:  # its sinks would be a parameter of another shape
+        attention.core_attention = ModuleSpec(module=FusedRowAttention, params={"windows": (*arch.windows, None)})
+    if not is_sparse:
+        inner.linear_fc1, inner.linear_fc2 = column, row
+        return
+    grouped = MLPSubmodules(
+        linear_fc1=transformer_engine.TEColumnParallelGroupedLinear,
+        linear_fc2=transformer_engine.TERowParallelGroupedLinear,
+    )
+    inner.experts = ModuleSpec(module=TEGroupedMLP, submodules=grouped)
+    if arch.shared_size:
+        inner.shared_experts.submodules = MLPSubmodules(linear_fc1=column, linear_fc2=row)
 
 
 def check_transformer_engine(fp8: Fp8) -> None:
@@ -220,10 +248,10 @@ def check_transformer_engine(fp8: Fp8) -> None:
         )
 
 
-def mtp_spec(arch: Architecture) -> MultiTokenPredictionLayerSubmodules:
+def mtp_spec(arch: Architecture, *, is_fused: bool) -> MultiTokenPredictionLayerSubmodules:
     """The layer for multi-token prediction, whose decoder layer is like the last one."""
     norm: Any = RmsNorm
-    layer = layer_spec(arch, is_sparse=bool(arch.num_experts))
+    layer = layer_spec(arch, is_sparse=bool(arch.num_experts), is_fused=is_fused)
     return MultiTokenPredictionLayerSubmodules(norm, norm, ColumnParallelLinear, layer, norm)
 
 
@@ -297,12 +325,14 @@ def attach(hidden: Tensor, share: Tensor) -> Tensor:
 class StageModel(GPTModel):
     """One piece of a pipeline stage: its layers, the embedding in the first of all, the head in the last."""
 
-    def __init__(self, config: TransformerConfig, arch: Architecture, layout: Layout, chunk: int) -> None:
+    def __init__(
+        self, config: TransformerConfig, arch: Architecture, layout: Layout, chunk: int, *, is_fused: bool
+    ) -> None:
         _without_transformer_engine()
         piece = chunk * layout.pp.size + layout.pp.rank
         sizes = split_layers(arch.num_layers, layout.pp.size, layout.vpp)
         first = sum(sizes[:piece])
-        spec: Any = block_spec(arch, range(first, first + sizes[piece]), is_float8=bool(config.fp8))
+        spec: Any = block_spec(arch, range(first, first + sizes[piece]), is_fused=is_fused)
         super().__init__(
             config,
             spec,
@@ -317,7 +347,7 @@ class StageModel(GPTModel):
         if arch.has_mtp and self.post_process:
             # megatron-core's schedules take an attribute `mtp` for a block of several
             self.ahead = MultiTokenPredictionLayer(
-                config, mtp_spec(arch), vp_stage=self.vp_stage, pg_collection=self.pg_collection
+                config, mtp_spec(arch, is_fused=is_fused), vp_stage=self.vp_stage, pg_collection=self.pg_collection
             )
         layers: Any = () if arch.experts is None else self.decoder.layers
         for index, layer in enumerate(layers):
@@ -358,11 +388,13 @@ class Stage(Scorer):
             layout: Where this rank stands.
             adapted: Names of the layers that have a LoRA adapter.
         """
-        self.settings = transformer_config(arch, wanted.parallel, DTYPES[wanted.precision], wanted.fp8)
+        is_fused = uses_transformer_engine(wanted)
+        dtype = DTYPES[wanted.precision]
+        self.settings = transformer_config(arch, wanted.parallel, dtype, wanted.fp8, is_fused=is_fused)
         with megatron_calls():
-            chunks = [StageModel(self.settings, arch, layout, chunk) for chunk in range(layout.vpp)]
+            chunks = [StageModel(self.settings, arch, layout, n, is_fused=is_fused) for n in range(layout.vpp)]
         super().__init__(nn.ModuleList(chunks))
-        entries = plan_weights(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
+        entries = plan_weights(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size, is_grouped=is_fused)
         rank = 0 if wanted.lora is None else wanted.lora.rank
         self.weights = WeightMap(arch, layout, entries, adapter_entries(entries, adapted, rank))
         self.arch, self.layout, self.adapted = arch, layout, frozenset(adapted)

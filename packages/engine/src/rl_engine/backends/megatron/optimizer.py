@@ -139,6 +139,8 @@ class DistributedAdamW:
         """Move the flat buffers and the state; parameters follow as views."""
         for memory in self._memory:
             memory.to(device, model=model, grad=grad)
+        if model:
+            self._listen()
         if not optimizer:
             return
         for part in self._inner:
@@ -147,6 +149,16 @@ class DistributedAdamW:
             for group in part.shard_fp32_from_float16_groups:
                 for shard in group:
                     shard.data = shard.data.to(device)
+
+    def _listen(self) -> None:
+        """Hook parameters whose device has changed: torch then drops their gradients' accumulator and its hooks."""
+        for chunk in self._chunks:
+            for index, parameter in enumerate(filter(lambda each: each.requires_grad, chunk.module.parameters())):
+                with torch.enable_grad():
+                    accumulator = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+                if accumulator is not chunk.grad_accs[index]:
+                    accumulator.register_hook(chunk._make_backward_post_hook(parameter))
+                    chunk.grad_accs[index] = accumulator
 
     def _buffers(self) -> Iterable[Any]:
         for chunk in self._chunks:

@@ -6,6 +6,7 @@ One plan for the whole model, the same on every rank: reading takes this rank's 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count, groupby
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 GATHERED_BYTES = 1 << 28
 """Bytes of experts that are exported together: they are small, and one collective for each would mostly wait."""
+
+
+_LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.(\w+\.\w+)$")
 
 
 class Cut(StrEnum):
@@ -94,8 +98,18 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // tp) * tp
 
 
-def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entry]:
-    """Every parameter of the model, in the order of the layers."""
+def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int, is_grouped: bool = False) -> list[Entry]:
+    """Every parameter of the model, in the order of the layers; experts are named as grouped ones where they are."""
+    entries = _plan(arch, pp, vpp, ep)
+    return [replace(entry, parameter=_grouped(entry.parameter)) for entry in entries] if is_grouped else entries
+
+
+def _grouped(parameter: str) -> str:
+    """`experts.local_experts.3.linear_fc1.weight` is `experts.linear_fc1.weight3` where experts are multiplied at once."""
+    return _LOCAL_EXPERT.sub(r".experts.\2\1", parameter)
+
+
+def _plan(arch: Architecture, pp: int, vpp: int, ep: int) -> list[Entry]:
     vocab = (arch.vocab_size, arch.hidden_size)
     embedding = Entry(
         parameter="0.embedding.word_embeddings.weight",

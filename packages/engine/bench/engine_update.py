@@ -1,0 +1,132 @@
+"""A GRPO update of 128 rows of 64 and 256 tokens, in groups of eight, on one GPU: Qwen3-0.6B's and 1.7B's shapes.
+
+Beside TRL's on the same batch, in its own environment where `RL_BENCH_TRL_PYTHON` names one (see `engine.py`), in this
+one where it can be imported. Without a GPU a tiny model takes its place, which tells nothing but that this works.
+`RL_BENCH` names shapes and systems to run alone, for example `RL_BENCH="0.6B fsdp trl"`.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_bench import Role, Run, has_card
+from rl_engine.testing import write_tiny_model
+
+ROWS, GROUP, PROMPT, COMPLETION, UPDATES, WARM_UP = 128, 8, 64, 256, 7, 2
+PEAK_FLOPS = 989e12  # bfloat16 without sparsity, of NVIDIA's data sheets of H100 SXM and H200
+SHAPE = {
+    "vocab_size": 151936, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+SHAPES = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144},
+}
+TOKENS = {"0.6B": ROWS * (PROMPT + COMPLETION), "1.7B": ROWS * (PROMPT + COMPLETION) // 2}
+TRL_ROWS = {"0.6B": 32, "1.7B": 16}
+NAMES = {
+    "fsdp": "rl-engine, fsdp",
+    "compiled": "rl-engine, fsdp, torch_compile",
+    "megatron": "rl-engine, megatron",
+    "local": "rl-engine, megatron, megatron-core's own layers",
+    "trl": "TRL's GRPOTrainer",
+}
+
+
+def main(run: Run) -> None:
+    """Every shape and system that this machine has."""
+    is_gpu, named = torch.cuda.is_available(), os.environ.get("RL_BENCH", "").split()
+    shapes = [name for name in SHAPES if name in named] or [*SHAPES]
+    systems = [system for system in NAMES if system in named] or [*NAMES]
+    for name in shapes if is_gpu else ["0.6B"]:
+        _shape(run, name, systems, is_gpu=is_gpu)
+
+
+gpu = main
+
+
+def _shape(run: Run, name: str, systems: list[str], *, is_gpu: bool) -> None:
+    draw = random.Random(0)
+    rows, prompt, completion = (ROWS, PROMPT, COMPLETION) if is_gpu else (16, 8, 8)
+    sizes = SHAPE | SHAPES[name] if is_gpu else {}
+    with tempfile.TemporaryDirectory() as place:
+        folder = write_tiny_model(Path(place) / "model")  # its tokenizer
+        if is_gpu:
+            with torch.device("cuda"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes), dtype=torch.bfloat16)
+            model.save_pretrained(folder)
+            del model
+            torch.cuda.empty_cache()
+        config = AutoConfig.from_pretrained(folder)
+        tokens = lambda count: [draw.randrange(4, 70) for _ in range(count)]  # noqa: E731
+        prompts = [tokens(prompt) for _ in range(rows // GROUP)]
+        given = {
+            "model": str(folder), "device": "cuda" if is_gpu else "cpu", "lr": 1e-6, "group": GROUP,
+            "prompts": [prompts[row // GROUP] for row in range(rows)],
+            "completions": [tokens(completion) for _ in range(rows)],
+            "advantages": [draw.uniform(-1, 1) for _ in range(rows)],
+            "tokens": TOKENS[name], "rows": TRL_ROWS[name] if is_gpu else 8,
+            "updates": WARM_UP + 1 if run.quick or not is_gpu else UPDATES,
+        }  # fmt: skip
+        run.parameters(**{f"{name} {key}": given[key] for key in ("tokens", "rows", "updates")})
+        found = {system: _race(Path(place) / "settings.json", given, system) for system in systems}
+    count, flops = rows * (prompt + completion), _flops(config, rows, prompt, completion)
+    update, busy = f"GRPO update, {name} shape", f"share of the GPU's products, {name} shape"
+    for system, one in found.items():
+        role = Role.PEER if system == "trl" else Role.OURS
+        if isinstance(one, str):
+            run.record(update, NAMES[system], [], unit="tokens/s", role=role, note=one)
+            continue
+        seconds = one["seconds"][WARM_UP:]
+        goal = ">= 1.5 of best peer" if system == "fsdp" else None
+        speeds = [count / each for each in seconds]
+        run.record(update, NAMES[system], speeds, unit="tokens/s", role=role, goal=goal, can_tell=is_gpu)
+        if has_card("H200") or has_card("H100"):
+            shares = [100 * flops / PEAK_FLOPS / each for each in seconds]
+            run.record(busy, NAMES[system], shares, unit="percent", role=role)
+        if is_gpu:
+            run.record(f"peak memory, {name} shape", NAMES[system], [one["peak_bytes"] / 2**30], unit="GiB", role=role)
+
+
+def _flops(config, rows: int, prompt: int, completion: int) -> float:
+    """Operations of the products of forward and backward pass; a head only at completions, no prompt shared."""
+    size, heads = config.head_dim, config.num_attention_heads
+    layer = 2 * config.hidden_size * (heads + config.num_key_value_heads) * size
+    layer += 3 * config.hidden_size * config.intermediate_size
+    length = prompt + completion
+    scores = rows * length**2 * heads * size  # two products, of which causality leaves half
+    products = config.num_hidden_layers * (layer * rows * length + scores)
+    return 6 * (products + rows * completion * config.hidden_size * config.vocab_size)
+
+
+def _race(settings: Path, given: dict, system: str) -> dict | str:
+    """What a system's process wrote, or why it did not."""
+    settings.write_text(json.dumps(given))
+    needs = {"trl": "trl", "megatron": "megatron", "local": "transformer_engine"}.get(system)
+    python = os.environ.get("RL_BENCH_TRL_PYTHON") if system == "trl" else None
+    if python is None and needs is not None and importlib.util.find_spec(needs) is None:
+        return f"{needs} is not installed"
+    if system not in ("fsdp", "trl") and given["device"] == "cpu":
+        return "needs a GPU"
+    script = str(Path(__file__).with_name("_update_child.py"))
+    done = subprocess.run(
+        [python or sys.executable, "-W", "ignore", script, str(settings), system],
+        check=False, timeout=200, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    if done.returncode and "OutOfMemoryError" in done.stderr:
+        return "out of memory"
+    if done.returncode:
+        print(done.stderr[-3000:], file=sys.stderr, flush=True)
+        return f"failed: {done.stderr.strip().splitlines()[-1]}"
+    told = settings.with_name(f"{system}.json").read_text()
+    print(system, told, file=sys.stderr, flush=True)
+    return json.loads(told)
