@@ -10,7 +10,6 @@ All keep float32 weights and moments and compute in bfloat16.
 import json
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -62,11 +61,6 @@ def ours(given, backend, **options):
     return timed(update, given)
 
 
-def local(given):
-    import_module("rl_engine.backends.megatron.model").uses_transformer_engine = lambda config: False
-    return ours(given, "megatron")
-
-
 def trl(given):
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -113,7 +107,7 @@ SYSTEMS = {
     "fsdp": lambda given: ours(given, "fsdp"),
     "compiled": lambda given: ours(given, "fsdp", torch_compile=True),
     "megatron": lambda given: ours(given, "megatron"),
-    "local": local,
+    "local": lambda given: ours(given, "megatron", transformer_engine=False),
     "trl": trl,
 }
 

@@ -230,9 +230,12 @@ class EngineConfig:
     precision: Precision = Precision.FLOAT32
     """Number format of parameters and activations; log-probs, losses and reductions are never narrower than float32."""
     fp8: Fp8 = Fp8.OFF
-    """Make the products of the layers' linear modules in float8, forward and backward: `fsdp` by torchao, `megatron` by
-    Transformer Engine (dense models without latent attention). Weights, gradients and the optimizer's state keep their
-    format; embedding, head and experts are as before. Needs precision=bfloat16 and a GPU of compute capability 8.9."""
+    """Make the products of the layers' linear modules in float8, forward and backward: `fsdp` by torchao, but for
+    experts, `megatron` by Transformer Engine. Weights, gradients and the optimizer's state keep their format; embedding
+    and head are as before. Needs precision=bfloat16 and a GPU of compute capability 8.9."""
+    transformer_engine: bool = True
+    """Build megatron's layers from Transformer Engine's modules where it is installed, on a GPU in bfloat16: linear
+    layers, grouped experts, attention. False: from megatron-core's own."""
     matmul_precision: MatmulPrecision = MatmulPrecision.HIGHEST
     """Precision of matrix products inside `forward_backward_batch`; matters for float32 only."""
     max_tokens_per_gpu: int = 16384

@@ -18,9 +18,9 @@ from rl_engine.model import device_memory
 from rl_engine.model import engine as module_engine
 from rl_engine.testing import ragged_batch, write_tiny_model
 
-_spec = spec_from_file_location("moe_oracle", Path(__file__).parents[1] / "support" / "moe_oracle.py")
-moe_oracle = module_from_spec(_spec)
-_spec.loader.exec_module(moe_oracle)
+_spec = spec_from_file_location("megatron_te_ranks", Path(__file__).parents[1] / "support" / "megatron_te_ranks.py")
+te = module_from_spec(_spec)
+_spec.loader.exec_module(te)
 DATA = ragged_batch([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])
 BF16 = Precision.BFLOAT16
 
@@ -114,7 +114,7 @@ def test_a_machine_without_float8_products_is_refused(folder, told, monkeypatch)
     [("tensorwise", ("hybrid", "tensorwise")), ("blockwise", ("e4m3", "blockwise")), ("mxfp8", ("e4m3", "mxfp8"))],
 )
 def test_megatron_tells_transformer_engine(folder, float8_gpu, monkeypatch, recipe, wanted):
-    """Its linear modules cannot be imported without CUDA: megatron-core's own stand in their places."""
+    """Its modules cannot be imported without CUDA: `megatron_te_ranks` has stand-ins."""
     stages, layers = import_module("rl_engine.backends.megatron.model"), import_module("megatron.core.tensor_parallel")
     entered = []
 
@@ -131,6 +131,9 @@ def test_megatron_tells_transformer_engine(folder, float8_gpu, monkeypatch, reci
     monkeypatch.setattr(stages.transformer_engine, "TEColumnParallelLinear", Column)
     monkeypatch.setattr(stages.transformer_engine, "TERowParallelLinear", Row)
     monkeypatch.setattr(stages, "get_fp8_context", context)
+    rope = import_module("megatron.core.models.common.embeddings.rope_utils")
+    monkeypatch.setattr(stages.transformer_engine, "TEDotProductAttention", te.Attention)
+    monkeypatch.setattr(rope, "fused_apply_rotary_pos_emb", te.rotate)
     engine = built("megatron", folder, recipe)
     decoder = engine._scorer.model[0].decoder.layers
     for layer in decoder:
@@ -181,12 +184,6 @@ def test_megatron_asks_for_transformer_engine(folder, float8_gpu, monkeypatch):
     monkeypatch.setattr(stages.transformer_engine, "HAVE_TE", False)
     with pytest.raises(BackendError, match=r"fp8 is mxfp8 and megatron needs Transformer Engine for it, .* pip"):
         built("megatron", folder, "mxfp8")
-
-
-def test_mixtures_are_refused_on_megatron(tmp_path):
-    moe_oracle.write_model(tmp_path / "experts")
-    with pytest.raises(ConfigError, match=r"fp8 is tensorwise and the model is qwen3_moe; here it is for dense models"):
-        built("megatron", tmp_path / "experts", "tensorwise")
 
 
 @pytest.mark.gpu

@@ -233,7 +233,6 @@ def test_what_it_cannot_honour_is_refused(tmp_path, changes, message):
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.filterwarnings(IGNORED)
 @pytest.mark.parametrize("is_away", [False, True])
 def test_gradients_arrive_after_parameters_were_elsewhere(tmp_path, is_away):
     """torch drops a parameter's accumulator, on which megatron-core listens, where its device changes, as an offload
@@ -252,6 +251,7 @@ def test_gradients_arrive_after_parameters_were_elsewhere(tmp_path, is_away):
     assert norms[1] == norms[0] > 0
 
 
+@pytest.mark.filterwarnings(IGNORED)
 def test_an_adapter_on_experts_is_refused(tmp_path):
     ranks.write_model(tmp_path, "v3")
     with pytest.raises(

@@ -255,17 +255,18 @@ def split_layers(num_layers: int, pp: int, vpp: int) -> list[int]:
     return [rest // 2, *[between] * (pp - 2), rest - rest // 2]
 
 
-def check_divides(arch: Architecture, parallel: ParallelConfig) -> None:
-    """Refuse sizes that the layout does not divide.
+def check_divides(arch: Architecture, parallel: ParallelConfig, *, is_ring: bool = False) -> None:
+    """Refuse sizes that the layout does not divide; context parallelism as a ring divides no heads.
 
     Raises:
         ConfigError: says which.
     """
+    dealt = parallel.tp * (1 if is_ring else parallel.cp)
     wanted = [
         ("tp", parallel.tp, "query heads", arch.num_heads),
         ("tp", parallel.tp, "key and value heads", arch.num_groups),
-        ("tp * cp", parallel.tp * parallel.cp, "query heads", arch.num_heads),
-        ("tp * cp", parallel.tp * parallel.cp, "key and value heads", arch.num_groups),
+        ("tp * cp", dealt, "query heads", arch.num_heads),
+        ("tp * cp", dealt, "key and value heads", arch.num_groups),
         ("tp", parallel.tp, "MLP columns", arch.ffn_size),
         ("tp", parallel.tp, "columns of shared experts", arch.shared_size),
         ("pp * vpp", parallel.pp * parallel.vpp, "layers", arch.num_layers),

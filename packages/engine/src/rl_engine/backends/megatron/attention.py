@@ -5,8 +5,9 @@ Legend: `T` tokens fed, `H` hidden, `D` head size.
 
 from __future__ import annotations
 
+import math
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,17 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
-from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, packed_attention
+from rl_engine.batch.packed import take_rows, to_device
+from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, SequenceGroup, packed_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
+
+    from rl_engine.batch.packed import PackedRows
+    from rl_engine.types import ModelOutput
 
 
 @dataclass
@@ -84,7 +89,10 @@ class RowAttention(nn.Module):
 
 
 class FusedRowAttention(nn.Module):
-    """`RowAttention` by Transformer Engine's kernels, without sinks; heads of keys may be wider than those of values."""
+    """`RowAttention` by Transformer Engine's kernels, without sinks; heads of keys may be wider than those of values.
+
+    Where tokens are cut over ranks, heads are dealt to them (Ulysses), or keys and values go round (ring attention).
+    """
 
     def __init__(
         self,
@@ -92,15 +100,19 @@ class FusedRowAttention(nn.Module):
         layer_number: int,
         *args: Any,
         windows: Sequence[int | None],
+        is_ring: bool,
         pg_collection: Any,
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self._heads = copy(config)  # of this rank, of those that tensor parallelism leaves (Ulysses)
-        self._heads.num_attention_heads //= pg_collection.cp.size()
-        self._heads.num_query_groups //= pg_collection.cp.size()
+        told, num_ranks = copy(config), pg_collection.cp.size()
+        if is_ring:
+            told.context_parallel_size = num_ranks
+        else:
+            told.num_attention_heads //= num_ranks
+            told.num_query_groups //= num_ranks
         kwargs["pg_collection"] = pg_collection
-        self._kernel: Any = transformer_engine.TEDotProductAttention(self._heads, layer_number, *args, **kwargs)
+        self._kernel: Any = transformer_engine.TEDotProductAttention(told, layer_number, *args, **kwargs)
         if (window := windows[layer_number - 1]) is not None:
             self._kernel.window_size = (window - 1, 0)
 
@@ -122,17 +134,83 @@ class FusedRowAttention(nn.Module):
             qkv_format="thd",
             cu_seqlens_q=rows.cu_seqlens,
             cu_seqlens_kv=rows.cu_seqlens,
+            cu_seqlens_q_padded=rows.cu_seqlens,
+            cu_seqlens_kv_padded=rows.cu_seqlens,
             max_seqlen_q=rows.max_length,
             max_seqlen_kv=rows.max_length,
         )
         q, k, v = (part.flatten(0, -3) for part in (query, key, value))
-        group = rows.sequence_group
+        group = None if isinstance(rows.sequence_group, RingGroup) else rows.sequence_group
         if group is not None:
             q, k, v = (group.to_heads(part) for part in (q, k, v))
         out = self._kernel(q, k, v, mask, attn_mask_type, packed_seq_params=packed)
         if group is not None:
             out = group.to_tokens(out.unflatten(-1, (q.shape[1], -1)))
         return out.flatten(1)[:, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingGroup(SequenceGroup):
+    """The ranks of ring attention (Liu et al., 2310.01889): each has two pieces of every row.
+
+    Of 2 n pieces rank r has r and 2 n - 1 - r, so that causality leaves all of them equally many scores (2407.21783,
+    section 3.3.2); that is the order in which Transformer Engine wants tokens.
+    """
+
+    def deal(self, rows: PackedRows, multiple: int) -> PackedRows:
+        """Rows in that order, a rank's tokens side by side; padded at their ends, and to a multiple in all."""
+        pieces = 2 * self.size
+        padded = [-(-length // pieces) * pieces for length in rows.lengths]
+        given = list(rows.lengths)
+        if missing := -sum(padded) % math.lcm(multiple, pieces):
+            padded, given = [*padded, missing], [*given, 0]
+        lengths, kept = torch.tensor(padded), torch.tensor(given)
+        row = torch.arange(len(lengths)).repeat_interleave(lengths)
+        position = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
+        piece = position // (lengths // pieces)[row]
+        order = torch.minimum(piece, pieces - 1 - piece).argsort(stable=True)
+        row, position = row[order], position[order]
+        is_token = position < kept[row]
+        source = torch.where(is_token, (kept.cumsum(0) - kept)[row] + position, 0)
+        place = torch.empty(int(kept.sum()), dtype=torch.int64)
+        place[source[is_token]] = is_token.nonzero()[:, 0]
+        device = rows.token_ids.device
+        source, is_token, place, position = (to_device(each, device) for each in (source, is_token, place, position))
+        return replace(
+            rows,
+            token_ids=rows.token_ids[source].where(is_token, 0),
+            position_ids=position,
+            lengths=tuple(padded),
+            completions=(*rows.completions, *[0] * (len(padded) - len(rows.lengths))),
+            score_index=place[rows.score_index],
+        )
+
+    def share(self, rows: PackedRows) -> PackedRows:
+        """See `SequenceGroup`."""
+        start, _ = self.token_range(rows)
+        mine = (self._owners(rows) == self.rank).nonzero()[:, 0]
+        return replace(
+            rows,
+            score_index=rows.score_index[mine] - start,
+            labels=rows.labels[mine],
+            candidates=None if rows.candidates is None else rows.candidates[mine],
+        )
+
+    def gather_scores(self, local: ModelOutput, rows: PackedRows) -> ModelOutput:
+        """See `SequenceGroup`."""
+        found = SequenceGroup.gather_scores(self, local, rows)
+        back = self._owners(rows).argsort(stable=True).argsort()
+        columns = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "cu_seqlens"}
+        return replace(
+            found, **{name: take_rows(column, back) for name, column in columns.items() if isinstance(column, Tensor)}
+        )
+
+    def _owners(self, rows: PackedRows) -> Tensor:
+        """(C,) rank that has the token before each completion token."""
+        return rows.score_index // (sum(rows.lengths) // self.size)
+
+    def _score_ends(self, rows: PackedRows) -> list[int]:
+        return torch.bincount(self._owners(rows), minlength=self.size).cumsum(0).tolist()
 
 
 class LatentAttention(MLASelfAttention):

@@ -31,7 +31,7 @@ from rl_engine.backends.megatron.layout import (
     megatron_calls,
     run_pipeline,
 )
-from rl_engine.backends.megatron.model import Stage, attach, check_transformer_engine
+from rl_engine.backends.megatron.model import Stage, attach, check_transformer_engine, uses_ring
 from rl_engine.backends.megatron.optimizer import MASTER, STATES, STEP, DistributedAdamW
 from rl_engine.backends.megatron.weights import plan_weights, shapes_of
 from rl_engine.batch.plan import AUX_LOSS, MTP_LOSS, MicroBatchResults, ModelReplicas
@@ -87,10 +87,14 @@ class MegatronEngine(ModuleEngine):
         refuse_muon(config, "megatron")
         check_parallel(config.parallel)
         _, arch = self._read_config()
-        check_divides(arch, config.parallel)
+        check_divides(arch, config.parallel, is_ring=uses_ring(config, arch))
         self._check_adapter(arch)
         check_world(config.parallel, world_size)
-        check_float8(config, "megatron", (Fp8.TENSORWISE, Fp8.BLOCKWISE, Fp8.MXFP8))
+        if (
+            check_float8(config, "megatron", (Fp8.TENSORWISE, Fp8.BLOCKWISE, Fp8.MXFP8))
+            and not config.transformer_engine
+        ):
+            raise ConfigError(f"fp8 is {config.fp8} and transformer_engine is false, which makes such products.")
         check_candidates(config.num_candidates, arch.vocab_size)
         check_aux(config.router_aux_loss_coef, arch.experts)
         return "the megatron backend feeds every row its prompt"

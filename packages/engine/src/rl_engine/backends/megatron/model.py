@@ -43,6 +43,7 @@ from rl_engine.backends.megatron.attention import (
     FusedRowAttention,
     LatentAttention,
     LatentNorm,
+    RingGroup,
     RmsNorm,
     RowAttention,
     RowParams,
@@ -79,7 +80,16 @@ _FLOAT8_TOKENS = 128
 def uses_transformer_engine(config: EngineConfig) -> bool:
     """Whether layers are Transformer Engine's: on a GPU in bfloat16, where it is installed (float32 is TF32 there)."""
     is_fast = config.precision == Precision.BFLOAT16 and has_gpu() and transformer_engine.HAVE_TE
-    return is_fast or config.fp8 != Fp8.OFF
+    return config.transformer_engine and (is_fast or config.fp8 != Fp8.OFF)
+
+
+def uses_ring(config: EngineConfig, arch: Architecture) -> bool:
+    """Whether context parallelism is ring attention: Transformer Engine's takes neither windows nor sinks.
+
+    Experts keep Ulysses too: what their routers count wants padding behind the last token.
+    """
+    is_plain = not arch.num_experts and not any(arch.windows)
+    return config.parallel.cp > 1 and is_plain and uses_transformer_engine(config)
 
 
 def transformer_config(
@@ -88,7 +98,7 @@ def transformer_config(
     """megatron-core's config: without dropout; with Transformer Engine's kernels where `is_fused`."""
     more: dict[str, Any] = {}
     if is_fused:
-        more = {"apply_rope_fusion": arch.latent is None, "moe_permute_fusion": bool(arch.num_experts)}
+        more = {"apply_rope_fusion": arch.latent is None}
     if fp8 != Fp8.OFF:  # of whole tensors, gradients need the format with the wider exponent
         more |= {"fp8": "hybrid" if fp8 == Fp8.TENSORWISE else "e4m3", "fp8_recipe": str(fp8)}
     if arch.num_experts:
@@ -172,20 +182,20 @@ def transformer_config(
     )
 
 
-def block_spec(arch: Architecture, layers: range, *, is_fused: bool = False) -> TransformerBlockSubmodules:
+def block_spec(
+    arch: Architecture, layers: range, *, is_fused: bool = False, is_ring: bool = False
+) -> TransformerBlockSubmodules:
     """The specification of some of the model's layers, and of the norm behind the last."""
     norm: Any = RmsNorm
-    specs = [
-        layer_spec(arch, is_sparse=bool(arch.num_experts) and layer >= arch.num_dense, is_fused=is_fused)
-        for layer in layers
-    ]
+    kinds = [bool(arch.num_experts) and layer >= arch.num_dense for layer in layers]
+    specs = [layer_spec(arch, is_sparse=is_sparse, is_fused=is_fused, is_ring=is_ring) for is_sparse in kinds]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
-def layer_spec(arch: Architecture, *, is_sparse: bool, is_fused: bool = False) -> Any:
+def layer_spec(arch: Architecture, *, is_sparse: bool, is_fused: bool = False, is_ring: bool = False) -> Any:
     """megatron-core's own modules, with the norm and attention above; an MLP or experts.
 
-    With `is_fused` linear layers, experts and attention are Transformer Engine's.
+    With `is_fused` linear layers, experts and attention are Transformer Engine's; with `is_ring` over ranks in a ring.
     """
     spec = get_gpt_layer_local_spec(
         num_experts=arch.num_experts if is_sparse else None,
@@ -205,11 +215,11 @@ def layer_spec(arch: Architecture, *, is_sparse: bool, is_fused: bool = False) -
     if arch.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     if is_fused:
-        _fuse(layer, arch, is_sparse=is_sparse)
+        _fuse(layer, arch, is_sparse=is_sparse, is_ring=is_ring)
     return spec
 
 
-def _fuse(layer: Any, arch: Architecture, *, is_sparse: bool) -> None:
+def _fuse(layer: Any, arch: Architecture, *, is_sparse: bool, is_ring: bool) -> None:
     """Put Transformer Engine's modules into a layer's specification.
 
     Norms stay apart from the linear layers behind them: torch's kernel is as fast, and adapters are given its result.
@@ -222,7 +232,8 @@ def _fuse(layer: Any, arch: Architecture, *, is_sparse: bool) -> None:
     else:
         attention.linear_q_proj = attention.linear_q_up_proj = attention.linear_kv_up_proj = column
     if arch.swiglu_limit is None:  # its sinks would be a parameter of another shape
-        attention.core_attention = ModuleSpec(module=FusedRowAttention, params={"windows": (*arch.windows, None)})
+        told = {"windows": (*arch.windows, None), "is_ring": is_ring}
+        attention.core_attention = ModuleSpec(module=FusedRowAttention, params=told)
     if not is_sparse:
         inner.linear_fc1, inner.linear_fc2 = column, row
         return
@@ -326,13 +337,20 @@ class StageModel(GPTModel):
     """One piece of a pipeline stage: its layers, the embedding in the first of all, the head in the last."""
 
     def __init__(
-        self, config: TransformerConfig, arch: Architecture, layout: Layout, chunk: int, *, is_fused: bool
+        self,
+        config: TransformerConfig,
+        arch: Architecture,
+        layout: Layout,
+        chunk: int,
+        *,
+        is_fused: bool,
+        is_ring: bool,
     ) -> None:
         _without_transformer_engine()
         piece = chunk * layout.pp.size + layout.pp.rank
         sizes = split_layers(arch.num_layers, layout.pp.size, layout.vpp)
         first = sum(sizes[:piece])
-        spec: Any = block_spec(arch, range(first, first + sizes[piece]), is_fused=is_fused)
+        spec: Any = block_spec(arch, range(first, first + sizes[piece]), is_fused=is_fused, is_ring=is_ring)
         super().__init__(
             config,
             spec,
@@ -388,11 +406,12 @@ class Stage(Scorer):
             layout: Where this rank stands.
             adapted: Names of the layers that have a LoRA adapter.
         """
-        is_fused = uses_transformer_engine(wanted)
+        is_fused, is_ring = uses_transformer_engine(wanted), uses_ring(wanted, arch)
         dtype = DTYPES[wanted.precision]
         self.settings = transformer_config(arch, wanted.parallel, dtype, wanted.fp8, is_fused=is_fused)
         with megatron_calls():
-            chunks = [StageModel(self.settings, arch, layout, n, is_fused=is_fused) for n in range(layout.vpp)]
+            make = partial(StageModel, self.settings, arch, layout, is_fused=is_fused, is_ring=is_ring)
+            chunks = [make(chunk) for chunk in range(layout.vpp)]
         super().__init__(nn.ModuleList(chunks))
         entries = plan_weights(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size, is_grouped=is_fused)
         rank = 0 if wanted.lora is None else wanted.lora.rank
@@ -405,7 +424,8 @@ class Stage(Scorer):
         self.register_buffer("inv_freq", rotary(source).inv_freq, persistent=False)
         self._sequence_group: SequenceGroup | None = None
         if layout.cp.size > 1:
-            self._sequence_group = SequenceGroup(group=layout.cp.group, rank=layout.cp.rank, size=layout.cp.size)
+            kind = RingGroup if is_ring else SequenceGroup
+            self._sequence_group = kind(group=layout.cp.group, rank=layout.cp.rank, size=layout.cp.size)
         self._shares = layout.cp.size * (layout.tp.size if self.settings.sequence_parallel else 1)
 
     @property
@@ -437,7 +457,9 @@ class Stage(Scorer):
 
     def padded(self, rows: PackedRows) -> PackedRows:
         """Rows padded to a number of tokens that the ranks that share them divide."""
-        return rows.padded(self._shares * (_FLOAT8_TOKENS if self.settings.fp8 else 1))
+        multiple = self._shares * (_FLOAT8_TOKENS if self.settings.fp8 else 1)
+        group = self._sequence_group
+        return group.deal(rows, multiple) if isinstance(group, RingGroup) else rows.padded(multiple)
 
     def num_tokens(self, rows: PackedRows) -> int:
         """Tokens that this rank's activations hold: its share under context and sequence parallelism."""

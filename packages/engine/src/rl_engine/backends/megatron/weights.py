@@ -105,7 +105,7 @@ def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int, is_grouped: 
 
 
 def _grouped(parameter: str) -> str:
-    """`experts.local_experts.3.linear_fc1.weight` is `experts.linear_fc1.weight3` where experts are multiplied at once."""
+    """`experts.local_experts.3.linear_fc1.weight` is `experts.linear_fc1.weight3` where products are grouped."""
     return _LOCAL_EXPERT.sub(r".experts.\2\1", parameter)
 
 
