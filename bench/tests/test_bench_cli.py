@@ -82,6 +82,17 @@ def test_one_table_and_one_json(checkout: Path, capsys: pytest.CaptureFixture[st
     assert result["rows"][2]["median"] == 42
 
 
+def test_an_interrupted_run_keeps_the_rows_that_it_has(checkout: Path):
+    (checkout / "packages/toy/bench/toy_long.py").write_text(
+        'def main(run):\n    run.record("first", "ours", [1.0], unit="s")\n    raise KeyboardInterrupt\n'
+    )
+    file = checkout / "long.json"
+    assert main(["toy_long", "--json", str(file)]) == 130
+    result = json.loads(file.read_text())
+    assert [row["metric"] for row in result["rows"]] == ["first"]
+    assert result["parameters"]["is_cut_off"] is True
+
+
 def test_an_unknown_name_lists_what_there_is(checkout: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["kernel"]) == 2
     assert "no benchmark 'kernel' here; there are: toy_bench" in capsys.readouterr().err

@@ -56,10 +56,13 @@ def load_benchmark(root: Path, file: Path, *, threads: int) -> ModuleType:
 
 
 def run_benchmark(root: Path, name: str, main: Callable[[Run], None], *, quick: bool, threads: int) -> dict[str, Any]:
-    """Run a benchmark's `main(run)` or `gpu(run)`; returns what the JSON file holds."""
+    """Run a benchmark's `main(run)` or `gpu(run)`; returns what the JSON file holds, of one that is interrupted too."""
     run = Run(quick=quick)
     run.parameters(quick=quick, threads=threads)
-    main(run)
+    try:
+        main(run)
+    except KeyboardInterrupt:
+        run.parameters(is_cut_off=True)
     return {
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -132,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
         console.print(f"written to {arguments.json}")
-    return 0
+    return 130 if result["parameters"].get("is_cut_off") else 0
 
 
 def has_gpu() -> bool:

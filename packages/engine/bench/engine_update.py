@@ -78,23 +78,26 @@ def _shape(run: Run, name: str, systems: list[str], *, is_gpu: bool) -> None:
             "updates": WARM_UP + 1 if run.quick or not is_gpu else UPDATES,
         }  # fmt: skip
         run.parameters(**{f"{name} {key}": given[key] for key in ("tokens", "rows", "updates")})
-        found = {system: _race(Path(place) / "settings.json", given, system) for system in systems}
-    count, flops = rows * (prompt + completion), _flops(config, rows, prompt, completion)
-    update, busy = f"GRPO update, {name} shape", f"share of the GPU's products, {name} shape"
-    for system, one in found.items():
-        role = Role.PEER if system == "trl" else Role.OURS
-        if isinstance(one, str):
-            run.record(update, NAMES[system], [], unit="tokens/s", role=role, note=one)
-            continue
-        seconds = one["seconds"][WARM_UP:]
-        goal = ">= 1.5 of best peer" if system == "fsdp" else None
-        speeds = [count / each for each in seconds]
-        run.record(update, NAMES[system], speeds, unit="tokens/s", role=role, goal=goal, can_tell=is_gpu)
-        if has_card("H200") or has_card("H100"):
-            shares = [100 * flops / PEAK_FLOPS / each for each in seconds]
-            run.record(busy, NAMES[system], shares, unit="percent", role=role)
-        if is_gpu:
-            run.record(f"peak memory, {name} shape", NAMES[system], [one["peak_bytes"] / 2**30], unit="GiB", role=role)
+        count, flops = rows * (prompt + completion), _flops(config, rows, prompt, completion)
+        for system in systems:
+            found = _race(Path(place) / "settings.json", given, system)
+            _tell(run, name, system, found, count, flops)
+
+
+def _tell(run: Run, name: str, system: str, found: dict | str, count: int, flops: float) -> None:
+    """Rows of one system; of a sentence, why it has none."""
+    is_gpu, role = torch.cuda.is_available(), Role.PEER if system == "trl" else Role.OURS
+    update, who = f"GRPO update, {name} shape", NAMES[system]
+    if isinstance(found, str):
+        run.record(update, who, [], unit="tokens/s", role=role, note=found)
+        return
+    seconds, goal = found["seconds"][WARM_UP:], ">= 1.5 of best peer" if system == "fsdp" else None
+    run.record(update, who, [count / each for each in seconds], unit="tokens/s", role=role, goal=goal, can_tell=is_gpu)
+    if has_card("H200") or has_card("H100"):
+        shares = [100 * flops / PEAK_FLOPS / each for each in seconds]
+        run.record(f"share of the GPU's products, {name} shape", who, shares, unit="percent", role=role)
+    if is_gpu:
+        run.record(f"peak memory, {name} shape", who, [found["peak_bytes"] / 2**30], unit="GiB", role=role)
 
 
 def _flops(config, rows: int, prompt: int, completion: int) -> float:
@@ -127,6 +130,4 @@ def _race(settings: Path, given: dict, system: str) -> dict | str:
     if done.returncode:
         print(done.stderr[-3000:], file=sys.stderr, flush=True)
         return f"failed: {done.stderr.strip().splitlines()[-1]}"
-    told = settings.with_name(f"{system}.json").read_text()
-    print(system, told, file=sys.stderr, flush=True)
-    return json.loads(told)
+    return json.loads(settings.with_name(f"{system}.json").read_text())

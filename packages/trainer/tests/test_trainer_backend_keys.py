@@ -48,6 +48,7 @@ EFFECTS = {
     "engine.torch_compile": ("true", "engine"),
     "engine.cpu_offload": ("true", "engine"),
     "engine.optimizer_offload": ("true", "engine"),
+    "engine.transformer_engine": ("false", "engine"),
     "engine.activation_offload": ("true", "engine"),
     "engine.mtp": ("freeze", "engine"),
     "engine.fp8": ("tensorwise", "engine"),
