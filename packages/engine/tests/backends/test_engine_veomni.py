@@ -37,7 +37,7 @@ def veomni(tmp_path_factory):
     install = ["uv", "pip", "install", "-q", "--python", str(folder / "bin" / "python")]
     for command in (["uv", "venv", "-q", "--python", "3.11", str(folder)], [*install, *BESIDE],
                     [*install, "--no-deps", VEOMNI]):  # fmt: skip
-        subprocess.run(command, check=True, timeout=600)
+        subprocess.run(command, check=True, timeout=600, cwd=folder.parent)  # without the workspace's constraints
     return folder / "bin"
 
 

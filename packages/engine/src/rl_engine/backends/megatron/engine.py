@@ -90,11 +90,11 @@ class MegatronEngine(ModuleEngine):
         check_divides(arch, config.parallel, is_ring=uses_ring(config, arch))
         self._check_adapter(arch)
         check_world(config.parallel, world_size)
-        if (
-            check_float8(config, "megatron", (Fp8.TENSORWISE, Fp8.BLOCKWISE, Fp8.MXFP8))
-            and not config.transformer_engine
-        ):
-            raise ConfigError(f"fp8 is {config.fp8} and transformer_engine is false, which makes such products.")
+        is_float8 = check_float8(config, "megatron", (Fp8.TENSORWISE, Fp8.BLOCKWISE, Fp8.MXFP8))
+        if is_float8 and not config.transformer_engine:
+            raise ConfigError(
+                f"fp8 is {config.fp8} and transformer_engine is false, which alone makes such products. Set it to true."
+            )
         check_candidates(config.num_candidates, arch.vocab_size)
         check_aux(config.router_aux_loss_coef, arch.experts)
         return "the megatron backend feeds every row its prompt"
