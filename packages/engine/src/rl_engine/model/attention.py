@@ -366,8 +366,7 @@ class SequenceGroup:
 
     def share(self, rows: PackedRows) -> PackedRows:
         """`rows` with the completion tokens that this rank's tokens predict; `score_index` counts from its own."""
-        ends, (start, _) = [0, *self._score_ends(rows)], self.token_range(rows)
-        mine = slice(ends[self.rank], ends[self.rank + 1])
+        mine, (start, _) = self._own_scores(rows), self.token_range(rows)
         return replace(
             rows,
             score_index=rows.score_index[mine] - start,
@@ -386,6 +385,11 @@ class SequenceGroup:
             if isinstance(column, Tensor)
         }
         return replace(local, **gathered)
+
+    def _own_scores(self, rows: PackedRows) -> slice | Tensor:
+        """Which completion tokens this rank's tokens predict."""
+        ends = [0, *self._score_ends(rows)]
+        return slice(ends[self.rank], ends[self.rank + 1])
 
     def _score_ends(self, rows: PackedRows) -> list[int]:
         """Number of completion tokens predicted up to the end of each rank's slice, by a row's last tokens."""

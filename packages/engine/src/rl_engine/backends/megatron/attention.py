@@ -185,17 +185,6 @@ class RingGroup(SequenceGroup):
             score_index=place[rows.score_index],
         )
 
-    def share(self, rows: PackedRows) -> PackedRows:
-        """See `SequenceGroup`."""
-        start, _ = self.token_range(rows)
-        mine = (self._owners(rows) == self.rank).nonzero()[:, 0]
-        return replace(
-            rows,
-            score_index=rows.score_index[mine] - start,
-            labels=rows.labels[mine],
-            candidates=None if rows.candidates is None else rows.candidates[mine],
-        )
-
     def gather_scores(self, local: ModelOutput, rows: PackedRows) -> ModelOutput:
         """See `SequenceGroup`."""
         found = SequenceGroup.gather_scores(self, local, rows)
@@ -208,6 +197,9 @@ class RingGroup(SequenceGroup):
     def _owners(self, rows: PackedRows) -> Tensor:
         """(C,) rank that has the token before each completion token."""
         return rows.score_index // (sum(rows.lengths) // self.size)
+
+    def _own_scores(self, rows: PackedRows) -> Tensor:
+        return (self._owners(rows) == self.rank).nonzero()[:, 0]
 
     def _score_ends(self, rows: PackedRows) -> list[int]:
         return torch.bincount(self._owners(rows), minlength=self.size).cumsum(0).tolist()
