@@ -124,6 +124,8 @@ class ModuleEngine(Engine):
     """Gradients lie where their parameters lie; False: in a buffer of their own."""
     _trains_mtp = False
     """The backend takes `mtp=train`."""
+    _has_transformer_engine = False
+    """The backend builds layers from its modules."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -198,6 +200,8 @@ class ModuleEngine(Engine):
     def _check_config(self, world_size: int) -> dict[str, str]:
         if self._config.trains_mtp and not self._trains_mtp:
             raise ConfigError("mtp is train; of the backends here megatron alone does it. Use that, or mtp=freeze.")
+        if not self._config.transformer_engine and not self._has_transformer_engine:
+            raise ConfigError("transformer_engine is false; of the backends here megatron alone has it. Leave it true.")
         return settings_status(self._config, self._check(world_size))
 
     def initialize(self) -> None:

@@ -74,6 +74,7 @@ class MegatronEngine(ModuleEngine):
 
     _grads_follow = False
     _trains_mtp = True
+    _has_transformer_engine = True
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
