@@ -82,15 +82,19 @@ def test_one_table_and_one_json(checkout: Path, capsys: pytest.CaptureFixture[st
     assert result["rows"][2]["median"] == 42
 
 
-def test_an_interrupted_run_keeps_the_rows_that_it_has(checkout: Path):
+@pytest.mark.parametrize(("error", "code"), [("KeyboardInterrupt", 130), ("ValueError", 1)])
+def test_a_run_that_ends_early_keeps_its_rows(
+    checkout: Path, capsys: pytest.CaptureFixture[str], error: str, code: int
+):
     (checkout / "packages/toy/bench/toy_long.py").write_text(
-        'def main(run):\n    run.record("first", "ours", [1.0], unit="s")\n    raise KeyboardInterrupt\n'
+        f'def main(run):\n    run.record("first", "ours", [1.0], unit="s")\n    raise {error}\n'
     )
     file = checkout / "long.json"
-    assert main(["toy_long", "--json", str(file)]) == 130
+    assert main(["toy_long", "--json", str(file)]) == code
     result = json.loads(file.read_text())
     assert [row["metric"] for row in result["rows"]] == ["first"]
-    assert result["parameters"]["is_cut_off"] is True
+    assert result["parameters"]["cut_off_by"] == error
+    assert error in capsys.readouterr().err
 
 
 def test_an_unknown_name_lists_what_there_is(checkout: Path, capsys: pytest.CaptureFixture[str]):

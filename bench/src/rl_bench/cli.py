@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,13 +57,14 @@ def load_benchmark(root: Path, file: Path, *, threads: int) -> ModuleType:
 
 
 def run_benchmark(root: Path, name: str, main: Callable[[Run], None], *, quick: bool, threads: int) -> dict[str, Any]:
-    """Run a benchmark's `main(run)` or `gpu(run)`; returns what the JSON file holds, of one that is interrupted too."""
+    """Run a benchmark's `main(run)` or `gpu(run)`; returns what the JSON file holds, also where it ends early."""
     run = Run(quick=quick)
     run.parameters(quick=quick, threads=threads)
     try:
         main(run)
-    except KeyboardInterrupt:
-        run.parameters(is_cut_off=True)
+    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - told in full, and by the exit code
+        traceback.print_exc()
+        run.parameters(cut_off_by=type(error).__name__)
     return {
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -135,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
         console.print(f"written to {arguments.json}")
-    return 130 if result["parameters"].get("is_cut_off") else 0
+    return {None: 0, "KeyboardInterrupt": 130}.get(result["parameters"].get("cut_off_by"), 1)
 
 
 def has_gpu() -> bool:

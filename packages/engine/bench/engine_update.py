@@ -80,8 +80,7 @@ def _shape(run: Run, name: str, systems: list[str], *, is_gpu: bool) -> None:
         run.parameters(**{f"{name} {key}": given[key] for key in ("tokens", "rows", "updates")})
         count, flops = rows * (prompt + completion), _flops(config, rows, prompt, completion)
         for system in systems:
-            found = _race(Path(place) / "settings.json", given, system)
-            _tell(run, name, system, found, count, flops)
+            _tell(run, name, system, _race(Path(place) / "settings.json", given, system), count, flops)
 
 
 def _tell(run: Run, name: str, system: str, found: dict | str, count: int, flops: float) -> None:
@@ -128,6 +127,5 @@ def _race(settings: Path, given: dict, system: str) -> dict | str:
     if done.returncode and "OutOfMemoryError" in done.stderr:
         return "out of memory"
     if done.returncode:
-        print(done.stderr[-3000:], file=sys.stderr, flush=True)
-        return f"failed: {done.stderr.strip().splitlines()[-1]}"
+        raise RuntimeError(f"{system} failed: {done.stderr[-3000:]}")
     return json.loads(settings.with_name(f"{system}.json").read_text())
