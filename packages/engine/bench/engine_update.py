@@ -123,6 +123,7 @@ def _race(settings: Path, given: dict, system: str) -> dict | str:
     done = subprocess.run(
         [python or sys.executable, "-W", "ignore", script, str(settings), system],
         check=False, timeout=200, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},  # TRL reports its start to the hub, which waits where none answers
     )  # fmt: skip
     if done.returncode and "OutOfMemoryError" in done.stderr:
         return "out of memory"
