@@ -12,7 +12,7 @@ site=$work/site
 python=${PYTHON:-python3}
 markers=$'gpu: a CUDA device\nslow: longer than a second'
 mkdir -p "$out" "$work"
-export PYTHONPATH=$site:${PYTHONPATH:-} PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=$work/pycache
+export PYTHONPATH=$site:${PYTHONPATH:-} PYTHONUNBUFFERED=1
 # tests side by side where pytest-xdist is; pytest-benchmark would warn of it, which is an error here
 together=$("$python" -c 'import importlib.util as u; print("-n 5 -p no:benchmark" if u.find_spec("xdist") else "")')
 

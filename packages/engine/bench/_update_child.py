@@ -2,7 +2,8 @@
 
 SYSTEM is `fsdp`, `compiled` (the same under torch.compile), `megatron`, `local` (megatron-core's own layers, also where
 Transformer Engine is installed) or `trl` (the loss and backward pass of TRL's GRPOTrainer, with torch's fused AdamW).
-Writes the seconds of every update and the most bytes of torch's allocator to `SYSTEM.json` beside the settings.
+Writes the seconds of every update, those of the start by its parts, and the most bytes of torch's allocator to
+`SYSTEM.json` beside the settings.
 
 All keep float32 weights and moments and compute in bfloat16.
 """
@@ -12,10 +13,20 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+STARTED = time.perf_counter()
+
+import torch  # noqa: E402 - a part of the start
+
+MARKS = {}
+"""Seconds from the start of this file to the end of each part of the start."""
+
+
+def mark(part):
+    MARKS[part] = time.perf_counter() - STARTED
 
 
 def timed(update, given):
+    mark("engine")
     seconds = []
     for _ in range(given["updates"]):
         start = time.perf_counter()
@@ -23,6 +34,8 @@ def timed(update, given):
         if given["device"] == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+    mark("first update")
+    MARKS["first update"] -= sum(seconds[1:])
     return seconds
 
 
@@ -31,6 +44,8 @@ def ours(given, backend, **options):
     from rl_engine import EngineConfig, OptimizerConfig, create_engine
     from rl_engine.losses import token_local
     from rl_engine.testing import ragged_batch
+
+    mark("imports")
 
     @token_local
     def loss_function(output, rows):
@@ -66,6 +81,7 @@ def trl(given):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
+    mark("imports")
     rows, is_gpu = given["rows"], given["device"] == "cuda"
     config = GRPOConfig(
         output_dir=str(Path(sys.argv[1]).with_name("trl")), per_device_train_batch_size=rows, beta=0.0,
@@ -117,7 +133,8 @@ def main():
     given = json.loads(settings.read_text())
     seconds = SYSTEMS[system](given)
     peak = torch.cuda.max_memory_allocated() if given["device"] == "cuda" else 0
-    settings.with_name(f"{system}.json").write_text(json.dumps({"seconds": seconds, "peak_bytes": peak}))
+    found = {"seconds": seconds, "start": MARKS, "peak_bytes": peak}
+    settings.with_name(f"{system}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

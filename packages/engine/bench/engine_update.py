@@ -35,10 +35,10 @@ TOKENS = {"0.6B": ROWS * (PROMPT + COMPLETION), "1.7B": ROWS * (PROMPT + COMPLET
 TRL_ROWS = {"0.6B": 32, "1.7B": 16}
 NAMES = {
     "fsdp": "rl-engine, fsdp",
+    "trl": "TRL's GRPOTrainer",
     "compiled": "rl-engine, fsdp, torch_compile",
     "megatron": "rl-engine, megatron",
     "local": "rl-engine, megatron, megatron-core's own layers",
-    "trl": "TRL's GRPOTrainer",
 }
 
 
@@ -92,6 +92,9 @@ def _tell(run: Run, name: str, system: str, found: dict | str, count: int, flops
         return
     seconds, goal = found["seconds"][WARM_UP:], ">= 1.5 of best peer" if system == "fsdp" else None
     run.record(update, who, [count / each for each in seconds], unit="tokens/s", role=role, goal=goal, can_tell=is_gpu)
+    start = found["start"]
+    parts = ", ".join(f"{part} after {since:.1f} s" for part, since in start.items())
+    run.record(f"until the first update, {name} shape", who, [start["first update"]], unit="s", role=role, note=parts)
     if has_card("H200") or has_card("H100"):
         shares = [100 * flops / PEAK_FLOPS / each for each in seconds]
         run.record(f"share of the GPU's products, {name} shape", who, shares, unit="percent", role=role)

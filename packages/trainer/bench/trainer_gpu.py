@@ -52,10 +52,16 @@ def main(run: Run) -> None:
         ]  # fmt: skip
         command = [sys.executable, "-m", "rl_trainer.cli", "gsm8k", *overrides]
         limits = bounds(new_tokens) if has_gpu else {}
-        with Watched() as watched:
-            subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=sys.stderr)
-        lines = (out / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines][1 + WARM_UP :]
+        try:
+            with Watched() as watched:
+                subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=sys.stderr)
+        finally:  # also of a run whose time ended: the steps that it has
+            if (out / "metrics.jsonl").exists():
+                record(run, (out / "metrics.jsonl").read_text(), limits, watched.most_gib)
+
+
+def record(run: Run, lines: str, limits: dict[str, float], most_gib: float) -> None:
+    steps = [json.loads(line) for line in lines.splitlines()][1 + WARM_UP :]
     run.record(
         METRIC, "ours, runtime=inline", [step["wall_s"] for step in steps], unit="s", goal=GOAL,
         can_tell=has_card("H200") and not run.quick,
@@ -66,8 +72,8 @@ def main(run: Run) -> None:
         if phase in limits:
             run.record(metric, "bytes and products at this GPU's speed", [limits[phase]], unit="s", role=Role.LIMIT)
         run.record(metric, "ours, runtime=inline", [step["phase_s"][phase] for step in steps], unit="s")
-    if has_gpu:
-        run.record("memory of the GPU at its fullest", "ours, runtime=inline", [watched.most_gib], unit="GiB")
+    if torch.cuda.is_available():
+        run.record("memory of the GPU at its fullest", "ours, runtime=inline", [most_gib], unit="GiB")
 
 
 class Watched:
