@@ -204,7 +204,8 @@ def test_keys_are_parsed_by_the_type_of_their_field():
         (["model.path=x", "data.path=d", "output_dir=o", "steps=0"], "steps is 0; it must be at least 1."),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(capsys, arguments, message):
+def test_bad_input_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith(f"rl-sft: {message}")
