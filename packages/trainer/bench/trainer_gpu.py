@@ -56,8 +56,7 @@ def main(run: Run) -> None:
             with Watched() as watched:
                 subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=sys.stderr)
         finally:  # also of a run whose time ended: the steps that it has
-            if (out / "metrics.jsonl").exists():
-                record(run, (out / "metrics.jsonl").read_text(), limits, watched.most_gib)
+            record(run, (out / "metrics.jsonl").read_text(), limits, watched.most_gib)
 
 
 def record(run: Run, lines: str, limits: dict[str, float], most_gib: float) -> None:
