@@ -15,10 +15,10 @@ from rl_rollout.testing import write_tiny_model
 from rl_rollout.types import Capabilities
 from rl_trainer.config import EngineSection, RolloutSection, load_config
 from rl_trainer.data import PromptOrder
-from rl_trainer.errors import ConfigError
+from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.planning.placement import is_offloaded
-from rl_trainer.planning.plan import server_config
+from rl_trainer.planning.plan import critic_config, frozen_config, server_config
 from rl_trainer.planning.preflight import check_backends, check_started
 from rl_trainer.runtime.network import address_of
 from rl_trainer.setup import create_engine, resource_pools
@@ -49,6 +49,7 @@ EFFECTS = {
     "engine.cpu_offload": ("true", "engine"),
     "engine.optimizer_offload": ("true", "engine"),
     "engine.transformer_engine": ("false", "engine"),
+    "engine.dist_checkpoint": ("/weights/megatron", "engine"),
     "engine.activation_offload": ("true", "engine"),
     "engine.mtp": ("freeze", "engine"),
     "engine.fp8": ("tensorwise", "engine"),
@@ -204,6 +205,11 @@ REFUSED = [
         "rollout.backend=vllm takes no updates of an adapter alone",
     ),
     (
+        ["engine.backend=megatron"],
+        ["engine.dist_checkpoint=/weights"],
+        "for the policy: dist_checkpoint is /weights, and /weights has no metadata.json",
+    ),
+    (
         ["runtime=ray"],
         ["weights_transport=inproc"],
         "weights_transport=inproc moves data inside one process, and runtime=ray",
@@ -315,3 +321,15 @@ def test_what_only_a_loaded_model_tells_is_checked_once_it_is_there():
     with pytest.raises(ConfigError, match="takes no images for this model, and rows of the data have some"):
         check_started(config, Capabilities(gives_routed_experts=True), has_images=True)
     check_started(load_config("quickstart"), Capabilities(takes_images=True), has_images=True)
+
+
+def test_weights_in_megatron_lms_format_are_where_the_policy_starts_from():
+    written = ["engine.backend=megatron", "engine.dist_checkpoint=/weights"]
+    config = load_config("ppo", [*written, "algorithm.kl_coef=0.1"])
+    assert frozen_config(config, "reference", Path("model")).dist_checkpoint == "/weights"
+    assert frozen_config(config, "teacher", Path("another")).dist_checkpoint is None
+    assert critic_config(config, config.critic, Path("model")).dist_checkpoint == "/weights"
+    other = load_config("ppo", [*written, "critic.path=/another"])
+    assert critic_config(other, other.critic, Path("model")).dist_checkpoint is None
+    with pytest.raises(PlanError, match="engine.lora.export=adapter sends the adapter alone to servers"):
+        load_config("grpo", [*written, "engine.lora.export=adapter"])

@@ -219,6 +219,10 @@ class EngineConfig:
     """A Hugging Face model folder."""
     init: ModelInit = ModelInit.PRETRAINED
     """Source of the weights."""
+    dist_checkpoint: str | None = None
+    """Folder of weights in Megatron-LM's format (megatron-core's `dist_checkpointing`), or one with its iterations,
+    read in the place of the weights of `model_path`, which still gives config and tokenizer. megatron alone. Such
+    folders contain a pickle: give only what you trust."""
     head: Head = Head.LM
     """The model's head: what it gives for a completion token. A folder without the scalar head that `value` and
     `reward` need (a causal LM) gets one of zeros; `save_model` then writes a sequence classifier with one label, in
@@ -313,6 +317,8 @@ class EngineConfig:
             ("router_aux_loss_coef", self.router_aux_loss_coef >= 0, "0 (off) or more"),
         ):
             _need(is_met, name, getattr(self, name), allowed)
+        if self.dist_checkpoint is not None and self.init == ModelInit.RANDOM:
+            raise ConfigError("dist_checkpoint is set and init is random. Use init=pretrained, or leave it out.")
         if self.optimizer_offload and (self.cpu_offload or self.optimizer is None):
             reason = "cpu_offload keeps its state on the CPU already" if self.cpu_offload else "there is no optimizer"
             raise ConfigError(f"optimizer_offload is true and {reason}. Set it to false.")

@@ -114,6 +114,9 @@ ELSEWHERE = {
         "megatron": "test_engine_fp8::test_megatron_tells_transformer_engine",
     },
     "transformer_engine": {"megatron": "test_engine_megatron_te::test_it_is_taken_on_a_gpu_in_bfloat16"},
+    "dist_checkpoint": {
+        "megatron": "test_engine_megatron_dist_checkpoint::test_megatron_core_reads_what_is_written_and_is_read_itself"
+    },
     "parallel.tp": {"megatron": "test_engine_megatron::test_shards_cover_the_weights"},
     "parallel.pp": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
     "parallel.vpp": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
@@ -263,7 +266,7 @@ def test_a_key_is_tested_elsewhere_or_refused(folders, backend, key):
         return
     _, _, axis = key.rpartition("parallel.")
     value = True if axis in ("sequence_parallel", "torch_compile", "cpu_offload", "prefix_sharing") else 2
-    value = {"fp8": Fp8.TENSORWISE, "transformer_engine": False}.get(key, value)
+    value = {"fp8": Fp8.TENSORWISE, "transformer_engine": False, "dist_checkpoint": "a folder"}.get(key, value)
     config = EngineConfig(model_path=str(folders / "model"), precision=Precision.BFLOAT16)
     config = changed(config, folders, key, value)
     with pytest.raises(ConfigError, match=rf"^{key.split('.')[0]}"):

@@ -319,3 +319,9 @@ def test_a_critic_on_two_ranks_steps_like_one_on_one(seen, case):
     want = step_alone(seen["folder"] / "critic", ranks.critic_step, head=Head.VALUE)
     assert seen["critics"][case][:2] == pytest.approx(want[:2], rel=1e-5)
     torch.testing.assert_close(seen["critics"][case][2], want[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", PARTS["dist_checkpoints"])
+def test_weights_in_megatron_lms_format_are_read_by_another_layout(seen, case):
+    want = ranks.initial(seen["folder"] / case.split(":")[0])
+    torch.testing.assert_close(seen["dist_checkpoints"][case], want, rtol=0, atol=0)

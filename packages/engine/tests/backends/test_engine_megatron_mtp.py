@@ -10,8 +10,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_engine import ConfigError, EngineConfig, Head, LoraConfig, ModelFolderError, ParallelConfig, create_engine
+from rl_engine.backends.megatron.layout import megatron_calls  # first: without megatron-core's warnings
 from rl_engine.optimizer import learning_rate
 from rl_engine.testing import write_tiny_model
+
+# isort: split
+from megatron.core.dist_checkpointing import load_tensors_metadata
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = Path(__file__).parents[1] / "support" / "megatron_mtp_ranks.py"
@@ -174,6 +178,10 @@ def test_a_saved_model_has_the_layer_with_the_models_embedding_and_head(seen, or
         assert torch.equal(saved[name].double(), tensor.double()), name
     assert got["again"].keys() == saved.keys()
     torch.testing.assert_close(got["again"], {name: tensor.double() for name, tensor in saved.items()})
+    torch.testing.assert_close(got["from megatron"], got["layer"][1] | got["train"]["weights"][1], rtol=0, atol=0)
+    with megatron_calls():
+        written = load_tensors_metadata(str(seen["folder"] / f"{case.replace(':', '-')}-megatron"))
+    assert "mtp.layers.0.eh_proj.weight" in written
 
 
 @pytest.mark.slow

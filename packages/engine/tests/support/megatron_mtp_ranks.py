@@ -83,13 +83,16 @@ def run(folder, kind, layout, before):
         if treatment == Mtp.TRAIN:
             seen["layer"].append(layer_of(engine))
             engine.save_model(folder / f"{kind}-{layout}-saved")
+            engine.save_dist_checkpoint(folder / f"{kind}-{layout}-megatron")
             if before:
                 engine.load_checkpoint(folder / f"{kind}-{before}")
                 seen["resumed"] = step(engine, mine), megatron.ranks.weights(engine) | layer_of(engine)
         engine.close()
-    again = megatron.build(folder, f"{kind}-{layout}-saved", layout, mtp=Mtp.TRAIN, optimizer=OPTIMIZER)
-    seen["again"] = megatron.ranks.weights(again) | layer_of(again)
-    again.close()
+    written = {"dist_checkpoint": str(folder / f"{kind}-{layout}-megatron")}
+    for name, source, options in (("again", f"{kind}-{layout}-saved", {}), ("from megatron", kind, written)):
+        again = megatron.build(folder, source, layout, mtp=Mtp.TRAIN, optimizer=OPTIMIZER, **options)
+        seen[name] = megatron.ranks.weights(again) | layer_of(again)
+        again.close()
     return seen
 
 

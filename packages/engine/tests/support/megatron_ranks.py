@@ -45,9 +45,12 @@ PARTS = {
     "adapters": [*(f"tied:{axis}" for axis in ("dp2", "tp2", "sp2", "pp2", "cp2")), "v3:sp2", "v3:pp2"],
     "critics": ["critic:tp2", "critic:sp2", "critic:pp2", "critic:cp2"],
     "experts": ["experts:dp2", "experts:sp2", "experts:pp2", "experts:ep2", "experts:cp2"],
-}
+    "dist_checkpoints": ["tied:sp2:pp2", "tied:pp2:dp2", "moe:ep2:sp2", "deep:vpp2:sp2", "glm:ep2:pp2", "v3:sp2:ep2",
+                         "v2:ep2:sp2", "oss:ep2:pp2"],
+}  # fmt: skip
 """What two ranks do beside the plain model's steps, and in which layouts."""
-FEW = {"candidates": ["tied:cp2"], "adapters": ["tied:sp2"], "critics": ["critic:pp2"], "experts": ["experts:ep2"]}
+FEW = {"candidates": ["tied:cp2"], "adapters": ["tied:sp2"], "critics": ["critic:pp2"], "experts": ["experts:ep2"],
+       "dist_checkpoints": ["tied:sp2:pp2", "moe:ep2:sp2"]}  # fmt: skip
 LAYOUTS = {
     "alone": ParallelConfig(),
     "dp2": ParallelConfig(),
@@ -273,6 +276,22 @@ def experts(folder, rank, size, cases):
         seen[case] = ranks.experts_step(engine, rank, size)
         seen[f"{case} exported"] = exported(engine)
         seen[f"{case} share"] = ranks.shards_are_the_weights(engine, engine._world)
+        engine.close()
+    return seen
+
+
+def dist_checkpoints(folder, rank, size, cases):
+    """Weights of a folder in Megatron-LM's format that another layout wrote; the model's own folder has none."""
+    seen = {}
+    for case in cases:
+        kind, writer, reader = case.split(":")
+        engine = build(folder, kind, writer)
+        engine.save_dist_checkpoint(folder / f"{case} weights")
+        engine.close()
+        bare = AutoConfig.from_pretrained(folder / kind)
+        bare.save_pretrained(folder / f"{case} bare")
+        engine = build(folder, f"{case} bare", reader, dist_checkpoint=str(folder / f"{case} weights"))
+        seen[case] = ranks.weights(engine)
         engine.close()
     return seen
 

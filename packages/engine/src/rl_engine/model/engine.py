@@ -125,6 +125,7 @@ class ModuleEngine(Engine):
     _trains_mtp = False
     """The backend takes `mtp=train`."""
     _has_transformer_engine = False
+    _reads_dist_checkpoints = False
     """The backend builds layers from its modules."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -202,6 +203,8 @@ class ModuleEngine(Engine):
             raise ConfigError("mtp is train; of the backends here megatron alone does it. Use that, or mtp=freeze.")
         if not self._config.transformer_engine and not self._has_transformer_engine:
             raise ConfigError("transformer_engine is false; of the backends here megatron alone has it. Leave it true.")
+        if self._config.dist_checkpoint is not None and not self._reads_dist_checkpoints:
+            raise ConfigError("dist_checkpoint is set; of the backends here megatron alone reads such folders.")
         return settings_status(self._config, self._check(world_size))
 
     def initialize(self) -> None:

@@ -13,7 +13,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from rl_engine.types import EngineConfig, Head, MatmulPrecision, ModelInit, OptimizerConfig, ParallelConfig, Precision
+from rl_engine.types import (
+    EngineConfig,
+    Head,
+    LoraExport,
+    MatmulPrecision,
+    ModelInit,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+)
 from rl_rollout.types import ServerConfig
 from rl_trainer.errors import PlanError
 
@@ -377,6 +386,11 @@ class EngineSection(EngineConfig):
             raise PlanError(
                 f"engine.min_lr_ratio={self.min_lr_ratio:g} does nothing with engine.lr_schedule={self.lr_schedule}; "
                 "set lr_schedule=cosine, or leave it out"
+            )
+        if self.dist_checkpoint is not None and self.lora is not None and self.lora.export == LoraExport.ADAPTER:
+            raise PlanError(
+                "engine.lora.export=adapter sends the adapter alone to servers, which have read model.path and not "
+                f"engine.dist_checkpoint={self.dist_checkpoint}; leave export out, and they are sent the whole model"
             )
         layout = self.parallel
         if self.world_size % (layout.tp * layout.pp * layout.cp):

@@ -225,15 +225,17 @@ def actor_config(config: Config, model_path: Path) -> EngineConfig:
 
 def frozen_config(config: Config, role: str, model_path: Path, num_candidates: int = 0) -> EngineConfig:
     """Engine configuration of the `reference` or the `teacher`."""
-    return _engine_config(config, model_path, role, optimizer=None, num_candidates=num_candidates)
+    values = {"dist_checkpoint": None} if role == "teacher" else {}  # the policy's first weights
+    return _engine_config(config, model_path, role, optimizer=None, num_candidates=num_candidates, **values)
 
 
 def critic_config(config: Config, section: CriticSection, model_path: Path) -> EngineConfig:
     """Engine configuration of the critic."""
     path = Path(section.path) if section.path is not None else model_path
     head = Head.LM if has_process_rewards(config) else Head.VALUE
+    values = {} if section.path is None else {"dist_checkpoint": None}
     optimizer = replace(_optimizer(config), lr=section.lr)
-    return _engine_config(config, path, "critic", optimizer=optimizer, head=head)
+    return _engine_config(config, path, "critic", optimizer=optimizer, head=head, **values)
 
 
 def is_self(teacher: TeacherSection) -> bool:

@@ -72,7 +72,7 @@ _NEEDLESS: tuple[tuple[str, str], ...] = (
     ("*use_torch_compile", "compiling layers is engine.torch_compile, off unless it is set"),
     ("*use_mbridge", "Hugging Face weights are read and written as they are"),
     ("*vanilla_mbridge", "Hugging Face weights are read and written as they are"),
-    ("*use_dist_checkpointing", "checkpoints are distributed ones"),
+    ("*dist_checkpointing*", "the actor's weights in that format: engine.dist_checkpoint"),
     ("*calculate_log_probs", "servers always tell the log-probs of what they sampled"),
     ("*calculate_entropy", "the entropy is computed where entropy_coef asks for it"),
     ("*calculate_sum_pi_squared", "computed where the estimator reads it"),
@@ -685,6 +685,8 @@ class _Converter:
             self._miss(f"{_A}.megatron.expert_tensor_parallel_size", "experts are not cut themselves")
         if layout:
             self._set("engine.parallel", layout)
+        if backend == "megatron" and self._get(f"{_A}.megatron.use_dist_checkpointing", False):
+            self._set("engine.dist_checkpoint", _path(self._get(f"{_A}.megatron.dist_checkpointing_path", "")))
         if self._get(f"{_A}.fsdp_config.offload_policy", False):
             self._set("engine.cpu_offload", True)
         if self._get(f"{_M}.enable_activation_offload", False):

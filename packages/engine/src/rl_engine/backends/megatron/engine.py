@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from rl_engine.backends.megatron import dist_checkpoint
 from rl_engine.backends.megatron.adapters import (
     adapter_entries,
     adapters_of,
@@ -50,7 +51,7 @@ from rl_engine.model.engine import (
 )
 from rl_engine.model.lora import adapter_weights
 from rl_engine.model.moe import check_aux
-from rl_engine.types import EngineConfig, Fp8, ModelInit, Precision, ShardSpec
+from rl_engine.types import EngineConfig, Fp8, Head, ModelInit, Precision, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -75,6 +76,7 @@ class MegatronEngine(ModuleEngine):
     _grads_follow = False
     _trains_mtp = True
     _has_transformer_engine = True
+    _reads_dist_checkpoints = True
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -115,6 +117,9 @@ class MegatronEngine(ModuleEngine):
 
     def _check_weights(self) -> None:
         layout, (_, arch) = self._config.parallel, self._read_config()
+        if self._config.dist_checkpoint is not None:
+            dist_checkpoint.find_folder(self._config.dist_checkpoint, arch)
+            return
         wanted = shapes_of(plan_weights(arch, pp=layout.pp, vpp=layout.vpp, ep=layout.ep))
         with open_folder(self._config, wanted, is_tied=arch.is_tied):
             pass
@@ -160,6 +165,11 @@ class MegatronEngine(ModuleEngine):
             )
             drawn_weights: dict[str, Tensor] = revert_weight_conversion(whole, whole.state_dict())
             weights.read_into(named, lambda name, part: drawn_weights[name][part])
+            return
+        if config.dist_checkpoint is not None:
+            for name in [name for name in named if weights.own[name].is_head]:
+                named.pop(name).data.zero_()  # as for a folder without one
+            dist_checkpoint.read_weights(stage, dist_checkpoint.find_folder(config.dist_checkpoint, stage.arch), named)
             return
         with open_folder(config, weights.shapes, is_tied=stage.arch.is_tied) as read:
             weights.read_into(named, read)
@@ -272,6 +282,18 @@ class MegatronEngine(ModuleEngine):
             source = "model.embed_tokens.weight" if stage.arch.is_tied else shared[name.split(".")[-2]]
             found = weights.export(named, [entry for entry in weights.entries if source in entry.tensors])
             yield name, next(found)[1].clone()
+
+    def save_dist_checkpoint(self, path: str | Path) -> None:
+        """Write the policy's weights in Megatron-LM's format; see `dist_checkpoint.write_weights`. Collective.
+
+        Raises:
+            CheckpointError: it cannot be written; on every rank.
+            ConfigError: the engine trains an adapter or has a scalar head, which the format has not.
+        """
+        if self._peft is not None or self._config.head != Head.LM:
+            raise ConfigError("Megatron-LM's format has neither adapters nor scalar heads. Use save_model.")
+        stage = self._stage()
+        dist_checkpoint.write_weights(stage, path, stage.named_weights(), self._group())
 
     def _described(self) -> dict[str, Tensor]:
         weights = self._stage().weights

@@ -223,6 +223,7 @@ def megatron_calls() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.core\.")
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
+        warnings.filterwarnings("ignore", message="Please use DTensor")  # its checkpoints are of torch's ShardedTensor
         yield
 
 
