@@ -86,7 +86,7 @@ def read_weights(stage: Stage, folder: Path, names: Mapping[str, Tensor]) -> Non
         metadata["non_homogeneous_layers"] = any(map(_NUMBERED.match, shapes))
         wanted = _sharded(stage, metadata, names)
         _check_names(stage, folder, shapes, wanted)
-        found = dist_checkpointing.load(dict(wanted), str(folder))
+        found: Any = dist_checkpointing.load(dict(wanted), str(folder))
     with torch.no_grad():
         for name, tensor in names.items():
             tensor.copy_(found[name])
