@@ -325,3 +325,7 @@ def test_a_critic_on_two_ranks_steps_like_one_on_one(seen, case):
 def test_weights_in_megatron_lms_format_are_read_by_another_layout(seen, case):
     want = ranks.initial(seen["folder"] / case.split(":")[0])
     torch.testing.assert_close(seen["dist_checkpoints"][case], want, rtol=0, atol=0)
+
+
+def test_a_rank_that_lacks_weights_in_that_format_is_told_by_all(few):
+    assert "of shape None; the model of model_path, qwen3, has" in few["dist_checkpoints"]["refusal"]

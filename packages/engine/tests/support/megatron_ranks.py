@@ -17,6 +17,7 @@ from rl_engine import (
     EngineConfig,
     Head,
     LoraConfig,
+    ModelFolderError,
     OptimizerConfig,
     ParallelConfig,
     Precision,
@@ -293,6 +294,10 @@ def dist_checkpoints(folder, rank, size, cases):
         engine = build(folder, f"{case} bare", reader, dist_checkpoint=str(folder / f"{case} weights"))
         seen[case] = ranks.weights(engine)
         engine.close()
+    try:
+        build(folder, "odd", "pp2", dist_checkpoint=str(folder / "tied:sp2:pp2 weights"))
+    except ModelFolderError as error:  # of the last stage, which lacks a layer and the head
+        seen["refusal"] = str(error)
     return seen
 
 

@@ -125,8 +125,9 @@ class ModuleEngine(Engine):
     _trains_mtp = False
     """The backend takes `mtp=train`."""
     _has_transformer_engine = False
-    _reads_dist_checkpoints = False
     """The backend builds layers from its modules."""
+    _reads_dist_checkpoints = False
+    """The backend takes `dist_checkpoint`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config

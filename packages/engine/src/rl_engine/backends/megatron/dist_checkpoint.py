@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_engine.backends.megatron.layout import megatron_calls
 from rl_engine.checkpoint.hf_folder import replace_folder
-from rl_engine.errors import CheckpointError, ModelFolderError
+from rl_engine.errors import CheckpointError, EngineError, ModelFolderError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
@@ -50,7 +50,7 @@ def find_folder(path: str, arch: Architecture) -> Path:
     folder = Path(path)
     if (latest := folder / _LATEST).is_file():
         iteration = latest.read_text().strip()
-        folder /= iteration if iteration == "release" else f"iter_{int(iteration):07d}"
+        folder /= f"iter_{iteration:>07}" if iteration.isdigit() else iteration
     if not folder.is_dir() or (saved := maybe_load_config(str(folder))) is None:
         raise ModelFolderError(
             f"dist_checkpoint is {path}, and {folder} has no metadata.json of megatron-core's dist_checkpointing. Give "
@@ -69,13 +69,14 @@ def find_folder(path: str, arch: Architecture) -> Path:
     return folder
 
 
-def read_weights(stage: Stage, folder: Path, names: Mapping[str, Tensor]) -> None:
+def read_weights(stage: Stage, folder: Path, names: Mapping[str, Tensor], world: World) -> None:
     """Fill this rank's parameters in place from a folder. Collective.
 
     Args:
         stage: The model, on any device.
         folder: From `find_folder`.
         names: The parameters to read, by their names in `stage.model`.
+        world: All ranks.
 
     Raises:
         ModelFolderError: the folder lacks a tensor, or has it in another shape; on every rank.
@@ -85,7 +86,7 @@ def read_weights(stage: Stage, folder: Path, names: Mapping[str, Tensor]) -> Non
         metadata: Any = dist_checkpointing.load_content_metadata(str(folder)) or {}
         metadata["non_homogeneous_layers"] = any(map(_NUMBERED.match, shapes))
         wanted = _sharded(stage, metadata, names)
-        _check_names(stage, folder, shapes, wanted)
+        _raise_everywhere(_mismatch(stage, folder, shapes, wanted), world, ModelFolderError)
         found: Any = dist_checkpointing.load(dict(wanted), str(folder))
     with torch.no_grad():
         for name, tensor in names.items():
@@ -117,7 +118,7 @@ def write_weights(stage: Stage, path: str | Path, names: Mapping[str, Tensor], w
             draft.mkdir(parents=True)
         except OSError as error:
             problem = f"Checkpoint {target} cannot be written: {error}"
-    _raise_everywhere(problem, world)
+    _raise_everywhere(problem, world, CheckpointError)
     try:
         with megatron_calls():
             tensors = _sharded(stage, metadata, names) | _objects(stage, metadata)
@@ -126,13 +127,13 @@ def write_weights(stage: Stage, path: str | Path, names: Mapping[str, Tensor], w
             replace_folder(draft, target)
     except (OSError, CheckpointingException, CheckpointException) as error:
         problem = f"Checkpoint {target} cannot be written: {error}"
-    _raise_everywhere(problem, world)
+    _raise_everywhere(problem, world, CheckpointError)
 
 
-def _raise_everywhere(problem: str | None, world: World) -> None:
+def _raise_everywhere(problem: str | None, world: World, kind: type[EngineError]) -> None:
     """Raise the first rank's problem on every rank. Collective."""
     if (found := next((each for each in world.exchange(problem) if each), None)) is not None:
-        raise CheckpointError(found)
+        raise kind(found)
 
 
 def _sharded(stage: Stage, metadata: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -154,17 +155,20 @@ def _parts(stage: Stage, metadata: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((f"{index}.{name}", part) for name, part in found.items())
 
 
-def _check_names(stage: Stage, folder: Path, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Any]) -> None:
-    """Refuse a folder that lacks one of this rank's tensors, or has it in another shape."""
+def _mismatch(
+    stage: Stage, folder: Path, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Any]
+) -> str | None:
+    """What is wrong with a folder that lacks one of this rank's tensors, or has it in another shape."""
     for part in wanted.values():
         built = part.build() if isinstance(part, ShardedTensorFactory) else [part]
         for tensor in nested_values(built):
             shape = tuple(tensor.global_shape)
             if shapes.get(tensor.key) != shape and not (tensor.allow_shape_mismatch and tensor.key in shapes):
-                raise ModelFolderError(
+                return (
                     f"dist_checkpoint {folder} has {tensor.key} of shape {shapes.get(tensor.key)}; the model of "
                     f"model_path, {stage.arch.model_type}, has {shape}."
                 )
+    return None
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:

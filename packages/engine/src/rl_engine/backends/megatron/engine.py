@@ -141,14 +141,14 @@ class MegatronEngine(ModuleEngine):
         self._layout = join_layout(self._config.parallel, world, self._config.timeout_s)
         self._peft, adapted = (None, []) if self._config.lora is None else describe_adapter(self._config)
         stage = Stage(self._config, source, arch, self._layout, adapted)
-        self._read_weights(stage)
+        self._read_weights(stage, world)
         stage.to(world.device)
         is_trained = self._config.optimizer is not None
         if not adapted:
             stage.requires_grad_(is_trained)
         return stage.train(is_trained)
 
-    def _read_weights(self, stage: Stage) -> None:
+    def _read_weights(self, stage: Stage, world: World) -> None:
         config, weights = self._config, stage.weights
         named = stage.named_weights()
         adapters = {name: named.pop(name) for name in [*named] if weights.own[name].is_adapter}
@@ -169,7 +169,8 @@ class MegatronEngine(ModuleEngine):
         if config.dist_checkpoint is not None:
             for name in [name for name in named if weights.own[name].is_head]:
                 named.pop(name).data.zero_()  # as for a folder without one
-            dist_checkpoint.read_weights(stage, dist_checkpoint.find_folder(config.dist_checkpoint, stage.arch), named)
+            folder = dist_checkpoint.find_folder(config.dist_checkpoint, stage.arch)
+            dist_checkpoint.read_weights(stage, folder, named, world)
             return
         with open_folder(config, weights.shapes, is_tied=stage.arch.is_tied) as read:
             weights.read_into(named, read)
