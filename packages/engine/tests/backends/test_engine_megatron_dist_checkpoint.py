@@ -30,9 +30,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="in float64, which megatron-core has no step for on a GPU"
-)
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="in float64, which a GPU has no step for")
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 _spec = spec_from_file_location("megatron_ranks", Path(__file__).parents[1] / "support" / "megatron_ranks.py")
 ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
@@ -40,7 +39,8 @@ SIZES = ranks.SIZES
 
 
 def build(folder, **changes):
-    engine = create_engine("megatron", EngineConfig(model_path=str(folder), precision=Precision.FLOAT64, **changes))
+    options = {"precision": Precision.FLOAT64} | changes
+    engine = create_engine("megatron", EngineConfig(model_path=str(folder), **options))
     engine.initialize()
     return engine
 
@@ -90,6 +90,7 @@ def in_megatrons_program(work):
         dist.destroy_process_group()
 
 
+@on_a_cpu
 def test_megatron_core_reads_what_is_written_and_is_read_itself(model, tmp_path):
     engine = build(model)
     written = ranks.ranks.weights(engine)
@@ -134,6 +135,7 @@ def test_megatron_core_reads_what_is_written_and_is_read_itself(model, tmp_path)
     torch.testing.assert_close(seen, written, rtol=0, atol=0)
 
 
+@on_a_cpu
 def test_a_folder_of_another_model_is_refused(model, tmp_path):
     engine = build(model)
     engine.save_dist_checkpoint(tmp_path / "written")
@@ -149,6 +151,7 @@ def test_a_folder_of_another_model_is_refused(model, tmp_path):
             build(tmp_path / "other", dist_checkpoint=str(tmp_path / "written"))
 
 
+@on_a_cpu
 def test_a_damaged_folder_is_refused(model, tmp_path):
     engine = build(model)
     engine.save_dist_checkpoint(tmp_path / "written")
@@ -164,6 +167,7 @@ def test_a_damaged_folder_is_refused(model, tmp_path):
         )
 
 
+@on_a_cpu
 def test_a_folder_that_cannot_be_written_is_told(model, tmp_path):
     engine = build(model)
     (tmp_path / "a file").touch()
@@ -191,3 +195,16 @@ def test_what_is_no_such_folder_is_refused_before_anything_starts(model, tmp_pat
         check("fsdp", dist_checkpoint=str(model))
     with pytest.raises(ConfigError, match="dist_checkpoint is set and init is random"):
         check(dist_checkpoint=str(model), init=ModelInit.RANDOM)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_an_engine_on_a_gpu_reads_what_it_wrote(model, tmp_path):
+    engine = build(model, precision=Precision.BFLOAT16)
+    written = {name: tensor.cpu() for name, tensor in ranks.ranks.weights(engine).items()}
+    engine.save_dist_checkpoint(tmp_path / "written")
+    engine.close()
+    engine = build(bare(model), dist_checkpoint=str(tmp_path / "written"), precision=Precision.BFLOAT16)
+    read = {name: tensor.cpu() for name, tensor in ranks.ranks.weights(engine).items()}
+    engine.close()
+    torch.testing.assert_close(read, written, rtol=0, atol=0)
