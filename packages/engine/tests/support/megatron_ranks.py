@@ -46,8 +46,8 @@ PARTS = {
     "adapters": [*(f"tied:{axis}" for axis in ("dp2", "tp2", "sp2", "pp2", "cp2")), "v3:sp2", "v3:pp2"],
     "critics": ["critic:tp2", "critic:sp2", "critic:pp2", "critic:cp2"],
     "experts": ["experts:dp2", "experts:sp2", "experts:pp2", "experts:ep2", "experts:cp2"],
-    "dist_checkpoints": ["tied:sp2:pp2", "tied:pp2:dp2", "moe:ep2:sp2", "deep:vpp2:sp2", "glm:ep2:pp2", "v3:sp2:ep2",
-                         "v2:ep2:sp2", "oss:ep2:pp2"],
+    "dist_checkpoints": ["tied:sp2:pp2", "tied:pp2:dp2", "bias:tp2:pp2", "window:pp2:tp2", "moe:ep2:sp2",
+                         "deep:vpp2:sp2", "glm:ep2:pp2", "v3:sp2:ep2", "v2:ep2:sp2", "oss:ep2:pp2"],
 }  # fmt: skip
 """What two ranks do beside the plain model's steps, and in which layouts."""
 FEW = {"candidates": ["tied:cp2"], "adapters": ["tied:sp2"], "critics": ["critic:pp2"], "experts": ["experts:ep2"],
