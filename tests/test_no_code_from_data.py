@@ -38,6 +38,9 @@ ALLOWED = {
     },
     ("rl_trainer/plugins.py", "cloudpickle"): "objects given to train(), on their way to its own workers",
     ("rl_trainer/plugins.py", "exec_module"): "FILE.py:NAME, a plug-in of the user's",
+    # a pickle that megatron-core reads, after a reader that makes nothing but torch's records of tensors
+    ("rl_engine/backends/megatron/dist_checkpoint.py", "pickle"): "refuses what names anything else",
+    ("rl_engine/backends/megatron/dist_checkpoint.py", "torch.distributed.checkpoint.api"): "an exception's class",
     # pickles that are written for a protocol of others, and never read
     ("rl_ckpt/adapters/checkpoint_engine.py", "send_pyobj"): "the protocol wants pickles: written, never read",
     ("rl_ckpt/adapters/sglang.py", "pickle"): "SGLang's server takes tensors as pickles: written, never read",

@@ -221,8 +221,7 @@ class EngineConfig:
     """Source of the weights."""
     dist_checkpoint: str | None = None
     """Folder of weights in Megatron-LM's format (megatron-core's `dist_checkpointing`), or one with its iterations,
-    read in the place of the weights of `model_path`, which still gives config and tokenizer. megatron alone. Such
-    folders contain a pickle: give only what you trust."""
+    read in the place of the weights of `model_path`, which still gives config and tokenizer. megatron alone."""
     head: Head = Head.LM
     """The model's head: what it gives for a completion token. A folder without the scalar head that `value` and
     `reward` need (a causal LM) gets one of zeros; `save_model` then writes a sequence classifier with one label, in

@@ -3,6 +3,7 @@
 Layouts: `test_engine_megatron.py::test_weights_in_megatron_lms_format_are_read_by_another_layout`.
 """
 
+import pickle
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -161,10 +162,43 @@ def test_a_damaged_folder_is_refused(model, tmp_path):
     with pytest.raises(ModelFolderError, match="written cannot be read: "):
         build(model, dist_checkpoint=str(tmp_path / "written"))
     (tmp_path / "written" / ".metadata").write_bytes(b"no pickle")
+    config = EngineConfig(model_path=str(model), dist_checkpoint=str(tmp_path / "written"))
     with pytest.raises(ModelFolderError, match="written cannot be read: "):
-        create_engine("megatron", EngineConfig(model_path=str(model), dist_checkpoint=str(tmp_path / "written"))).check(
-            1
-        )
+        create_engine("megatron", config).check(1)
+
+
+class Code:
+    """What runs code where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@on_a_cpu
+def test_code_in_a_folder_is_refused_and_not_run(model, tmp_path):
+    engine = build(model)
+    engine.save_dist_checkpoint(tmp_path / "written")
+    engine.close()
+    (tmp_path / "written" / ".metadata").write_bytes(pickle.dumps(Code(tmp_path / "it ran")))
+    config = EngineConfig(model_path=str(model), dist_checkpoint=str(tmp_path / "written"))
+    with pytest.raises(ModelFolderError, match=r"its .metadata names \S+, which no checkpoint is made of"):
+        create_engine("megatron", config).check(1)
+    assert not (tmp_path / "it ran").exists()
+
+
+@on_a_cpu
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_a_folder_with_a_file_that_is_cut_off_is_refused(model, tmp_path, name):
+    engine = build(model)
+    engine.save_dist_checkpoint(tmp_path / "written")
+    engine.close()
+    file = tmp_path / "written" / name
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ModelFolderError, match="written cannot be read: "):
+        build(model, dist_checkpoint=str(tmp_path / "written"))
 
 
 @on_a_cpu

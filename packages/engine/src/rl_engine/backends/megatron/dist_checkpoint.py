@@ -1,7 +1,8 @@
 """Weights in Megatron-LM's checkpoint format: folders of megatron-core's `dist_checkpointing` (backend `torch_dist`).
 
 Names are those of Megatron-LM's `GPTModel` with Transformer Engine's layers, whichever layers an engine has, and any
-layout reads any other's. `.metadata` in such a folder is a pickle, which runs what is in it: read only what you trust.
+layout reads any other's. `.metadata` in such a folder is a pickle: it is read once for what it names, and refused if
+that is not what torch writes, before torch reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import Unpickler, UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,21 @@ if TYPE_CHECKING:
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _EMBEDDING = "embedding.word_embeddings.weight"
+_CLASSES = {
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
+}  # fmt: skip
+"""What `.metadata` is made of, beside types of numbers."""
+_UNREADABLE = (OSError, EOFError, AttributeError, ImportError, IndexError)  # the last four as pickle documents
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 
 
@@ -81,10 +97,9 @@ def read_weights(stage: Stage, folder: Path, names: Mapping[str, Tensor], world:
     Raises:
         ModelFolderError: the folder lacks a tensor, or has it in another shape; on every rank.
     """
-    shapes = _shapes(folder)
+    shapes, metadata = _shapes(folder), _content(folder)
+    metadata["non_homogeneous_layers"] = any(map(_NUMBERED.match, shapes))
     with _reading(folder):
-        metadata: Any = dist_checkpointing.load_content_metadata(str(folder)) or {}
-        metadata["non_homogeneous_layers"] = any(map(_NUMBERED.match, shapes))
         wanted = _sharded(stage, metadata, names)
         _raise_everywhere(_mismatch(stage, folder, shapes, wanted), world, ModelFolderError)
         found: Any = dist_checkpointing.load(dict(wanted), str(folder))
@@ -174,8 +189,19 @@ def _mismatch(
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in a folder. The layers of a model that are alike may lie in one tensor."""
     with _reading(folder):
+        with (folder / ".metadata").open("rb") as file:
+            _Metadata(file).load()
         found = dist_checkpointing.load_tensors_metadata(str(folder))
     return {name: tuple(tensor.global_shape) for name, tensor in found.items() if not isinstance(tensor, ShardedObject)}
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """How a folder says that its names are to be made."""
+    with _reading(folder):
+        try:
+            return dist_checkpointing.load_content_metadata(str(folder)) or {}
+        except RuntimeError as error:  # torch's, of a file that is no archive
+            raise OSError(f"its common.pt: {error}") from error
 
 
 @contextmanager
@@ -184,6 +210,16 @@ def _reading(folder: Path) -> Generator[None]:
     try:
         with megatron_calls():
             yield
-    except (CheckpointingException, CheckpointException, OSError, EOFError, UnpicklingError) as error:
+    except (CheckpointingException, CheckpointException, UnpicklingError, *_UNREADABLE) as error:
         said = str(error).strip().rpartition("\n")[2]  # of torch's, behind a traceback
         raise ModelFolderError(f"dist_checkpoint {folder} cannot be read: {said}") from error
+
+
+class _Metadata(Unpickler):
+    """Reader of `.metadata` that makes nothing but what is named here."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        is_number = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
+        if is_number or global_name in _CLASSES.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        raise UnpicklingError(f"its .metadata names {module_name}.{global_name}, which no checkpoint is made of")
