@@ -222,6 +222,9 @@ def test_what_is_no_such_folder_is_refused_before_anything_starts(model, tmp_pat
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     with pytest.raises(ModelFolderError, match="release has no metadata.json"):
         check(dist_checkpoint=str(tmp_path))
+    (model / "metadata.json").write_text('{"format": "another"}')
+    with pytest.raises(ModelFolderError, match="no metadata.json of megatron-core's dist_checkpointing"):
+        check(dist_checkpoint=str(model))
     (model / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
     with pytest.raises(ModelFolderError, match="is of the format zarr; torch_dist is read"):
         check(dist_checkpoint=str(model))

@@ -98,7 +98,7 @@ def _save(target: Path, tensors: Mapping[str, Tensor], manifest: Manifest, world
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
 
-    _on_rank_0(prepare, target, world)
+    on_rank_0(prepare, target, world)
     mine = _share(tensors, world)
     name = f"shard-{world.rank:05d}.safetensors"
     written: dict[str, Any] | None = None
@@ -119,11 +119,11 @@ def _save(target: Path, tensors: Mapping[str, Tensor], manifest: Manifest, world
         sync_to_disk(draft / MANIFEST)
         replace_folder(draft, target)
 
-    _on_rank_0(finish, target, world)
+    on_rank_0(finish, target, world)
 
 
-def _on_rank_0(work: Callable[[], None], target: Path, world: World) -> None:
-    """Let rank 0 do it; its failure is raised on every rank. Collective."""
+def on_rank_0(work: Callable[[], None], target: Path, world: World) -> None:
+    """Let rank 0 do its part of writing `target`; its failure is raised on every rank. Collective."""
     problem = None
     if world.rank == 0:
         try:

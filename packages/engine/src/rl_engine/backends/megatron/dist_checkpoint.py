@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_engine.backends.megatron.layout import megatron_calls
 from rl_engine.checkpoint.hf_folder import replace_folder
+from rl_engine.checkpoint.sharded import on_rank_0
 from rl_engine.errors import CheckpointError, EngineError, ModelFolderError
 
 if TYPE_CHECKING:
@@ -67,7 +68,11 @@ def find_folder(path: str, arch: Architecture) -> Path:
     if (latest := folder / _LATEST).is_file():
         iteration = latest.read_text().strip()
         folder /= f"iter_{iteration:>07}" if iteration.isdigit() else iteration
-    if not folder.is_dir() or (saved := maybe_load_config(str(folder))) is None:
+    try:
+        saved = maybe_load_config(str(folder))
+    except (TypeError, ValueError):  # another library's metadata.json
+        saved = None
+    if saved is None:
         raise ModelFolderError(
             f"dist_checkpoint is {path}, and {folder} has no metadata.json of megatron-core's dist_checkpointing. Give "
             "the folder of one iteration, or the one that has latest_checkpointed_iteration.txt."
@@ -100,7 +105,7 @@ def read_weights(stage: Stage, folder: Path, names: Mapping[str, Tensor], world:
     shapes, metadata = _shapes(folder), _content(folder)
     metadata["non_homogeneous_layers"] = any(map(_NUMBERED.match, shapes))
     with _reading(folder):
-        wanted = _sharded(stage, metadata, names)
+        wanted = {name: part for name, part in _parts(stage, metadata) if name in names}
         _raise_everywhere(_mismatch(stage, folder, shapes, wanted), world, ModelFolderError)
         found: Any = dist_checkpointing.load(dict(wanted), str(folder))
     with torch.no_grad():
@@ -126,23 +131,23 @@ def write_weights(stage: Stage, path: str | Path, names: Mapping[str, Tensor], w
     target = Path(path).absolute()
     draft = target.with_name(f".{target.name}.draft")
     metadata = {"non_homogeneous_layers": True}  # layers by number, as they need not be alike
+
+    def prepare() -> None:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+
+    on_rank_0(prepare, target, world)
+    parts = _parts(stage, metadata)
+    # objects are what layers keep beside tensors (scales of float8), which Megatron-LM asks for
+    wanted = {name: part for name, part in parts if name in names or isinstance(part, ShardedObject)}
     problem = None
-    if world.rank == 0:
-        try:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-        except OSError as error:
-            problem = f"Checkpoint {target} cannot be written: {error}"
-    _raise_everywhere(problem, world, CheckpointError)
     try:
         with megatron_calls():
-            tensors = _sharded(stage, metadata, names) | _objects(stage, metadata)
-            dist_checkpointing.save(tensors, str(draft), content_metadata=metadata)
-        if world.rank == 0:
-            replace_folder(draft, target)
+            dist_checkpointing.save(wanted, str(draft), content_metadata=metadata)
     except (OSError, CheckpointingException, CheckpointException) as error:
         problem = f"Checkpoint {target} cannot be written: {error}"
     _raise_everywhere(problem, world, CheckpointError)
+    on_rank_0(lambda: replace_folder(draft, target), target, world)
 
 
 def _raise_everywhere(problem: str | None, world: World, kind: type[EngineError]) -> None:
@@ -151,17 +156,8 @@ def _raise_everywhere(problem: str | None, world: World, kind: type[EngineError]
         raise kind(found)
 
 
-def _sharded(stage: Stage, metadata: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What this rank has of every tensor of the checkpoint, by the parameter's name in `stage.model`."""
-    return {name: part for name, part in _parts(stage, metadata) if name in names}
-
-
-def _objects(stage: Stage, metadata: dict[str, Any]) -> dict[str, Any]:
-    """What megatron-core's layers keep beside tensors (scales of float8), which Megatron-LM asks for."""
-    return {name: part for name, part in _parts(stage, metadata) if isinstance(part, ShardedObject)}
-
-
 def _parts(stage: Stage, metadata: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Parts that this rank has of everything in a checkpoint, by the parameter's name in `stage.model`."""
     kind = MegatronModule if stage.arch.has_scalar_head else GPTModel  # which asks for the head of a language model
     for index, chunk in enumerate(stage.chunks):
         model: Any = chunk
@@ -196,7 +192,7 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """How a folder says that its names are to be made."""
+    """Settings that a folder's names were made with."""
     with _reading(folder):
         try:
             return dist_checkpointing.load_content_metadata(str(folder)) or {}
