@@ -1,7 +1,12 @@
-"""Before any test module is imported."""
+"""Before any test module is imported: the environment, hypothesis, and the `core` tier."""
 
+import asyncio
+import multiprocessing.util
 import os
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Under `uv run`, Ray would copy the working directory and start every worker with `uv run` anew. It reads this when it
@@ -11,3 +16,83 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # How long an example takes says more about the machine's other work than about the code.
 settings.register_profile("workspace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("workspace")
+
+OTHER_TIERS = frozenset(["process", "slow", "integration", "wheels", "gpu"])
+MAX_SLEEP_S = 0.2
+"""Seconds that a `core` test may sleep altogether: enough to poll a condition, too little to wait for time to pass."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give `core` to every test with the mark of no other tier.
+
+    The conftests of packages, which pytest calls first, mark what uses a fixture that starts processes.
+    """
+    for item in items:
+        if OTHER_TIERS.isdisjoint(mark.name for mark in item.iter_markers()):
+            item.add_marker("core")
+
+
+class Costs:
+    """Processes that were started and seconds slept, counted since the last `reset`."""
+
+    def __init__(self) -> None:
+        self.processes: list[str] = []
+        self.slept_s = 0.0
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self.processes.clear()
+        self.slept_s = 0.0
+
+    def audit(self, event: str, arguments: tuple[object, ...]) -> None:
+        """Count one event of `sys.addaudithook`."""
+        if event in {"subprocess.Popen", "os.fork", "os.posix_spawn"} and arguments[0] != "uname":  # `platform` asks it
+            self.processes.append(f"{event} {arguments[:2]}"[:200])
+        elif event == "time.sleep":
+            self.slept_s += float(arguments[0])  # type: ignore[arg-type]
+
+    def watch(self) -> None:
+        """Count from now on. Audit hooks cannot be removed, hence in runs of this tier alone."""
+        sys.addaudithook(self.audit)
+        spawn, sleep = multiprocessing.util.spawnv_passfds, asyncio.sleep
+
+        def counted_spawn(path: bytes, *rest: object) -> int:
+            self.processes.append(f"multiprocessing {path!r}")
+            return spawn(path, *rest)
+
+        async def counted_sleep(delay: float, *rest: object) -> object:
+            answer = await sleep(delay, *rest)
+            self.slept_s += max(0.0, delay)  # where nobody cancelled it
+            return answer
+
+        multiprocessing.util.spawnv_passfds = counted_spawn
+        asyncio.sleep = counted_sleep
+
+
+COSTS = Costs()
+
+
+def pytest_collection_finish() -> None:
+    """Forget what imports started."""
+    COSTS.reset()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch the tests of `pytest -m core`."""
+    if config.option.markexpr == "core":
+        COSTS.watch()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Fail a `core` test that started a process or slept, its fixtures included: it belongs to `process`."""
+    report = yield
+    if call.when == "teardown" and report.passed and (COSTS.processes or COSTS.slept_s > MAX_SLEEP_S):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} started {COSTS.processes or 'no process'} and slept {COSTS.slept_s:.2f} s: mark it "
+            "`process`, or have it do without"
+        )
+    if call.when == "teardown":
+        COSTS.reset()
+    return report

@@ -96,6 +96,7 @@ def small(small_model, monkeypatch):
     return runs
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("page", CODE)
 def test_the_code_of_a_page_runs_as_it_stands(page, folder, small, tmp_path, monkeypatch):
     for name in ("Qwen3-0.6B", "gsm8k"):
@@ -140,6 +141,7 @@ def run(line):
     assert cli.main(words) == 0, line
 
 
+@pytest.mark.process
 def test_the_readme_is_one_screen_and_its_commands_run(folder, tmp_path, monkeypatch):
     (tmp_path / "Qwen").mkdir()
     for name, there in (("gsm8k", "gsm8k"), ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")):
@@ -154,6 +156,7 @@ def test_the_readme_is_one_screen_and_its_commands_run(folder, tmp_path, monkeyp
     assert len(text.splitlines()) <= 90
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("page", RUN_HERE)
 def test_the_python_of_a_package_page_runs_as_it_stands(page, folder, tmp_path, monkeypatch):
     (tmp_path / "path/to").mkdir(parents=True)

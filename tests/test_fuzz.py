@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 RUN = Path(__file__).parents[1] / "fuzz" / "run.py"
 TARGETS = sorted(path.stem for path in (RUN.parent / "targets").glob("[a-z]*.py"))
 

@@ -13,6 +13,8 @@ import pytest
 from rl_rollout.testing import write_tiny_model
 from rl_trainer.config import load_config
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[1]
 THERE = ("torch", "transformers", "pytest", "triton", "pybind11", "scikit-build-core", "pip", "setuptools")
 """Distributions of the machine, with what they need. `.ci/gpu pack` brings the rest."""

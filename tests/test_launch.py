@@ -25,6 +25,7 @@ def gpus_of(recipe):
     return sum(pool.num_gpus for pool in pools_of(config)), config
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)
 def test_scripts_pass_shellcheck_and_can_be_run(script):
     checked = subprocess.run(
@@ -34,6 +35,7 @@ def test_scripts_pass_shellcheck_and_can_be_run(script):
     assert script.stat().st_mode & stat.S_IXUSR
 
 
+@pytest.mark.process
 def test_the_shell_of_the_skypilot_file_passes_shellcheck_too(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("#!/usr/bin/env bash\n" + manifest("skypilot.yaml")["run"])

@@ -87,11 +87,13 @@ def found() -> dict[tuple[str, str], list[int]]:
     return places
 
 
+@pytest.mark.process
 def test_nothing_that_could_run_code_from_data_is_used_without_a_reason():
     new = {f"{file}:{lines[0]}: {what}" for (file, what), lines in found().items() if (file, what) not in ALLOWED}
     assert not new, "read data with JSON, msgspec or safetensors, or give a reason in ALLOWED"
 
 
+@pytest.mark.process
 def test_every_reason_is_still_needed():
     assert ALLOWED.keys() - found().keys() == set()
 

@@ -5,6 +5,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(
     r"^\| (?P<promise>[^|]+) \| (?P<package>[\w-]+) \| `(?P<file>[^`:]+)::(?P<test>\w+)`(?: \[(?P<tier>\w+)\])? \|$"
@@ -56,6 +58,7 @@ def test_every_row_can_be_read():
     assert [line for line, found in rows() if found is None and "|---" not in line] == []
 
 
+@pytest.mark.process
 def test_every_promise_has_a_test_that_exists():
     named = [found for _, found in rows() if found]
     missing = [found["test"] for found in named if found["test"] not in suites_of(folder_of(found["file"]))]

@@ -114,6 +114,7 @@ def test_base_is_import_light(package):
     assert heavy_imports_of_base(parse(SOURCES[package] / BASES.get(package, "base.py")), package) == []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("package", sorted(SOURCES))
 def test_siblings_meet_at_interfaces_and_public_names(package):
     assert {str(file): names for file in files_of(package) if (names := foreign_names(parse(file), package))} == {}
@@ -129,6 +130,7 @@ def test_an_agent_knows_only_the_interface_of_a_rollout_server():
         assert inner <= interface | allowed, file
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("package", sorted(SOURCES))
 def test_every_sibling_that_is_imported_is_a_declared_dependency(package):
     assert undeclared_siblings(package) == set()
@@ -258,6 +260,7 @@ def test_the_glossary_is_short_and_says_what_the_field_says():
     assert all(len(row) == 3 and row[2].removesuffix("|").strip() for row in terms)
 
 
+@pytest.mark.process
 def test_the_rebuilt_packages_keep_their_structure():
     """No circle, no private module at a root, and no private word of old comes back in a name."""
     spec = importlib.util.spec_from_file_location("structure", ROOT / "bench" / "structure.py")

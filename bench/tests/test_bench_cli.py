@@ -42,6 +42,7 @@ def test_the_checkout_and_its_benchmarks_are_found_from_any_folder_inside(checko
     assert find_benchmarks(checkout) == {"toy_bench": checkout / "packages/toy/bench/toy_bench.py"}
 
 
+@pytest.mark.process
 def test_the_rows_that_need_a_gpu_alone(
     checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -65,6 +66,7 @@ def test_two_benchmarks_of_one_name_are_refused(checkout: Path):
         find_benchmarks(checkout)
 
 
+@pytest.mark.process
 def test_one_table_and_one_json(checkout: Path, capsys: pytest.CaptureFixture[str]):
     file = checkout / "out" / "toy.json"
     assert main(["toy_bench", "--quick", "--json", str(file)]) == 0
@@ -82,6 +84,7 @@ def test_one_table_and_one_json(checkout: Path, capsys: pytest.CaptureFixture[st
     assert result["rows"][2]["median"] == 42
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("error", "code"), [("KeyboardInterrupt", 130), ("ValueError", 1)])
 def test_a_run_that_ends_early_keeps_its_rows(
     checkout: Path, capsys: pytest.CaptureFixture[str], error: str, code: int
@@ -110,6 +113,7 @@ def test_the_machine_is_described_without_importing_torch():
     assert isinstance(machine["gpu"], list)
 
 
+@pytest.mark.process
 def test_a_folder_outside_git_has_no_commit(tmp_path: Path):
     assert describe_commit(tmp_path) == "unknown"
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-DEVICES = ["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
+EMULATED = pytest.param("emulated", marks=pytest.mark.process)  # compiled by the first test that asks for it
+DEVICES = ["cpu", EMULATED, pytest.param("cuda", marks=pytest.mark.gpu)]
 ORDERS = {"ascending": 0, "descending": 1, "shuffled": 2}
 """In which order the emulated threads and blocks run. The last two also let what is sent asynchronously arrive late."""
 

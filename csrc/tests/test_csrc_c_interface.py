@@ -49,6 +49,7 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(_cpu.__file__)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_c_compiler_takes_the_header(header: str) -> None:
     compiler = shutil.which("gcc") or shutil.which("cc")
@@ -69,6 +70,7 @@ def test_every_declared_cpu_function_is_exported(library: ctypes.CDLL) -> None:
     assert [name for name in sorted(names) if not hasattr(library, name)] == []
 
 
+@pytest.mark.process
 def test_the_module_links_no_torch() -> None:
     """One wheel serves every torch, and a machine without CUDA: the C and C++ libraries are all that it wants."""
     if shutil.which("readelf") is None:

@@ -42,6 +42,7 @@ def accepted(listener):
 # Sockets
 
 
+@pytest.mark.process
 def test_the_kernel_says_who_is_at_the_other_end(name):
     with ipc.bind(name) as listener:
         listener.listen()
@@ -81,6 +82,7 @@ def test_a_bound_name_refuses_until_it_listens_and_is_nobody_elses(name):
     ipc.bind(name).close()
 
 
+@pytest.mark.process
 def test_a_name_goes_with_the_killed_process_that_held_it(name):
     ready = FORK.Event()
 
@@ -181,6 +183,7 @@ def test_a_descriptor_for_which_there_is_no_room_is_told_as_lost():
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.process
 def test_a_child_does_not_hide_the_death_of_its_parent(name):
     """A parent that connected is killed while its child lives: the other end is told at once."""
     with ipc.bind(name) as listener:
@@ -211,6 +214,7 @@ def test_a_child_does_not_hide_the_death_of_its_parent(name):
             os.close(write)
 
 
+@pytest.mark.process
 def test_closing_in_children_leaves_the_parents_socket_open():
     near, far = map(ipc.close_in_children, socket.socketpair())
     with near, far:
@@ -222,6 +226,7 @@ def test_closing_in_children_leaves_the_parents_socket_open():
         assert far.recv(1) == b"x"
 
 
+@pytest.mark.process
 def test_a_waker_ends_a_poll_of_another_thread_and_can_be_cleared():
     waker = ipc.Waker()
     poll = select.poll()
@@ -244,6 +249,7 @@ def test_a_waker_ends_a_poll_of_another_thread_and_can_be_cleared():
 # Shared memory
 
 
+@pytest.mark.process
 def test_writes_to_shared_memory_reach_another_process_and_those_to_a_private_mapping_nobody():
     memory = ipc.SharedMemory.create(2 * mmap.PAGESIZE, name="rl-test")
     shared, private = memory.map(), memory.map(is_shared=False)
@@ -302,6 +308,7 @@ def test_attaching_refuses_what_could_shrink_or_has_another_size(tmp_path):
         ipc.SharedMemory.attach(os.dup(empty.fd), nbytes=0)
 
 
+@pytest.mark.process
 def test_a_mapping_outlives_object_and_descriptor_and_says_when_it_ends():
     ended = []
     memory = ipc.SharedMemory.create(4096)
@@ -325,6 +332,7 @@ def test_what_is_no_mapping_has_nothing_before_its_end():
     assert not ipc.before_unmap(torch.empty(1 << 20).data_ptr(), print)
 
 
+@pytest.mark.process
 def test_an_object_that_is_let_go_of_closes_its_descriptor_and_a_mapping_needs_none():
     before = len(list(Path("/proc/self/fd").iterdir()))
     views = [ipc.SharedMemory.create(4096).map() for _ in range(50)]
@@ -374,6 +382,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_with_its_size():
         memory.map()
 
 
+@pytest.mark.process
 def test_nothing_is_left_behind_by_a_killed_process():
     ready = FORK.Event()
 

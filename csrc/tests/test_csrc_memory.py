@@ -24,6 +24,7 @@ def advised(x: torch.Tensor) -> bool:
     return False
 
 
+@pytest.mark.process
 def test_large_results_are_advised() -> None:
     if not _cpu.advise_huge_pages(torch.empty(LARGE_BYTES * 8, dtype=torch.uint8)):
         pytest.skip("this system does not take advice on huge pages")

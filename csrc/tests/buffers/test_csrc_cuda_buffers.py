@@ -75,6 +75,7 @@ def test_digest_is_the_reference(kernels: Implementation, size: int, shift: int)
         assert kernels.call("digest_sum", on_device, offset) == digests.reference_sum(data, offset)
 
 
+@pytest.mark.process
 def test_digests_of_many_pieces(kernels: Implementation) -> None:
     """More than fit a launch, of all alignments, some empty and some of several tiles."""
     sizes = [(i * 37) % 500 for i in range(2500)] + [0, 300_000, 1 << 20, 0, 16, 0]
@@ -102,6 +103,7 @@ def delta_in_plain_python(fresh: torch.Tensor, base: torch.Tensor) -> tuple[list
     return table, gaps
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.0005, 0.01, 0.3, 1.0])
 def test_delta_is_the_specification(kernels: Implementation, dtype: torch.dtype, share: float) -> None:

@@ -74,6 +74,7 @@ def test_memory_leaves_and_comes_back_at_the_same_address(driver, new_memory):
     assert driver.taken() == 0
 
 
+@pytest.mark.process
 def test_what_is_used_while_it_is_given_back_is_a_fault(new_memory):
     memory = new_memory(PAGE, torch.device("cpu"))
     tensor = memory.tensor(0, (4,), torch.float32)

@@ -56,6 +56,7 @@ def ragged(draw):
 values = st.one_of(dense(), ragged(), st.binary(max_size=90))
 
 
+@pytest.mark.process
 @given(st.dictionaries(st.text(max_size=12), values, max_size=6), st.booleans(), st.integers(0, 2**64 - 1))
 def test_round_trip(mapping, checksum, tag):
     frame = frames.encode(mapping, checksum=checksum, tag=tag)
@@ -108,6 +109,7 @@ def test_every_dtype_has_its_own_code():
         assert frames.decode(block)["x"].dtype == dtype
 
 
+@pytest.mark.process
 def test_encode_copies_nothing_and_keeps_its_tensors():
     x = torch.randn(1000)
     gone = weakref.ref(x)
@@ -130,6 +132,7 @@ def test_encode_copies_nothing_and_keeps_its_tensors():
     assert gone() is None
 
 
+@pytest.mark.process
 def test_decode_gives_views_that_keep_the_block():
     block = torch.empty(4096, dtype=torch.uint8)
     frames.encode({"x": torch.arange(5), "b": b"abc", "r": (torch.arange(3), torch.tensor([0, 3]))}).write_into(block)
@@ -263,6 +266,7 @@ def test_socket_with_more_parts_than_one_writev_takes():
     assert all(torch.equal(view[name], tensor) for name, tensor in mapping.items())
 
 
+@pytest.mark.process
 def test_a_socket_that_pauses_inside_a_frame_is_waited_for():
     data = b"".join(bytes(part) for part in frames.encode({"x": torch.arange(100)}).segments())
     a, b = socket.socketpair()
@@ -274,6 +278,7 @@ def test_a_socket_that_pauses_inside_a_frame_is_waited_for():
         timer.join()
 
 
+@pytest.mark.process
 def test_socket_deadlines_name_the_peer():
     a, b = socket.socketpair()
     frame = frames.encode({"x": torch.zeros(1 << 20)})

@@ -73,6 +73,7 @@ def test_no_flipped_bit_of_the_header_survives(byte):
             frames.decode(block)
 
 
+@pytest.mark.process
 @given(st.integers(HEADER, len(GOOD) - 1), st.integers(0, 7))
 def test_a_flipped_bit_of_the_payload_is_found_by_verify(byte, bit):
     block = bytearray(GOOD)
@@ -81,6 +82,7 @@ def test_a_flipped_bit_of_the_payload_is_found_by_verify(byte, bit):
         frames.decode(block, verify=True)
 
 
+@pytest.mark.process
 @given(st.lists(st.tuples(st.integers(8, HEADER - 1), st.integers(0, 255)), min_size=1, max_size=4))
 @settings(max_examples=600)
 def test_forged_headers_give_an_error_or_views_inside(changes):

@@ -95,6 +95,7 @@ def big_joins() -> tuple[list[tuple[list[torch.Tensor], torch.Tensor]], list[tor
     return joins, [torch.cat(each).view(torch.uint8) for each in pieces]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "let go of"])
 def test_joins_that_are_begun_are_whole_once_they_are_finished_or_let_go_of(is_finished):
     for _ in range(50):
@@ -160,6 +161,7 @@ sys.exit(0 if good and os.waitpid(child, 0)[1] == 0 else 1)
 """
 
 
+@pytest.mark.process
 def test_a_forked_child_has_a_thread_of_its_own():
     subprocess.run([sys.executable, "-W", "ignore", "-c", CHILD], check=True, timeout=120)
 

@@ -61,6 +61,7 @@ def attend(gpu: Implementation, arguments: list[torch.Tensor], **options: Any) -
     return gpu.call("paged_attention", *arguments, **wanted)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("shape", "options", "dtype"),
     [
@@ -127,6 +128,7 @@ def draws(
     return gpu.call("draw", logits.to(gpu.device), **options), options
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [3, 1000, 1003, 40_001])
 def test_a_draw_inverts_the_distribution_at_the_row_s_own_number(
@@ -143,6 +145,7 @@ def test_a_draw_inverts_the_distribution_at_the_row_s_own_number(
     assert (number > upto - want.gather(1, ids[:, None])[:, 0].exp() - 1e-6).all()
 
 
+@pytest.mark.process
 def test_equal_tokens_cut_the_interval_evenly(gpu: Implementation) -> None:
     (ids, logprobs), options = draws(gpu, torch.zeros(60, 20_000), position=7)
     number = sampling.uniform(options["streams"], options["positions"]) * 20_000

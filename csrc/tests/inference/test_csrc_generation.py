@@ -80,6 +80,7 @@ def one_at_a_time(sequences, drawing):
     return found
 
 
+@pytest.mark.process
 @settings(max_examples=15)
 @given(
     num_rows=st.integers(1, 40),
@@ -155,6 +156,7 @@ def test_a_row_that_is_not_finite_ends_and_spoils_no_other(num_threads):
     assert 1 <= num_spoilt < num_rows
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_rows", [3, 40])
 def test_an_interrupt_ends_it_with_the_step_that_it_is_in(num_rows):
     decoder = make(**SHARED, num_positions=4096)

@@ -56,6 +56,7 @@ def test_hand_computed_vtrace():
     assert found.advantages.tolist() == pytest.approx([0.5 * (v1 - 0.5), 0.75])
 
 
+@pytest.mark.process
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=11),

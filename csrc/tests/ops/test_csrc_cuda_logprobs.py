@@ -42,6 +42,7 @@ def forward(kernels: Implementation, logits: Tensor, labels: Tensor, **options: 
     return kernels.call("logprobs_forward", logits, labels, **chosen)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [1, 7, 128, 1001, 4096, 32003])
 def test_forward_matches_float64(kernels: Implementation, dtype: torch.dtype, vocab: int) -> None:
@@ -294,6 +295,7 @@ def test_linear_forward_and_backward(kernels: Implementation, dtype: torch.dtype
 WIDE_DTYPES = [torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("dtype", WIDE_DTYPES, ids=str)
 @pytest.mark.parametrize(("room", "blocks"), [(1 << 30, 1), (1 << 18, 1), (30000, 3)])
 @pytest.mark.parametrize("need", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)])
@@ -376,6 +378,7 @@ def test_a_gradient_of_the_entropy_alone(kernels: Implementation, through_head: 
     assert relative_error(found, torch.autograd.grad((wanted * upstream).sum(), leaf)[0]) < TOLERANCE
 
 
+@pytest.mark.process
 def test_linear_batch_invariance(kernels: Implementation) -> None:
     generator = torch.Generator().manual_seed(4)
     hidden = torch.randn(300, 128, generator=generator).to(kernels.device, torch.bfloat16)

@@ -66,6 +66,7 @@ def float64_loss(tokens: dict[str, Tensor], spec: LossSpec, denominator: float |
     return found.loss, found.metrics, *torch.autograd.grad(found.loss, [logprobs, entropy])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_losses_match_float64(kernels: Implementation, loss: Any, aggregation: Any) -> None:
@@ -149,6 +150,7 @@ def test_loss_without_optional_arrays(kernels: Implementation) -> None:
     assert found[3] is None
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in ("gspo", "gmpo")])
 @pytest.mark.parametrize("vocab", [5, 1001, 9000, 40_000])
 def test_a_policy_loss_of_rows_matches_float64(kernels: Implementation, loss: Any, vocab: int) -> None:
@@ -164,6 +166,7 @@ MORE = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("vocab", "dtype"), [*FULL, *(pytest.param(*case, marks=SLOW) for case in MORE)], ids=str)
 def test_a_policy_loss_of_rows_at_full_vocabularies(kernels: Implementation, vocab: int, dtype: torch.dtype) -> None:
     if kernels.name == "cpu":
@@ -359,6 +362,7 @@ def test_equal_rewards_give_exactly_zero(kernels: Implementation, by_ids: bool, 
         assert (kernels.call("group_norm", rewards, ids, boundaries, mode, 1e-6) == 0).all()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("size", [0, 1, 1000, 300_001])
 def test_moments_and_whitening_match_float64(kernels: Implementation, size: int) -> None:
     generator = torch.Generator().manual_seed(10)

@@ -39,7 +39,9 @@ def make(rows: int = 24, vocab: int = 1003) -> dict[str, Tensor]:
     }
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=[pytest.mark.gpu, gpu])])
+@pytest.fixture(
+    params=[pytest.param("emulated", marks=pytest.mark.process), pytest.param("cuda", marks=[pytest.mark.gpu, gpu])]
+)
 def check(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check]:
     """Compare what `run(batch)` returns by the CPU's kernels and by those of CUDA, on the GPU or emulated."""
 

@@ -66,6 +66,7 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
+@pytest.mark.process
 def test_a_compiled_training_step_equals_the_eager_one():
     old, adv, mask, cu, *_ = policy_arguments()
     operands = torch.randn(8, 6), torch.randn(21, 6), torch.randn(21)
@@ -86,6 +87,7 @@ def test_a_compiled_training_step_equals_the_eager_one():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("temperature", [0.9, torch.linspace(0.5, 2.0, 8)])
 def test_compiled_shards_equal_the_eager_ones(temperature):
     whole = logits(grad=False)
@@ -183,6 +185,7 @@ def test_every_output_is_written(monkeypatch):
     assert not any(o.isnan().any() for o in outputs if o is not None)
 
 
+@pytest.mark.process
 def test_a_forked_child_computes_with_threads_of_its_own():
     x, labels = torch.randn(64, 5000), torch.zeros(64, dtype=torch.int64)
     before = torch.get_num_threads()
@@ -208,6 +211,7 @@ print(found)
 """
 
 
+@pytest.mark.process
 def test_a_call_uses_as_many_threads_as_torch_has():
     """The caller is one of them; others are started when they are first wanted, and kept."""
     done = subprocess.run([sys.executable, "-c", _COUNT_THREADS], check=True, capture_output=True, text=True)

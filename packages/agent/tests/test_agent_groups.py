@@ -65,6 +65,7 @@ class LastFirst(Scripted):
         return output
 
 
+@pytest.mark.process
 def test_rollouts_of_a_group_are_in_the_order_of_their_places_whichever_ends_first():
     found = groups(LastFirst({}), rows=ROWS[:1], max_concurrent=4)
     assert rewards(found[0]) == [0.0, 1.0, 2.0, 3.0]

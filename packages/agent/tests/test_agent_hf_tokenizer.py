@@ -56,6 +56,7 @@ def test_a_tokenizer_without_template_is_a_template_error(model_path):
         run(tokenizer, [{"role": "user", "content": "cab"}])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("takes_many", [True, False])
 def test_many_prompts_are_tokenized_as_one_by_one_and_the_row_that_is_wrong_is_the_one_that_raises(
     model_path, takes_many

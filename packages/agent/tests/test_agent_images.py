@@ -163,6 +163,7 @@ def photo(seed):
     return file.getvalue()
 
 
+@pytest.mark.process
 def test_a_vision_language_model_sees_images_of_the_prompt_and_of_tools_as_they_were_given(tmp_path):
     """End to end on the embedded server: a random model, so the parser makes every turn call the camera."""
     before, shown, other = photo(0), photo(1), photo(2)

@@ -14,7 +14,7 @@ from rl_agent.loops.tool import ToolLoop
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 
 mcp = pytest.importorskip("mcp", reason="needs the extra rl-agent[mcp]")
-pytestmark = pytest.mark.filterwarnings("default")  # the mcp package's own
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.process]  # the mcp package's own
 
 SERVER = '''
 import os, sys

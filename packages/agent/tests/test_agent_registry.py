@@ -61,6 +61,7 @@ def test_the_public_names():
     assert all(hasattr(rl_agent, name) for name in rl_agent.__all__)
 
 
+@pytest.mark.process
 def test_importing_the_package_brings_no_transformers():
     code = "import sys, rl_agent, rl_agent.testing; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

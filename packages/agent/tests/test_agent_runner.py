@@ -129,6 +129,7 @@ def test_a_rollout_past_its_deadline_ends_as_a_timeout_and_leaves_nothing_runnin
     assert server.num_running == 0
 
 
+@pytest.mark.process
 def test_the_deadline_covers_the_retries_and_names_the_failure_before():
     server = fail_on("bad", ServerLostError("gone"))
     (result,) = collect(runner(server, timeout_s=0.5, max_attempts=99, retry_delay_s=3600), [row("bad")])

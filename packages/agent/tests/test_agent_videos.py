@@ -38,6 +38,7 @@ def brightness(url):
     return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("L").getpixel((8, 8)) // 20
 
 
+@pytest.mark.process
 def test_a_file_gives_its_first_its_last_and_frames_at_even_distances(tmp_path):
     video = encoded(9)
     (tmp_path / "a.mkv").write_bytes(video)

@@ -79,6 +79,7 @@ def test_what_is_wanted_moves_once_and_is_what_gathering_would_give(case):
     assert num_moved == sum(math.prod(spec.sizes) for specs in targets for spec in specs)
 
 
+@pytest.mark.process
 @settings(max_examples=50, deadline=None)
 @given(shardings())
 def test_a_mesh_cuts_as_torch_does(case):
@@ -174,6 +175,7 @@ def take(name, rank, folder):
     asyncio.run(main())
 
 
+@pytest.mark.process
 def test_over_sessions_from_two_ranks_to_two_processes(tmp_path):
     """FSDP to tensor parallel, each pair over its own shm session; the second version as well, and no byte more."""
     name, plan = new_name(), Resharding(FSDP, TENSOR_PARALLEL)

@@ -170,6 +170,7 @@ def test_every_rank_gets_its_slices_in_one_version_with_one_digest_of_the_whole_
     asyncio.run(main())
 
 
+@pytest.mark.process
 def test_names_and_sessions_are_told_once_and_the_second_sync_says_none_of_it_again(monkeypatch):
     told, init = [], Encoded.__init__
 
@@ -193,6 +194,7 @@ def test_names_and_sessions_are_told_once_and_the_second_sync_says_none_of_it_ag
     assert sum(size for _, size in second) < 0.7 * sum(size for _, size in first)
 
 
+@pytest.mark.process
 def test_what_one_rank_fails_with_is_committed_nowhere_and_the_next_sync_is_whole():
     sources, targets = LAYOUTS["rows to columns"]
 
@@ -212,6 +214,7 @@ def test_what_one_rank_fails_with_is_committed_nowhere_and_the_next_sync_is_whol
     asyncio.run(main())
 
 
+@pytest.mark.process
 def test_the_decision_is_one_for_all_ranks_also_after_every_vote():
     async def main():
         async with Cluster(*LAYOUTS["rows to columns"]) as cluster:
@@ -227,6 +230,7 @@ def test_the_decision_is_one_for_all_ranks_also_after_every_vote():
     asyncio.run(main())
 
 
+@pytest.mark.process
 def test_who_waits_for_a_sync_that_is_called_off_before_it_began_is_told_at_once():
     """One of two replicas has not come; the other one is not left waiting to its deadline."""
 
@@ -249,6 +253,7 @@ def test_who_waits_for_a_sync_that_is_called_off_before_it_began_is_told_at_once
     asyncio.run(main())
 
 
+@pytest.mark.process
 def test_a_commit_that_one_session_heard_stands_for_the_others_of_its_receiver():
     """A sender that dies after every vote takes nothing back, once another one has told the decision."""
 
@@ -264,6 +269,7 @@ def test_a_commit_that_one_session_heard_stands_for_the_others_of_its_receiver()
     asyncio.run(main())
 
 
+@pytest.mark.process
 def test_a_receiver_whose_own_step_before_the_vote_fails_calls_it_off_for_everybody():
     async def main():
         async with Cluster(*LAYOUTS["rows to columns"]) as cluster:
@@ -310,6 +316,7 @@ def test_who_compares_the_engine_with_what_landed_is_believed_and_else_the_targe
     asyncio.run(main())
 
 
+@pytest.mark.process
 def test_a_receiver_that_holds_another_layout_than_it_declared_is_named():
     sources, targets = cut_over(2, rows), cut_over(2, rows)
 
@@ -401,6 +408,7 @@ def test_slices_of_two_versions_are_never_one_model():
     asyncio.run(main())
 
 
+@pytest.mark.process
 def test_differences_travel_alone_to_receivers_that_hold_the_version_before():
     async def main():
         async with Cluster(cut_over(2, rows), cut_over(2, rows), 2, "?delta=1") as cluster:
@@ -468,6 +476,7 @@ def test_many_short_rows_are_digested_together(monkeypatch):
     assert len(calls) < 20, "one for each row the first time, for the zeros; a few for each MiB after it"
 
 
+@pytest.mark.process
 @settings(max_examples=150, deadline=None)
 @given(shape=SHAPE, num_ranks=st.integers(1, 4), axis=st.integers(0, 2), size=st.sampled_from([1, 2, 4, 8]))
 def test_shares_of_any_cut_add_up_to_the_digest_of_the_whole(shape, num_ranks, axis, size):

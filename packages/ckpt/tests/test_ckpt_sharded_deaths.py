@@ -20,6 +20,8 @@ from rl_ckpt.sharded import relay_address
 from rl_ckpt.testing import new_name
 from rl_ckpt.testing.ends import die_at_message
 
+pytestmark = pytest.mark.process
+
 SHAPE, NUM_TENSORS, TIMEOUT_S = (512, 1024), 8, 30.0
 AT_ONCE_S = 15.0
 """Far below the deadline: a death is heard, and not waited for."""

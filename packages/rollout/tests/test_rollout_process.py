@@ -15,6 +15,8 @@ import pytest
 from rl_rollout.errors import ServerStartError
 from rl_rollout.process import ChildProcess, _titled
 
+pytestmark = pytest.mark.process
+
 
 def test_its_output_is_closed_when_the_last_of_its_children_has_ended():
     """Were it left to the collector, a ResourceWarning would fail this test."""

@@ -169,6 +169,7 @@ def test_frequencies_that_depend_on_who_is_scored_beside_are_refused(tmp_path):
         serve(folder, None)
 
 
+@pytest.mark.process
 def test_the_command_line_serves_it(folder, wanted):
     command = [sys.executable, "-m", "rl_rollout.cli", str(folder), "--task", "score", "--port", "0"]
     command += ["--num-threads", "1"]

@@ -54,6 +54,7 @@ def test_every_error_is_in_the_tree_and_specialises_a_builtin():
         assert f"{error.__name__} ({builtin.__name__})" in (errors.__doc__ or "")
 
 
+@pytest.mark.process
 def test_importing_brings_in_nothing_heavy():
     code = "import sys, rl_rollout; print(sorted({m.split('.')[0] for m in sys.modules}))"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -395,6 +395,7 @@ def test_async_twins(start):
 # The rest
 
 
+@pytest.mark.process
 def test_streaming_loader(start):
     client = start(sampler=tq.RankAwareSampler)
     config = tq.interface.ControllerHost.get_config(tq.interface._session.local)

@@ -75,6 +75,7 @@ def test_top_shows_partitions_and_tasks_as_often_as_asked(queue, run):
     assert (cells["task"], cells["leased"], cells["acked"], cells["dead"]) == ("actor", "1", "1", "0")
 
 
+@pytest.mark.process
 def test_the_installed_command_prints_them_too():
     with rl_tq.serve("shm://") as queue:
         queue.put({"x": [1]}, partition="p")

@@ -71,6 +71,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "address",
     [

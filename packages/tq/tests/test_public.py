@@ -29,6 +29,7 @@ def test_errors_are_what_they_specialise():
     assert issubclass(rl_tq.StaleReferenceError, LookupError)
 
 
+@pytest.mark.process
 def test_importing_is_light():
     code = "import rl_tq, sys; print([m for m in ('torch', 'tensordict', 'numpy', 'ray') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

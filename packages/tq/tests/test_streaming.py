@@ -22,6 +22,7 @@ def stream(queue: rl_tq.TransferQueue, **options) -> StreamingDataset:
     )
 
 
+@pytest.mark.process
 def test_a_stream_ends_when_nothing_comes(queue):
     queue.put({"a": torch.arange(5)}, partition="p")
     acked = []

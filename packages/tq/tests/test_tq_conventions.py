@@ -88,6 +88,7 @@ def test_every_option_is_documented_and_is_a_parameter_of_serve(scheme):
     assert all(len(line) > 10 for line in options.values())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("scheme", OPENABLE)
 def test_one_address_with_every_option_is_for_both_ends(scheme, address_of, monkeypatch):
     if scheme == "zmq":  # which says nothing: its silence is what the client notices
@@ -109,6 +110,7 @@ def test_a_limit_is_a_positive_number(scheme, option, value, address_of):
         rl_tq.serve(address_of(scheme, f"?{option}={value}"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("scheme", installed(NEEDS_TOKEN))
 def test_over_a_network_a_token_is_an_argument_or_a_variable(scheme, address_of, monkeypatch):
     with rl_tq.serve(address_of(scheme), token="secret", timeout_s=20.0) as queue:
@@ -124,6 +126,7 @@ def test_over_a_network_a_token_is_an_argument_or_a_variable(scheme, address_of,
         rl_tq.connect(queue.address, timeout_s=20.0).close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("scheme", installed(KERNEL_VOUCHES))
 def test_where_the_kernel_vouches_for_the_peer_a_token_is_refused_and_the_variable_passed_over(
     scheme, address_of, monkeypatch

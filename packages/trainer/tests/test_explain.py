@@ -11,6 +11,7 @@ from rl_trainer.config import explain
 from rl_trainer.errors import ConfigError
 
 
+@pytest.mark.process
 def test_every_key_has_a_doc_and_a_type():
     undocumented = [key.name for key in explain.keys().values() if not key.doc]
     assert undocumented == []
@@ -42,6 +43,7 @@ def test_a_printed_configuration_says_where_a_value_is_from(capsys):
     assert told == {"the command line", "the default", "gsm8k.yaml", "dapo.yaml"}
 
 
+@pytest.mark.process
 def test_the_list_names_everything_in_short_lines(capsys):
     assert cli.main(["--list"]) == 0
     told = capsys.readouterr().out
@@ -50,6 +52,7 @@ def test_the_list_names_everything_in_short_lines(capsys):
     assert max(map(len, told.splitlines())) <= 120
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("typed", "wanted"), [("batch.gr", "batch.group_size="), ("quick", "quickstart")])
 def test_the_shell_completes_keys_and_recipes(typed, wanted):
     script = (

@@ -256,6 +256,7 @@ def plain(data_source, solution_str, ground_truth):
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("name", "wanted"), [("compute_score", 1.5), ("plain", 1.0)])
 def test_a_reward_function_of_verl_runs_as_it_is(tmp_path, name, wanted):
     (tmp_path / "score.py").write_text(COMPUTE_SCORE)

@@ -29,12 +29,14 @@ def config_of(model, *overrides):
     return load_config("gsm8k", [f"model.path={model}", *overrides])
 
 
+@pytest.mark.process
 def test_the_chat_template_and_the_reward_are_tried(model):
     told = dict(rehearse(config_of(model), [ROW]))
     assert told["chat template"].startswith("the first prompt has ")
     assert told["reward tried"] == "a made-up completion 0, the ground truth 1"
 
 
+@pytest.mark.process
 def test_a_model_without_a_chat_template_is_told_in_a_sentence(model):
     import json
 
@@ -47,6 +49,7 @@ def test_a_model_without_a_chat_template_is_told_in_a_sentence(model):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.process
 def test_a_reward_that_cannot_be_called_is_found_before_anything_starts(model, tmp_path):
     file = tmp_path / "rewards.py"
     file.write_text(
@@ -66,6 +69,7 @@ def test_a_reward_that_cannot_be_called_is_found_before_anything_starts(model, t
     check_signature(f"{file}:fine", "reward.path")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -87,6 +91,7 @@ def test_the_plan_says_where_the_reward_comes_from():
     assert reward_source(by_function, rows).endswith("mine.py:score (reward.path)")
 
 
+@pytest.mark.process
 def test_a_dry_run_of_a_model_by_its_hub_id_fetches_no_weights(model, tmp_path):
     line = ["quickstart", "--dry-run", "model.path=some/model", "data.options.num_rows=200", "data.eval_size=4"]
     with serve_hub({"some/model": model}) as (url, sent):

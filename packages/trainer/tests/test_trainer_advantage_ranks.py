@@ -82,6 +82,7 @@ def on_ranks(fields, cu_seqlens, compute):
 @pytest.mark.filterwarnings("ignore:.*have one completion")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", sorted(name for name, each in ADVANTAGES.items() if each.scope != "whole"))
+@pytest.mark.process
 def test_ranks_with_some_groups_each_compute_the_advantages_of_the_batch(name, seed):
     fields, cu_seqlens = batch(seed)
     whole = compute_advantages(name, part(fields, cu_seqlens, torch.arange(len(cu_seqlens) - 1)))

@@ -104,6 +104,7 @@ class Slow:
         return Score(reward=len(text) + (loop_reward or 0.0))
 
 
+@pytest.mark.process
 def test_rollouts_are_scored_side_by_side_as_they_finish_and_a_score_that_fails_is_a_failed_rollout():
     class Loop(rl_agent.AgentLoop):
         async def run(self, sampling_params, **row):
@@ -150,6 +151,7 @@ def test_groups_that_finish_during_a_write_share_the_next_one():
     assert calls == [[1], [2, 3]]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("adds_more", [True, False])
 def test_a_write_that_fails_is_not_lost(adds_more):
     def put(groups):

@@ -9,6 +9,8 @@ from rl_trainer.config import load_config
 from rl_trainer.errors import DataError
 from rl_trainer.run import run
 
+pytestmark = pytest.mark.process
+
 SIZES = ["batch.batch_size=4", "batch.mini_batch_size=2", "batch.group_size=4", "steps=2", "eval_every=0"]
 SIZES += ["data.eval_size=4", "data.max_prompt_tokens=128", "rollout.max_new_tokens=12", "engine.precision=float32"]
 SIZES += ["save_every=0", "runtime=inline", "timeout_s=120", "engine.matmul_precision=highest"]

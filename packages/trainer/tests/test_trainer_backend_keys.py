@@ -167,6 +167,7 @@ def test_every_key_is_in_the_table():
     assert found | {"weights_transport", "queue_storage"} == EFFECTS.keys()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("key", EFFECTS)
 def test_a_key_reaches_its_backend(key):
     value, part = EFFECTS[key]
@@ -221,6 +222,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("chosen", "overrides", "words"), REFUSED)
+@pytest.mark.process
 def test_what_a_backend_cannot_do_is_refused_by_name_before_anything_starts(folder, chosen, overrides, words):
     with pytest.raises(ConfigError, match=words):
         check_backends(load_config("quickstart", [f"model.path={folder}", *chosen, *overrides]))
@@ -280,11 +282,13 @@ def test_whether_prompts_are_shared_is_told(folder):
         (["weights_transport=tcp://127.0.0.1:4000"], "is one port and every rank needs its own: write tcp"),
     ],
 )
+@pytest.mark.process
 def test_the_way_that_weights_take_is_told_and_why_it_is_not_the_shortest(folder, overrides, words):
     told = dict(check_backends(load_config("quickstart", [f"model.path={folder}", *overrides])))
     assert told["weights"].removesuffix(" (engine.lora.export=adapter)").endswith(words)
 
 
+@pytest.mark.process
 def test_who_makes_the_loss_is_told(folder):
     for overrides, words in (
         ([], "yes, of token-local losses"),

@@ -34,6 +34,7 @@ def model(tmp_path):
     return folder
 
 
+@pytest.mark.process
 def test_a_folder_without_weights_is_refused(model, capsys):
     (model / "model.safetensors").unlink()
     assert cli.main(["quickstart", f"model.path={model}", "--dry-run"]) == 2
@@ -134,6 +135,7 @@ def test_plan_that_does_not_divide(capsys):
 @pytest.mark.parametrize(
     "key", ["engine.backend", "rollout.backend", "weights_transport", "queue_storage", "agent.loop"]
 )
+@pytest.mark.process
 def test_backend_that_is_not_installed(capsys, key):
     error = refused(capsys, "quickstart", f"{key}=nonesuch", "data.options.num_rows=2000", "data.eval_size=16")
     assert f"{key}='nonesuch' is not installed; installed are" in error
@@ -192,6 +194,7 @@ def test_resume_from_what_this_run_cannot_go_on_from(capsys, tmp_path, state, wo
     assert words in error
 
 
+@pytest.mark.process
 def test_print_config_round_trips(capsys, tmp_path):
     from rl_trainer import load_config
 
@@ -201,6 +204,7 @@ def test_print_config_round_trips(capsys, tmp_path):
     assert load_config(str(path)) == load_config("quickstart", ["seed=4"])
 
 
+@pytest.mark.process
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_freed_memory_is_used_again():
     """By this process, not only by those that it starts. 64 MiB are more than glibc keeps of itself."""
@@ -277,6 +281,7 @@ raise SystemExit(getattr(cli, sys.argv[3])(sys.argv[4:]))
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("number", "told", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "ended by SIGTERM", 143)]
 )
@@ -296,6 +301,7 @@ def test_a_signal_during_an_import_is_answered_with_a_sentence(number, told, cod
     assert (ended.returncode, ended.stderr) == (code, f"{program}: {told}\n")
 
 
+@pytest.mark.process
 def test_what_is_imported_with_the_commands_takes_no_time():
     told = "import sys, rl_trainer.cli; print(*(name for name in ('pydantic', 'yaml', 'torch') if name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True).stdout == "\n"

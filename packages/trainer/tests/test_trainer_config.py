@@ -148,6 +148,7 @@ def test_the_tree_that_is_printed_is_read_again(tmp_path):
         (["placement.critic.pool=critic"], "ray"),
     ],
 )
+@pytest.mark.process
 def test_the_quickstart_is_one_process_unless_more_are_asked_for(overrides, runtime, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert load_config("quickstart", overrides).runtime == runtime

@@ -75,6 +75,7 @@ HARM = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("harm", HARM)
 def test_resume_names_the_damaged_file_and_goes_on_from_the_last_whole_checkpoint(own, model, harm, capsys):
     """Every file of the newest checkpoint, one after the other: shards, manifests, the queue's rows, the model's."""
@@ -104,6 +105,7 @@ def test_resume_names_the_damaged_file_and_goes_on_from_the_last_whole_checkpoin
     assert (start, text) == (str(newest), "")
 
 
+@pytest.mark.process
 def test_a_run_goes_on_beside_the_damage_with_the_same_losses(own, finished, model):
     """The step whose checkpoint was damaged is taken again, from the same prompts, and every prompt counts once."""
     (path,) = (own / "checkpoint-3" / "engine").glob("shard-*")
@@ -134,6 +136,7 @@ def logs(output_dir):
     )
 
 
+@pytest.mark.process
 def test_what_a_kill_left_is_passed_over_in_silence_and_all_damaged_is_an_error(own, model, capsys):
     (own / "checkpoint-4").mkdir()
     (own / "checkpoint-5" / "engine").mkdir(parents=True)
@@ -146,6 +149,7 @@ def test_what_a_kill_left_is_passed_over_in_silence_and_all_damaged_is_an_error(
         resumed(config(model, own))
 
 
+@pytest.mark.process
 def test_a_damaged_checkpoint_that_is_named_is_refused(own, model, tmp_path):
     (path,) = (own / "checkpoint-2" / "model").glob("*.safetensors")
     flip(path, random.Random(2))
@@ -158,6 +162,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(own, model, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("resume", [[], ["--resume"]])
 def test_a_folder_in_which_a_run_lives_is_refused(tmp_path, capsys, model, resume):
     with hold_lock(tmp_path / "run.lock", "it"):

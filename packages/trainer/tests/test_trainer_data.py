@@ -144,6 +144,7 @@ def test_a_wrong_reasoning_gym_task_or_template_is_told():
         load_datasets(DataConfig(format="reasoning_gym", options={"prompt_template": "{nothing}"}), seed=0)
 
 
+@pytest.mark.process
 @given(st.integers(1, 30), st.integers(0, 100), st.lists(st.integers(1, 20), min_size=1, max_size=8))
 def test_order_uses_every_row_once_per_epoch_and_resumes_anywhere(num_rows, seed, counts):
     whole = PromptOrder(num_rows=num_rows, seed=seed)
@@ -154,6 +155,7 @@ def test_order_uses_every_row_once_per_epoch_and_resumes_anywhere(num_rows, seed
     assert resumed.take(sum(counts[1:])) == taken[counts[0] :]
 
 
+@pytest.mark.process
 def test_a_shuffled_stream_of_datasets_that_goes_on_loses_rows(tmp_path):
     """Why our stream is our own: each row once. Once this fails, `datasets` can take its place."""
     datasets = pytest.importorskip("datasets")

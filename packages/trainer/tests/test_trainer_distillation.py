@@ -113,6 +113,7 @@ def test_what_would_do_nothing_is_refused(settings, words):
         make_plan(load_config("gsm8k", settings))
 
 
+@pytest.mark.process
 def test_a_policy_comes_nearer_to_its_teacher(model, tmp_path):
     teacher = shutil.copytree(model, tmp_path / "teacher")
     weights = load_file(teacher / "model.safetensors")
@@ -140,6 +141,7 @@ def test_a_policy_comes_nearer_to_its_teacher(model, tmp_path):
     assert abs(records[-1]["metrics"]["teacher_kl"]) < abs(records[0]["metrics"]["teacher_kl"])
 
 
+@pytest.mark.process
 def test_a_teacher_with_other_tokens_is_refused(model, tmp_path):
     teacher = shutil.copytree(model, tmp_path / "teacher")
     check_teacher(TeacherSection(path=str(teacher)), str(model))

@@ -16,7 +16,7 @@ from rl_trainer.planning.environments import check_environment, engine_python, g
 from rl_trainer.planning.plan import actor_config
 from rl_trainer.planning.preflight import backends_asked, check_engines
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.process]
 BACKEND = """
 import sys
 from pathlib import Path

@@ -72,6 +72,7 @@ def test_accuracy_is_the_share_that_is_right_and_not_the_mean_reward():
     assert [*summarise([made, replace(made, right=None)], [1])] == ["reward"], "nothing says what is right"
 
 
+@pytest.mark.process
 def test_rl_eval_measures_a_policy_through_a_server(model, tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
     settings = ["data.options.num_rows=2000", "data.eval_size=8", f"model.path={model}"]
@@ -82,6 +83,7 @@ def test_rl_eval_measures_a_policy_through_a_server(model, tmp_path, capsys):
     assert [len(row["rewards"]) for row in rows] == [4] * 8
 
 
+@pytest.mark.process
 def test_what_rl_eval_cannot_do_is_told(model, capsys):
     assert main_eval(["quickstart", "--k", "4", f"model.path={model}"]) == 2
     assert "--k=4 must lie between 1 and --samples=1" in capsys.readouterr().err
@@ -89,6 +91,7 @@ def test_what_rl_eval_cannot_do_is_told(model, capsys):
     assert "model.path is not set" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_a_dry_run_tells_the_plan_and_starts_nothing(model, tmp_path, capsys):
     output_dir = tmp_path / "out"
     assert main(["quickstart", "--dry-run", f"model.path={model}", f"output_dir={output_dir}"]) == 0

@@ -4,6 +4,10 @@ import asyncio
 import runpy
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_trainer.py"
 
 

@@ -147,6 +147,7 @@ def test_prompts_that_were_given_back_are_waited_for_by_the_next_process_too():
     assert 77 in [group.row_index for group in generated.groups]
 
 
+@pytest.mark.process
 def test_a_last_checkpoint_that_could_not_be_written_is_no_success(model, tmp_path, monkeypatch):
     """What writes it beside training fails after the last step, when nothing is asked of the engine any more."""
     save, out = rl_engine.checkpoint.sharded.save, tmp_path / "out"

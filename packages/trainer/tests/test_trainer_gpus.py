@@ -135,6 +135,7 @@ def test_an_allocator_that_cannot_export_memory_sends_through_the_host_s(machine
     assert settle(load_config("gsm8k", [])).weights_transport == "shm"
 
 
+@pytest.mark.process
 def test_every_recipe_for_small_models_is_planned_on_one_gpu(machine):
     machine(1)
     for recipe in ("gsm8k", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "ppo", "lora", "quickstart"):

@@ -16,7 +16,7 @@ from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, regis
 from rl_trainer.runtime.processes import describe
 
 HEARTBEAT_S = 4.0
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.process]
 
 
 class Sleeper:

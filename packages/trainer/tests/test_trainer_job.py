@@ -17,6 +17,8 @@ from rl_trainer.config import load_config
 from rl_trainer.pipeline.staleness import POLICIES
 from rl_trainer.run import run
 
+pytestmark = pytest.mark.process
+
 SMALL = [
     "data.options.num_rows=2000",
     "data.eval_size=16",

@@ -61,6 +61,7 @@ def test_a_model_has_as_many_parameters_as_its_authors_say(name, published):
     assert count_parameters(MODELS[name]) == published
 
 
+@pytest.mark.process
 def test_the_count_is_that_of_a_model_that_is_stored(model):
     assert count_parameters(json.loads((model / "config.json").read_text())) == stored_parameters(model)
 
@@ -145,6 +146,7 @@ def of_shape(name, tmp_path):
     return f"model.path={tmp_path}"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
     [

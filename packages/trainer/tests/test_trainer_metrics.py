@@ -23,6 +23,7 @@ ALWAYS = {
 ON_DEMAND = {"entropy", "kl", "mfu"}
 
 
+@pytest.mark.process
 def test_a_step_has_every_metric_that_is_computed_and_no_other(model, tmp_path, monkeypatch):
     plain, whole = tmp_path / "plain", tmp_path / "whole"
     run(load_config("quickstart", [*SIZES, f"model.path={model}", f"output_dir={plain}"]), Console(quiet=True))
@@ -52,6 +53,7 @@ def test_peaks_are_known_by_the_names_that_drivers_give():
     assert peak_flops("NVIDIA GeForce RTX 4090") is None
 
 
+@pytest.mark.process
 def test_operations_of_a_token(model):
     config = load_config("quickstart", [f"model.path={model}"])
     sizes = model_config(model)

@@ -60,6 +60,7 @@ def placed():
         runtime.__exit__(None, None, None)
 
 
+@pytest.mark.process
 def test_the_engine_takes_the_experts_that_the_server_chose(tmp_path, placed):
     model = write_tiny_model(tmp_path / "moe", family="qwen3_moe", **MOE)
     components = placed(config_of(model, tmp_path, questions(4), "engine.router_replay=true", "algorithm.kl_coef=0.1"))
@@ -122,6 +123,7 @@ def look(text):
     return rl_agent.ParsedTurn(content=text, calls=(rl_agent.ToolCall(name="look"),))  # a random model calls nothing
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("family", "loop"), [("qwen2_5_vl", "single_turn"), ("qwen3_vl", "tool")])
 def test_the_engine_sees_the_images_of_prompts_and_of_tools(tmp_path, placed, monkeypatch, family, loop):
     model = write_tiny_vl_model(tmp_path / "vl", family=family)

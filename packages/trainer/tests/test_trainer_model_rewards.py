@@ -126,6 +126,7 @@ def test_an_answer_without_a_score_is_asked_for_again(first):
     assert len(server.asked) == 2
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("script", "settings", "num_asked", "sentence"),
     [

@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
 from rich.console import Console
 
 from rl_rollout.testing import write_tiny_model
 from rl_trainer.config import load_config
 from rl_trainer.run import run
+
+pytestmark = pytest.mark.process
 
 
 def test_replay_brings_the_engine_nearer_to_the_sampler(tmp_path):

@@ -58,6 +58,7 @@ def go(order, counts, rewards):
     return taken
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ORDERS)
 @given(data=st.data(), seed=st.integers(0, 50), counts=st.lists(st.integers(1, 9), min_size=2, max_size=8))
 def test_an_order_goes_on_from_its_state_exactly(kind, data, seed, counts):
@@ -126,6 +127,7 @@ def test_a_curriculum_passes_over_what_taught_nothing():
     assert set(order.take(2)) <= {0, 1, 2, 3}  # nothing is left: it takes all the same
 
 
+@pytest.mark.process
 def test_a_curriculum_is_made_as_it_is_configured():
     config = load_config("quickstart", ["data.curriculum={pass_rate: [0.2, 0.8], revisit: 0}", "data.eval_size=1"])
     rows = [row(number) for number in range(6)]
@@ -187,6 +189,7 @@ def test_a_streamed_file_has_held_out_rows_of_its_own(tmp_path):
     assert [resumed.rows[i]["reward_model"]["ground_truth"] for i in again] == [truths[1], *truths[4:]]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("stream", [{}, {"stream_buffer": 100}])
 def test_a_dataset_of_the_datasets_package(tmp_path, stream):
     import datasets
@@ -270,6 +273,7 @@ def test_keys_that_do_nothing_with_files_are_refused(overrides, words):
         make_plan(load_config("gsm8k", overrides))
 
 
+@pytest.mark.process
 def test_a_run_on_a_stream_counts_what_it_passed_over(model, tmp_path):
     def sum_of(number, width):
         text = f"{number} + 1 =".rjust(width)

@@ -115,6 +115,7 @@ def worker_of(put, loop, *, has_baseline=False):
     return worker
 
 
+@pytest.mark.process
 def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
     entered, gate, written = threading.Event(), threading.Event(), []
 
@@ -196,6 +197,7 @@ def test_a_group_has_its_greedy_completion_s_reward_and_fails_with_it():
     worker._loop.close()
 
 
+@pytest.mark.process
 def test_a_real_job_learns_from_every_prompt_once(model, tmp_path):
     settings = ["runtime=inline", "steps=3", "eval_every=0", "data.eval_size=4", "timeout_s=120"]
     settings += [f"model.path={model}", f"output_dir={tmp_path / 'out'}", *SIZES, "batch.over_sampling=1"]

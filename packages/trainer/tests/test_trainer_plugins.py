@@ -185,6 +185,7 @@ MORE = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("kind", "way"), [*BY_DEFAULT, *MORE])
 def test_a_plug_in_is_found_and_used(folder, kind, way, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(folder))
@@ -201,6 +202,7 @@ def test_a_plug_in_is_found_and_used(folder, kind, way, monkeypatch, tmp_path):
     assert use(config, tmp_path) == 7
 
 
+@pytest.mark.process
 def test_trackers_as_objects_stand_beside_names_and_take_no_options_by_key():
     from rl_trainer.config import as_tree
 

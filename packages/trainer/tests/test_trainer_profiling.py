@@ -66,6 +66,7 @@ def check(trace):
     assert {e["id"] for e in begun} == {e["id"] for e in trace["traceEvents"] if e["ph"] == "e"}
 
 
+@pytest.mark.process
 def test_a_run_in_one_process(model, tmp_path):
     settings = [
         *SIZES,

@@ -12,6 +12,8 @@ import pytest
 from rl_trainer.runtime.processes import has_ended
 from rl_trainer.runtime.reaper import DEATH_GRACE_S, VARIABLE, find_processes, start_time
 
+pytestmark = pytest.mark.process
+
 PLAIN = """
 import subprocess, sys, time
 from rl_trainer.runtime.reaper import Reaper

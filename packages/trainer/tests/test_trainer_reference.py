@@ -9,6 +9,8 @@ from rl_trainer import setup
 from rl_trainer.config import load_config
 from rl_trainer.run import run
 
+pytestmark = pytest.mark.process
+
 
 def metrics_of(output_dir, model, *overrides):
     settings = [

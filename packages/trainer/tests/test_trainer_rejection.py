@@ -148,6 +148,7 @@ def test_a_batch_that_is_rejected_whole_teaches_nothing(aggregation, counts):
     assert not entropies.any()
 
 
+@pytest.mark.process
 @settings(max_examples=40, deadline=None)
 @given(
     loss=st.sampled_from(LOSSES),

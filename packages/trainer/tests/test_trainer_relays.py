@@ -20,6 +20,8 @@ from rl_trainer.workers.engine import LocalWeights
 from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.rollout import Receivers
 
+pytestmark = pytest.mark.process
+
 SHAPE, TIMEOUT_S = (512, 1030), 30.0
 AT_ONCE_S = 10.0
 """Far below the deadline: nobody waits for it."""

@@ -95,6 +95,7 @@ def used(output_dir):
         [("before the state file", 1), ("before the state file", 3), ("update", 6)],
     ],
 )
+@pytest.mark.process
 def test_killed_at_a_named_point_every_prompt_is_used_once(tmp_path, pipeline, kills):
     sizes = [f"batch.batch_size={BATCH}", "batch.mini_batch_size=4", "batch.group_size=2", f"steps={STEPS}"]
     how = [f"pipeline={pipeline}", f"output_dir={tmp_path}", "save_every=1", "eval_every=0", "timeout_s=5"]
@@ -153,6 +154,7 @@ def test_rows_that_were_written_after_the_step_are_cleared_and_missing_ones_are_
             resume(queue, [replace(held, group_id=7)])
 
 
+@pytest.mark.process
 def test_what_another_pipeline_left_in_the_queue_is_generated_again():
     state = RunState(
         seed=0, num_rows=9, pipeline="fully_async", pending=(1, 2), held=((7, 4, 0, 1, 0), (8, 3, 1, 1, 0))

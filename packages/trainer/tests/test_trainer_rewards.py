@@ -79,6 +79,7 @@ def score(section, *texts, source="math", truth="4", **fields):
     return asyncio.run(main())
 
 
+@pytest.mark.process
 def test_by_default_the_loops_reward_counts_or_else_the_rule():
     async def main():
         scorer = Scorer()
@@ -109,6 +110,7 @@ def unnamed(text, row):
 """
 
 
+@pytest.mark.process
 def test_what_is_right_is_what_the_judge_of_the_answer_gives_full_marks(tmp_path):
     (file := tmp_path / "graded.py").write_text(RIGHT)
     form, answer = RewardPart(kind="rule", rule="format", weight=2.0), RewardPart(kind="rule", rule="math", weight=0.5)
@@ -128,12 +130,14 @@ def test_what_is_right_is_what_the_judge_of_the_answer_gives_full_marks(tmp_path
     assert right(RewardSection(parts={"own": own, "form": form}), "4", "3") == [True, False]
 
 
+@pytest.mark.process
 def test_a_function_of_a_file_gets_the_text_and_the_row(functions):
     section = RewardSection(path=f"{functions}:length")
     found = score(section, "abc", "", extra_info={"factor": 2.5})
     assert [each.reward for each in found] == [7.5, 0.0]
 
 
+@pytest.mark.process
 def test_a_coroutine_function_runs_many_calls_at_a_time_in_one_process(functions):
     async def main():
         pool = FunctionPool(f"{functions}:later", timeout_s=60)
@@ -148,6 +152,7 @@ def test_a_coroutine_function_runs_many_calls_at_a_time_in_one_process(functions
     assert load == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -183,6 +188,7 @@ def processes_with(text):
     return found
 
 
+@pytest.mark.process
 def test_a_stuck_function_is_killed_with_what_it_started_and_the_next_score_works(functions):
     async def main():
         pool = FunctionPool(f"{functions}:odd", timeout_s=60)
@@ -205,6 +211,7 @@ def test_a_stuck_function_is_killed_with_what_it_started_and_the_next_score_work
     assert not processes_with("sleep\0601")
 
 
+@pytest.mark.process
 def test_who_waits_for_a_process_hears_of_the_end(functions):
     async def main():
         pool = FunctionPool(f"{functions}:odd", num_processes=1, timeout_s=60)
@@ -221,6 +228,7 @@ def test_who_waits_for_a_process_hears_of_the_end(functions):
     assert not processes_with(functions)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("text", ["hang", "block"])
 def test_a_stuck_coroutine_does_not_take_the_others_with_it(functions, monkeypatch, text):
     """One that waits is cancelled; one that blocks its process is killed, and what ran beside it starts again."""
@@ -245,6 +253,7 @@ def test_a_stuck_coroutine_does_not_take_the_others_with_it(functions, monkeypat
     assert {name: value["length"] for name, value in found.items()} == {"a": 1.0, "bb": 2.0, "ccc": 3.0}
 
 
+@pytest.mark.process
 def test_as_many_processes_as_asked_for_score_at_a_time(functions):
     async def main():
         pool = FunctionPool(f"{functions}:odd", num_processes=2, timeout_s=60)
@@ -256,6 +265,7 @@ def test_as_many_processes_as_asked_for_score_at_a_time(functions):
     assert len(asyncio.run(main())) == 2
 
 
+@pytest.mark.process
 def test_no_process_outlives_its_parent(functions, tmp_path):
     """A scorer that is killed leaves none behind, stuck ones included."""
     script = tmp_path / "parent.py"
@@ -292,6 +302,7 @@ def test_no_process_outlives_its_parent(functions, tmp_path):
         os.kill(stray, 9)
 
 
+@pytest.mark.process
 def test_parts_are_weighted_and_kept_by_name(functions):
     section = RewardSection(
         parts={
@@ -305,6 +316,7 @@ def test_parts_are_weighted_and_kept_by_name(functions):
     assert found.reward == 2.0 + 0.5 * 9
 
 
+@pytest.mark.process
 def test_a_part_that_fails_fails_the_score(functions):
     section = RewardSection(
         parts={"right": RewardPart(kind="rule"), "odd": RewardPart(kind="function", path=f"{functions}:odd")}
@@ -316,6 +328,7 @@ def test_a_part_that_fails_fails_the_score(functions):
     assert "reward.parts.own is the agent loop's own reward, and the loop gave none" in str(found)
 
 
+@pytest.mark.process
 def test_a_function_has_to_give_the_same_parts_every_time(functions):
     async def main():
         scorer = Scorer(RewardSection(path=f"{functions}:odd"))
@@ -333,6 +346,7 @@ def test_a_penalty_is_a_part_where_there_are_parts():
     assert found.reward == sum(found.weights[name] * value for name, value in found.components.items()) == 0.75
 
 
+@pytest.mark.process
 def test_what_is_no_function_is_told_before_anything_starts(functions, tmp_path):
     plugins.check(f"{functions}:later", GROUP, key="reward.path")
     plugins.check("rl_trainer.rewards.rules:exact_match", GROUP, key="reward.path")
@@ -357,6 +371,7 @@ def test_what_is_no_function_is_told_before_anything_starts(functions, tmp_path)
         asyncio.run(start(f"{tmp_path}/broken.py:f"))
 
 
+@pytest.mark.process
 def test_a_function_is_found_by_entry_point(monkeypatch, tmp_path):
     """As a distribution gives it; the process finds it by itself."""
     info = tmp_path / "mine-1.0.dist-info"
@@ -388,6 +403,7 @@ def f(text, row):
 """
 
 
+@pytest.mark.process
 def test_what_a_function_writes_to_the_pipe_runs_nothing_here(tmp_path):
     file, mark = tmp_path / "function.py", tmp_path / "ran"
     file.write_text(TAKES_THE_PIPE.format(path=str(mark)))
@@ -404,6 +420,7 @@ def test_what_a_function_writes_to_the_pipe_runs_nothing_here(tmp_path):
     assert not mark.exists()
 
 
+@pytest.mark.process
 def test_a_row_arrives_as_it_was_and_what_cannot_is_told(tmp_path):
     file = tmp_path / "function.py"
     file.write_text(

@@ -136,6 +136,7 @@ def test_what_cannot_be_placed_is_refused_in_one_sentence(overrides, error, word
         make_plan(of(*overrides))
 
 
+@pytest.mark.process
 def test_more_gpus_than_there_are_and_a_layout_that_a_backend_does_not_have_are_refused(monkeypatch, model):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(gpus, "local_gpus", lambda: 8)
@@ -177,6 +178,7 @@ def test_the_plan_has_every_pool_with_gib_by_role_as_an_engine_holds_them(tmp_pa
     )
 
 
+@pytest.mark.process
 def test_a_pool_that_its_gpus_do_not_hold_is_refused_with_its_key(tmp_path):
     sizes = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8}
     sizes |= {"intermediate_size": 27648, "vocab_size": 152_064, "model_type": "qwen2"}
@@ -274,6 +276,7 @@ def losses(output_dir):
     return [(line["metrics"]["policy_loss"], line["metrics"]["kl"]) for line in lines]
 
 
+@pytest.mark.process
 @pytest.mark.timeout(900)
 def test_a_reference_and_a_critic_of_their_own_change_no_loss(model, tmp_path):
     def trained(name, *overrides):

@@ -44,6 +44,7 @@ def scores(section, *texts, truth="4"):
     return asyncio.run(main())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("rule", "options", "text", "truth", "reward"),
     [
@@ -108,6 +109,7 @@ def test_an_unknown_data_source_has_no_rule_by_accident(source):
         (["reward.parts.answer.kind=loop"], True),
     ],
 )
+@pytest.mark.process
 def test_a_run_with_rows_of_an_unknown_data_source_is_refused_before_it_starts(overrides, is_known):
     rows = [{"prompt": [{"role": "user", "content": "1 + 1"}], "data_source": "mine", "reward_model": {}}]
     config = load_config("quickstart", overrides)
@@ -124,6 +126,7 @@ def test_an_isolated_rule_is_the_one_of_its_name():
     assert set(ISOLATED) < set(RULES)
 
 
+@pytest.mark.process
 def test_named_rules_are_weighed_in_a_hybrid_and_a_pattern_that_explodes_is_killed():
     made = {
         "right": RewardPart(kind="rule", rule="regex", options={"pattern": "<answer>(.*)</answer>"}, weight=2.0),
@@ -147,6 +150,7 @@ def fenced(code):
     return f"First:\n```python\nnonsense(\n```\nso\n```python\n{code}\n```\nDone."
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "truth", "reward"),
     [
@@ -167,6 +171,7 @@ def test_code_has_to_pass_its_tests(code, truth, reward):
     assert found.reward == reward
 
 
+@pytest.mark.process
 def test_code_that_hangs_or_takes_too_much_fails_its_test_alone():
     options = {"timeout_s": 60, "memory_mb": 256, "is_partial": True}
     tests = ["assert add(1, 1) == 2", "x = bytearray(1 << 30)", "assert 0", "assert add(2, 2) == 4"]
@@ -209,6 +214,7 @@ def test_a_rule_comes_from_the_command_line_and_its_package_has_to_be_there(monk
         check(config, [])
 
 
+@pytest.mark.process
 def test_a_run_with_code_rewards_says_what_holds_here_and_another_says_nothing():
     graded = parts(works=("code", {}))
     ((what, how),) = sandbox_facts(graded, AgentSection())

@@ -144,6 +144,7 @@ def test_inline_refuses_several_ranks():
         runtime.start([ResourcePool(name="pool", num_workers=2)])
 
 
+@pytest.mark.process
 class TestRay(RuntimeConformance):
     num_workers = 2
 
@@ -178,6 +179,7 @@ def test_a_second_run_of_a_process_has_another_token(monkeypatch):
             assert runtime.create_group(Counter, "one", start=1).add(1) == 2
 
 
+@pytest.mark.process
 def test_ray_groups_share_the_processes_of_their_pool(ray_runtime):
     first = ray_runtime.create_group(Counter, "two", start=1)
     second = ray_runtime.create_group(Counter, "two", start=100)
@@ -188,6 +190,7 @@ def test_ray_groups_share_the_processes_of_their_pool(ray_runtime):
     assert second.add(1) == 101
 
 
+@pytest.mark.process
 def test_ray_keeps_a_worker_on_one_thread_of_its_own(ray_runtime):
     first, second = (ray_runtime.create_group(Counter, "two", start=0) for _ in range(2))
     threads = {first.thread() for _ in range(20)}
@@ -195,6 +198,7 @@ def test_ray_keeps_a_worker_on_one_thread_of_its_own(ray_runtime):
     assert second.thread() not in threads
 
 
+@pytest.mark.process
 def test_ray_splits_and_joins_in_rank_order(ray_runtime):
     group = ray_runtime.create_group(Counter, "two", start=0)
     assert group.squares([1, 2, 3], 0) == [1, 4, 109]
@@ -240,6 +244,7 @@ class Meshed:
         return [self.rank]
 
 
+@pytest.mark.process
 def test_ray_splits_and_collects_over_a_named_axis_of_the_mesh(ray_runtime):
     over_dp = ray_runtime.create_group(Meshed, "two", mesh={"dp": 2, "tp": 1})
     assert over_dp.seen([1, 2, 3]) == [(0, [1, 2]), (1, [3])]
@@ -281,12 +286,14 @@ def test_inline_has_the_same_modes():
             runtime.create_group(Meshed, "pool")
 
 
+@pytest.mark.process
 def test_ray_gives_the_worker_s_own_error_type(ray_runtime):
     group = ray_runtime.create_group(Counter, "two", start=0)
     with pytest.raises(ValueError, match="seven is not allowed"):
         group.fail("error")
 
 
+@pytest.mark.process
 def test_ray_ends_a_wait_at_its_deadline_and_names_the_rank(ray_runtime, monkeypatch):
     group = ray_runtime.create_group(Counter, "two", start=0)
     monkeypatch.setattr(ray_runtime, "timeout_s", 1.0)
@@ -296,6 +303,7 @@ def test_ray_ends_a_wait_at_its_deadline_and_names_the_rank(ray_runtime, monkeyp
         group.fail("hang")
 
 
+@pytest.mark.process
 def test_ray_tells_of_a_dead_worker_at_once(ray_runtime):
     group = ray_runtime.create_group(Counter, "one", start=0)
     start = time.monotonic()
@@ -314,6 +322,7 @@ class Slow:
         time.sleep(30)
 
 
+@pytest.mark.process
 def test_ray_shows_what_a_worker_wrote_that_does_not_get_ready(ray_runtime, monkeypatch):
     ray_runtime.create_group(Counter, "slow", start=0)  # so that what it imports is there
     monkeypatch.setattr(ray_runtime, "timeout_s", 4.0)
@@ -323,6 +332,7 @@ def test_ray_shows_what_a_worker_wrote_that_does_not_get_ready(ray_runtime, monk
         ray_runtime.create_group(Slow, "slow")
 
 
+@pytest.mark.process
 def test_ray_tells_of_a_death_whoever_is_being_called(ray_runtime):
     """An idle worker's death ends the wait for another pool."""
     idle = ray_runtime.create_group(Counter, "idle", start=0)
@@ -412,17 +422,20 @@ def test_a_ray_that_does_not_start_is_tried_again_and_then_told(monkeypatch):
     assert tries == [{"address": "local"}] * 3
 
 
+@pytest.mark.process
 def test_ray_says_at_once_what_the_cluster_could_never_hold(ray_runtime):
     with pytest.raises(PlacementError, match=r"ask for \{'CPU': 20000.*\} in all \(huge 2 x .*but the cluster has"):
         ray_runtime.start([ResourcePool(name="huge", num_workers=2, num_cpus=10_000)])
 
 
+@pytest.mark.process
 def test_ray_says_what_does_not_fit(ray_runtime, monkeypatch):
     monkeypatch.setattr("rl_trainer.runtime.ray._PLACEMENT_TIMEOUT_S", 1.0)
     with pytest.raises(PlacementError, match=r"pool 'huge' asks for 1 x \{'CPU': 10000"):
         ray_runtime._reserve(ResourcePool(name="huge", num_workers=1, num_cpus=10_000))
 
 
+@pytest.mark.process
 def test_ray_is_not_imported_before_the_settings_that_it_reads_then():
     """Under `uv run` it would build an environment per worker; and its servers would listen to strangers."""
     script = (

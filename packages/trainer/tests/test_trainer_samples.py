@@ -105,6 +105,7 @@ def test_some_samples_are_eight_groups_of_a_hundred_steps_and_of_the_last(tmp_pa
     assert [step for step, _, _ in written] == [2, *range(3, 250, 3), 250]
 
 
+@pytest.mark.process
 def test_a_run_keeps_every_sample_and_a_policy_can_be_asked_for_fresh_ones(model, tmp_path, capsys):
     sizes = [
         "data.options.num_rows=200",

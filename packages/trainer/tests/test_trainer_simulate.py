@@ -108,6 +108,7 @@ def test_what_is_thrown_away_as_too_old_is_told():
     assert found.staleness_max <= 1
 
 
+@pytest.mark.process
 def test_rates_of_a_run_give_its_step_back(tmp_path):
     config = configured("pipeline=sync")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_tree(config)))
@@ -146,6 +147,7 @@ def test_a_rate_is_above_zero(value):
         replace(EVEN, update_tokens_per_s=value)
 
 
+@pytest.mark.process
 def test_the_command_prints_placement_step_and_bottleneck(capsys):
     rates = ["replica_tokens_per_s=1000", "sequence_tokens_per_s=50", "update_tokens_per_s=9000", "mean_tokens=100"]
     assert main(["quickstart", "--simulate", "cluster=1x4", "rollout.num_replicas=3", *rates]) == 0

@@ -100,6 +100,7 @@ def test_with_one_mini_batch_old_log_probs_take_no_pass_of_their_own_unless_some
     assert ("old_logprobs" in job.calls) is has_pass
 
 
+@pytest.mark.process
 def test_what_was_there_before_is_left_out_of_the_collector_s_walks_until_the_loop_ends():
     records = run_loop(FakeJob(config()).components(), config(), [])
     before = gc.get_freeze_count()
@@ -209,6 +210,7 @@ def test_stale_tokens_stop_the_run_before_anything_is_learned_from_them():
     assert not any(call.startswith("update") for call in job.calls)
 
 
+@pytest.mark.process
 def test_mini_batches_hold_whole_groups_in_a_seeded_order():
     batch = FakeJob(config()).take(1).batch
     components = mini_batches(batch, config(), step=1)

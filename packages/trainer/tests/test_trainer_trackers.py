@@ -68,6 +68,7 @@ def test_the_terminal_says_reward_where_nothing_tells_what_is_right(run):
     assert "held-out reward -2.500" in run.console.file.getvalue()
 
 
+@pytest.mark.process
 def test_without_a_terminal_a_line_says_what_a_long_step_is_at():
     console, asked = Console(file=io.StringIO(), width=40), []
 
@@ -181,6 +182,7 @@ def test_tensorboard_hides_what_a_killed_process_logged_of_steps_that_are_taken_
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, pytest.approx(0.8))]
 
 
+@pytest.mark.process
 def test_wandb_offline(run, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     logged(run, "wandb", options={"wandb": {"mode": "offline", "project": "theirs"}})

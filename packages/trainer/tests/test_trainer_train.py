@@ -40,6 +40,7 @@ def start(model, tmp_path):
     return begin
 
 
+@pytest.mark.process
 def test_functions_of_one_s_own_train_a_model_on_rows_of_one_s_own(start, tmp_path):
     scale, told = 3.0, []
 
@@ -81,6 +82,7 @@ PLUG_INS = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("plug_ins", PLUG_INS)
 def test_an_example_s_plug_in_trains_by_its_path(start, plug_ins):
     run = start(reward=lambda text, row: float(sum(map(ord, text)) % 2), steps=1, **plug_ins)
@@ -88,6 +90,7 @@ def test_an_example_s_plug_in_trains_by_its_path(start, plug_ins):
     assert run.metrics[1]["grad_norm"] > 0
 
 
+@pytest.mark.process
 def test_a_loop_and_a_filter_of_one_s_own_come_as_objects_too(start):
     class Loop(SingleTurnLoop):
         async def run(self, sampling_params, **row):
@@ -103,6 +106,7 @@ def test_a_loop_and_a_filter_of_one_s_own_come_as_objects_too(start):
     assert run.metrics[1]["dropped_groups"] > 0
 
 
+@pytest.mark.process
 def test_a_loss_an_advantage_and_a_stage_read_columns_and_numeric_tags(start):
     names = ("group_id", "num_tokens", "reward", "weight_version_min")
 
@@ -128,6 +132,7 @@ def test_a_loss_an_advantage_and_a_stage_read_columns_and_numeric_tags(start):
     assert run.metrics[1]["grad_norm"] > 0
 
 
+@pytest.mark.process
 def test_rows_come_as_a_dataset_or_as_a_path_too(start, tmp_path):
     datasets = pytest.importorskip("datasets")
     file = tmp_path / "rows.jsonl"
@@ -139,6 +144,7 @@ def test_rows_come_as_a_dataset_or_as_a_path_too(start, tmp_path):
     assert 0 <= whole.metrics[1]["reward"] < 20
 
 
+@pytest.mark.process
 def test_a_filter_that_fails_is_named(start):
     def broken(samples):
         raise ZeroDivisionError("by hand")
@@ -174,6 +180,7 @@ def test_the_readme_s_example_learns(tmp_path):
     assert (tmp_path / folder / "config.json").is_file()
 
 
+@pytest.mark.process
 def test_steps_come_while_the_run_goes_on_and_it_ends_when_it_is_asked_to(start):
     run = start(reward=lambda text, row: 1.0, steps=50, wait=False)
     for record in run:
@@ -183,6 +190,7 @@ def test_steps_come_while_the_run_goes_on_and_it_ends_when_it_is_asked_to(start)
     assert run.summary["interrupted"]
 
 
+@pytest.mark.process
 def test_it_runs_where_an_event_loop_runs_already(start):
     async def cell():
         return start(reward=lambda text, row: 1.0, steps=1)
@@ -242,6 +250,7 @@ def test_a_tracker_of_one_s_own_comes_as_an_object_too(start, tmp_path):
     assert (tmp_path / "out" / "lines").read_text().split() == ["0", "1"]
 
 
+@pytest.mark.process
 def test_a_run_that_fails_raises_where_it_is_waited_for(start):
     def broken(data):
         raise ZeroDivisionError("by hand")
@@ -250,6 +259,7 @@ def test_a_run_that_fails_raises_where_it_is_waited_for(start):
         start(advantage=broken, reward=lambda text, row: 1.0)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
@@ -281,6 +291,7 @@ def test_bad_input_is_one_sentence_before_anything_starts(start, given, error, w
         start(**given)
 
 
+@pytest.mark.process
 def test_an_object_travels_with_its_module_and_cannot_be_written_in_a_file(tmp_path, monkeypatch):
     (tmp_path / "mine_of_a_test.py").write_text("LIMIT = 5\n\ndef f(x):\n    return x + LIMIT\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -305,6 +316,7 @@ def test_a_file_s_path_is_made_whole_because_workers_may_run_elsewhere(monkeypat
     assert load_config("quickstart", ["reward.path=own.py:f"]).reward.path == f"{tmp_path}/own.py:f"
 
 
+@pytest.mark.process
 def test_a_plug_in_s_file_stands_in_nobody_s_way(tmp_path):
     (tmp_path / "colorsys.py").write_text("raise ImportError('shadowed')\n")
     (tmp_path / "random.py").write_text("def f(data):\n    return data\n")
@@ -322,6 +334,7 @@ def test_a_recipe_s_options_of_its_loss_go_with_another_loss_and_stay_with_the_s
     assert options == [{"clip_high": 0.28}, {}]
 
 
+@pytest.mark.process
 def test_a_second_run_writes_nothing_over_the_rows_of_one_that_lives(start, tmp_path):
     start(reward=lambda text, row: 1.0, steps=1)
     (first,) = (tmp_path / "out").glob("rows-*.jsonl")

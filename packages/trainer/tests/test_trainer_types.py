@@ -4,6 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 WORKER = """
 from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.runtime import create_runtime

@@ -13,6 +13,8 @@ from rl_rollout.testing import write_tiny_vl_model
 from rl_trainer.config import load_config
 from rl_trainer.run import run
 
+pytestmark = pytest.mark.process
+
 COLOURS = {"red": (220, 30, 30), "blue": (30, 30, 220)}
 REWARD = """
 def names_the_colour(text, row):

@@ -11,6 +11,8 @@ from rl_trainer.data import load_datasets, warmup
 from rl_trainer.data.warmup import _run
 from rl_trainer.errors import TrainerError
 
+pytestmark = pytest.mark.process
+
 
 def test_the_quickstart_starts_from_the_model_that_is_shipped(tmp_path, monkeypatch):
     """As long as recipe, data and seed are those that it was made of; else it would be made on the spot."""

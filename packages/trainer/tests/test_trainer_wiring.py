@@ -107,6 +107,7 @@ def test_a_plain_job_has_its_policy_and_servers_and_nothing_beside(placed):
     assert "seed" in components.source.sampling("1/0")
 
 
+@pytest.mark.process
 def test_each_part_that_is_asked_for_is_where_pipelines_look_for_it(placed, tmp_path):
     keys = ["algorithm.kl_coef=0.1", "algorithm.ref_ema.decay=0.5", "algorithm.advantage=gae", "critic.clip=0.3"]
     components, made = placed(*keys, "tracking.keep_samples=true", "batch.replay.share=0.5", num_seeded=1)

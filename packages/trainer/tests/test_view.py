@@ -131,6 +131,7 @@ def test_a_folder_without_a_run_and_a_run_without_samples(tmp_path, capsys):
     assert any("tracking.keep_samples=true" in told for told in data_of((run / "view.html").read_text())["told"])
 
 
+@pytest.mark.process
 def test_a_served_page_has_new_steps_and_reads_samples_when_they_are_looked_at(tmp_path, monkeypatch):
     run, servers = make_run(tmp_path / "run", size=400), []
 

@@ -50,6 +50,7 @@ def answers(output):
     return [part.partition("<|im_end|>")[0] for part in context.split("<|im_start|>tool\n")[1:]]
 
 
+@pytest.mark.process
 def test_a_change_that_makes_the_tests_pass_earns_one():
     output = run(
         "$ ls && cat adder.py", "$ sed -i s/-/+/ adder.py", "$ python -c 'import adder; print(adder.add(2, 2))'"
@@ -60,6 +61,7 @@ def test_a_change_that_makes_the_tests_pass_earns_one():
     assert output.metrics["num_tool_calls"] == 3.0
 
 
+@pytest.mark.process
 def test_no_change_earns_nothing_and_the_output_of_the_tests_is_kept():
     output = run("It is fine as it is.")
     assert output.reward == 0.0
@@ -67,6 +69,7 @@ def test_no_change_earns_nothing_and_the_output_of_the_tests_is_kept():
     assert "FAILED (failures=1)" in output.extra_fields["tests"]["output"]
 
 
+@pytest.mark.process
 def test_a_repository_is_copied_and_stays_as_it_is(tmp_path):
     (tmp_path / "adder.py").write_text(ROW["files"]["adder.py"])
     (tmp_path / "sub").mkdir()
@@ -76,6 +79,7 @@ def test_a_repository_is_copied_and_stays_as_it_is(tmp_path):
     assert (tmp_path / "sub").is_dir()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "trick",
     [
@@ -89,6 +93,7 @@ def test_a_model_that_touches_the_tests_gains_nothing(trick):
     assert run(f"$ {trick}", "$ sed -i s/-/+/ adder.py").reward == 1.0
 
 
+@pytest.mark.process
 def test_a_command_that_fails_hangs_or_floods_is_told_and_the_files_last(monkeypatch):
     run_code = workers.Worker.run
 
@@ -107,6 +112,7 @@ def test_a_command_that_fails_hangs_or_floods_is_told_and_the_files_last(monkeyp
     assert "[cut:" in flooded or flooded.startswith("error:")
 
 
+@pytest.mark.process
 def test_tests_that_hang_are_a_verdict_and_tests_that_cannot_run_are_a_failure():
     output = run("$ echo 'while True: pass' > adder.py", test_timeout_s=1.0)
     assert (output.reward, output.extra_fields["tests"]["exit_status"]) == (0.0, None)
@@ -124,6 +130,7 @@ def test_tests_that_hang_are_a_verdict_and_tests_that_cannot_run_are_a_failure()
     assert "no-such-command: command not found" in failure.message
 
 
+@pytest.mark.process
 def test_work_does_not_leave_the_copy(tmp_path, monkeypatch):
     """What a command starts ends with it, and no folder is left."""
     secret, folder = tmp_path / "secret", tmp_path / "copies"
@@ -156,6 +163,7 @@ def test_a_row_that_cannot_be_run_is_refused(change, sentence):
         run("done", row={**ROW, **change})
 
 
+@pytest.mark.process
 class TestConformance(AgentLoopConformance):
     def make_loop(self, server, tokenizer):
         return create_loop("swe", server, tokenizer)

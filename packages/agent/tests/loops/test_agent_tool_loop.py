@@ -139,6 +139,7 @@ def test_calls_are_made_and_answers_appended_token_for_token():
     assert '"required": ["a"]' in prompt
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("tools", "turn", "kind", "sentence"),
     [
@@ -178,6 +179,7 @@ def test_a_flood_is_cut_and_says_so():
     assert len(output.completion_token_ids) < 250
 
 
+@pytest.mark.process
 def test_a_tools_own_limits_come_before_the_loops():
     own = [FunctionTool(flood, max_tokens=30), FunctionTool(wait_forever, timeout_s=0.1), add]
     output = run(says(call("flood") + call("wait_forever") + call("add", a=1), "well"), own, max_tool_tokens=60)

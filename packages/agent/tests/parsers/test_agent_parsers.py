@@ -135,6 +135,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=50, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=10))

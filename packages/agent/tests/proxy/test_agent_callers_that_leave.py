@@ -55,6 +55,7 @@ class Counted:
         return await self.server.generate(request)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_a_call_that_a_client_repeats_after_its_timeout_is_one_trajectory(tmp_path, is_streaming):
     folder = write_tiny_model(tmp_path / "model", max_position_embeddings=512)

@@ -179,6 +179,7 @@ def test_a_server_that_fails_is_an_error_of_the_request_and_records_nothing(erro
     assert (found, outputs) == (status, [])
 
 
+@pytest.mark.process
 def test_sessions_do_not_mix():
 
     num_sessions = 100

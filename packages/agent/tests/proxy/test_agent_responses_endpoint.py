@@ -45,6 +45,7 @@ def decoded(output, flag):
     return TOKENIZER.decode([i for i, m in pairs if m == flag])
 
 
+@pytest.mark.process
 def test_a_conversation_by_items_is_one_trajectory_of_the_emitted_tokens():
     async def use(create):
         one = await create(model="policy", input="go", instructions="be brief", tools=[ADD], max_output_tokens=99)

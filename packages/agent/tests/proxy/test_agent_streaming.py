@@ -184,6 +184,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 PIECES = ["a", " ", "\n", "word", "<", "<tool", "<tool_call>", CALL, "<think>", "</think>", "é", "{", "[TOOL_CALLS]"]
 
 
+@pytest.mark.process
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.sampled_from(["hermes", "llama", "mistral", "gpt_oss"]))
 @example(["<think>", "<", "</think>"], "hermes")
 def test_what_is_shown_is_never_taken_back(pieces, parser):

@@ -29,6 +29,7 @@ def grade(*codes, stdin="", timeout_s=None, **settings):
     return asyncio.run(main())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "kind", "output", "error"),
     [
@@ -50,11 +51,13 @@ def test_a_run_ends_as_what_it_is(code, kind, output, error):
     assert error in result.error
 
 
+@pytest.mark.process
 def test_a_flood_is_bounded():
     ((result,), _) = grade("while True: print('x' * 100)")
     assert (result.kind, len(result.output), result.num_output_bytes) == ("output", 1000, 100_000)
 
 
+@pytest.mark.process
 def test_runs_do_not_see_one_another_and_the_process_stays_warm():
     async def main():
         grader = Grader(num_workers=1, limits=LIMITS)
@@ -68,6 +71,7 @@ def test_runs_do_not_see_one_another_and_the_process_stays_warm():
     assert asyncio.run(main()) == "False\n"
 
 
+@pytest.mark.process
 def test_a_run_past_its_deadline_is_killed_with_its_children():
     code = "import os, time\nprint(os.getpid(), flush=True)\nos.fork()\ntime.sleep(3600)"
 
@@ -83,6 +87,7 @@ def test_a_run_past_its_deadline_is_killed_with_its_children():
     assert (again.kind, again.output) == ("ok", "4\n")
 
 
+@pytest.mark.process
 def test_results_are_kept_by_code_and_input_and_timeouts_are_not():
     results, grader = grade("1", "1", "2")
     assert grader.num_cache_hits == 1
@@ -92,6 +97,7 @@ def test_results_are_kept_by_code_and_input_and_timeouts_are_not():
     assert grader.num_cache_hits == 0
 
 
+@pytest.mark.process
 def test_a_verdict_is_not_taken_for_a_run_of_the_same_texts():
     async def main():
         grader = Grader(num_workers=1)
@@ -105,6 +111,7 @@ def test_a_verdict_is_not_taken_for_a_run_of_the_same_texts():
     assert "AssertionError" in verdict.error
 
 
+@pytest.mark.process
 def test_runs_wait_for_a_process_and_too_many_fail_at_once():
     async def main():
         grader = Grader(num_workers=1, limits=LIMITS, max_waiting=2)
@@ -129,6 +136,7 @@ def has_isolation(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.process
 def test_there_is_no_network_where_the_kernel_permits(has_isolation):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -156,6 +164,7 @@ while not os.path.exists({path!r}):
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("end", ["'done'", "time.sleep(3600)", "os._exit(1)"])
 def test_a_grandchild_that_leaves_the_session_does_not_outlive_the_run(has_isolation, tmp_path, end):
     path = str(tmp_path / "lives")
@@ -177,6 +186,7 @@ def test_a_grandchild_that_leaves_the_session_does_not_outlive_the_run(has_isola
     assert grew == 0, "it still writes"
 
 
+@pytest.mark.process
 def test_a_kept_process_takes_all_that_it_started_along(has_isolation, tmp_path):
     path = str(tmp_path / "lives")
 
@@ -196,6 +206,7 @@ def test_a_kept_process_takes_all_that_it_started_along(has_isolation, tmp_path)
     assert asyncio.run(main()) == 0
 
 
+@pytest.mark.process
 def test_files_are_those_of_the_system_and_a_scratch_folder(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("x")
@@ -217,6 +228,7 @@ def test_files_are_those_of_the_system_and_a_scratch_folder(tmp_path):
     assert "No space left on device" in results[5].error
 
 
+@pytest.mark.process
 def test_code_sees_no_process_but_its_own():
     ((result,), grader) = grade(f"import os; os.path.exists('/proc/{os.getpid()}/environ'), os.getpid() < 100")
     if not {"processes", "files"} <= grader.isolation:
@@ -224,6 +236,7 @@ def test_code_sees_no_process_but_its_own():
     assert result.output == "(False, True)\n"
 
 
+@pytest.mark.process
 def test_where_code_cannot_be_shut_off_as_asked_nothing_runs(monkeypatch):
     start = workers.Worker.start
     monkeypatch.setattr(workers.Worker, "start", lambda *args, **kwargs: start(*args, **kwargs, may_isolate=False))
@@ -233,6 +246,7 @@ def test_where_code_cannot_be_shut_off_as_asked_nothing_runs(monkeypatch):
         Grader(needs=("net",))
 
 
+@pytest.mark.process
 def test_a_subprocess_that_does_not_start_says_why(monkeypatch):
     monkeypatch.setattr(workers, "PROGRAM", Path("/nowhere"))
     with pytest.raises(SandboxError, match="/nowhere, did not start: EOFError: .*can't open file '/nowhere'"):
@@ -271,6 +285,7 @@ def answers_of(turns, *, num_rollouts, timeout_s):
         yield [part.partition("<|im_end|>")[0] for part in context.split("<|im_start|>tool\n")[1:]]
 
 
+@pytest.mark.process
 def test_the_python_tool_keeps_variables_within_a_trajectory_only():
     turns = ["'x' in globals()", "x = 6", "x * 7", "1 / 0", "__import__('os')._exit(0)", "x"]
     for answers in answers_of(turns, num_rollouts=3, timeout_s=60.0):
@@ -284,6 +299,7 @@ def test_the_python_tool_keeps_variables_within_a_trajectory_only():
         ]
 
 
+@pytest.mark.process
 def test_calls_of_one_turn_run_one_after_the_other_in_one_process():
     async def main():
         tool = PythonTool(limits=SandboxLimits(timeout_s=60.0), max_sessions=1)
@@ -297,11 +313,13 @@ def test_calls_of_one_turn_run_one_after_the_other_in_one_process():
     assert asyncio.run(main()) == ["", "2", "3"]
 
 
+@pytest.mark.process
 def test_code_that_hangs_is_killed_and_the_model_told():
     ((answer,),) = answers_of(["while True: pass"], num_rollouts=1, timeout_s=0.5)
     assert answer == "error: no end within 0.5 s; the variables are lost"
 
 
+@pytest.mark.process
 def test_no_process_is_left():
     async def main():
         grader = Grader(num_workers=2, limits=LIMITS)

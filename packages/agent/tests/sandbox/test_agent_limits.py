@@ -87,6 +87,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.process
 def test_forty_forks_take_no_more_memory_than_one_process_may(machine):
     is_watched = machine in ("no control groups", "neither")  # it ends them; the kernel ends some, the deadline the run
     with Peak() as peak:
@@ -117,6 +118,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("code", [SHARED.replace("range(40)", "range(20)") + "\n", IN_FILES], ids=["maps", "files"])
 def test_memory_without_a_name_counts(machine, code):
     limits = SandboxLimits(timeout_s=30, memory_bytes=(150 if code is not IN_FILES else 256) * MIB)
@@ -138,6 +140,7 @@ while True:
 """
 
 
+@pytest.mark.process
 def test_a_fork_bomb_ends_with_its_deadline(machine):
     start = time.monotonic()
     with Peak() as peak:
@@ -150,6 +153,7 @@ def test_a_fork_bomb_ends_with_its_deadline(machine):
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.process
 def test_code_has_no_capability_and_gains_none(machine):
     """Not even by a program that root may start: its bounding set is empty, and no_new_privs is set."""
     (found,) = grade("print(open('/proc/self/status').read())")
@@ -158,6 +162,7 @@ def test_code_has_no_capability_and_gains_none(machine):
     assert fields["NoNewPrivs"] == "1"
 
 
+@pytest.mark.process
 def test_code_has_no_descriptor_but_its_streams():
     code = "import os\nfor d in range(3, 600):\n    try: os.fstat(d); print(d)\n    except OSError: pass"
     (result,) = grade(code)
@@ -175,12 +180,14 @@ print("no")
 """
 
 
+@pytest.mark.process
 def test_a_line_to_all_descriptors_changes_no_later_grade(machine):
     forged, *after = grade(FORGERY, *(f"print({i})" for i in range(5)))
     assert forged.output == "no\n"
     assert [result.output for result in after] == [f"{i}\n" for i in range(5)]
 
 
+@pytest.mark.process
 def test_a_worker_that_gives_another_answer_is_ended_and_its_grade_failed(monkeypatch):
     receive = workers.Worker._receive
     seen = []
@@ -207,6 +214,7 @@ def test_a_worker_that_gives_another_answer_is_ended_and_its_grade_failed(monkey
     assert after.output == "6\n"
 
 
+@pytest.mark.process
 def test_a_run_past_its_deadline_leaves_its_worker_warm():
     async def main():
         grader = Grader(num_workers=1, limits=LIMITS)
@@ -222,6 +230,7 @@ def test_a_run_past_its_deadline_leaves_its_worker_warm():
     assert (late.kind, after.output) == ("timeout", "2\n")
 
 
+@pytest.mark.process
 def test_what_holds_is_told(machine):
     async def main():
         grader = Grader(num_workers=1, limits=LIMITS)
@@ -279,6 +288,7 @@ def test_where_no_group_can_be_made_there_is_none(tmp_path):
         sandbox_limits.ControlGroup(LIMITS, str(tmp_path))
 
 
+@pytest.mark.process
 def test_no_group_is_left(machine):
     grade("1")
     assert list(Path("/sys/fs/cgroup").rglob(f"rl-agent-{os.getpid()}-*")) == []

@@ -13,6 +13,8 @@ import pytest
 
 from rl_agent.sandbox import worker as workers
 
+pytestmark = pytest.mark.process
+
 NOBODY = 65534
 PYTHONS = (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3")
 TRY = "import os, sys; os.setgroups([]); os.setgid({0}); os.setuid({0}); os.execv({1!r}, [{1!r}, '-c', ''])"

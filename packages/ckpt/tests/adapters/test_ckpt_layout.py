@@ -312,6 +312,7 @@ def test_each_rank_is_sent_what_it_computes_with_and_vouches_for_it(job):
         assert all(engine.model.holds(weights) for engine in engines)
 
 
+@pytest.mark.process
 def test_a_rank_whose_loader_loses_a_tensor_keeps_both_at_the_version_before(job):
     _, engines = job
     first, second = weights_of(1), weights_of(2)
@@ -347,6 +348,7 @@ def staged_bytes(installer):
     return sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in kept}.values())
 
 
+@pytest.mark.process
 def test_layers_are_exchanged_one_by_one_so_that_one_version_is_kept_and_any_failure_is_undone(
     layered_job, monkeypatch
 ):
@@ -467,6 +469,7 @@ def test_slices_that_have_landed_and_are_never_taken_are_voted_against(layered_j
     assert all(engine.model.holds(first) for engine in engines)
 
 
+@pytest.mark.process
 def test_whole_tensors_after_slices_can_be_undone_as_well(layered_job):
     _, engines = layered_job
     first, second = stacked(1), stacked(2)

@@ -346,6 +346,7 @@ class ShardedTrainer:
             await sender.close()
 
 
+@pytest.mark.process
 def test_slices_land_while_the_engine_goes_on_and_each_worker_takes_its_own(server):
     trainer = ShardedTrainer(server)
     assert server.holds(weights_of(0)), "a layout is told by a dry run"
@@ -405,6 +406,7 @@ def test_handles_and_questions_are_answered_as_before(server):
         worker.update_weights({"GPU-7": []})
 
 
+@pytest.mark.process
 def test_workers_stand_still_together_also_where_one_cannot_join(server, monkeypatch):
     """A worker that did not would be waited for, and wait in the next update for those that had gone on."""
 

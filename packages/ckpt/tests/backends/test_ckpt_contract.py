@@ -17,12 +17,14 @@ from rl_ckpt.types import Capability
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
 
 
+@pytest.mark.process
 @pytest.mark.contract
 class TestInproc(CheckpointEngineSuite, VersionSuite):
     def new_address(self):
         return f"inproc://{new_name()}"
 
 
+@pytest.mark.process
 @pytest.mark.contract
 @on_linux
 class TestShm(CheckpointEngineSuite, VersionSuite, ProcessSuite):
@@ -57,6 +59,7 @@ class TestCudaIpc(CheckpointEngineSuite, VersionSuite, ProcessSuite):
         return f"cuda-ipc://{new_name()}"
 
 
+@pytest.mark.process
 @pytest.mark.contract
 class TestTcp(CheckpointEngineSuite, VersionSuite, ProcessSuite):
     token = "known to both"
@@ -65,6 +68,7 @@ class TestTcp(CheckpointEngineSuite, VersionSuite, ProcessSuite):
         return f"tcp://127.0.0.1:{new_port()}?streams=3"
 
 
+@pytest.mark.process
 @pytest.mark.contract
 @pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux")
 class TestNixl(CheckpointEngineSuite, VersionSuite, ProcessSuite):

@@ -52,6 +52,7 @@ def model(num_layers=6):
     return weights | {"scale": torch.tensor(3.0)}
 
 
+@pytest.mark.process
 def test_one_handle_for_each_allocation_and_once(cuda):
     """And once more only when the source is registered anew; then the mappings before are given back."""
 
@@ -98,6 +99,7 @@ def test_nothing_of_a_mapped_source_goes_through_the_ring(cuda):
     run(work, bucket_bytes=1 << 16)
 
 
+@pytest.mark.process
 def test_what_a_consumer_writes_to_is_its_own(cuda):
     """Also where a tensor was never packed."""
     del cuda
@@ -144,6 +146,7 @@ def test_a_bit_that_changes_after_the_digest_is_found(cuda, monkeypatch):
     run(work)
 
 
+@pytest.mark.process
 def test_memory_that_was_freed_and_allocated_again_at_its_address_is_mapped_anew(cuda):
     """Its address says that nothing has happened, and who mapped it before sees the memory of before."""
 
@@ -184,6 +187,7 @@ def test_the_driver_is_asked_whether_memory_can_be_shared():
         driver.allocation_of(torch.ones(1))
 
 
+@pytest.mark.process
 def test_targets_that_moved_are_noticed(cuda):
     """The route of a mapped tensor is kept from sync to sync, as long as both ends of it stay."""
     del cuda
@@ -204,6 +208,7 @@ def test_targets_that_moved_are_noticed(cuda):
     run(work)
 
 
+@pytest.mark.process
 def test_a_target_that_is_read_otherwise_than_before_is_written_as_it_is_now(cuda):
     """At the same address: a square matrix and its transpose, in either order."""
     del cuda
@@ -221,6 +226,7 @@ def test_a_target_that_is_read_otherwise_than_before_is_written_as_it_is_now(cud
     run(work)
 
 
+@pytest.mark.process
 def test_the_device_is_waited_for_before_anything_is_said_of_what_lies_there(cuda):
     """An optimizer's kernels, on whatever stream, may have been begun and not have ended."""
 
@@ -236,6 +242,7 @@ def test_the_device_is_waited_for_before_anything_is_said_of_what_lies_there(cud
     run(work)
 
 
+@pytest.mark.process
 def test_a_handle_that_cannot_be_opened_leaves_no_mapping_behind(cuda):
     """Those that were opened before it are closed with the session, and not opened again."""
 
@@ -262,6 +269,7 @@ def test_a_handle_that_cannot_be_opened_leaves_no_mapping_behind(cuda):
     run(work)
 
 
+@pytest.mark.process
 def test_what_is_declared_behind_a_source_that_cannot_be_mapped_is_known(cuda):
     """Or the next sync would fail as well, for a tensor that had never come."""
 
@@ -297,6 +305,7 @@ def test_what_is_declared_behind_a_source_that_cannot_be_mapped_is_known(cuda):
     run(work)
 
 
+@pytest.mark.process
 def test_memory_of_expandable_segments_is_refused(cuda):
     """By the tensor's name, with what to set; nothing is committed."""
 
@@ -314,6 +323,7 @@ def test_memory_of_expandable_segments_is_refused(cuda):
     run(work)
 
 
+@pytest.mark.process
 def test_a_handle_that_cannot_be_opened_ends_the_sync_and_not_the_session(cuda):
     """As when a driver refuses: the error is the receiver's, and the next sync works."""
 
@@ -334,6 +344,7 @@ def test_a_handle_that_cannot_be_opened_ends_the_sync_and_not_the_session(cuda):
     run(work)
 
 
+@pytest.mark.process
 def test_without_a_gpu_it_says_so():
     """In a sentence, before anything starts."""
     if torch.cuda.is_available():

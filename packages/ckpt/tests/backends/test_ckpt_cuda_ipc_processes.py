@@ -18,7 +18,10 @@ from rl_ckpt.protocol.messages import Session
 from rl_ckpt.testing import assert_same, new_name, sample_weights
 from rl_ckpt.testing.gpu import FakeGpu, fake_gpu
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd and abstract UNIX sockets need Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="memfd and abstract UNIX sockets need Linux"),
+    pytest.mark.process,
+]
 
 CHILD = """
     import asyncio, os, sys, torch, rl_ckpt

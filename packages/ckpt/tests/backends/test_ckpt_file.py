@@ -73,6 +73,7 @@ def test_a_version_that_is_removed_as_it_is_opened_is_looked_for_again(url, monk
     asyncio.run(work())
 
 
+@pytest.mark.process
 def test_every_kind_of_tensor_survives_and_a_late_joiner_gets_the_newest(url):
     async def work():
         sender, receiver = ends(url)
@@ -216,6 +217,7 @@ def test_an_engine_that_does_not_hold_what_was_read(url):
         assert_same(engine, weights)
 
 
+@pytest.mark.process
 def test_one_writer_at_a_time_and_waits_that_end(url):
     async def work():
         sender, receiver = ends(url, timeout_s=0.3)
@@ -246,6 +248,7 @@ def test_urls_that_are_refused(url, message):
         connect(url, role="send")
 
 
+@pytest.mark.process
 def test_a_writer_that_is_killed_has_published_nothing_and_its_leavings_go(url, tmp_path):
     code = """
         import sys, signal

@@ -35,6 +35,7 @@ def versions_in(url):
     return [int(name.removesuffix(".json")[-20:]) for name in names_in(url) if name.endswith(".json")]
 
 
+@pytest.mark.process
 def test_differences_are_small_and_whoever_holds_the_version_before_or_joins_has_every_bit(url):
     async def work():
         async with (
@@ -60,6 +61,7 @@ def test_differences_are_small_and_whoever_holds_the_version_before_or_joins_has
     assert [report.num_deltas for report in reports] == [0, 3, 3] * 2 + [0]
 
 
+@pytest.mark.process
 def test_a_reader_that_missed_versions_catches_up_by_those_that_it_lacks(url, monkeypatch):
     from rl_ckpt.backends.file.folder import Folder, ObjectStore
 
@@ -85,6 +87,7 @@ def test_a_reader_that_missed_versions_catches_up_by_those_that_it_lacks(url, mo
     asyncio.run(work())
 
 
+@pytest.mark.process
 def test_what_a_kept_version_is_a_difference_from_is_kept_too_and_the_rest_is_pruned(url):
     async def work():
         async with connect(f"{url}?chain=4&keep=2", role="send") as sender:
@@ -99,6 +102,7 @@ def test_what_a_kept_version_is_a_difference_from_is_kept_too_and_the_rest_is_pr
     assert len(names_in(url)) == 2 * 5 + (".writer" in names_in(url))
 
 
+@pytest.mark.process
 def test_a_new_sender_begins_with_a_whole_version_and_a_failed_one_is_followed_by_one(url):
     def torn():
         yield from list(weights_of(3).items())[:2]
@@ -142,6 +146,7 @@ def test_tied_tensors_are_stored_once_in_differences_too(tmp_path):
     asyncio.run(work())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("flips", ["difference", "base"])
 def test_a_flipped_bit_in_any_link_of_the_chain_is_found_and_the_next_whole_version_is_taken(flips, tmp_path):
     url = f"file://{tmp_path}/policy"
@@ -221,6 +226,7 @@ DYING_WRITER = """
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("operation", "when", "published"), [("put", 1, 2), ("put", 2, 2), ("prune", 1, 3)], ids=str)
 def test_a_writer_that_is_killed_at_any_step_of_a_difference_leaves_a_version_that_is_whole(
     operation, when, published, tmp_path

@@ -11,6 +11,7 @@ from rl_ckpt.testing import AliasSuite, IntoSuite, SessionSuite
 pytest.importorskip("safetensors")
 
 
+@pytest.mark.process
 @pytest.mark.contract
 class TestFile(SessionSuite, IntoSuite, AliasSuite):
     @pytest.fixture(autouse=True)

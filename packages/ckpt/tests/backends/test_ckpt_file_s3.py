@@ -10,6 +10,8 @@ import pytest
 from rl_ckpt import AttestationError, DigestError, connect, tree_digest
 from rl_ckpt.testing import assert_same, failure, receive_all
 
+pytestmark = pytest.mark.process
+
 pytest.importorskip("s3fs")
 fsspec = pytest.importorskip("fsspec")
 server_module = pytest.importorskip("moto.server")

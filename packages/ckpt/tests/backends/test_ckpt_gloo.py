@@ -39,6 +39,7 @@ async def sync(sender, receivers, version):
         assert_same(weights, WEIGHTS)
 
 
+@pytest.mark.process
 def test_a_group_is_kept_while_the_same_take_part():
     async def work(sender, first, second):
         generations = []

@@ -15,7 +15,10 @@ import rl_ckpt
 from rl_ckpt.testing import EndProcess, assert_same, failure, receive_all
 from rl_ckpt.types import Role
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux")
+pytestmark = [
+    pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux"),
+    pytest.mark.process,
+]
 
 TOKEN = "known to both"
 ADDRESS = "nixl://127.0.0.1:0"

@@ -15,6 +15,8 @@ from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, join_addr
 from rl_ckpt.testing import new_name
 from rl_ckpt.testing.gpu import fake_gpu, fake_nccl
 
+pytestmark = pytest.mark.process
+
 SHAPES = {"up": (64, 96), "down": (96, 64), "norm": (64,), "embed": (1024, 1030)}
 TIMEOUT_S, TOKEN = 30.0, "known to all"
 NEEDS_NIXL = pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux")

@@ -53,6 +53,7 @@ def test_a_consumer_that_writes_to_its_views_spoils_nobodys_weights():
     asyncio.run(work())
 
 
+@pytest.mark.process
 def test_nothing_stays_open_or_mapped():
     def num_descriptors():
         return len(list(Path("/proc/self/fd").iterdir()))
@@ -110,6 +111,7 @@ def test_a_ring_that_is_not_what_it_says_is_refused(num_bytes, seals):
     theirs.close()
 
 
+@pytest.mark.process
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_a_sender_of_another_user_is_not_trusted():
     name = new_name()
@@ -136,6 +138,7 @@ def test_a_sender_of_another_user_is_not_trusted():
     assert f"process {stranger.pid} of user 65534" in str(error)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_a_receiver_of_another_user_is_turned_away():
     name = new_name()

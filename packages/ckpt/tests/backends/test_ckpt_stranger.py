@@ -34,6 +34,7 @@ class InFolderOfTest:
         return f"mmap://{new_name()}?folder={self.path}"
 
 
+@pytest.mark.process
 @pytest.mark.contract
 @on_linux
 class TestMmap(InFolderOfTest, CheckpointEngineSuite, VersionSuite, ProcessSuite):

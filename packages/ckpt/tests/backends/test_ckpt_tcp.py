@@ -300,6 +300,7 @@ def test_between_two_network_namespaces_and_then_the_cable_is_cut(namespaces):
             process.communicate()
 
 
+@pytest.mark.process
 def test_a_sender_that_never_answers_is_waited_for_until_the_deadline():
     async def work():
         with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -310,6 +311,7 @@ def test_a_sender_that_never_answers_is_waited_for_until_the_deadline():
     assert "did not answer the greeting" in str(asyncio.run(work()))
 
 
+@pytest.mark.process
 def test_a_receiver_that_stops_reading_is_named():
     """The kernel takes some megabytes; then nothing moves any more."""
 
@@ -369,6 +371,7 @@ def slow_relay(port, limit, is_over):
     return thread, server.getsockname()[1]
 
 
+@pytest.mark.process
 def test_a_receiver_on_a_slow_link_can_be_cancelled_and_knows_that_its_tensors_are_mixed():
     async def work():
         sender, _ = ends(None, timeout_s=60)

@@ -12,7 +12,10 @@ import pytest
 from rl_ckpt import PeerLostError, connect
 from rl_ckpt.testing import failure, new_name, receive_all
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and shm:// needs Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and shm:// needs Linux"),
+    pytest.mark.process,
+]
 
 SENDER = """
     import asyncio, os, signal, sys, time

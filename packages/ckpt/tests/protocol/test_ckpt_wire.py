@@ -144,6 +144,7 @@ def test_the_specification_has_the_messages_of_the_code_with_their_formats():
     assert (NONCE_BYTES, PROOF_BYTES) == (16, 32)
 
 
+@pytest.mark.process
 @given(st.lists(st.tuples(u32, message), max_size=6), st.lists(st.integers(1, 50), min_size=1))
 def test_messages_survive_any_cut_of_the_stream(messages, cuts):
     stream = b"".join(encode(message, sync) for sync, message in messages)

@@ -151,6 +151,7 @@ wide = small | st.integers(0, 2**64 - 1)
 field = st.sampled_from(["tensor", "codec", "start", "offset", "bucket_offset", "num_bytes", "total_bytes", "digest"])
 
 
+@pytest.mark.process
 @settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_one_wrong_field_is_always_found(data):
@@ -183,6 +184,7 @@ def test_one_wrong_field_is_always_found(data):
     assert not guard[4000:].any()
 
 
+@pytest.mark.process
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.builds(Span, small, st.integers(0, 4), wide, wide, wide, wide, wide, wide), max_size=6), small, small

@@ -127,6 +127,7 @@ async def _take_from_successor(leaf, first, sender, version):
     return await receive_all(leaf)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_a_receiver_serves_a_late_comer_when_the_trainer_is_dead(scheme):
     """A plain one, in a process of its own; then a receiver that was served serves the next."""

@@ -87,6 +87,7 @@ def run(work, schemes=("shm", "uds", "inproc"), **sending):
     return asyncio.run(main())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "schemes", [("shm", "uds", "inproc"), ("tcp",) * 3, pytest.param(("nixl",) * 3, marks=needs_nixl)], ids=str
 )
@@ -107,6 +108,7 @@ def test_a_version_reaches_all_levels(schemes):
     run(work, schemes)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("schemes", [("shm", "uds", "inproc"), ("tcp",) * 3], ids=str)
 def test_what_has_landed_is_passed_on_at_once(schemes):
     """The last level has a tensor before the source yields the next one."""
@@ -226,6 +228,7 @@ def test_differences_become_whole_tensors_below_a_relay():
     run(work, delta=True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["the source raises", "a relay is cancelled"])
 def test_a_sync_that_ends_on_its_way_ends_on_all_levels(is_cancelled):
     """Each hears why; who had staged it is as before; the next sync works."""
@@ -319,6 +322,7 @@ def test_votes_that_come_while_a_relay_calls_the_sync_off_get_their_verdict(monk
         assert_same(each, blank())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("who", ["leaf", "relay", "beside"])
 def test_whoever_says_no_says_it_for_the_whole_tree(who):
     """Nothing is committed on any level; who staged it is as before; and the next sync works."""
@@ -347,6 +351,7 @@ def test_whoever_says_no_says_it_for_the_whole_tree(who):
     run(work)
 
 
+@pytest.mark.process
 def test_who_comes_late_below_is_served_by_the_relay():
     """From its tensors, as long as they are that version; the sender has nothing to do with it."""
 
@@ -394,6 +399,7 @@ RELAY = """
 """
 
 
+@pytest.mark.process
 def test_a_relay_that_is_killed_takes_nobody_with_it():
     """Above it the sync is called off, below it the receiver refuses; its successor serves both."""
 

@@ -80,6 +80,7 @@ class Nodes:
         return reports, await asyncio.gather(*receiving, return_exceptions=True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("option", ["", "&delta=1"], ids=["whole", "differences"])
 def test_every_receiver_of_the_node_has_the_version_and_the_trainer_sends_it_once(option):
     async def main():
@@ -100,6 +101,7 @@ def test_every_receiver_of_the_node_has_the_version_and_the_trainer_sends_it_onc
     asyncio.run(main())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("who", [0, 1, 2], ids=["relay of one", "relay of the other", "of none"])
 def test_a_receiver_that_refuses_calls_it_off_for_all_and_the_next_sync_is_whole(who):
     def refuse(names):

@@ -11,6 +11,8 @@ from rl_ckpt.sender.peers import Peers
 from rl_ckpt.testing import new_port, receive_all
 from rl_ckpt.transports.streams import StreamWriter
 
+pytestmark = pytest.mark.process
+
 NUM_RECEIVERS, NUM_BUCKETS, BUCKET_BYTES = 4, 96, 1 << 20
 
 

@@ -181,6 +181,7 @@ def test_what_only_a_sender_says_is_refused():
     assert "it sent Commit, which only a sender may" in str(error)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "hello",
     [
@@ -202,6 +203,7 @@ def test_another_wire_version_or_role_is_not_in_the_session(hello):
     assert shared == [None]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("change", [{"index": 1}, {"ticket": 0}], ids=str)
 def test_a_stream_belongs_to_a_receiver_and_is_one_of_those_that_were_agreed(change):
     def play(receiver):

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 import torch
 
 from rl_ckpt import ReceiverState, SyncAbortedError, UsageError, connect
@@ -31,6 +32,7 @@ async def late(sender):
     return report
 
 
+@pytest.mark.process
 def test_a_joiner_after_a_sync_of_a_part_gets_the_whole():
     async def work(sender, first, joiner, _):
         weights, part = {"base": torch.randn(500), "lora": torch.randn(50)}, {"lora": torch.randn(50)}

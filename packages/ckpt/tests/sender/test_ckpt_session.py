@@ -55,6 +55,7 @@ def run(work, address=None, num_receivers=1, timeout_s=60.0, bucket_bytes=1024):
     return asyncio.run(main())
 
 
+@pytest.mark.process
 def test_a_report_says_where_the_time_went():
     async def work(sender, receiver):
         def source():
@@ -128,6 +129,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("on", "fault", "cause", "error", "state"), FAULTS, ids=lambda value: str(value)[:20])
 def test_a_fault_never_passes_for_success(on, fault, cause, error, state):
     address = f"inproc://{new_name()}"
@@ -155,6 +157,7 @@ def test_a_fault_never_passes_for_success(on, fault, cause, error, state):
         run(work, address, timeout_s=deadline_of(fault, on))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("on", ["buckets", "free", "staged"])
 @pytest.mark.parametrize("fault", Fault)
 def test_what_happens_to_one_receiver_calls_the_sync_off_for_all(on, fault):
@@ -270,6 +273,7 @@ def test_a_sync_that_was_given_up_cannot_be_continued():
     run(work)
 
 
+@pytest.mark.process
 def test_the_sender_requires_as_many_receivers_as_it_connected():
     async def work(sender, *receivers):
         await receivers[1].close()
@@ -373,6 +377,7 @@ def test_a_trainer_can_refuse_samples_of_a_digest_that_it_never_committed():
     asyncio.run(main())
 
 
+@pytest.mark.process
 def test_a_session_may_say_more_in_a_message_than_a_stranger():
     """A manifest is one message for thousands of names; who is not in a session may send 64 KiB."""
     weights = {"layer." * 20 + str(i): torch.zeros(1, dtype=torch.uint8) for i in range(2000)}

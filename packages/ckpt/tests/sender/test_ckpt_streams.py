@@ -99,6 +99,7 @@ class Batches(Observer):
             self.sizes[message.buckets[0].sequence] = len(message.buckets)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_receivers", [1, 4])
 def test_more_buckets_are_announced_together_as_a_sync_grows(num_receivers):
     weights = {f"t{i}": torch.full((1024,), i % 256, dtype=torch.uint8) for i in range(400)}
@@ -127,6 +128,7 @@ def test_more_buckets_are_announced_together_as_a_sync_grows(num_receivers):
     assert len(batches.sizes) <= (90 if num_receivers == 1 else 45)
 
 
+@pytest.mark.process
 def test_a_receiver_that_stops_reading_is_named_and_its_threads_end():
     weights = {f"t{i}": torch.full((64 << 20,), i, dtype=torch.uint8) for i in range(3)}
 
@@ -145,6 +147,7 @@ def test_a_receiver_that_stops_reading_is_named_and_its_threads_end():
     asyncio.run(main())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("scheme", ["tcp", "uds"])
 def test_a_writer_keeps_no_tensor_after_a_sync(scheme):
     """A gathered parameter is as large as a model's embedding; nobody wants it alive until the next sync."""
@@ -169,6 +172,7 @@ def test_a_writer_keeps_no_tensor_after_a_sync(scheme):
     asyncio.run(main())
 
 
+@pytest.mark.process
 def test_a_source_may_write_to_a_large_tensor_again_once_it_is_asked_for_the_next():
     """Streams are written from where it is; so the sender waits until the kernel has all of it."""
     memory = torch.zeros(24 << 20, dtype=torch.uint8)

@@ -23,12 +23,14 @@ class Inproc(AliasSuite, AliasDeltaSuite):
         return f"inproc://{new_name()}"
 
 
+@pytest.mark.process
 @settings(max_examples=15, deadline=None)
 @given(patterns)
 def test_any_ties_are_bound_under_every_name(syncs):
     Inproc().check_ties(syncs)
 
 
+@pytest.mark.process
 @settings(max_examples=15, deadline=None)
 @given(patterns)
 def test_differences_of_any_ties(syncs):

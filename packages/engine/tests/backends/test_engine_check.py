@@ -136,6 +136,7 @@ QWEN3_235B = {
 }  # fmt: skip
 
 
+@pytest.mark.process
 def test_the_layouts_of_large_mixtures_are_taken(tmp_path):
     """Nothing is loaded: the config alone is there. DeepSeek-V3's sizes are the defaults of its config."""
     for kind, sizes in (("qwen3_moe", QWEN3_235B), ("deepseek_v3", {})):

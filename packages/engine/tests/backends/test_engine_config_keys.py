@@ -239,6 +239,7 @@ def is_same(one, other):
 FIRST_OF_BACKENDS = [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("key", EFFECTS)
 @pytest.mark.parametrize("backend", FIRST_OF_BACKENDS)
 def test_a_key_does_something_or_is_refused(folders, looked_at, tmp_path, backend, key):

@@ -17,7 +17,7 @@ _spec = spec_from_file_location("expert_ranks", SCRIPT)
 support = module_from_spec(_spec)
 _spec.loader.exec_module(support)
 ranks, oracle = support.ranks, support.oracle
-SIZES_OF_GROUPS = ["two", pytest.param("four", marks=pytest.mark.slow)]
+SIZES_OF_GROUPS = [pytest.param("two", marks=pytest.mark.process), pytest.param("four", marks=pytest.mark.slow)]
 SIZES = {
     "vocab_size": 79, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 128, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -67,6 +67,7 @@ def check_against_one_process(seen, layout):
             torch.testing.assert_close(got["weights"], plain, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("layout", ["ep1", "ep2", "ep2 sp2"])
 def test_two_ranks_give_the_gradients_of_one_process(two, layout):
     check_against_one_process(two, layout)
@@ -82,6 +83,7 @@ LAYER = 4 * 3 * 32 * 16 * 8
 """Bytes of a layer's experts: 4 of 3 * 32 * 16 numbers of 8 bytes."""
 
 
+@pytest.mark.process
 def test_a_rank_gathers_its_own_experts_alone(two):
     assert two["gathered"] == {"ep1": [LAYER] * 2, "ep2": [LAYER // 2] * 2, "ep2 sp2": [LAYER // 2] * 2}
 
@@ -121,6 +123,7 @@ def test_checkpoints_move_between_layouts(request, size):
     assert model.model.layers[0].mlp.experts.num_experts == oracle.EXPERTS
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_with_biases_and_shared_experts_are_dispatched(two, kind):
     (steps, weights), (plain_steps, plain_weights) = two[f"{kind} ep2"], two[f"{kind} ep1"]
@@ -130,6 +133,7 @@ def test_experts_with_biases_and_shared_experts_are_dispatched(two, kind):
     torch.testing.assert_close(weights, plain_weights, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.process
 def test_drawn_weights_and_bfloat16_are_those_of_one_process(two):
     folder = two["folder"] / "moe"
     alone = ranks.build(folder, init="random")

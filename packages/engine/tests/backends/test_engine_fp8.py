@@ -109,6 +109,7 @@ def test_a_machine_without_float8_products_is_refused(folder, told, monkeypatch)
         built("fsdp", folder, "tensorwise")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("recipe", "wanted"),
     [("tensorwise", ("hybrid", "tensorwise")), ("blockwise", ("e4m3", "blockwise")), ("mxfp8", ("e4m3", "mxfp8"))],

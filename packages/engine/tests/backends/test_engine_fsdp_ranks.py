@@ -10,7 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_engine import EngineConfig, LoraConfig, create_engine
 from rl_engine.testing import write_tiny_model
 
-pytestmark = pytest.mark.timeout(600)  # many engines in one start of two processes, on a machine that may be busy
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.process,
+]  # many engines in one start of two processes, on a machine that may be busy
 SCRIPT = Path(__file__).parents[1] / "support" / "engine_ranks.py"
 _spec = spec_from_file_location("engine_ranks", SCRIPT)
 ranks = module_from_spec(_spec)

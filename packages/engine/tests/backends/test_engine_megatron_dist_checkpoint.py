@@ -91,6 +91,7 @@ def in_megatrons_program(work):
         dist.destroy_process_group()
 
 
+@pytest.mark.process
 @on_a_cpu
 def test_megatron_core_reads_what_is_written_and_is_read_itself(model, tmp_path):
     engine = build(model)
@@ -136,6 +137,7 @@ def test_megatron_core_reads_what_is_written_and_is_read_itself(model, tmp_path)
     torch.testing.assert_close(seen, written, rtol=0, atol=0)
 
 
+@pytest.mark.process
 @on_a_cpu
 def test_a_folder_of_another_model_is_refused(model, tmp_path):
     engine = build(model)
@@ -152,6 +154,7 @@ def test_a_folder_of_another_model_is_refused(model, tmp_path):
             build(tmp_path / "other", dist_checkpoint=str(tmp_path / "written"))
 
 
+@pytest.mark.process
 @on_a_cpu
 def test_a_damaged_folder_is_refused(model, tmp_path):
     engine = build(model)
@@ -177,6 +180,7 @@ class Code:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.process
 @on_a_cpu
 def test_code_in_a_folder_is_refused_and_not_run(model, tmp_path):
     engine = build(model)
@@ -189,6 +193,7 @@ def test_code_in_a_folder_is_refused_and_not_run(model, tmp_path):
     assert not (tmp_path / "it ran").exists()
 
 
+@pytest.mark.process
 @on_a_cpu
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 def test_a_folder_with_a_file_that_is_cut_off_is_refused(model, tmp_path, name):
@@ -201,6 +206,7 @@ def test_a_folder_with_a_file_that_is_cut_off_is_refused(model, tmp_path, name):
         build(model, dist_checkpoint=str(tmp_path / "written"))
 
 
+@pytest.mark.process
 @on_a_cpu
 def test_a_folder_that_cannot_be_written_is_told(model, tmp_path):
     engine = build(model)
@@ -210,6 +216,7 @@ def test_a_folder_that_cannot_be_written_is_told(model, tmp_path):
     engine.close()
 
 
+@pytest.mark.process
 def test_what_is_no_such_folder_is_refused_before_anything_starts(model, tmp_path):
     def check(backend="megatron", **changes):
         create_engine(backend, EngineConfig(model_path=str(model), **changes)).check(1)

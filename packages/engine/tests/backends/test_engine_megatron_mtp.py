@@ -136,6 +136,7 @@ def oracle_of(oracles, folder, kind):
     return oracles[kind]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("case", CASES)
 def test_the_layer_learns_tokens_two_ahead(seen, oracles, case):
     want, got = oracle_of(oracles, seen["folder"], case.split(":")[0]), seen[case]
@@ -230,6 +231,7 @@ def test_models_and_layouts_that_it_is_not_for_are_refused(tmp_path):
         create_engine("megatron", EngineConfig(**given)).check(1)
 
 
+@pytest.mark.process
 def test_a_frozen_engine_leaves_the_layer_as_it_was(tmp_path):
     ranks.write_model(tmp_path, "glm")
     config = EngineConfig(model_path=str(tmp_path / "glm"), mtp="train", optimizer=None)

@@ -94,6 +94,7 @@ def stand_ins():
         yield
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile, in megatron-core's activation of GPT-OSS
 @pytest.mark.parametrize("kind", MODELS)
@@ -116,6 +117,7 @@ def seen(tmp_path_factory, start_ranks):
     return start_ranks(SCRIPT, tmp_path_factory.mktemp("ring"), 2)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("case", ranks.RINGS)
 def test_a_ring_of_two_ranks_steps_like_one_that_has_all_tokens(seen, case):
     """Over a stand-in that has of each row the two pieces that Transformer Engine documents."""
@@ -123,6 +125,7 @@ def test_a_ring_of_two_ranks_steps_like_one_that_has_all_tokens(seen, case):
     torch.testing.assert_close(ring, alone, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.process
 def test_a_ring_is_taken_where_its_kernel_can(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "has_gpu", lambda: True)
     monkeypatch.setattr(stages.transformer_engine, "HAVE_TE", True)

@@ -42,6 +42,7 @@ def run_ranks(tmp_path_factory, start_ranks, backend):
     return {"alone": after, "before": before} | start_ranks(SCRIPT, folder, 2, backend)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_step_like_one(seen, backend):
     (steps, weights), (alone, wanted) = seen[backend], seen["alone"]
@@ -52,6 +53,7 @@ def test_two_ranks_step_like_one(seen, backend):
         assert (weight - wanted[name]).norm() < 0.03 * moved, name
 
 
+@pytest.mark.process
 def test_matrices_of_layers_move_by_the_same_size(two):
     """An orthogonalised update has a root mean square of about 0.2 times the rate, whatever its gradient."""
     weights, before = two["alone"][1], two["before"]

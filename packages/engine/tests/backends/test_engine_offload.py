@@ -83,6 +83,7 @@ def test_modes_take_gradients_home_and_back(tmp_path, backend):
     engine.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", OF_A_CPU)
 def test_optimizer_state_that_is_moved_leaves_nothing_behind(tmp_path, backend):
     engine = built(tmp_path, backend)
@@ -100,6 +101,7 @@ def test_optimizer_state_that_is_moved_leaves_nothing_behind(tmp_path, backend):
     engine.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", OF_A_CPU[:2])  # FSDP keeps its shards where it is sent nowhere (to meta)
 def test_a_frozen_model_that_is_moved_leaves_nothing_behind(tmp_path, backend):
     engine = built(tmp_path, backend, optimizer=None)
@@ -138,6 +140,7 @@ def test_offloads_that_would_do_nothing_are_refused():
             EngineConfig(model_path="any", **changes)
 
 
+@pytest.mark.process
 def test_cpu_offload_is_what_every_layer_is_sharded_with(tmp_path, monkeypatch):
     """As if there were a GPU: the policy is FSDP's, on all parameters, and steps are those without it."""
     plain = built(tmp_path)
@@ -206,6 +209,7 @@ def storages_of(engine):
     return [reference(tensor) for tensor in model], [reference(value) for value in states]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])  # plain parameters, and FSDP's shards
 def test_an_offload_leaves_no_reference_when_it_gives_back_and_steps_are_those_without_it(tmp_path, precision):
     stayed = built(tmp_path, precision=precision)
@@ -269,6 +273,7 @@ def test_the_optimizers_state_is_on_the_gpu_in_steps_alone(tmp_path, monkeypatch
     engine.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", OF_A_CPU)
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_activations_are_taken_away_and_steps_are_those_without_it(tmp_path, monkeypatch, backend, is_recomputed):

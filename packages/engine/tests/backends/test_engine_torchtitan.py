@@ -38,6 +38,7 @@ def value_loss(output, rows):
     return token_mean((output.values - wanted) ** 2, mask, output), {}
 
 
+@pytest.mark.process
 @pytest.mark.contract
 class TestTorchtitanEngine(EngineConformance):
     def make_engine(self, folder, **changes):
@@ -71,6 +72,7 @@ def oracle(folder):
     return float(total.detach() / tokens), {name: parameter.grad for name, parameter in model.named_parameters()}, rows
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("case", titan.CASES)
 def test_two_ranks_give_the_oracles_gradient(two, case):
     loss, gradients, rows = oracle(two["folder"] / case.split()[0])
@@ -82,11 +84,13 @@ def test_two_ranks_give_the_oracles_gradient(two, case):
     assert two[case]["share"] == (1 if "replicas" in case else pytest.approx(0.5, rel=0.1))
 
 
+@pytest.mark.process
 def test_the_stream_of_weights_holds_one_tensor_at_a_time(two):
     most, largest = two["llama dp"]["streamed"]
     assert most <= 2 * largest  # one that was handed out, and the next
 
 
+@pytest.mark.process
 def test_a_checkpoint_moves_between_fsdp_and_torchtitan(two):
     loss, norm, weights = two["from fsdp"]
     assert (loss, norm) == pytest.approx(two["fsdp"][:2], rel=1e-5)
@@ -100,6 +104,7 @@ def test_a_checkpoint_moves_between_fsdp_and_torchtitan(two):
     alone.close()
 
 
+@pytest.mark.process
 def test_a_model_saved_by_it_is_an_ordinary_folder(two):
     model = AutoModelForCausalLM.from_pretrained(two["folder"] / "saved", dtype=torch.float64)
     original = AutoModelForCausalLM.from_pretrained(two["folder"] / "qwen3", dtype=torch.float64)
@@ -107,6 +112,7 @@ def test_a_model_saved_by_it_is_an_ordinary_folder(two):
     assert 0 < (model.lm_head.weight - original.lm_head.weight).abs().max() < 0.02  # one AdamW step of 1e-2
 
 
+@pytest.mark.process
 def test_a_critic_and_the_outputs_of_a_policy_are_those_of_fsdp(tmp_path):
     write_tiny_model(tmp_path)
     data = ragged_batch([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])

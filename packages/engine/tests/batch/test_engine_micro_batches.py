@@ -121,6 +121,7 @@ def test_rows_of_one_prompt_take_it_once():
     assert len(plan_rows(tokens, [[0], [1], [2], [3]], 14, min_count=9)) == 4
 
 
+@pytest.mark.process
 @given(st.data())
 def test_no_micro_batch_has_more_unique_tokens_than_the_budget(data):
     prompts = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=6))

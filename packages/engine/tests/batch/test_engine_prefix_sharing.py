@@ -198,6 +198,7 @@ def built(path, **changes):
     return engine
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("head", [Head.LM, Head.REWARD])
 def test_every_loss_has_the_gradient_of_rows_one_at_a_time(folders, head, seeds):
@@ -304,6 +305,7 @@ def value_loss(output, rows):
     return output.values.square().sum() / output.counts.tokens - output.values.sum() / output.counts.tokens, {}
 
 
+@pytest.mark.process
 def test_a_budget_counts_a_shared_prompt_once(folders):
     batch = ragged_batch([[5] * 100] * 8, [[6] * 10] * 8)
     seen = {}
@@ -352,6 +354,7 @@ def test_a_frozen_model_with_dropout_shares(folders):
     assert check("fsdp", EngineConfig(model_path=str(folders / "dropout"), optimizer=None)) == {"prefix_sharing": "yes"}
 
 
+@pytest.mark.process
 def test_a_backend_of_another_library_shares(folders):
     seen = []
     for prefix_sharing in (True, False):

@@ -43,6 +43,7 @@ def read(folder):
     return found
 
 
+@pytest.mark.process
 def test_every_flipped_bit_and_every_cut_is_found(tmp_path):
     folder = write(tmp_path / "checkpoint")
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in read(folder).items())
@@ -125,6 +126,7 @@ class Evil:
         return os.abort, ()
 
 
+@pytest.mark.process
 def test_nothing_of_a_checkpoint_is_run(tmp_path):
     """Pickles in the place of any file, and beside them, with digests that are right."""
     config = EngineConfig(model_path=str(write_tiny_model(tmp_path / "model")), optimizer=OptimizerConfig(lr=1e-2))
@@ -154,6 +156,7 @@ def test_a_manifest_names_files_of_its_own_folder_alone(tmp_path, name):
     ]
 
 
+@pytest.mark.process
 def test_b2sum_gives_the_same_digests(tmp_path):
     import subprocess
 

@@ -8,7 +8,7 @@ import torch
 from rl_engine import EngineConfig, OptimizerConfig, create_engine
 from rl_engine.testing import write_tiny_model
 
-pytestmark = pytest.mark.timeout(600)  # processes on a machine that may be busy
+pytestmark = [pytest.mark.timeout(600), pytest.mark.process]  # processes on a machine that may be busy
 SCRIPT = Path(__file__).parents[1] / "support" / "kill_ranks.py"
 KILLED = -9
 

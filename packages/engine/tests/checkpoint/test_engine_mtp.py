@@ -24,6 +24,7 @@ def add(folder, tensors):
     save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["mtp.fc.weight", "model.layers.2.eh_proj.weight"])
 def test_layers_are_kept_as_they_were(tmp_path, backend, name):

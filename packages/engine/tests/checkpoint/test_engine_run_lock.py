@@ -27,6 +27,7 @@ def holder(file):
     return process
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_the_second_is_refused_while_the_first_lives_and_takes_over_when_it_is_killed(tmp_path, end):
     file = tmp_path / "run.lock"
@@ -49,6 +50,7 @@ def test_the_second_is_refused_while_the_first_lives_and_takes_over_when_it_is_k
     assert file.read_text() == ""
 
 
+@pytest.mark.process
 def test_without_locks_of_the_file_system_the_record_decides(tmp_path, monkeypatch):
     def unsupported(descriptor, operation):
         raise OSError(95, "Operation not supported")

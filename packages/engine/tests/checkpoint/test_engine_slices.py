@@ -55,6 +55,7 @@ def alone(folder):
     return scores, weights
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["tiny", "experts"])
 def test_the_shards_are_those_of_the_whole_model(two, kind):
     scores, weights = alone(two["folder"] / kind)
@@ -64,6 +65,7 @@ def test_the_shards_are_those_of_the_whole_model(two, kind):
     torch.testing.assert_close(torch.tensor(found["scores"]), scores, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", ["fsdp", "torchtitan"])
 def test_no_rank_holds_the_whole_model(two, backend):
     """Half is this rank's; beside that stand one slice at a time, and of fsdp two layers of 16 where the head is found.
@@ -74,6 +76,7 @@ def test_no_rank_holds_the_whole_model(two, backend):
     assert max(found["grown"]) < 0.9 * two["size"], [grown / two["size"] for grown in found["grown"]]
 
 
+@pytest.mark.process
 def test_both_backends_score_alike(two):
     scores = [torch.tensor(two[f"dense {backend}"]["scores"]) for backend in ("fsdp", "torchtitan")]
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.timeout(600)  # two processes on a machine that may be busy
+pytestmark = [pytest.mark.timeout(600), pytest.mark.process]  # two processes on a machine that may be busy
 SCRIPT = Path(__file__).parents[1] / "support" / "cut_ranks.py"
 _spec = spec_from_file_location("cut_ranks", SCRIPT)
 ranks = module_from_spec(_spec)

@@ -6,6 +6,8 @@ import pytest
 
 from rl_engine.testing import write_tiny_model
 
+pytestmark = pytest.mark.process
+
 SCRIPT = Path(__file__).parents[1] / "support" / "peer_ranks.py"
 
 

@@ -22,6 +22,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.process
 @given(values)
 def test_plain_values_come_back_as_they_were(value):
     again = decode(encode(value))

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from rl_engine.testing import write_tiny_model
 
-pytestmark = pytest.mark.timeout(600)  # two processes on a machine that may be busy
+pytestmark = [pytest.mark.timeout(600), pytest.mark.process]  # two processes on a machine that may be busy
 SCRIPT = Path(__file__).parents[1] / "support" / "cli_ranks.py"
 _spec = spec_from_file_location("cli_ranks", SCRIPT)
 ranks = module_from_spec(_spec)

@@ -103,6 +103,7 @@ def write_rows(path, count, seed):
     return str(path)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("kind", "metric", "left"),
     [

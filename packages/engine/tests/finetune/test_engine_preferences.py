@@ -103,6 +103,7 @@ def test_kto_by_hand():
         DpoLoss(kind="kto")
 
 
+@pytest.mark.process
 def test_kto_learns_from_rows_without_a_pair(model, tmp_path):
     files = {}
     for name, count, seed in (("train", 200, 0), ("eval", 50, 1)):
@@ -198,6 +199,7 @@ def test_pairs_stay_together_whatever_the_cut(model):
     assert seen[2] == pytest.approx(seen[0], rel=1e-9)
 
 
+@pytest.mark.process
 def test_a_pair_may_come_twice_in_one_step(tmp_path, model):
     """The end of one time round the data and the beginning of the next."""
     rows = [{"prompt_token_ids": [5, n], "chosen_token_ids": [7, 8], "rejected_token_ids": [9]} for n in range(3)]
@@ -224,6 +226,7 @@ def test_a_pair_over_the_budget_is_named(model):
     engine.close()
 
 
+@pytest.mark.process
 def test_preferences_are_learned_and_hold_on_pairs_not_seen(tmp_path, model):
     config = DpoConfig(
         model_path=str(model),
@@ -239,6 +242,7 @@ def test_preferences_are_learned_and_hold_on_pairs_not_seen(tmp_path, model):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
+@pytest.mark.process
 def test_dpo_starts_at_log_two_because_the_reference_is_the_model_itself(tmp_path, model):
     config = DpoConfig(
         model_path=str(model), data_path=vowels_are_better(tmp_path / "train.jsonl", 8, 0),
@@ -249,6 +253,7 @@ def test_dpo_starts_at_log_two_because_the_reference_is_the_model_itself(tmp_pat
     assert outcome.metrics["margin"] == pytest.approx(0.0, abs=1e-5)
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21 reads it
 def test_an_adapter_of_a_reward_model_learns_its_head_too(tmp_path, model):
     peft = pytest.importorskip("peft")
@@ -298,6 +303,7 @@ def test_pairs_are_texts_or_two_chats_that_differ_in_their_last_turn(tmp_path, m
             tokens("bad.jsonl", row)
 
 
+@pytest.mark.process
 def test_a_reward_model_ranks_pairs_not_seen_and_loads_elsewhere(tmp_path, model):
     config = RmConfig(
         model_path=str(model),
@@ -320,6 +326,7 @@ def test_a_reward_model_ranks_pairs_not_seen_and_loads_elsewhere(tmp_path, model
     )
 
 
+@pytest.mark.process
 def test_process_rewards_are_learned(tmp_path, model):
     draw, rows = random.Random(0), []
     for _ in range(256):
@@ -363,7 +370,8 @@ def test_steps_are_judged_at_their_last_token(tmp_path, model):
         (rm_main, ["resume=true"], "rl-rm: resume=true needs save_every"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(capsys, main, arguments, message):
+def test_bad_input_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypatch, main, arguments, message):
+    monkeypatch.chdir(tmp_path)  # for the lock of output_dir
     assert main(["model.path=m", "data.path=d", "output_dir=o", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith(message)

@@ -36,6 +36,7 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
+@pytest.mark.process
 def test_it_learns_and_saves_a_folder_that_loads(tmp_path, model):
     data = write(tmp_path / "data.jsonl", [chat(f"{a}+{b}=", str(a + b)) for a in range(5) for b in range(5)])
     lines = []
@@ -60,6 +61,7 @@ def test_it_learns_and_saves_a_folder_that_loads(tmp_path, model):
     engine.close()
 
 
+@pytest.mark.process
 def test_it_stops_at_the_target_loss(tmp_path, model):
     data = write(tmp_path / "data.jsonl", [chat("1+1=", "2")] * 3)
     config = SftConfig(
@@ -71,6 +73,7 @@ def test_it_stops_at_the_target_loss(tmp_path, model):
     assert outcome.steps < 200
 
 
+@pytest.mark.process
 def test_it_stops_at_the_target_sequence_accuracy(tmp_path, model):
     data = write(tmp_path / "data.jsonl", [chat("1+1=", "2"), chat("1+2=", "3")])
     config = SftConfig(
@@ -246,6 +249,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.process
 def test_a_terminal_is_shown_a_bar_and_everything_else_lines(capsys, monkeypatch, tmp_path, model):
     config = resumable(tmp_path, model, steps=2, overwrite=True)
     train(config)
@@ -273,6 +277,7 @@ def resumable(folder, model, **changes):
     return SftConfig(model_path=str(model), data_path=str(data), output_dir=str(folder / "out"), **(options | changes))
 
 
+@pytest.mark.process
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, model):
     straight, stopped = [], []
     (tmp_path / "a").mkdir()
@@ -303,6 +308,7 @@ def metrics_of(folder):
     return (folder / "out.run" / "metrics.jsonl").read_text().splitlines()
 
 
+@pytest.mark.process
 def test_what_is_there_is_not_overwritten(tmp_path, model):
     train(resumable(tmp_path, model, steps=1), lambda _: None)
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
@@ -313,6 +319,7 @@ def test_what_is_there_is_not_overwritten(tmp_path, model):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() != before
 
 
+@pytest.mark.process
 def test_a_run_leaves_config_metrics_summary_and_curve_beside_the_model(tmp_path, model):
     pytest.importorskip("matplotlib")
     config = resumable(tmp_path, model, steps=3, save_every=0, trackers="tensorboard")
@@ -331,6 +338,7 @@ def test_a_run_leaves_config_metrics_summary_and_curve_beside_the_model(tmp_path
     assert not (tmp_path / "out" / "metrics.jsonl").exists(), "the model folder holds a model"
 
 
+@pytest.mark.process
 def test_what_is_not_reached_is_said(tmp_path, model):
     lines = []
     config = resumable(tmp_path, model, steps=2, save_every=0, warmup_steps=5, target_loss=1e-6)
@@ -340,6 +348,7 @@ def test_what_is_not_reached_is_said(tmp_path, model):
     assert re.fullmatch(r"target_loss=1e-06 was not reached: loss is \d\.\d{4}", lines[-1])
 
 
+@pytest.mark.process
 def test_epochs_stand_in_the_place_of_steps(tmp_path, model):
     config = replace(resumable(tmp_path, model, save_every=0), steps=300, epochs=2)  # 16 rows, 6 a step
     assert train(config, lambda _: None).steps == 6
@@ -358,6 +367,7 @@ def test_a_key_of_an_adapter_or_a_tracker_that_is_none_is_refused(tmp_path, mode
     assert (config.lora.rank, config.lora.export) == (4, "adapter")
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21 reads it
 def test_an_adapter_alone_is_a_folder_that_peft_loads(tmp_path, model):
     peft = pytest.importorskip("peft")
@@ -374,6 +384,7 @@ def test_an_adapter_alone_is_a_folder_that_peft_loads(tmp_path, model):
     assert not torch.allclose(loaded(ids).logits, before)
 
 
+@pytest.mark.process
 def test_rows_of_parquet_and_text_are_those_of_chats(tmp_path, model):
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -394,12 +405,14 @@ def test_rows_of_parquet_and_text_are_those_of_chats(tmp_path, model):
         tokenize_file(tmp_path / "no.parquet", model)
 
 
+@pytest.mark.process
 def test_another_run_is_not_resumed(tmp_path, model):
     train(resumable(tmp_path, model), lambda _: None)
     with pytest.raises(ConfigError, match=r"written with batch_size=6, this run has 5"):
         train(resumable(tmp_path, model, resume=True, batch_size=5), lambda _: None)
 
 
+@pytest.mark.process
 def test_a_run_that_never_saved_is_not_resumed_from_the_checkpoint_of_the_one_before(tmp_path, model):
     train(resumable(tmp_path, model), lambda _: None)
 
@@ -412,6 +425,7 @@ def test_a_run_that_never_saved_is_not_resumed_from_the_checkpoint_of_the_one_be
         train(resumable(tmp_path, model, lr=1e-3, resume=True), lambda _: None)
 
 
+@pytest.mark.process
 def test_a_checkpoint_whose_replacement_was_cut_off_is_still_found(tmp_path, model):
     train(resumable(tmp_path, model, steps=4), lambda _: None)
     (tmp_path / "out.checkpoint").rename(tmp_path / ".out.checkpoint.previous")
@@ -420,6 +434,7 @@ def test_a_checkpoint_whose_replacement_was_cut_off_is_still_found(tmp_path, mod
     assert lines == ["resumed after step 4, the last"]
 
 
+@pytest.mark.process
 def test_held_out_rows_are_scored_and_not_learned(tmp_path, model):
     lines = []
     held_out = write(tmp_path / "eval.jsonl", [chat("9+9=", "18")])

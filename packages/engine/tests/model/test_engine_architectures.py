@@ -117,6 +117,7 @@ def test_what_is_exported_after_a_forward_pass_is_what_is_trained(tmp_path, prec
     torch.testing.assert_close(dict(fresh.get_per_tensor_param()[0]), before, rtol=0, atol=0)
 
 
+@pytest.mark.process
 def test_other_number_formats_agree_with_float32(tmp_path):
     folder = folder_of(tmp_path, "qwen3", {"hidden_size": 64})
     scores = []

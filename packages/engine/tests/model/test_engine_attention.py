@@ -53,6 +53,7 @@ def compare(lengths, **options):
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.process
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=25))
 def test_rows_see_only_themselves(lengths):

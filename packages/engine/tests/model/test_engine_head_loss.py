@@ -73,6 +73,7 @@ CASES = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("case", CASES)
 def test_it_steps_as_log_probs_and_then_the_loss(folder, calls, case):
     found = step(folder, sft_loss, **CASES[case])

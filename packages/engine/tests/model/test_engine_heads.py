@@ -80,6 +80,7 @@ def test_any_cut_gives_the_same_step(classifier):
     assert seen[0] == pytest.approx(seen[1], rel=1e-6)
 
 
+@pytest.mark.process
 def test_a_causal_folder_gets_a_head_of_zeros_learns_and_is_saved_as_a_classifier(tmp_path, policy):
     engine = build(policy, "value")
     batch, losses = batch_with_returns(), []

@@ -48,6 +48,7 @@ def plain_scores(model):
     return torch.cat(found)
 
 
+@pytest.mark.process
 def test_the_adapter_learns_and_the_model_under_it_does_not_move(folder):
     engine = build(folder)
     before = scores(engine)
@@ -59,6 +60,7 @@ def test_the_adapter_learns_and_the_model_under_it_does_not_move(folder):
     engine.close()
 
 
+@pytest.mark.process
 def test_a_model_that_is_first_asked_without_its_adapter_learns_as_any_other(folder):
     """In bfloat16, where the parameters and what is computed with them are of two formats."""
     losses = []
@@ -72,6 +74,7 @@ def test_a_model_that_is_first_asked_without_its_adapter_learns_as_any_other(fol
     assert losses[0] == losses[1]
 
 
+@pytest.mark.process
 def test_the_merged_model_is_the_one_that_was_trained(folder, tmp_path):
     engine = build(folder)
     train(engine)
@@ -85,6 +88,7 @@ def test_the_merged_model_is_the_one_that_was_trained(folder, tmp_path):
     torch.testing.assert_close(plain_scores(merged), trained, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21 reads it
 def test_the_adapter_alone_is_a_folder_that_peft_loads(folder, tmp_path):
     engine = build(folder, LoraConfig(rank=4, alpha=8.0, export="adapter"))
@@ -103,6 +107,7 @@ def test_the_adapter_alone_is_a_folder_that_peft_loads(folder, tmp_path):
     torch.testing.assert_close(plain_scores(loaded.double()), trained, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.process
 def test_a_checkpoint_continues_where_it_was_written(folder, tmp_path):
     engine = build(folder)
     train(engine, steps=3)

@@ -27,6 +27,7 @@ def weights(engine):
     return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 @pytest.mark.parametrize("is_normalised", [True, False])
 @pytest.mark.parametrize("is_routed", [True, False])
@@ -67,6 +68,7 @@ def test_other_experts_give_other_scores_and_the_models_own_the_same(tmp_path):
     torch.testing.assert_close(again, seen[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_what_cannot_be_replayed_is_refused(tmp_path, backend):
     engine = built(backend, oracle.write_model(tmp_path / "moe"), optimizer=None)

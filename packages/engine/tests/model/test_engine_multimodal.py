@@ -113,6 +113,7 @@ def built(folder, **changes):
     return engine
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("has_videos", [False, True])
 @pytest.mark.parametrize("kind", MODALITIES)
 def test_scores_and_gradients_are_those_of_rows_by_themselves(tmp_path, kind, has_videos):
@@ -149,6 +150,7 @@ def test_rows_of_the_same_tokens_and_other_pictures_are_not_one_prompt(tmp_path,
     engine.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", MODALITIES)
 def test_a_placeholder_that_the_model_wrote_is_a_token_like_any_other(tmp_path, kind):
     """Fed after the prompt, where transformers looks for none: beside images, without any, and for a video."""

@@ -47,6 +47,7 @@ def steps(folder, **changes):
     return found, weights
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}, {"precision": "bfloat16"}], ids=str)
 def test_a_step_is_that_of_transformers_norms(tmp_path, monkeypatch, changes):
     """As if the CPU had the kernel; it is asked of every norm in every pass, and without it nothing changes."""

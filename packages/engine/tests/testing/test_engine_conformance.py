@@ -11,6 +11,7 @@ class TestFakeEngine(EngineConformance):
         return FakeEngine(EngineConfig(model_path=str(folder), **changes), vocab_size=self.vocab_size)
 
 
+@pytest.mark.process
 class TestFsdpEngine(EngineConformance):
     def make_engine(self, folder, **changes):
         return create_engine("fsdp", EngineConfig(model_path=str(write_tiny_model(folder)), **changes))

@@ -16,6 +16,8 @@ from rl_rollout import (
     create_server,
 )
 
+pytestmark = pytest.mark.process
+
 
 def request(request_id="r", timeout_s=None, **params):
     params = {"max_new_tokens": 4000, "temperature": 0.0, "ignore_eos": True} | params

@@ -175,6 +175,7 @@ def test_metrics_are_prometheus_text(site):
     assert ("rl_rollout_pid", None, None) not in samples
 
 
+@pytest.mark.process
 def test_a_request_that_is_late_is_told_and_leaves(site):
     async def scenario():
         await site.client.pause("keep")
@@ -189,6 +190,7 @@ def test_a_request_that_is_late_is_told_and_leaves(site):
     assert site.run(scenario())["num_waiting"] == 0
 
 
+@pytest.mark.process
 def test_a_caller_that_goes_away_takes_its_request_with_it(site):
     async def scenario():
         await site.client.pause("keep")
@@ -204,6 +206,7 @@ def test_a_caller_that_goes_away_takes_its_request_with_it(site):
     assert site.run(scenario()) == (1, 0)
 
 
+@pytest.mark.process
 def test_an_id_may_be_used_again_once_its_caller_has_left(long_folder):
     """Each gets its own answer, and none is aborted by what the one before left behind."""
 

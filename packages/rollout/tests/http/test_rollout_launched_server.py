@@ -54,6 +54,7 @@ def served(long_folder, new_trainer):
         runner.run(trainer.close())
 
 
+@pytest.mark.process
 @pytest.mark.contract
 class TestLaunched(ServerConformance):
     def test_the_token_is_not_on_the_command_line(self, served):
@@ -129,6 +130,7 @@ def test_a_server_that_dies_at_start_shows_its_last_lines(tmp_path):
         asyncio.run(server.start())
 
 
+@pytest.mark.process
 def test_a_server_that_is_not_ready_in_time_is_ended(qwen3_folder):
     async def scenario():
         server = launch_server("embedded", ServerConfig(model_path=str(qwen3_folder), timeout_s=0.3))
@@ -140,6 +142,7 @@ def test_a_server_that_is_not_ready_in_time_is_ended(qwen3_folder):
     assert server._process.returncode is not None
 
 
+@pytest.mark.process
 def test_it_ends_when_its_parent_is_killed(qwen3_folder):
     code = f"""
 import asyncio

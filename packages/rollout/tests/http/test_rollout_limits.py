@@ -139,6 +139,7 @@ def test_a_request_of_our_own_client_has_the_same_limits(site):
     run(ask())
 
 
+@pytest.mark.process
 def test_health_and_sigterm_are_answered_whatever_is_asked(qwen3_folder):
     """Absurd numbers, floods of completions, and texts that take long to tokenise, from several callers at once."""
 

@@ -68,6 +68,7 @@ def test_it_finds_out_what_the_url_can_do(site):
     assert (can.updates_weights, can.pauses, can.has_logprobs, can.sleep_levels) == (False, False, False, ())
 
 
+@pytest.mark.process
 def test_it_gives_what_the_served_one_gives(site):
     served, client, run, _ = site
     for params in ({}, {"temperature": 1.0, "seed": 3}, {"max_new_tokens": 300}):
@@ -153,6 +154,7 @@ def test_it_is_not_for_training(site, control):
         run(control(client))
 
 
+@pytest.mark.process
 def test_bad_requests_and_deadlines(site):
     served, client, run, _ = site
     with pytest.raises(RequestError, match="empty"):
@@ -179,6 +181,7 @@ def test_weights_that_are_not_numbers_are_an_error_and_the_next_ones_serve(site,
     assert run(client.generate(request())).token_ids == want.token_ids
 
 
+@pytest.mark.process
 def test_a_full_cache_is_told_and_a_request_that_fits_is_served(qwen3_folder):
     config = ServerConfig(model_path=str(qwen3_folder), num_threads=1, kv_cache_bytes=2**14)  # 64 tokens
 

@@ -5,6 +5,8 @@ import contextlib
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from rl_rollout import (
     GenerateRequest,
     OverloadedError,
@@ -14,6 +16,8 @@ from rl_rollout import (
     connect_server,
     create_server,
 )
+
+pytestmark = pytest.mark.process
 
 NUM_REQUESTS, NUM_IN_FLIGHT, NUM_WAITING = 1000, 96, 800
 

@@ -193,6 +193,7 @@ def test_a_request_whose_replica_is_lost_goes_on_where_it_was(told):
     assert [each.prompt_token_ids for each in asked] == ([(7, 99, *range(100, 100 + told))] if told < 4 else [])
 
 
+@pytest.mark.process
 def test_a_replica_is_removed_and_loses_nothing(long_folder):
     """Two real engines: what the removed one has done is kept, and the other one goes on."""
 
@@ -230,6 +231,7 @@ def test_a_replica_is_removed_and_loses_nothing(long_folder):
         assert len(each.prompt_token_ids) + each.sampling_params.max_new_tokens == 803
 
 
+@pytest.mark.process
 def test_a_replica_that_one_router_removes_goes_on_for_another(long_folder):
     async def scenario():
         config = ServerConfig(model_path=str(long_folder), num_threads=1)
@@ -455,6 +457,7 @@ def test_who_waits_for_room_goes_to_a_replica_that_joins():
     assert asyncio.run(scenario()) == ("r1", [1, 1])
 
 
+@pytest.mark.process
 def test_a_replica_that_answers_no_health_check_any_more_is_left_out(monkeypatch):
     """Its connection stays open, as that of a process that hangs does."""
     monkeypatch.setattr("rl_rollout.http.client.GRACE_S", 0.0)
@@ -503,6 +506,7 @@ def test_a_router_has_room_for_so_many_and_refuses_more():
     assert asyncio.run(scenario()) == ([2, 2], 7, 2)
 
 
+@pytest.mark.process
 def test_the_wait_for_a_replica_is_part_of_a_requests_time():
     async def scenario():
         server = FakeServer()

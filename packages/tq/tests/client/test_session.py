@@ -8,6 +8,8 @@ import torch
 import rl_tq
 from rl_tq.testing._served import until
 
+pytestmark = pytest.mark.process
+
 ADDRESSES = ["shm://", "tcp://127.0.0.1:0", "zmq://127.0.0.1:0"]
 
 

@@ -50,6 +50,7 @@ GETS = st.lists(
 )
 
 
+@pytest.mark.process
 @settings(deadline=None)
 @given(gets=GETS)
 def test_every_get_is_what_it_is_without_a_buffer(queue, meta, gets):

@@ -53,6 +53,7 @@ def test_rows_of_two_memories_are_two_copies_and_few_of_many_rows_are_joined():
 DTYPES = [torch.uint8, torch.bool, torch.int16, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float64]
 
 
+@pytest.mark.process
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 11), st.integers(0, 6)), min_size=1, max_size=9),

@@ -65,6 +65,7 @@ def test_a_snapshot_is_a_queue_again(storage, tmp_path):
             assert queue.put({"a": torch.tensor([9])}, partition="p").rows[0] > max(meta.rows)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("storage", ["shm://", "tcp://127.0.0.1:0"])
 def test_nothing_is_lost_and_nothing_comes_twice_however_busy_the_queue_is(storage, tmp_path):
     """Producers number their rows and consumers ack them in order, so that a cut shows a beginning of each."""
@@ -175,6 +176,7 @@ queue.snapshot(sys.argv[1])
 """
 
 
+@pytest.mark.process
 def test_whoever_is_killed_while_it_writes_leaves_the_snapshot_before(tmp_path):
     snap = tmp_path / "snap"
     process = subprocess.Popen(
@@ -211,6 +213,7 @@ def test_whoever_is_killed_while_it_writes_leaves_the_snapshot_before(tmp_path):
             rl_tq.serve("shm://", snapshot=snap)
 
 
+@pytest.mark.process
 def test_what_is_no_snapshot_and_no_empty_directory_is_refused(tmp_path):
     for storage in STORAGES:
         with pytest.raises(rl_tq.AddressError, match="holds no snapshot"):
@@ -229,6 +232,7 @@ def test_what_is_no_snapshot_and_no_empty_directory_is_refused(tmp_path):
         rl_tq.serve("inproc://", snapshot=tmp_path / "snap")
 
 
+@pytest.mark.process
 def test_a_file_system_that_is_full_keeps_the_snapshot_before(tmp_path):
     small = tmp_path / "small"
     small.mkdir()

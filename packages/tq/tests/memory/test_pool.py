@@ -55,6 +55,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch):
     assert kept_bytes() == 0
 
 
+@pytest.mark.process
 def test_tensors_may_be_dropped_by_any_thread_and_while_another_takes():
     def churn(seed: int) -> None:
         for i in range(12):

@@ -9,6 +9,8 @@ from rl_tq import policies
 from rl_tq.errors import PolicyError
 from rl_tq.metadata.rows import Row
 
+pytestmark = pytest.mark.process
+
 TAGS = st.fixed_dictionaries(
     {},
     optional={

@@ -130,6 +130,7 @@ def is_well(server: Server) -> bool:
 # What a header announces
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("text_bytes", "payload_bytes"), [(1 << 30, 0), (65 * MIB, 0), (8, 1 << 40), (8, 1 << 63)])
 def test_a_message_over_the_limits_ends_its_connection(server, text_bytes, payload_bytes):
     with server.grows_at_most(8 * MIB), dial(server.address) as connection:
@@ -138,6 +139,7 @@ def test_a_message_over_the_limits_ends_its_connection(server, text_bytes, paylo
     assert is_well(server)
 
 
+@pytest.mark.process
 def test_memory_grows_with_what_arrived_and_not_with_what_is_announced(server):
     """30 connections announce 60 MiB of text each, and 30 a payload of 3 GiB; each sends 100 KiB."""
     text = encode({"id": 1, "op": "put"})
@@ -150,6 +152,7 @@ def test_memory_grows_with_what_arrived_and_not_with_what_is_announced(server):
         assert is_well(server)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("count", [1 << 28, 1 << 62, -1, "x"])
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_list_of_numbers_is_no_longer_than_what_there_is(server, count, step):
@@ -177,6 +180,7 @@ def a_put(num_rows: object) -> tuple[dict, bytes]:
     return message, block.numpy().tobytes()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_rows", [1 << 40, 1 << 20, -1, "x", None])
 def test_a_put_has_the_rows_that_it_brings(server, num_rows):
     message, block = a_put(num_rows)
@@ -196,6 +200,7 @@ NESTED = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("body", NESTED.values(), ids=NESTED)
 def test_a_deeply_nested_message_is_refused(server, body):
     whole = b"\x83\xa2id\x01\xa2op\xa5stats\xa1x" + body
@@ -218,6 +223,7 @@ def test_a_deeply_nested_value_is_refused_where_it_is_put(scheme):
         assert queue.stats()["rows"] == 0
 
 
+@pytest.mark.process
 def test_a_deep_tag_is_refused_by_the_server(server):
     """Whatever a client of another make lets through."""
     put, block = a_put(2)
@@ -229,6 +235,7 @@ def test_a_deep_tag_is_refused_by_the_server(server):
         assert "nested" in reply["message"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "message",
     [{}, {"id": []}, {"op": "bye"}, {"id": 1}, {"id": 1, "op": {}}, {"id": [1], "op": "stats"}, {"id": True, "op": 1}],
@@ -241,6 +248,7 @@ def test_what_is_no_request_ends_its_connection(server, message):
     assert is_well(server)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "message",
     [
@@ -261,6 +269,7 @@ def test_a_wrong_request_is_answered_with_an_error(server, message):
 # What one peer may have at once
 
 
+@pytest.mark.process
 def test_answers_that_nobody_reads_are_bounded(serve):
     """A client asks 80 times for 8 MiB, and reads nothing: 640 MiB, of which the server makes 64 MiB and one more."""
     server = serve("tcp://127.0.0.1:0?max_put_bytes=67108864")
@@ -276,6 +285,7 @@ def test_answers_that_nobody_reads_are_bounded(serve):
             assert "columns" in answer(connection)
 
 
+@pytest.mark.process
 def test_puts_that_wait_for_room_are_bounded(serve):
     server = serve(f"tcp://127.0.0.1:0?max_put_bytes={16 * MIB}")
     with rl_tq.connect(server.address, token=TOKEN, timeout_s=5.0) as client:
@@ -297,6 +307,7 @@ def test_puts_that_wait_for_room_are_bounded(serve):
         assert client.put({"a": torch.ones(1, MIB)}, partition="other").rows
 
 
+@pytest.mark.process
 def test_strangers_at_the_door_keep_nobody_out(server):
     """300 connections that say nothing: the oldest are closed, and who has the token comes in."""
     with contextlib.ExitStack() as stack:
@@ -309,6 +320,7 @@ def test_strangers_at_the_door_keep_nobody_out(server):
         assert receive(strangers[-1], 40)
 
 
+@pytest.mark.process
 def test_connections_of_one_host_are_counted(serve):
     server = serve("tcp://127.0.0.1:0?max_connections=3")
     with contextlib.ExitStack() as stack:
@@ -345,6 +357,7 @@ def look(address: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("scheme", ["tcp", "zmq"])
 def test_on_loopback_a_token_is_made_that_children_inherit_and_strangers_lack(scheme, monkeypatch):
     if scheme == "zmq":
@@ -392,6 +405,7 @@ def zmq_stranger(address: str, source: str = ""):
     return client
 
 
+@pytest.mark.process
 def test_zmq_answers_nobody_without_the_token(server):
     zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
     client = zmq_stranger(server.addresses[2])
@@ -427,6 +441,7 @@ def is_shut(connection: socket.socket) -> bool:
     return False
 
 
+@pytest.mark.process
 def test_zmq_counts_connections_of_one_host(serve):
     pytest.importorskip("zmq", reason="pyzmq is not installed")
     server = serve("zmq://127.0.0.1:0?max_connections=2")
@@ -447,6 +462,7 @@ def test_zmq_counts_connections_of_one_host(serve):
     assert is_well(server)  # they said good-bye
 
 
+@pytest.mark.process
 def test_zmq_strangers_at_the_door_keep_nobody_out(server):
     """300 connections that say nothing: the oldest are closed, and who has the token comes in."""
     pytest.importorskip("zmq", reason="pyzmq is not installed")
@@ -462,6 +478,7 @@ def test_zmq_strangers_at_the_door_keep_nobody_out(server):
         rl_tq.connect(server.addresses[2], token=TOKEN, timeout_s=20.0).close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("size", [1 << 40, (1 << 63) - 1])
 def test_zmq_believes_no_header_of_a_stranger(server, size):
     """The greeting of ZMTP 3.1, and a command frame that announces a long body."""
@@ -484,6 +501,7 @@ def assert_closed_soon(connection: socket.socket) -> None:
 # UNIX sockets: this user's own processes
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("body", [struct.pack("<II", 1 << 30, 0) + bytes(1 << 16), struct.pack("<II", 9, 7)])
 def test_a_unix_socket_grows_with_what_arrived(server, body):
     name = "\0rl-tq/" + server.addresses[1].removeprefix("shm://")

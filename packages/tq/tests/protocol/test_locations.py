@@ -137,6 +137,7 @@ def pieces(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return draw(st.permutations(found))
 
 
+@pytest.mark.process
 @given(pieces(), st.data())
 def test_runs_are_those_of_the_rows_one_by_one(found, data):
     places = [

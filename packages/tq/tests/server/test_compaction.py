@@ -70,6 +70,7 @@ class Counted(dict[int, Extent]):
         return super().get(key, default)
 
 
+@pytest.mark.process
 def test_a_plan_looks_at_some_of_a_segment_of_many_extents():
     """The server waits for it, and so do its clients."""
     state, table = State(), SegmentTable(lambda *_: None, None)
@@ -111,6 +112,7 @@ def rows(numbers: range) -> dict:
     return {"a": torch.stack([torch.full((WORDS,), n) for n in numbers]), "n": [[n] for n in numbers]}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("rows_per_put", [1, 64])
 def test_after_a_clear_of_nearly_all_rows_memory_is_what_is_left(queue, rows_per_put):
     """One extent per segment, and many in one."""
@@ -157,6 +159,7 @@ def test_all_kinds_of_columns_move(queue):
     assert after["json"].tolist() == [{"i": 299}, {"i": 7}]
 
 
+@pytest.mark.process
 def test_readers_go_on_while_rows_move(queue):
     """Two threads read what is left, by references of before and after, while all else is cleared bit by bit."""
     meta = queue.put(rows(range(96)), partition="p")
@@ -197,6 +200,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.process
 def test_a_killed_reader_keeps_no_memory(queue):
     meta = queue.put(rows(range(64)), partition="p")
     reader = subprocess.Popen([sys.executable, "-c", HOLDER, queue.address], stdout=subprocess.PIPE, text=True)
@@ -212,6 +216,7 @@ def test_a_killed_reader_keeps_no_memory(queue):
     assert queue.get(meta.reorder([0]))["a"][0, -1].item() == 0
 
 
+@pytest.mark.process
 def test_what_was_moved_survives_a_restart(tmp_path):
     address = f"file://{tmp_path}/q"
     with rl_tq.serve(address) as queue:
@@ -262,6 +267,7 @@ def test_what_several_puts_share_is_left_alone_and_gains_nothing():
         assert len(served.host.memory.extents) == 2
 
 
+@pytest.mark.process
 def test_memory_that_stays_for_another_put_is_not_copied(monkeypatch):
     """It would be there twice."""
     copies = []
@@ -279,6 +285,7 @@ def test_memory_that_stays_for_another_put_is_not_copied(monkeypatch):
         assert len(copies) == 1
 
 
+@pytest.mark.process
 def test_rows_are_cleared_and_read_while_others_move():
     with rl_tq.serve("inproc://", timeout_s=60.0) as served:
 

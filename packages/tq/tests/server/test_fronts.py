@@ -36,6 +36,7 @@ with rl_tq.connect(sys.argv[1], timeout_s=60.0) as queue:
 """
 
 
+@pytest.mark.process
 def test_producers_over_shm_and_consumers_over_tcp_share_one_queue():
     with rl_tq.serve("shm://", timeout_s=60.0, also=["tcp://127.0.0.1:0"]) as queue:
         shm, tcp = queue.addresses
@@ -53,6 +54,7 @@ def test_producers_over_shm_and_consumers_over_tcp_share_one_queue():
         assert stats["clients"] == [stats["server_pid"]]
 
 
+@pytest.mark.process
 def test_the_front_that_sleeps_is_woken_for_a_deadline_that_came_at_another():
     """A lease taken by a thread of the server expires for who waits over shared memory, whom nothing else wakes."""
     claim = {"partition": "p", "columns": ["a"], "task": "t"}
@@ -72,6 +74,7 @@ def test_the_front_that_sleeps_is_woken_for_a_deadline_that_came_at_another():
             inside.ack(held)
 
 
+@pytest.mark.process
 def test_memory_that_a_tcp_reader_looked_at_is_used_again_once_it_is_cleared():
     with (
         rl_tq.serve("shm://", timeout_s=60.0, also=["tcp://127.0.0.1:0"]) as queue,
@@ -87,6 +90,7 @@ def test_memory_that_a_tcp_reader_looked_at_is_used_again_once_it_is_cleared():
         assert queue.stats()["shared_bytes"] < 16 * 16_000_000 / 2
 
 
+@pytest.mark.process
 def test_a_close_ends_the_queue_at_every_address():
     queue = rl_tq.serve("shm://", timeout_s=20.0, also=["tcp://127.0.0.1:0", "inproc://"])
     clients = [rl_tq.connect(address, timeout_s=20.0) for address in queue.addresses]
@@ -111,6 +115,7 @@ def test_a_close_ends_the_queue_at_every_address():
             rl_tq.connect(client.address, timeout_s=20.0)
 
 
+@pytest.mark.process
 def test_rows_of_a_directory_are_served_again_whoever_put_them(tmp_path):
     """A put over TCP is in a file of the directory, and in its journal before it is answered."""
     with (
@@ -129,6 +134,7 @@ def test_rows_of_a_directory_are_served_again_whoever_put_them(tmp_path):
             assert queue.restore("p", 2).num_returned == 2
 
 
+@pytest.mark.process
 def test_nobody_is_told_what_the_journal_does_not_have_yet(tmp_path, monkeypatch):
     """A put, and the claim of another client that it settles; at either address."""
     append = Journal.append

@@ -18,6 +18,8 @@ import torch
 import rl_tq
 from rl_tq.server.host import Compactor
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def small(tmp_path: Path):

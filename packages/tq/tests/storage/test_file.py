@@ -24,6 +24,7 @@ from rl_tq.testing import TransferQueueContract
 LARGE = PACKED_BYTES // 4 + 1024
 
 
+@pytest.mark.process
 class TestFile(TransferQueueContract):
     @pytest.fixture(autouse=True)
     def directory(self, tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def killed(tmp_path: Path) -> tuple[str, rl_tq.BatchMeta]:
     )  # fmt: skip
 
 
+@pytest.mark.process
 def test_rows_acks_and_leases_survive_the_death_of_every_process(killed):
     address, leased = killed
     for _ in range(2):  # the second time, from the journal that the first wrote
@@ -92,6 +94,7 @@ def test_rows_acks_and_leases_survive_the_death_of_every_process(killed):
         assert fresh.rows[0] > max(again.rows)
 
 
+@pytest.mark.process
 def test_what_a_dying_server_wrote_by_half_is_cut_off_and_damage_is_told(killed):
     address, _ = killed
     journal = Path(address.removeprefix("file://")) / "journal"
@@ -171,6 +174,7 @@ def test_the_journal_is_lines_of_json(tmp_path):
     assert not (tmp_path / "journal.partial").exists()
 
 
+@pytest.mark.process
 def test_what_a_group_shares_survives(tmp_path):
     """Also by way of a snapshot, which writes it once."""
     address = f"file://{tmp_path}/queue"

@@ -10,6 +10,8 @@ import torch
 import rl_tq
 from rl_tq.testing import TransferQueueContract
 
+pytestmark = pytest.mark.process
+
 ray = pytest.importorskip("ray")
 
 

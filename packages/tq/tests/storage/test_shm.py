@@ -127,6 +127,7 @@ queue.put({"a": torch.zeros(2, int(sys.argv[2]))}, partition="p2")
 """
 
 
+@pytest.mark.process
 def test_a_producer_killed_in_a_put_leaves_what_it_published_and_nothing_else(queue, run):
     producer = run(PRODUCER, queue.address, str(LARGE))
     assert producer.stdout.readline() == "in the middle\n"
@@ -148,6 +149,7 @@ def test_a_producer_killed_in_a_put_leaves_what_it_published_and_nothing_else(qu
     until(lambda: memfds() == 0)  # nobody puts into them again
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("error::ResourceWarning")
 def test_a_client_that_lost_its_server_holds_nothing_even_if_nobody_closes_it(queue):
     peer = rl_tq.connect(queue.address)
@@ -158,6 +160,7 @@ def test_a_client_that_lost_its_server_holds_nothing_even_if_nobody_closes_it(qu
     assert (memfds(), mappings()) == (0, 0)
 
 
+@pytest.mark.process
 def test_half_a_message_does_nothing(queue, raw):
     segment = SharedMemory.create(4096)
     raw.send({"op": "segment", "segment": 1, "is_packed": True}, segment.fd)
@@ -179,6 +182,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_stopped_server_is_named_and_a_killed_one_is_lost_at_once(run, monkeypatch):
     monkeypatch.setattr(rl_tq.client.session, "GRACE_S", 0.2)
@@ -207,6 +211,7 @@ def test_a_stopped_server_is_named_and_a_killed_one_is_lost_at_once(run, monkeyp
     assert (memfds(), mappings()) == (0, 0)
 
 
+@pytest.mark.process
 def test_a_stream_whose_server_stopped_does_not_end_as_if_that_were_all(run, monkeypatch):
     monkeypatch.setattr(rl_tq.client.session, "GRACE_S", 0.2)
     monkeypatch.setattr(rl_tq.streaming, "connect", lambda address: rl_tq.connect(address, timeout_s=1.0))
@@ -223,6 +228,7 @@ def test_a_stream_whose_server_stopped_does_not_end_as_if_that_were_all(run, mon
     server.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(queue, run):
     code = """
@@ -245,6 +251,7 @@ except ConnectionError as error:
     assert queue.stats()["clients"] == [os.getpid()]
 
 
+@pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_server_of_another_user_is_not_used(run):
     code = """
@@ -261,6 +268,7 @@ time.sleep(600)
         rl_tq.connect("shm://tq-test-foreign")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "garbage",
     [
@@ -278,6 +286,7 @@ def test_a_client_that_speaks_another_language_is_dropped(queue, raw, garbage):
     assert queue.stats()["clients"] == [os.getpid()]
 
 
+@pytest.mark.process
 def test_a_wrong_request_is_answered_and_harms_nobody(queue, raw):
     for request in ({"op": "nothing"}, {}, {"op": "wait"}, {"op": "put", "segment": 7}, {"op": "locate", "columns": 3}):
         raw.send({**request, "id": 5})
@@ -291,6 +300,7 @@ def test_a_wrong_request_is_answered_and_harms_nobody(queue, raw):
     assert queue.stats()["rows"] == 0
 
 
+@pytest.mark.process
 def test_a_descriptor_that_did_not_arrive_is_an_error_that_says_so(queue, raw):
     raw.send({"op": "segment", "segment": 1, "is_packed": True})
     raw.send({**PUT, "id": 1})
@@ -323,6 +333,7 @@ def test_a_dropped_descriptor_is_not_taken_for_the_next_ones(monkeypatch):
     right.close()
 
 
+@pytest.mark.process
 def test_a_client_that_does_not_read_holds_up_nobody(queue, raw):
     for _ in range(200):  # the answers are far more than a socket holds
         raw.socket.sendall(pack({"op": "stats", "id": 1}) * 64)
@@ -330,6 +341,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(queue, raw):
     assert queue.get(meta)["a"].tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.process
 def test_small_extents_share_segments_which_go_when_all_are_cleared(queue):
     row = torch.zeros(1, SEGMENT_BYTES // 4 // 20)  # about 19 rows to a segment
     metas = [queue.put({"a": row + i}, partition="p") for i in range(25)]
@@ -344,6 +356,7 @@ def test_small_extents_share_segments_which_go_when_all_are_cleared(queue):
         assert peer.get(metas[-1])["a"][0, 0].item() == 24
 
 
+@pytest.mark.process
 def test_clients_let_go_of_cleared_memory(queue, monkeypatch):
     with rl_tq.connect(queue.address) as peer:
         meta = queue.put({"a": torch.ones(4, LARGE)}, partition="p")
@@ -361,6 +374,7 @@ def test_clients_let_go_of_cleared_memory(queue, monkeypatch):
         until(lambda: memfds() == 0 and mappings() == 0)
 
 
+@pytest.mark.process
 def test_memory_is_used_again_but_never_under_a_reader(queue):
     with rl_tq.connect(queue.address) as peer:
         batches = []
@@ -381,6 +395,7 @@ def test_memory_is_used_again_but_never_under_a_reader(queue):
         assert queue.stats()["shared_bytes"] <= before  # less, where some were not needed for long
 
 
+@pytest.mark.process
 def test_a_segment_is_not_given_back_while_its_answer_is_under_way(queue, monkeypatch):
     """The server frees it after the answer was sent, and before the client opened it."""
     with rl_tq.connect(queue.address) as peer:
@@ -400,6 +415,7 @@ def test_a_segment_is_not_given_back_while_its_answer_is_under_way(queue, monkey
         assert batch.unique().tolist() == [1.0]
 
 
+@pytest.mark.process
 def test_a_put_that_fails_while_writing_gives_its_memory_back(queue, monkeypatch):
     def fail(self: object, memory: torch.Tensor) -> None:
         raise MemoryError
@@ -422,6 +438,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_waiter_claims_nothing(queue):
     with rl_tq.connect(queue.address) as peer:
@@ -441,6 +458,7 @@ def test_sealed_memory_cannot_shrink_under_a_reader():
         os.ftruncate(segment.fd, 0)
 
 
+@pytest.mark.process
 def test_an_arena_announces_before_it_gives():
     events: list[object] = []
     arena = Arena(

@@ -104,6 +104,7 @@ print(queue.get(meta)["y"].tolist(), queue.stats()["partitions"]["p"]["tasks"]["
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not CAN_MAKE_NAMESPACES, reason="only root can make network namespaces")
 def test_two_hosts_exchange_rows_and_survive_a_consumer(namespaces, start):
     """Put on one, claimed and extended on the other, whose death gives the rest back."""
@@ -155,6 +156,7 @@ def test_addresses():
         assert client.stats()["rows"] == 0
 
 
+@pytest.mark.process
 def test_a_killed_server_is_lost_at_once(start):
     server = start([], SERVER.replace("10.77.0.1", "127.0.0.1"))
     with rl_tq.connect(server.stdout.readline().strip(), timeout_s=60.0) as client:

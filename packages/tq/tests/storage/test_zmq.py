@@ -20,6 +20,7 @@ def queue():
         yield served
 
 
+@pytest.mark.process
 def test_who_has_another_key_is_not_let_in(queue, monkeypatch):
     monkeypatch.setattr("rl_tq.storage.zmq._SILENCE_S", 1.0)
     place, _, key = queue.address.rpartition("/")
@@ -30,6 +31,7 @@ def test_who_has_another_key_is_not_let_in(queue, monkeypatch):
         rl_tq.connect(place)
 
 
+@pytest.mark.process
 def test_nothing_on_the_wire_is_plain(queue):
     """A proxy that hears everything sees neither a request nor a value."""
     heard = bytearray()
@@ -62,6 +64,7 @@ def test_nothing_on_the_wire_is_plain(queue):
         assert word not in heard
 
 
+@pytest.mark.process
 def test_a_server_that_dies_is_noticed(monkeypatch):
     monkeypatch.setattr("rl_tq.storage.zmq._SILENCE_S", 2.5)
     code = "import rl_tq, sys; q = rl_tq.serve('zmq://127.0.0.1:0'); print(q.address, flush=True); sys.stdin.read()"

@@ -7,14 +7,17 @@ from rl_tq.protocol.service import Service
 from rl_tq.testing import TransferQueueContract
 
 
+@pytest.mark.process
 class TestInproc(TransferQueueContract):
     address = "inproc://"
 
 
+@pytest.mark.process
 class TestShm(TransferQueueContract):
     address = "shm://"
 
 
+@pytest.mark.process
 class TestTcp(TransferQueueContract):
     address = "tcp://127.0.0.1:0"
 

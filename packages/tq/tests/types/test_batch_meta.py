@@ -58,11 +58,13 @@ def test_lengths_must_agree():
         BatchMeta(partition="p", sample_ids=("x", "y"), columns=(), rows=(1, 2, 3))
 
 
+@pytest.mark.process
 @given(metas())
 def test_pickling_keeps_everything(meta: BatchMeta):
     assert pickle.loads(pickle.dumps(meta)) == meta
 
 
+@pytest.mark.process
 @given(metas(), st.integers(1, 5))
 def test_split_and_concat_are_inverse(meta: BatchMeta, size: int):
     parts = meta.split(size)
@@ -92,6 +94,7 @@ def test_chunk_of_nothing():
         empty.split(0)
 
 
+@pytest.mark.process
 @given(metas(min_size=1), st.data())
 def test_reorder_composes(meta: BatchMeta, data: st.DataObject):
     positions = st.lists(st.integers(0, len(meta) - 1), min_size=1, max_size=20)
@@ -101,6 +104,7 @@ def test_reorder_composes(meta: BatchMeta, data: st.DataObject):
     assert identities(meta.reorder(first)) == [identities(meta)[i] for i in first]
 
 
+@pytest.mark.process
 @given(metas(min_size=1), st.data())
 def test_union_keeps_our_order_and_joins_columns_and_tags(meta: BatchMeta, data: st.DataObject):
     order = data.draw(st.permutations(range(len(meta))))

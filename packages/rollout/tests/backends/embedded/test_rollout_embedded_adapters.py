@@ -81,6 +81,7 @@ def test_an_unknown_adapter_is_a_sentence(qwen3_folder, adapters):
     serve(qwen3_folder, adapters, scenario)
 
 
+@pytest.mark.process
 def test_an_update_replaces_an_adapter_and_nothing_else(qwen3_folder, adapters):
     from safetensors.torch import load_file
 

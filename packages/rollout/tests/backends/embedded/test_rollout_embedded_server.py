@@ -20,6 +20,7 @@ def served(long_folder):
         runner.run(server.stop())
 
 
+@pytest.mark.process
 @pytest.mark.contract
 class TestEmbedded(ServerConformance):
     pass

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 CODE = """
 import asyncio, sys, threading
 from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server

@@ -111,6 +111,7 @@ def test_a_replayed_step_gives_the_same_tokens(qwen3_folder):
     assert captures.num_captured == 2 * before  # new weights lie elsewhere: all captured anew
 
 
+@pytest.mark.process
 def test_tokens_are_drawn_within_the_graph_as_they_are_without(qwen3_folder):
     every = [*sampled()]
     for asked in (every[:3], every):
@@ -186,6 +187,7 @@ def test_a_table_that_moves_voids_the_graphs(qwen3_folder):
     assert captures.num_captured == 2 * before
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
 def test_a_decode_step_asks_the_host_nothing(family, tmp_path, monkeypatch):
     """A CUDA graph cannot be captured of a step that waits for a number; tensors without content have none to give."""

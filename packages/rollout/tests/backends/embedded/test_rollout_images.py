@@ -91,6 +91,7 @@ def oracle(folder, ids, images, count):
     return tuple(found[0, len(ids) :].tolist())
 
 
+@pytest.mark.process
 def test_greedy_is_that_of_transformers_beside_neighbours_with_other_images(served, folder):
     run, server, _ = served
     assert server.capabilities.takes_images
@@ -152,6 +153,7 @@ def drawn(served):
     raise AssertionError("of these seeds, none draws placeholders in both parts")
 
 
+@pytest.mark.process
 def test_a_placeholder_that_is_drawn_is_a_token_like_any_other(served, folder, drawn):
     request, output = drawn
     want = scored(folder, request.prompt_token_ids, request.images, output.token_ids)
@@ -233,6 +235,7 @@ def test_an_abort_meets_a_request_whose_images_are_being_prepared(served):
     assert run(scenario()).finish_reason is FinishReason.ABORT
 
 
+@pytest.mark.process
 def test_new_weights_under_their_names_on_disk_see_the_images_anew(served, folder):
     run, server, _ = served
     weights = load_weights(folder)

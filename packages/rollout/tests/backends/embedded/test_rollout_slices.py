@@ -19,6 +19,8 @@ from rl_rollout import (
 )
 from rl_rollout.testing import load_weights, write_tiny_model
 
+pytestmark = pytest.mark.process
+
 
 def request(number):
     return GenerateRequest(

@@ -61,6 +61,7 @@ IN_PROCESSES_OF_THEIR_OWN = [(launch_server, name) for name in ("vllm", "sglang"
 MORE = [(create_server, "sglang"), (create_server, "tensorrt_llm"), *IN_PROCESSES_OF_THEIR_OWN]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("make", "name"), [(create_server, "vllm"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )

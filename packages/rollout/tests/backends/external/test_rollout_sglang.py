@@ -53,6 +53,7 @@ def check_full_cache(config, room):
     assert [output.token_ids for output in outputs] == [alone.token_ids] * 4
 
 
+@pytest.mark.process
 @pytest.mark.contract
 class TestProtocol(ServerConformance):
     @pytest.fixture(scope="class")

@@ -51,6 +51,7 @@ def request(request_id="r", prompt=(5, 6, 7), **params):
     return GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
 
 
+@pytest.mark.process
 @pytest.mark.contract
 class TestProtocol(ServerConformance):
     """Where TensorRT-LLM can less than the suite asks for, a test of the same name says what it does instead."""
@@ -178,6 +179,7 @@ def servers(long_folder):
         runner.run(ours.stop())
 
 
+@pytest.mark.process
 def test_it_gives_what_the_engine_gives(servers):
     run, theirs, ours = servers
     stop = run(ours.generate(request())).token_ids[4]
@@ -185,6 +187,7 @@ def test_it_gives_what_the_engine_gives(servers):
         assert run(theirs.generate(request(**params))) == run(ours.generate(request(**params)))
 
 
+@pytest.mark.process
 def test_an_abort_returns_what_had_come(servers):
     run, theirs, ours = servers
 
@@ -204,6 +207,7 @@ def test_an_abort_returns_what_had_come(servers):
     assert part.token_ids == whole.token_ids[: len(part.token_ids)]
 
 
+@pytest.mark.process
 def test_sleep_waits_for_what_is_in_flight_and_holds_the_rest(servers):
     run, theirs, _ = servers
 
@@ -221,6 +225,7 @@ def test_sleep_waits_for_what_is_in_flight_and_holds_the_rest(servers):
     assert run(scenario()) == ((True, False), 300, 8)
 
 
+@pytest.mark.process
 def test_what_it_cannot_do_is_refused(servers):
     run, theirs, _ = servers
     for call, message in (
@@ -276,6 +281,7 @@ def test_a_server_whose_workers_take_no_messages_is_found_at_start(long_folder):
         asyncio.run(server.start())
 
 
+@pytest.mark.process
 def test_answers_that_would_be_wrong_in_silence_are_errors():
     with pytest.raises(GenerationError, match="told no token ids"):
         read_event({"choices": [{"text": "a", "token_ids": None}]}, 0)

@@ -19,6 +19,8 @@ from rl_rollout import (
 )
 from rl_rollout.testing import ServerConformance
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.contract
 class TestProtocol(ServerConformance):

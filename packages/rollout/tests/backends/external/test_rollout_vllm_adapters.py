@@ -79,6 +79,7 @@ class WithAdapters:
             assert output.weight_versions == (1,) * 16
 
 
+@pytest.mark.process
 @pytest.mark.contract
 class TestProtocolWithAdapters(WithAdapters):
     @pytest.fixture(scope="class")

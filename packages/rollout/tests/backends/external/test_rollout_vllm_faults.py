@@ -35,6 +35,7 @@ from rl_rollout import (
 from rl_rollout.testing import load_weights
 
 
+@pytest.mark.process
 def test_a_server_that_dies_at_start_shows_its_last_lines(qwen3_folder):
     server = create_server("vllm", fake_vllm_config(qwen3_folder, "--no-such-argument"))
     with pytest.raises(ServerStartError, match=r"(?s)vllm .* ended with code 2; .*--no-such-argument"):
@@ -50,6 +51,7 @@ def test_a_port_in_use_is_told_before_anything_starts(qwen3_folder):
     assert server.process.pid == 0
 
 
+@pytest.mark.process
 def test_a_command_that_is_none(qwen3_folder):
     server = create_server("vllm", fake_vllm_config(qwen3_folder, command=["/no/such/python"]))
     with pytest.raises(ServerStartError, match="/no/such/python"):
@@ -118,6 +120,7 @@ def children(pid):
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.mark.process
 def test_a_server_that_is_killed_is_told_and_leaves_nothing_behind(qwen3_folder):
     async def scenario():
         server = create_server("vllm", fake_vllm_config(qwen3_folder))
@@ -158,6 +161,7 @@ class Told:
             self.has_begun.set()
 
 
+@pytest.mark.process
 def test_what_a_killed_server_has_told_of_a_request_is_kept(long_folder):
     """Also by a client that reaches it over HTTP, which a router resumes from."""
 
@@ -219,6 +223,7 @@ def test_a_killed_worker_of_the_real_one_is_noticed_at_once_and_its_tokens_are_k
     assert not left, "processes were left behind"
 
 
+@pytest.mark.process
 def test_a_server_that_is_stopped_is_found_by_its_health_check_and_may_go_on_before(qwen3_folder, monkeypatch):
     monkeypatch.setattr(process, "STOPPED_S", 1.0)
 
@@ -272,6 +277,7 @@ asyncio.run(main())
         time.sleep(0.05)
 
 
+@pytest.mark.process
 def test_an_update_that_was_installed_by_half_makes_the_server_refuse(qwen3_folder, new_trainer):
     """vLLM has the new weights and does not say so: no token may come of them until an update succeeds."""
 
