@@ -38,7 +38,7 @@ def test_the_majority_s_reward_counts_and_ties_share():
 def test_answers_that_are_counted_as_equal():
     assert answer_of(r"so \boxed{1} no, \boxed{ 42 }.") == "42"
     assert answer_of("it is 1,234 apples") == "1234"
-    assert answer_of(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}" != answer_of(r"\boxed{\frac{3}{2}}")
+    assert answer_of(r"\boxed{\frac{1}{2}}") == answer_of("0.5") == "1/2" != answer_of(r"\boxed{\frac{3}{2}}")
     assert answer_of(r"\boxed{x^{2}} and \boxed{3") == "x^{2}"
     assert answer_of("  none\n") == "none"
 

@@ -187,7 +187,10 @@ def test_code_that_hangs_or_takes_too_much_fails_its_test_alone():
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ({"rule": "exact"}, "rule='exact' is no rule; there are code, exact_match, format, gsm8k, math, regex"),
+        (
+            {"rule": "exact"},
+            "rule='exact' is no rule; there are code, exact_match, format, gsm8k, math, qa, regex, verl/",
+        ),
         ({"rule": "regex"}, r"options lacks pattern, without which there is no rule=regex"),
         ({"rule": "regex", "options": {"pattern": "("}}, r"options.pattern='\(' cannot be used: .* no regular"),
         ({"rule": "regex", "options": {"pattern": "(a)(b)"}}, "has 2 groups; one, around the answer, or none"),

@@ -18,7 +18,7 @@ from rl_trainer.pipeline.rollout_source import hash_seed
 from rl_trainer.planning.plan import server_config
 from rl_trainer.rewards import Scorer, answer_of
 from rl_trainer.samples import Order, Shown
-from rl_trainer.workers.agent import create_runner, grading, scored
+from rl_trainer.workers.agent import create_runner, grading, scored, thinking_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -125,7 +125,8 @@ async def sample(
     else:
         server = rl_rollout.connect_server(url, timeout_s=config.timeout_s)
     router, tokenizer = rl_rollout.Router([server]), rl_agent.load_tokenizer(str(model_path))
-    scorer = Scorer(config.reward)
+    thinking = thinking_of(tokenizer, config.reward, config.agent)
+    scorer = Scorer(config.reward, thinking=thinking)
     await router.start()
     try:
         runner = create_runner(config.agent, router, tokenizer)
@@ -144,7 +145,7 @@ async def sample(
             failed[group.row_index] = len(group.failures)
             for rollout in group.rollouts:
                 samples[group.row_index] += [
-                    (output.text, answer_of(output.text), score) for output, score in scored(rollout)
+                    (output.text, answer_of(thinking.answer(output.text)), score) for output, score in scored(rollout)
                 ]
         await runner.close()
     finally:

@@ -649,7 +649,8 @@ class RewardPart:
     weight: float = 1.0
     """Weight of the part in the sum."""
     rule: str | None = None
-    """exact_match, format, regex, math, gsm8k or code; None: the data source's; kind=rule."""
+    """exact_match, format, regex, math, gsm8k, qa or code, or as verl scores: verl/default (by the row's data source),
+    verl/gsm8k and others; None: the data source's; kind=rule."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the rule, such as {pattern: "answer: (.*)"}."""
     path: str | None = None
@@ -753,6 +754,9 @@ class RewardSection:
     """Processes per function (or rule that parses) and agent worker."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Deadline of one call or request, seconds; a function that is stuck is killed."""
+    thinking_end: str | None = None
+    """Mark that ends the policy's thinking, which rules do not read as its answer; None: by the chat template, else
+    </think>."""
     overlong_buffer: NonNegative = 0
     """Last tokens of rollout.max_new_tokens over which a longer completion is punished, linearly, up to 1; 0: none."""
 

@@ -46,6 +46,7 @@ from rl_trainer.planning.plan import (
 )
 from rl_trainer.planning.rehearsal import check_signature
 from rl_trainer.rewards import check_packages, resolve_reward
+from rl_trainer.rewards.verl import rule_of
 from rl_trainer.rewards.worker import GROUP as REWARDS
 from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, has_votes, scheme_of
 from rl_trainer.trackers.base import GROUP as TRACKERS
@@ -184,6 +185,9 @@ def _check_rewards(config: Config, rows: list[Row]) -> None:
     if is_by_rule:
         for source in {row["data_source"] for row in rows}:
             resolve_reward(source)
+    if any(part.rule == "verl/default" for part in reward.parts.values()):
+        for source in {row["data_source"] for row in rows}:
+            rule_of(source)
 
 
 def check_installed(group: str, name: str, key: str) -> None:

@@ -13,20 +13,21 @@ from pydantic import Field
 
 import rl_agent
 from rl_trainer.errors import RewardError
+from rl_trainer.rewards.completions import code_of
 
 if TYPE_CHECKING:
     from rl_trainer.config import AgentSection, RewardSection
 
 _OUTPUT_BYTES = 1 << 24
 """Bytes of output that are compared: as many as a file may have."""
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 class CodeTests:
-    """Code reward: 1 if the last fenced block of a completion passes its row's tests, else 0.
+    """Code reward: 1 if the last block of Python in a completion passes its row's tests, else 0.
 
     The row's ground truth is Python that asserts, or a list of such texts; or `{"inputs": [...], "outputs": [...]}`,
-    text for standard input and what has to be printed, spaces at the ends of lines aside (as JSON text too). What is
+    text for standard input and what has to be printed, spaces at the ends of lines aside; with `fn_name`, JSON of the
+    function's arguments, one a line, and of what it returns. Either may be JSON text as a whole. What is
     expected is never in the process that runs the code: printed text is compared here, and assertions run in a process
     of their own, which calls the code's functions and gets plain values back (`rl_agent.Grader.judge`). Every test has
     its own processes, which end at their limits; a test that does not come to its end has not passed, however it ends.
@@ -39,6 +40,10 @@ class CodeTests:
         is_partial: Give the share of the tests that pass.
         needs: Isolation that is required; without it there is no score.
     """
+
+    max_tests: int | None = None
+    """Most tests of a row that are run."""
+    code_of = staticmethod(code_of)
 
     def __init__(
         self,
@@ -68,12 +73,12 @@ class CodeTests:
             RewardError: the row has no tests that can be read.
             SandboxError, FailureError: the tests could not be run.
         """
-        tests, blocks = _tests_of(row), _FENCE.findall(text)
-        if not blocks:
+        tests, code = _tests_of(row)[: self.max_tests], self.code_of(text)
+        if code is None:
             return 0.0
         num_passed = 0
         for given, expected in tests:
-            if await self._passes(blocks[-1], given, expected):
+            if await self._passes(code, given, expected):
                 num_passed += 1
             elif not self._is_partial:
                 return 0.0
@@ -90,13 +95,35 @@ class CodeTests:
         await self._grader.close()
 
 
+class PrimeCode(CodeTests):
+    """Code reward as verl's for `codecontests`, `apps`, `codeforces` and `taco`.
+
+    The share of the first ten tests that pass, of what follows the last ```` ```python ````; a text without a block is
+    all code.
+    """
+
+    max_tests = 10
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(num_workers, is_partial=True)
+
+    @staticmethod
+    def code_of(text: str) -> str | None:
+        """Code that is run."""
+        return text.rpartition("```python")[2].partition("```")[0]
+
+
+RULES: Mapping[str, type[CodeTests]] = {"code": CodeTests, "verl/prime_code": PrimeCode}
+"""Rules that run what the policy wrote, by name."""
+
+
 def sandbox_facts(reward: RewardSection, agent: AgentSection) -> list[tuple[str, str]]:
     """Sandbox limits on this machine, as lines of the plan; empty where no code of the policy runs.
 
     Raises:
         SandboxError: no process for code can be started.
     """
-    is_graded = any(part.rule == "code" for part in reward.parts.values())
+    is_graded = any(part.rule in RULES for part in reward.parts.values())
     if not is_graded and agent.loop != "swe" and "python" not in agent.options.get("tools", ()):
         return []
 
@@ -120,10 +147,15 @@ def _tests_of(row: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         return [(truth, None)]
     if isinstance(truth, Mapping):
         named = cast("Mapping[str, Any]", truth)
-        inputs, outputs = _texts(named.get("inputs")), _texts(named.get("outputs"))
-        if inputs and outputs and len(inputs) == len(outputs):
-            return list(zip(inputs, outputs, strict=True))
-    elif texts := _texts(truth):
+        name = named.get("fn_name")
+        inputs, outputs = (_list(named.get(key)) for key in ("inputs", "outputs"))
+        if inputs and len(inputs) == len(outputs):
+            if name:
+                return [(_call(str(name), a, b), None) for a, b in zip(inputs, outputs, strict=True)]
+            texts = [(_text(a), _text(b)) for a, b in zip(inputs, outputs, strict=True)]
+            if all(text is not None for pair in texts for text in pair):
+                return cast("list[tuple[str, str | None]]", texts)
+    elif (texts := _list(truth)) and all(isinstance(text, str) for text in texts):
         return [(text, None) for text in texts]
     raise RewardError(
         f"the ground truth of a row of {row['data_source']!r} is {truth!r:.80}; the rule code needs Python that "
@@ -131,11 +163,33 @@ def _tests_of(row: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     )
 
 
-def _texts(value: Any) -> list[str] | None:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    texts: list[Any] = list(cast("Sequence[Any]", value)) if is_list else []
-    return texts if texts and all(isinstance(text, str) for text in texts) else None
+def _list(value: Any) -> list[Any]:
+    return list(cast("Sequence[Any]", value)) if isinstance(value, Sequence) and not isinstance(value, str) else []
+
+
+def _text(value: Any) -> str | None:
+    """Text of an input or output, which may be a list of its lines."""
+    lines: list[Any] = [value] if isinstance(value, str) else _list(value)
+    return "\n".join(lines) if lines and all(isinstance(line, str) for line in lines) else None
+
+
+def _call(name: str, given: Any, expected: Any) -> str:
+    """Test of a function, or of a method of `class Solution`, with JSON's values; a tuple is a list there."""
+    if not name.isidentifier():
+        raise RewardError(f"fn_name={name!r:.80} is no name of a function")
+    arguments = f"[{','.join(given.strip().splitlines())}]" if isinstance(given, str) else json.dumps(given)
+    wanted = expected if isinstance(expected, str) else json.dumps(expected)
+    return f"""import json
+def plain(value):
+    return [plain(each) for each in value] if type(value) in (list, tuple) else value
+try:
+    function = Solution().{name}
+except NameError:
+    function = {name}
+found, wanted = plain(function(*json.loads({arguments!r}))), json.loads({wanted!r})
+assert found == wanted or (type(wanted) is list and len(wanted) == 1 and found == wanted[0])
+"""
 
 
 def _plain(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in re.split(r"\r\n|\r|\n", text.rstrip())]

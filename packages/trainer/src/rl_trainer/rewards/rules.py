@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
@@ -14,15 +15,16 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from rl_trainer.errors import DataError, RewardError
+from rl_trainer.rewards import verl
+from rl_trainer.rewards.answers import final_answer, one_line_end
+from rl_trainer.rewards.completions import Thinking
+from rl_trainer.rewards.equality import equals
 
 RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 """`(completion text, dataset row) -> reward`, a number or numbers by name; a coroutine function may be one as well.
 Raising means that the score failed; it is counted, and never read as zero."""
 Rule = Callable[..., float]
 """A reward function of ours: `(text, row, **options)`."""
-
-_BRACE = re.compile(r"[{}]")
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def _check_pattern(pattern: str) -> str:
@@ -37,13 +39,13 @@ def _check_pattern(pattern: str) -> str:
 
 def exact_match(text: str, row: Mapping[str, Any], *, ignore_case: bool = False) -> float:
     """1 when the stripped text equals the ground truth, else 0."""
-    said, truth = text.strip(), _truth(row)
+    said, truth = one_line_end(text).strip(), one_line_end(_truth(row))
     return float(said.casefold() == truth.casefold() if ignore_case else said == truth)
 
 
 def regex(text: str, row: Mapping[str, Any], *, pattern: Annotated[str, AfterValidator(_check_pattern)]) -> float:
     """1 when the pattern is found; with a group in it, when the last one found holds the ground truth. Else 0."""
-    found = list(re.finditer(pattern, text))
+    found = list(re.finditer(pattern, one_line_end(text)))
     if not found or not found[-1].re.groups:
         return float(bool(found))
     return float((found[-1][1] or "").strip() == _truth(row))
@@ -58,6 +60,8 @@ def has_format(
 ) -> float:
     """1 when the text is one section per tag, `<think>...</think> <answer>...</answer>`, and nothing else; else 0.
 
+    A section without content is none.
+
     Args:
         text: The completion.
         row: Not looked at.
@@ -71,7 +75,7 @@ def has_format(
         return 0.0
     for index, mark in enumerate(marks):
         before, _, rest = rest.partition(mark)
-        if index % 2 == 0 and before.strip():
+        if bool(before.strip()) != bool(index % 2):
             return 0.0
     return float(not rest.strip())
 
@@ -84,45 +88,32 @@ def _truth(row: Mapping[str, Any]) -> str:
 
 
 def math_equal(text: str, row: Mapping[str, Any]) -> float:
-    """1 when the text's final answer is mathematically equal to the ground truth (math-verify), else 0.
+    """1 when the text's final answer equals the ground truth, as a number or as an expression (math-verify), else 0.
 
     An answer that cannot be parsed is a wrong answer of the policy, not a failed score. The parser's time limit needs
     the main thread of its process, which `Scorer` gives it.
     """
-    from math_verify import parse, verify
-
-    gold = parse(f"\\boxed{{{_truth(row)}}}")
-    if not gold:
-        raise RewardError(f"the ground truth {_truth(row)!r:.80} is nothing that math-verify can compare with")
-    return float(verify(gold, parse(text)))
+    return float(equals(final_answer(Thinking().answer(text)), _truth(row)))
 
 
-def gsm8k_answer(text: str, row: Mapping[str, Any]) -> float:
-    """Like `math_equal`; a text without a boxed answer is judged by its last number, as is usual for GSM8K."""
-    numbers = _NUMBER.findall(text)
-    if "\\boxed" not in text and numbers:
-        text = f"\\boxed{{{numbers[-1].replace(',', '')}}}"
-    return math_equal(text, row)
+def question_answer(text: str, row: Mapping[str, Any]) -> float:
+    """1 when the text in the last `<answer>` tags is one of the accepted answers, else 0.
+
+    Case, punctuation and articles do not count. The ground truth is a text, a list of texts, or `{"target": ...}`.
+    """
+    truth = row["reward_model"]["ground_truth"]
+    truth = truth["target"] if isinstance(truth, Mapping) else truth
+    accepted: list[Any] = [truth] if isinstance(truth, str) else list(truth) if truth is not None else []
+    if not accepted:
+        raise RewardError("the row has no ground truth to compare with: it is null or empty")
+    said = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return float(bool(said) and _bare(said[-1]) in {_bare(str(each)) for each in accepted})
 
 
-def answer_of(text: str) -> str:
-    """Answer of a completion, for majority votes: the last boxed expression, else the last number, else the text."""
-    if (boxed := _last_boxed(text)) is not None:
-        return boxed.strip()
-    if numbers := _NUMBER.findall(text):
-        return numbers[-1].replace(",", "")
-    return text.strip()
-
-
-def _last_boxed(text: str) -> str | None:
-    """Content of the last closed box, with the braces inside it."""
-    for opening in reversed(list(re.finditer(r"\\boxed\{", text))):
-        depth = 1
-        for brace in _BRACE.finditer(text, opening.end()):
-            depth += 1 if brace[0] == "{" else -1
-            if depth == 0:
-                return text[opening.end() : brace.start()]
-    return None
+def _bare(text: str) -> str:
+    """Text without case, punctuation and articles, as SQuAD's exact match compares it."""
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
 RULES: Mapping[str, Rule] = {
@@ -130,10 +121,12 @@ RULES: Mapping[str, Rule] = {
     "format": has_format,
     "regex": regex,
     "math": math_equal,
-    "gsm8k": gsm8k_answer,
+    "gsm8k": math_equal,
+    "qa": question_answer,
+    **verl.RULES,
 }
 """Rules by name. (`code` is one too, and runs what the policy wrote: `rl_trainer.rewards.code`.)"""
-ISOLATED = ("regex", "math", "gsm8k")
+ISOLATED = ("regex", "math", "gsm8k", *verl.RULES)
 """Rules that run a parser or a pattern on what the policy wrote, and so belong into a process that can be killed."""
 
 
@@ -142,6 +135,8 @@ def isolated(text: str, row: Mapping[str, Any]) -> float:
     return RULES[row["rule"]](text, row, **row["options"])
 
 
+MATH = ("math", "gsm8k", "verl/default", "verl/prime_math", "verl/geo3k")
+"""Rules that compare expressions by math-verify."""
 DATA_SOURCES: Mapping[str, str] = {
     "reasoning_gym/*": "exact_match",
     "gsm8k": "gsm8k",
@@ -152,6 +147,13 @@ DATA_SOURCES: Mapping[str, str] = {
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
     "aime*": "math",
+    "numina_*": "math",
+    "hiyouga/geometry3k": "math",
+    "searchR1_*": "qa",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
 }
 """Rules by `data_source` of a row (`*`: anything), for rewards that name none."""
 
@@ -180,5 +182,5 @@ def check_packages(rule: str, what: str) -> None:
     Raises:
         DataError: it is not (pip line).
     """
-    if rule in ("math", "gsm8k") and importlib.util.find_spec("math_verify") is None:
+    if rule in MATH and importlib.util.find_spec("math_verify") is None:
         raise DataError(f"{what} need math-verify: pip install 'rl-post-trainer[math]'")

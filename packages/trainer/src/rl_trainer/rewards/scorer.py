@@ -13,7 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from rl_trainer.config import RewardPart, RewardSection
 from rl_trainer.errors import PlanError, RewardError
+from rl_trainer.rewards import verl
+from rl_trainer.rewards.code import RULES as CODE_RULES
 from rl_trainer.rewards.code import CodeTests
+from rl_trainer.rewards.completions import Thinking
 from rl_trainer.rewards.process_pool import FunctionPool
 from rl_trainer.rewards.rules import ISOLATED, RULES, isolated, resolve_reward
 from rl_trainer.rewards.served import ServedReward
@@ -66,10 +69,15 @@ class Scorer:
     Args:
         section: Where rewards come from.
         num_sharing: Processes that share the rate limits of served models.
+        thinking: Marks of the policy's thinking, which rules that compare answers do not see.
     """
 
-    def __init__(self, section: RewardSection | None = None, *, num_sharing: int = 1) -> None:
+    def __init__(
+        self, section: RewardSection | None = None, *, num_sharing: int = 1, thinking: Thinking | None = None
+    ) -> None:
         self._section = section or RewardSection()
+        self._thinking = thinking or Thinking()
+        self._graders: dict[str, CodeTests] = {}
         self._num_sharing = num_sharing
         self._isolated = self._pool(f"{isolated.__module__}:{isolated.__name__}")
         parts = self._section.parts
@@ -80,8 +88,8 @@ class Scorer:
     def _source(self, name: str, part: RewardPart) -> _Source | None:
         if part.kind in ("judge", "classifier"):
             return ServedReward(name, part, num_sharing=self._num_sharing, timeout_s=self._section.timeout_s)
-        if part.rule == "code":
-            return CodeTests(self._section.num_processes, **part.options)
+        if part.rule is not None and part.rule in CODE_RULES:
+            return CODE_RULES[part.rule](self._section.num_processes, **part.options)
         if part.kind != "function":
             return None
         assert part.path is not None, "the plan has checked it"
@@ -120,7 +128,8 @@ class Scorer:
             RewardError, TimeoutError: there is no score, which is not a score of zero.
         """
         if not self._parts:
-            reward = await self._rule(None, {}, text, row) if loop_reward is None else loop_reward
+            answer = self._thinking.answer(text)
+            reward = await self._rule(None, {}, answer, row) if loop_reward is None else loop_reward
             return Score(reward=reward, is_right=reward >= 1)
         try:
             async with asyncio.TaskGroup() as group:
@@ -157,6 +166,8 @@ class Scorer:
         self, name: str, text: str, row: Mapping[str, Any], loop_reward: float | None
     ) -> float | dict[str, float]:
         source, part = self._sources[name], self._parts[name]
+        if part.kind == "rule" and not reads_thinking(part):
+            text = self._thinking.answer(text)
         if source is not None:
             return await source.call(text, row)
         if part.kind == "rule":
@@ -167,6 +178,11 @@ class Scorer:
 
     async def _rule(self, name: str | None, options: Mapping[str, Any], text: str, row: Mapping[str, Any]) -> float:
         name = name or resolve_reward(row["data_source"])
+        name = verl.rule_of(row["data_source"]) if name == "verl/default" else name
+        if name in CODE_RULES:  # that of a data source
+            if name not in self._graders:
+                self._graders[name] = CODE_RULES[name](self._section.num_processes)
+            return await self._graders[name].call(text, row)
         if name not in ISOLATED:
             return RULES[name](text, row, **options)
         asked = {"rule": name, "options": dict(options), "reward_model": row["reward_model"]}
@@ -187,7 +203,7 @@ class Scorer:
 
     async def close(self) -> None:
         """End the processes and connections. Idempotent."""
-        for source in (*self._sources.values(), self._isolated):
+        for source in (*self._sources.values(), *self._graders.values(), self._isolated):
             if source is not None:
                 await source.close()
 
@@ -196,6 +212,11 @@ def compares(part: RewardPart) -> bool:
     """Whether a rule compares an answer with the ground truth, rather than to look at the form of a text."""
     has_group = part.rule != "regex" or re.compile(part.options["pattern"]).groups > 0
     return part.rule != "format" and has_group
+
+
+def reads_thinking(part: RewardPart) -> bool:
+    """Whether a rule sees the thinking of a completion too: those that look at its form, and verl's."""
+    return not compares(part) or (part.rule or "").startswith("verl/")
 
 
 def check_rule(key: str, part: RewardPart) -> None:
@@ -208,7 +229,7 @@ def check_rule(key: str, part: RewardPart) -> None:
     Raises:
         PlanError: no such rule, or options that it does not have, lacks or cannot use.
     """
-    names = sorted([*RULES, "code"])
+    names = sorted([*RULES, *CODE_RULES])
     if part.rule is None:
         if part.options:
             raise PlanError(
@@ -218,7 +239,7 @@ def check_rule(key: str, part: RewardPart) -> None:
         return
     if part.rule not in names:
         raise PlanError(f"{key}.rule={part.rule!r} is no rule; there are {', '.join(names)}")
-    _check_options(f"{key}.options", part.options, part.rule, CodeTests if part.rule == "code" else RULES[part.rule])
+    _check_options(f"{key}.options", part.options, part.rule, CODE_RULES.get(part.rule) or RULES[part.rule])
 
 
 def _check_options(key: str, options: Mapping[str, Any], rule: str, function: Callable[..., Any]) -> None:
@@ -231,7 +252,8 @@ def _check_options(key: str, options: Mapping[str, Any], rule: str, function: Ca
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in options:
             raise PlanError(f"{key} lacks {name}, without which there is no rule={rule}")
-    hints = get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
+    taker = function.__init__ if inspect.isclass(function) else function
+    hints = get_type_hints(taker, include_extras=True) if options else {}
     for name, value in options.items():
         try:
             TypeAdapter(hints[name]).validate_python(value, strict=isinstance(value, (bool, str)))

@@ -23,7 +23,7 @@ from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RolloutResult
 from rl_rollout.errors import ServerLostError
 from rl_trainer.errors import DataError, TrainerError
 from rl_trainer.plugins import loop_named
-from rl_trainer.rewards import Scorer
+from rl_trainer.rewards import Scorer, Thinking
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.tracing import trace_requests
 from rl_trainer.workers.columns import GIVEN, ROLLOUT, TEACHER_PROMPT, ImageReader, takes_images, to_columns
@@ -164,8 +164,10 @@ class AgentWorker:
         self._streams: list[Future[None]] = []
         self._running: set[asyncio.Task[Any]] = set()
         self._failures = _Failures()
-        self._scorer = Scorer(reward, num_sharing=context.world_size)
         self._tokenizer = cast("Tokenizer", PromptMemory(rl_agent.load_tokenizer(model_path)))
+        self._scorer = Scorer(
+            reward, num_sharing=context.world_size, thinking=thinking_of(self._tokenizer, reward, config)
+        )
         self._reader = ImageReader(Path(model_path)) if takes_images(Path(model_path)) else None
         self._runner = self._loop.run(self._open(config, servers), timeout_s)
 
@@ -403,6 +405,11 @@ def create_runner(config: AgentSection, server: Generator, tokenizer: Tokenizer)
         timeout_s=config.timeout_s,
         max_attempts=_MAX_ATTEMPTS,
     )
+
+
+def thinking_of(tokenizer: Tokenizer, reward: RewardSection, config: AgentSection) -> Thinking:
+    """Marks of the policy's thinking, by its chat template or `reward.thinking_end`."""
+    return Thinking.of(tokenizer, reward.thinking_end, config.options.get("template_kwargs"))
 
 
 def given_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
