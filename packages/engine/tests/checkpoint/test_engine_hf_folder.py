@@ -3,10 +3,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
+from rl_csrc.inference.folder_tokens import read_folder_tokens
 from rl_engine import CheckpointError, ConfigError, EngineConfig, ModelFolderError, create_engine
 from rl_engine.checkpoint.hf_folder import previous_folder, replace_folder
 from rl_engine.testing import ragged_batch, write_tiny_model
+from rl_engine.types import Head, LoraConfig
 
 
 @pytest.fixture
@@ -225,3 +228,68 @@ def test_part_of_torchruns_environment_is_an_error(folder, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT is not set"):
         load(folder)
+
+
+OTHERS = {
+    "generation_config.json": '{"eos_token_id": [0, 1], "temperature": 0.6}',
+    "chat_template.json": '{"chat_template": ""}',
+    "preprocessor_config.json": '{"patch_size": 14}',
+    "video_preprocessor_config.json": '{"fps": 2}',
+    "processor_config.json": "{}",
+    "special_tokens_map.json": '{"eos_token": "<eos>"}',
+    "added_tokens.json": '{"<user>": 2}',
+    "modeling_own.py": "raise SystemExit",
+    "README.md": "# Model",
+    "additional_chat_templates/tool_use.jinja": "{{ messages }}",
+}
+"""Files that are not weights; each is written as it was read."""
+WEIGHTS = ("pytorch_model.bin", "model-00001-of-00009.safetensors.index.json", "model.gguf", "adapter_config.json")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"head": Head.REWARD}, {"lora": LoraConfig(rank=2), "optimizer": OptimizerConfig()}],
+    ids=["whole", "reward", "merged"],
+)
+def test_all_files_but_weights_are_carried_over(tmp_path, folder, changes):
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in OTHERS.items():
+        (folder / name).write_text(text)
+    config = json.loads((folder / "config.json").read_text()) | {"of_another_program": [1], "torch_dtype": "float32"}
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = load(folder, **changes)
+    for name in WEIGHTS:  # of other programs, not of the model that is read
+        (folder / name).write_text("{}")
+    engine.save_model(tmp_path / "out")
+    for name, text in OTHERS.items():
+        assert (tmp_path / "out" / name).read_text() == text
+    assert not any((tmp_path / "out" / name).exists() for name in WEIGHTS)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    if "head" in changes:
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        config |= labels | {"architectures": ["Qwen3ForSequenceClassification"]}
+    assert written == config
+
+
+def test_config_says_the_number_format_that_is_written(tmp_path, folder):
+    load(folder, precision="bfloat16").save_model(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_ends_a_turn_is_the_same_after_training_again(tmp_path, folder):
+    """The file lists more ids than config.json and stays as it is, a first and a second time."""
+    text = json.dumps({"eos_token_id": [0, 1]})
+    (folder / "generation_config.json").write_text(text)
+    load(folder).save_model(tmp_path / "once")
+    load(tmp_path / "once").save_model(tmp_path / "twice")
+    assert (tmp_path / "twice" / "generation_config.json").read_text() == text
+    assert read_folder_tokens(tmp_path / "twice") == read_folder_tokens(folder)
+
+
+def test_a_template_token_that_is_no_eos_is_listed(tmp_path, folder):
+    """A model that has learned to end its turns there would not stop at other servers."""
+    template = (folder / "chat_template.jinja").read_text().replace("<eos>", "<user>")
+    (folder / "chat_template.jinja").write_text(template)
+    load(folder).save_model(tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]

@@ -9,9 +9,11 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl_csrc.inference.folder_tokens import read_folder_tokens
 from rl_engine import ConfigError, DataError, EngineConfig, create_engine
 from rl_engine.finetune.cli import parse_config, sft_main
 from rl_engine.finetune.loop import batches
+from rl_engine.finetune.preferences import tokenize_labelled, tokenize_pairs
 from rl_engine.finetune.sft import SftConfig, tokenize_file, train
 from rl_engine.testing import ragged_batch, write_tiny_model
 
@@ -49,7 +51,8 @@ def test_it_learns_and_saves_a_folder_that_loads(tmp_path, model):
         "25 rows, 200 tokens, longest row 8; 25 rows a step, packed without padding into micro-batches of at most "
         "8192 tokens"
     )
-    assert len(lines) == 7
+    assert lines[1] == "a turn ends at <eos> (1)"
+    assert len(lines) == 8
     assert lines[-1].startswith("step 60/60  loss ")
     assert outcome.metrics["loss"] < 0.7  # 4.4 at first
     assert (outcome.steps, outcome.num_rows) == (60, 25)
@@ -111,15 +114,51 @@ def test_every_assistant_turn_of_a_chat_is_learned_and_nothing_else(tmp_path, mo
     assert tokenizer.decode(completion[mask.bool()]) == "2<eos>4<eos>"
 
 
+def with_template(folder, change):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = change(tokenizer.chat_template)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 def test_what_a_template_adds_behind_eos_is_not_learned(tmp_path):
     folder = write_tiny_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = tokenizer.chat_template.replace("<eos>", "<eos>\n")
-    tokenizer.save_pretrained(folder)
-    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    tokenizer = with_template(folder, lambda text: text.replace("<eos>", "<eos>\n"))
+    turns = [("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4")]
+    messages = [{"role": role, "content": content} for role, content in turns]
     rows = tokenize_file(write(tmp_path / "data.jsonl", [{"messages": messages}]), folder)
-    assert tokenizer.decode(rows["completion_token_ids"].values()) == "2<eos>\n"
-    assert rows["loss_mask"].values().tolist() == [1, 1, 0]
+    assert tokenizer.decode(rows["completion_token_ids"].values()) == "2<eos>\n<user>2+2=<assistant>4<eos>"
+    assert rows["loss_mask"].values().tolist() == [1, 1] + [0] * 7 + [1, 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text,
+        lambda text: text.replace("<eos>", "<user>\n"),  # no eos token of any file
+        lambda text: text.replace("<eos>", ""),
+        lambda text: text.replace("message['content']", "message['content'] | trim"),
+        lambda text: text.replace("{% if message['role'] == 'assistant' %}<eos>", "{% if not loop.last %}<eos>"),
+    ],
+    ids=["eos", "another token", "none", "trims", "between turns"],
+)
+def test_all_shapes_of_rows_end_and_trim_alike(tmp_path, change):
+    folder, question = write_tiny_model(tmp_path / "model"), {"role": "user", "content": "1+1="}
+    with_template(folder, change)
+    answers = [{"role": "assistant", "content": " 2 "}, {"role": "assistant", "content": "3"}]
+    rows = [{"messages": [question, answers[0]]}, {"prompt": "1+1=", "completion": " 2 "}]
+    rows.append({"prompt": [question], "completion": [answers[0]]})
+    found = tokenize_file(write(tmp_path / "rows.jsonl", rows), folder)
+    pairs = [{"prompt": "1+1=", "chosen": " 2 ", "rejected": "3"}]
+    pairs.append({"chosen": [question, answers[0]], "rejected": [question, answers[1]]})
+    paired = tokenize_pairs(write(tmp_path / "pairs.jsonl", pairs), folder).columns
+    labelled = [{"prompt": "1+1=", "completion": text, "label": text == "3"} for text in (" 2 ", "3")]
+    judged = tokenize_labelled(write(tmp_path / "labelled.jsonl", labelled), folder).columns
+    for name in ("prompt_token_ids", "completion_token_ids"):
+        rows_of = [[row.tolist() for row in columns[name].unbind()] for columns in (found, paired, judged)]
+        assert len({str(row) for row in (*rows_of[0], *rows_of[1][::2], rows_of[2][0])}) == 1
+    assert read_folder_tokens(folder).turn_end_id == rows_of[0][0][-1]
+    assert found["loss_mask"].values().min() == 1
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):

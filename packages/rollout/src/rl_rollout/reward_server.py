@@ -32,7 +32,7 @@ from rl_rollout.http.server import NOT_ALLOWED, http_error, is_allowed, json_bod
 from rl_rollout.http.text import LazyTokenizer, plain_messages
 from rl_rollout.registry import LOOPBACK_HOSTS, check_unused
 from rl_rollout.types import ServerAddress
-from rl_rollout.validation import check_count, check_positions
+from rl_rollout.validation import check_count, check_positions, folder_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,6 +121,7 @@ class ScoreServer:
         check_unused(config, unused, "it does nothing with a reward model")
         self._config = config
         self._tokenizer = LazyTokenizer(config.model_path)
+        self._tokens = folder_tokens(config.model_path)
         self._model: RewardModel | None = None
         self._waiting: asyncio.Queue[_Asked] = asyncio.Queue()
         self._runner: web.AppRunner | None = None
@@ -248,16 +249,16 @@ class ScoreServer:
         return rows
 
     def _conversation(self, messages: Any) -> Sequence[int]:
-        """Token ids of a conversation as rl-rm trains on them: prompt, answer, end of sequence."""
+        """Token ids of a conversation as rl-rm trains on them: prompt, answer, end of the turn."""
         plain, images = plain_messages(messages)
         if images:
             raise RequestError("a reward model here takes no images; leave the image_url parts out")
         last = plain[-1]
         if last["role"] != "assistant" or not isinstance(last["content"], str) or len(plain) < 2:
             raise RequestError("'messages' must be a prompt and an assistant's answer in text, which is what is scored")
-        tokenizer = self._tokenizer.get()
-        answer = tokenizer.encode(last["content"], add_special_tokens=False)
-        return (*self._tokenizer.encode_chat(plain[:-1]), *answer, tokenizer.eos_token_id)
+        self._tokenizer.encode_chat(plain[:-1])
+        prompt, answer = self._tokens.turn(self._tokenizer.get(), plain[:-1], last)
+        return (*prompt, *answer)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         del request

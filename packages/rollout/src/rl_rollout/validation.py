@@ -22,6 +22,7 @@ from rl_rollout.types import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from rl_csrc.inference.folder_tokens import FolderTokens
     from rl_rollout.types import Capabilities, GenerateRequest, SamplingParams, ServerConfig, TokenOutput
 
 
@@ -97,6 +98,20 @@ def read_model_config(model_path: str) -> dict[str, Any]:
                 f"{model_path!r} holds a {name}, which scores and generates nothing; serve it by rl-serve --task score"
             )
     return {**found, **found.get("text_config", {}), "model_type": found.get("model_type")}
+
+
+def folder_tokens(model_path: str) -> FolderTokens:
+    """Ids that end a turn in a model folder: see `rl_csrc.inference.folder_tokens`.
+
+    Raises:
+        ModelFolderError: one of its files cannot be read.
+    """
+    from rl_csrc.inference.folder_tokens import read_folder_tokens  # imports torch, which a client does not need
+
+    try:
+        return read_folder_tokens(model_path)
+    except ValueError as error:
+        raise ModelFolderError(str(error)) from error
 
 
 def check_count(count: int, config: ServerConfig) -> None:

@@ -255,6 +255,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
         ("reward", reward_source(config.reward, [*datasets.train, *datasets.eval])),
         *sandbox_facts(config.reward, config.agent),
+        *preflight.folder_facts(config),
     ]
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rl_csrc.inference.folder_tokens import FolderTokens, read_folder_tokens
 from rl_engine.errors import ModelFolderError
 from rl_engine.types import EngineConfig, Head, ModelInit, Mtp, Precision
 
@@ -27,19 +29,12 @@ DTYPES = {
     Precision.FLOAT64: torch.float64,
 }
 
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.tiktoken",
-    "*.model",
-    "chat_template*",
-    "*.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
+_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.index.json"),
+    *("adapter_config.json", "quantize_config.json", "hf_quant_config.json"),
 )
+"""Files of a model folder that hold weights or describe how others hold them; all others are carried over."""
+_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 SCORE = "score.weight"
@@ -126,17 +121,62 @@ def empty_model(
 
 
 def write_model(path: str | Path, model: PreTrainedModel, weights: dict[str, Tensor], source: str | Path) -> None:
-    """Write config, safetensors and the source folder's tokenizer files; the folder appears complete or not at all."""
+    """Write weights, and the source folder's other files with what training changed; the folder appears complete.
+
+    Args:
+        path: The folder.
+        model: The trained model, or an empty one like it.
+        weights: Its tensors, by the names of a folder.
+        source: Folder that it was built from.
+
+    Raises:
+        ModelFolderError: a file of `source` cannot be read.
+    """
 
     def write(draft: Path) -> None:
-        # Names are final already, so transformers has nothing left to convert.
+        carry_files(source, draft)
         _save_weights(draft, weights)
-        model.config.save_pretrained(draft)
-        if model.can_generate():
-            model.generation_config.save_pretrained(draft)
-        copy_tokenizer(source, draft)
+        _write_json(draft / "config.json", _changed_config(model, Path(source)))
+        if model.can_generate() and (tokens := folder_tokens(source)).unlisted_id is not None:
+            # Others stop at the ids of this file alone.
+            file = draft / "generation_config.json"
+            values = json.loads(file.read_text()) if file.is_file() else {}
+            _write_json(file, values | {"eos_token_id": list(tokens.end_ids)})
 
     publish(path, write)
+
+
+def folder_tokens(folder: str | Path) -> FolderTokens:
+    """Ids that end a turn: see `rl_csrc.inference.folder_tokens`.
+
+    Raises:
+        ModelFolderError: one of the folder's files cannot be read.
+    """
+    try:
+        return read_folder_tokens(folder)
+    except ValueError as error:
+        raise ModelFolderError(str(error)) from error
+
+
+def _changed_config(model: PreTrainedModel, source: Path) -> dict[str, Any]:
+    """The source's `config.json` with the number format, and with the class and labels of another head."""
+    values: dict[str, Any] = json.loads((source / "config.json").read_text())
+    values.pop("quantization_config", None)
+    dtype, made = str(model.dtype).removeprefix("torch."), model.config.to_dict()
+    for section in (values, *(value for value in values.values() if isinstance(value, dict))):
+        section.update({key: dtype for key in ("dtype", "torch_dtype") if key in section})
+    if not {"dtype", "torch_dtype"} & values.keys():
+        values["dtype"] = dtype
+    if "Classification" in type(model).__name__:
+        values |= {name: made[name] for name in ("architectures", "id2label", "label2id")}
+        values.pop("num_labels", None)
+    elif not values.get("architectures") or "Classification" in values["architectures"][0]:
+        values |= {"architectures": made["architectures"]}
+    return values
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def publish(path: str | Path, write: Callable[[Path], None]) -> None:
@@ -149,12 +189,14 @@ def publish(path: str | Path, write: Callable[[Path], None]) -> None:
     replace_folder(draft, target)
 
 
-def copy_tokenizer(source: str | Path, target: str | Path) -> list[str]:
-    """Copy whatever tokenizer, chat template and processor files `source` has; return their names."""
-    files = sorted({file for pattern in _TOKENIZER_FILES for file in Path(source).glob(pattern) if file.is_file()})
-    for file in files:
-        shutil.copy2(file, Path(target) / file.name)
-    return [file.name for file in files]
+def carry_files(source: str | Path, target: str | Path) -> None:
+    """Copy all files of a model folder but weights and hidden ones; of its subfolders, that of chat templates alone."""
+    for file in sorted((*Path(source).glob("*"), *Path(source).glob(_TEMPLATES))):
+        is_weight = any(fnmatchcase(file.name, pattern) for pattern in _WEIGHTS)
+        if file.is_file() and not file.name.startswith(".") and not is_weight:
+            copy = Path(target) / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy2(file, copy)
 
 
 def replace_folder(draft: Path, target: Path) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_engine.batch.packed import ragged_batch
+from rl_engine.checkpoint.hf_folder import folder_tokens
 from rl_engine.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     import torch
     from tensordict import TensorDict
 
+    from rl_csrc.inference.folder_tokens import FolderTokens
 
 HUB = "hf:"
 """Prefix of a dataset that the datasets package reads."""
@@ -46,27 +49,33 @@ class ChatTokenizer:
     def __init__(self, model_path: str | Path) -> None:
         self._model_path = model_path
         self._loaded: Any = None
+        self._tokens: FolderTokens | None = None
 
     def prompt(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """A chat up to where the assistant speaks; text alone is what the user says."""
         return self.ids(self._render(_as_chat(messages), is_open=True))
 
-    def completion(self, said: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of the assistant's text, or of a chat of that one message, ended by eos.
+    def turn(
+        self, messages: str | Sequence[Mapping[str, Any]], said: str | Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of a chat up to where the assistant speaks, and of what it says next, with the end of its turn.
+
+        Args:
+            messages: The chat; text alone is the user's.
+            said: The assistant's text, or a chat of its one message. The template writes it, as in `conversation`.
 
         Raises:
             DataError: the chat is not one message of the assistant.
         """
-        if not isinstance(said, str):
-            if len(said) != 1 or said[0].get("role") != "assistant":
-                raise DataError(
-                    "a completion given as a chat is one message of the assistant; give several in messages"
-                )
-            said = str(said[0].get("content", ""))
-        return [*self.ids(said), self._tokenizer().eos_token_id]
+        if isinstance(said, str):
+            said = [{"role": "assistant", "content": said}]
+        if len(said) != 1 or said[0].get("role") != "assistant":
+            raise DataError("a completion given as a chat is one message of the assistant; give several in messages")
+        with self._rendering():
+            return self._folder_tokens().turn(self._tokenizer(), _as_chat(messages), said[0])
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int], list[int]]:
-        """Prompt, completion and loss mask of a whole chat: 1 on what the assistant says, its eos included.
+        """Prompt, completion and loss mask of a whole chat: 1 on what the assistant says, the ends of turns included.
 
         The prompt ends where the assistant first speaks. Every piece is tokenised by itself, as it is when a policy
         generates: what it says is appended to what it was given.
@@ -77,6 +86,9 @@ class ChatTokenizer:
         turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
             raise DataError("messages has no assistant turn to learn from")
+        if len(turns) == 1:
+            prompt, said = self.turn(messages[: turns[0]], [messages[turns[0]]])
+            return prompt, said, [1] * len(said)
         pieces: list[tuple[list[int], bool]] = []
         text = ""
         for turn in turns:
@@ -88,24 +100,30 @@ class ChatTokenizer:
                 )
             pieces += [(self.ids(before[len(text) :]), False), (self.ids(after[len(before) :]), True)]
             text = after
+        pieces[-1] = self._folder_tokens().ended(pieces[-1][0]), True
         completion = [token for ids, _ in pieces[1:] for token in ids]
         mask = [kept for ids, spoken in pieces[1:] for kept in self._spoken(ids, spoken)]
         return pieces[0][0], completion, mask
 
     def _spoken(self, ids: list[int], spoken: bool) -> list[int]:
-        """1 up to the last eos of an assistant's piece; what a template adds behind it nobody has to say."""
-        eos = self._tokenizer().eos_token_id
-        last = max((at for at, token in enumerate(ids) if token == eos), default=len(ids) - 1)
-        return [int(spoken and at <= last) for at in range(len(ids))]
+        """1 up to the end of an assistant's turn; what a template adds behind it nobody has to say."""
+        length = self._folder_tokens().length_of_turn(ids) or len(ids)
+        return [int(spoken and at < length) for at in range(len(ids))]
 
     def ids(self, text: str) -> list[int]:
         """Tokens of a piece of text by itself."""
         return self._tokenizer()(text, add_special_tokens=False)["input_ids"]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, is_open: bool = False) -> str:
-        tokenizer = self._tokenizer()
+        with self._rendering():
+            return self._tokenizer().apply_chat_template(list(messages), add_generation_prompt=is_open, tokenize=False)
+
+    @contextmanager
+    def _rendering(self) -> Generator[None]:
+        """Turn what a chat template raises into a DataError."""
+        self._tokenizer()
         try:
-            return tokenizer.apply_chat_template(list(messages), add_generation_prompt=is_open, tokenize=False)
+            yield
         except Exception as error:
             raise DataError(f"The chat template of {self._model_path} cannot render a prompt: {error}") from error
 
@@ -113,6 +131,11 @@ class ChatTokenizer:
         if self._loaded is None:
             self._loaded = _tokenizer(self._model_path)
         return self._loaded
+
+    def _folder_tokens(self) -> FolderTokens:
+        if self._tokens is None:
+            self._tokens = folder_tokens(self._model_path)
+        return self._tokens
 
 
 def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mapping[str, Any]]:
@@ -175,15 +198,15 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def pair_of(row: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], str, str]:
-    """Prompt, preferred and rejected answer of a pair: texts after a prompt, or two chats that differ in the last turn.
+def pair_of(
+    row: Mapping[str, Any],
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """Prompt, preferred and rejected message of a pair: texts after a prompt, or chats that differ in the last turn.
 
     Raises:
         DataError: the chats do not begin alike, or do not end with the assistant.
     """
     prompt = _as_chat(row.get("prompt", ()))
-    if isinstance(row["chosen"], str) and isinstance(row["rejected"], str):
-        return prompt, row["chosen"], row["rejected"]
     chats: list[list[Mapping[str, Any]]] = []
     for name in ("chosen", "rejected"):
         said = row[name]
@@ -193,7 +216,7 @@ def pair_of(row: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], str, s
         raise DataError("chosen and rejected begin with different messages; they may differ in the last one alone")
     if {chosen.get("role"), rejected.get("role")} != {"assistant"}:
         raise DataError("chosen and rejected have to end with a message of the assistant")
-    return before, str(chosen.get("content", "")), str(rejected.get("content", ""))
+    return before, [chosen], [rejected]
 
 
 def _as_chat(prompt: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -279,7 +302,7 @@ def _tokenizer(model_path: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(lack) from error
-    if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
+    if tokenizer.chat_template is None or folder_tokens(model_path).turn_end_id is None:
         lack = "chat template" if tokenizer.chat_template is None else "eos token"
         raise DataError(f"The tokenizer of {model_path} has no {lack}; add one, or give pre-tokenised rows.")
     return tokenizer

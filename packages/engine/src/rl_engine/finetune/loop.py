@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from rl_engine.batch.row_batch import RowBatch
-from rl_engine.checkpoint.hf_folder import previous_folder
+from rl_engine.checkpoint.hf_folder import folder_tokens, previous_folder
 from rl_engine.distributed.world import expected_size, gather_values
 from rl_engine.errors import ConfigError, DataError
 from rl_engine.finetune.data import HUB
@@ -405,6 +405,8 @@ def _facts(config: RunConfig, lengths: Sequence[int], num_items: int) -> list[st
         f"{num_items} {what}, {sum(lengths)} tokens, longest row {max(lengths)}; {config.batch_size} {what} a step, "
         f"packed without padding into micro-batches of at most {config.max_tokens_per_gpu} tokens"
     ]
+    ends, *warnings = folder_tokens(config.model_path).lines
+    told += [f"a turn ends at {ends}", *warnings]
     warmup = min(config.warmup_steps, config.steps // 2)
     if warmup < config.warmup_steps:
         told.append(f"warmup_steps={config.warmup_steps} is cut to {warmup}, half of {config.steps} steps")

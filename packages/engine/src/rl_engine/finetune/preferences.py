@@ -205,7 +205,7 @@ def _judged(
         return (prompt, chosen, True), (prompt, rejected, False)
     if "prompt_token_ids" in row:
         return ((row["prompt_token_ids"], row["completion_token_ids"], row["label"]),)
-    return ((tokenizer.prompt(row["prompt"]), tokenizer.completion(row["completion"]), row["label"]),)
+    return ((*tokenizer.turn(row["prompt"], row["completion"]), row["label"]),)
 
 
 def _tokenized_pair(
@@ -217,7 +217,8 @@ def _tokenized_pair(
         raise DataError(f"{path}: row {number}: {error}.") from error
     if not prompt:
         raise DataError(f"{path}: row {number} has no prompt; give prompt, or chosen and rejected as whole chats.")
-    return tokenizer.prompt(prompt), tokenizer.completion(chosen), tokenizer.completion(rejected)
+    ids, chosen_ids = tokenizer.turn(prompt, chosen)
+    return ids, chosen_ids, tokenizer.turn(prompt, rejected)[1]
 
 
 class RewardKind(StrEnum):

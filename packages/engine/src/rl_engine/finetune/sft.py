@@ -94,6 +94,6 @@ def tokenize_file(path: str | Path, model_path: str | Path) -> TensorDict:
             except DataError as error:
                 raise DataError(f"{path}: row {number}: {error}.") from error
         else:
-            columns.add(tokenizer.prompt(row["prompt"]), tokenizer.completion(row["completion"]))
+            columns.add(*tokenizer.turn(row["prompt"], row["completion"]))
     refuse_empty(path, columns)
     return columns.batch()

@@ -196,7 +196,7 @@ class SglangServer(ExternalServer):
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
-            "stop_token_ids": params.stop_token_ids,
+            "stop_token_ids": self.stop_ids(request),
             "ignore_eos": params.ignore_eos,
         }
         if params.seed is not None:

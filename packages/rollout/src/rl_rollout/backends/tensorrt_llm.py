@@ -177,7 +177,7 @@ class TensorrtLlmServer(ExternalServer):
             "max_tokens": self.max_new_tokens(request),
             "temperature": params.temperature,
             "seed": params.seed,
-            "stop_token_ids": params.stop_token_ids,
+            "stop_token_ids": self.stop_ids(request),
             "ignore_eos": params.ignore_eos,
             "include_stop_str_in_output": True,
             "add_special_tokens": False,

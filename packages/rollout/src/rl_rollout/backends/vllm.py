@@ -214,7 +214,7 @@ class VllmServer(ExternalServer):
                 "temperature": params.temperature,
                 "top_p": params.top_p,
                 "top_k": params.top_k,
-                "stop_token_ids": params.stop_token_ids,
+                "stop_token_ids": self.stop_ids(request),
                 "ignore_eos": params.ignore_eos,
                 "seed": params.seed,
                 "logprobs": request.num_top_logprobs,

@@ -272,6 +272,23 @@ def check_model(config: Config, *, has_weights: bool = True) -> None:
             )
 
 
+def folder_facts(config: Config) -> list[tuple[str, str]]:
+    """Lines of the plan about the model folder: the tokens that end a turn.
+
+    Raises:
+        InputError: one of its files cannot be read.
+    """
+    if config.model.path is None:
+        return []
+    from rl_csrc.inference.folder_tokens import read_folder_tokens  # torch: as in `check_model`
+
+    try:
+        ends, *warnings = read_folder_tokens(config.model.path).lines
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return [("turns end at", ends), *(("warning", warning) for warning in warnings)]
+
+
 def check_teacher(teacher: TeacherSection, model_path: str | None) -> None:
     """Check that the teacher is a folder whose token ids mean what the policy's do.
 

@@ -20,6 +20,7 @@ import rl_rollout
 import rl_tq
 from rl_agent.errors import RowError
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RolloutResult
+from rl_csrc.inference.folder_tokens import FolderTokens, read_folder_tokens
 from rl_rollout.errors import ServerLostError
 from rl_trainer.errors import DataError, TrainerError
 from rl_trainer.plugins import loop_named
@@ -168,6 +169,7 @@ class AgentWorker:
         self._scorer = Scorer(
             reward, num_sharing=context.world_size, thinking=thinking_of(self._tokenizer, reward, config)
         )
+        self._tokens = read_folder_tokens(model_path)
         self._reader = ImageReader(Path(model_path)) if takes_images(Path(model_path)) else None
         self._runner = self._loop.run(self._open(config, servers), timeout_s)
 
@@ -198,7 +200,7 @@ class AgentWorker:
         except RowError as error:
             raise DataError(f"a prompt of {row['data_source']!r} cannot be asked: {error}") from error
         for text in row.get("given", ())[: self._num_given]:
-            if (length := len(given_tokens(self._tokenizer, text))) > self._max_new_tokens:
+            if (length := len(given_tokens(self._tokenizer, text, self._tokens))) > self._max_new_tokens:
                 raise DataError(
                     f"a completion that a row of {row['data_source']!r} gives has {length} tokens, more than "
                     f"rollout.max_new_tokens={self._max_new_tokens}; take it out, or raise that"
@@ -313,7 +315,7 @@ class AgentWorker:
         found: list[RolloutResult] = []
         prompt, images = rl_agent.tokenize_prompt(self._tokenizer, row) if self._num_given else ((), ())
         for index in range(self._num_given):
-            ids = given_tokens(self._tokenizer, row["given"][index])
+            ids = given_tokens(self._tokenizer, row["given"][index], self._tokens)
             newest = max(max(output.weight_versions) for rollout in rollouts for output in rollout)
             output = AgentLoopOutput(
                 prompt_token_ids=prompt,
@@ -412,11 +414,9 @@ def thinking_of(tokenizer: Tokenizer, reward: RewardSection, config: AgentSectio
     return Thinking.of(tokenizer, reward.thinking_end, config.options.get("template_kwargs"))
 
 
-def given_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+def given_tokens(tokenizer: Tokenizer, text: str, tokens: FolderTokens) -> tuple[int, ...]:
     """Token ids of a completion that a row gives, with the token that ends a turn."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    end: int | None = getattr(tokenizer, "eos_token_id", None)
-    return (*ids, *([] if end is None else [end]))
+    return tuple(tokens.ended(tokenizer.encode(text, add_special_tokens=False)))
 
 
 def with_context(row: Row, context: str) -> Row:

@@ -43,6 +43,7 @@ from rl_rollout.validation import (
     check_limits,
     check_request,
     check_version,
+    folder_tokens,
     read_model_config,
 )
 
@@ -235,6 +236,7 @@ class ExternalServer(RolloutServer):
         self.vocab_size = int(model_config["vocab_size"])
         self.max_position_embeddings = int(model_config.get("max_position_embeddings") or sys.maxsize)
         self.max_model_len = min(config.max_model_len, self.max_position_embeddings)
+        self._end_ids = folder_tokens(config.model_path).end_ids
         self.adapters = read_adapters(config.options.get("adapters", {}), self.model_name)
         self._default_adapter = read_default(config.options.get("default_adapter"), self.adapters)
         self.arguments = words(config.options.get("args", []), "args")
@@ -268,6 +270,15 @@ class ExternalServer(RolloutServer):
         self.upstream = Upstream(
             process, name=self.engine_name, url=url, connector=connector, timeout_s=self.config.timeout_s
         )
+
+    def stop_ids(self, request: GenerateRequest) -> tuple[int, ...]:
+        """Ids at which a request stops: its own, and those that end a turn in the model folder, unless it ignores them.
+
+        Servers read some of them from the folder themselves; which ones differs from server to server.
+        """
+        params = request.sampling_params
+        ends = () if params.ignore_eos else self._end_ids
+        return tuple(dict.fromkeys((*params.stop_token_ids, *ends)))
 
     @property
     def process(self) -> ChildProcess:

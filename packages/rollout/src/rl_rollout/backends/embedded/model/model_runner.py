@@ -25,7 +25,7 @@ from rl_rollout.backends.embedded.model.weights import WeightMemory
 from rl_rollout.backends.embedded.multimodal import ImagePrompt, ImageReader, load_image_reader
 from rl_rollout.backends.embedded.sequence import ExpertRecorder
 from rl_rollout.errors import ConfigError, ModelFolderError
-from rl_rollout.validation import check_positions
+from rl_rollout.validation import check_positions, folder_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -218,7 +218,7 @@ def load_model(config: ServerConfig) -> ServedModel:
         dtype=dtype,
         vocab_size=module.get_input_embeddings().weight.shape[0],
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(module),
+        eos_token_ids=folder_tokens(config.model_path).end_ids,
         layer_shapes=probe.shapes,
         experts=experts,
         linears=linears,
@@ -281,14 +281,6 @@ def _check_architecture(module: Any, path: str) -> None:
         )
     if not getattr(module, "_supports_attention_backend", False):
         raise ModelFolderError(f"model folder {path!r}: {name} does not use transformers' attention interface")
-
-
-def _eos_token_ids(module: Any) -> tuple[int, ...]:
-    for source in (getattr(module, "generation_config", None), module.config.get_text_config()):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-    return ()
 
 
 @torch.inference_mode()

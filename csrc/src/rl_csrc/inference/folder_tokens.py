@@ -1,0 +1,201 @@
+"""Special tokens of a Hugging Face model folder: which ids end a turn, and how many ids its tokenizer has.
+
+Folders say in four places which tokens end a turn, and they differ: `eos_token_id` of `generation_config.json` and of
+`config.json`, the tokenizer's eos token, and the token that the chat template writes after an assistant's message.
+Servers, agent loops and fine-tuning all go by `read_folder_tokens`, so that what is trained to end a turn also ends it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_ANCHOR = "ANCHORanchorANCHOR"  # letters only: no template escapes, trims or splits it
+_GENERATION, _CONFIG, _TOKENIZER, _TEMPLATE = "generation_config.json", "config.json", "tokenizer", "chat template"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderTokens:
+    """Special tokens of a model folder."""
+
+    ids_by_source: Mapping[str, tuple[int, ...]]
+    """Ids that end a turn, by where the folder says so: the two files, `tokenizer`, `chat template`."""
+    texts: Mapping[int, str]
+    """Texts of the added tokens and of the eos token, by id."""
+    num_tokens: int | None
+    """Ids of the tokenizer: one more than its highest. None without a `tokenizer.json`."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a turn, each once, in the order of the sources."""
+        return tuple(dict.fromkeys(i for ids in self.ids_by_source.values() for i in ids))
+
+    @property
+    def turn_end_id(self) -> int | None:
+        """Id that closes an assistant's turn in text to learn from: the template's, else the tokenizer's eos."""
+        for source in (_TEMPLATE, _TOKENIZER):
+            if ids := self.ids_by_source.get(source):
+                return ids[0]
+        return next(iter(self.end_ids), None)
+
+    @property
+    def unlisted_id(self) -> int | None:
+        """Id with which the template ends turns, if neither of the files nor the tokenizer calls it eos."""
+        listed = {i for source, ids in self.ids_by_source.items() if source != _TEMPLATE for i in ids}
+        return next((i for i in self.ids_by_source.get(_TEMPLATE, ()) if i not in listed), None)
+
+    @property
+    def lines(self) -> list[str]:
+        """For a plan: the tokens that end a turn, and a warning about the template's if no file calls it eos."""
+        found = [", ".join(map(self.named, self.end_ids)) or "none: completions end at their longest alone"]
+        if self.unlisted_id is not None:
+            found.append(
+                f"the chat template ends turns with {self.named(self.unlisted_id)}, which is no eos_token_id of "
+                "generation_config.json, config.json or the tokenizer. Turns end there here, and a saved model's "
+                "generation_config.json lists it; other servers of this folder would generate past it"
+            )
+        return found
+
+    def turn(self, tokenizer: Any, chat: Sequence[Any], answer: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """Token ids of a chat up to where the assistant speaks, and of its next message, with the end of the turn.
+
+        Args:
+            tokenizer: The folder's, of transformers.
+            chat: The messages before.
+            answer: The assistant's message. The chat template writes it, so that it is trimmed as in longer chats.
+        """
+        before: str = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
+        after: str = tokenizer.apply_chat_template([*chat, answer], add_generation_prompt=False, tokenize=False)
+        # Some templates open a reply with more than they write of a finished one, such as <think>.
+        written = after[len(before) :] if after.startswith(before) else str(answer.get("content", ""))
+        prompt, said = (tokenizer.encode(text, add_special_tokens=False) for text in (before, written))
+        return prompt, self.ended(said)
+
+    def ended(self, token_ids: Sequence[int]) -> list[int]:
+        """An assistant's turn up to the token that ends it, which is added if there is none."""
+        length = self.length_of_turn(token_ids)
+        closing = [] if self.turn_end_id is None else [self.turn_end_id]
+        return list(token_ids[:length]) if length else [*token_ids, *closing]
+
+    def length_of_turn(self, token_ids: Sequence[int]) -> int:
+        """Number of tokens up to the last that ends a turn; 0 without one."""
+        return max((at + 1 for at, token in enumerate(token_ids) if token in self.end_ids), default=0)
+
+    def named(self, token_id: int) -> str:
+        """The id with its token's text, for messages."""
+        return f"{self.texts[token_id]} ({token_id})" if token_id in self.texts else str(token_id)
+
+
+def read_folder_tokens(folder: str | Path) -> FolderTokens:
+    """Read the tokenizer's files, the two configurations and the chat template of a model folder.
+
+    Files that are absent say nothing. The template is rendered by transformers; without that package it says nothing.
+
+    Raises:
+        ValueError: a file is no JSON object, or has an `eos_token_id` that is not an id or a list of ids; names it.
+    """
+    folder = Path(folder)
+    config, generation = _read(folder / _CONFIG), _read(folder / _GENERATION)
+    told = _read(folder / "tokenizer_config.json")
+    named = _special_texts(told, _read(folder / "special_tokens_map.json"))
+    tokenizer = _read(folder / "tokenizer.json")
+    vocabulary = _vocabulary(tokenizer)
+    added = {str(token["content"]): int(token["id"]) for token in tokenizer.get("added_tokens") or ()}
+    added |= {token["content"]: int(i) for i, token in (told.get("added_tokens_decoder") or {}).items()}
+    ids = vocabulary | added
+    eos = ids.get(named.get("eos_token", ""))
+    template = _template(folder, told)
+    written = added if eos is None else added | {named["eos_token"]: eos}
+    closing = None if template is None else _closing_id(template, named, written)
+    sources = {
+        _GENERATION: _ids_of(generation, folder / _GENERATION),
+        _CONFIG: (
+            *_ids_of(config, folder / _CONFIG),
+            *_ids_of(config.get("text_config") or {}, folder / _CONFIG),
+        ),
+        _TOKENIZER: () if eos is None else (eos,),
+        _TEMPLATE: () if closing is None else (closing,),
+    }
+    return FolderTokens(
+        ids_by_source={source: tuple(dict.fromkeys(found)) for source, found in sources.items() if found},
+        texts={i: text for text, i in written.items()},
+        num_tokens=max(ids.values()) + 1 if vocabulary else None,
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); download the folder again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} holds a {type(values).__name__}, not a JSON object; download the folder again")
+    return cast("dict[str, Any]", values)
+
+
+def _ids_of(values: Mapping[str, Any], file: Path) -> tuple[int, ...]:
+    found: Any = values.get("eos_token_id")
+    ids = cast("list[Any]", found) if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"{file} has eos_token_id={found!r}; it must be a token id or a list of token ids")
+    return tuple(ids)
+
+
+def _special_texts(*sources: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the tokens with a role (`eos_token`, ...), by role."""
+    texts: dict[str, str] = {}
+    for role, token in (item for source in sources for item in source.items() if item[0].endswith("_token")):
+        text: Any = cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            texts[role] = text
+    return texts
+
+
+def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    entries: Any = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(entries, dict):
+        return cast("dict[str, int]", entries)
+    return {piece: index for index, (piece, *_) in enumerate(entries)}  # a unigram model has them in order
+
+
+def _template(folder: Path, told: Mapping[str, Any]) -> str | None:
+    """The chat template that `AutoTokenizer` takes, or a processor's."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8")
+    found: Any = told.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):
+        templates = {each["name"]: each["template"] for each in cast("list[dict[str, str]]", found)}
+        found = templates.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _closing_id(template: str, named: Mapping[str, str], added: Mapping[str, int]) -> int | None:
+    """Id of the first added token that the template writes after the last message, an assistant's."""
+    tail = next((text for text in _renderings(template, named) if _ANCHOR in text), "").rpartition(_ANCHOR)[2]
+    places = {text: tail.find(text) for text in added if text.strip() and text in tail}
+    first = min(places, key=lambda text: (places[text], -len(text)), default=None)
+    return None if first is None else added[first]
+
+
+def _renderings(template: str, named: Mapping[str, str]) -> Iterator[str]:
+    """A question and an answer, with the contents as text and as parts, where the template takes them."""
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError:
+        return
+    render: Any = render_jinja_template
+    parts = [[{"type": "text", "text": text}] for text in ("question", _ANCHOR)]
+    for question, answer in (("question", _ANCHOR), parts):
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        try:
+            rendered = render([chat], chat_template=template, **named)
+        except Exception:  # noqa: BLE001 - a template may raise anything; who renders a row says what
+            continue
+        yield rendered[0][0] if isinstance(rendered, tuple) else rendered[0]
