@@ -26,7 +26,9 @@ class FolderTokens:
     ids_by_source: Mapping[str, tuple[int, ...]]
     """Ids that end a turn, by where the folder says so: the two files, `tokenizer`, `chat template`."""
     texts: Mapping[int, str]
-    """Texts of the added tokens and of the eos token, by id."""
+    """Texts by id, the highest first: of the added tokens and those with a role; then of the highest id of all."""
+    ids_by_role: Mapping[str, int]
+    """Ids of the tokens with a role: `eos_token`, `pad_token`, ..."""
     num_tokens: int | None
     """Ids of the tokenizer: one more than its highest. None without a `tokenizer.json`."""
 
@@ -48,6 +50,16 @@ class FolderTokens:
         """Id with which the template ends turns, if neither of the files nor the tokenizer calls it eos."""
         listed = {i for source, ids in self.ids_by_source.items() if source != _TEMPLATE for i in ids}
         return next((i for i in self.ids_by_source.get(_TEMPLATE, ()) if i not in listed), None)
+
+    def padding_id(self, vocab_size: int) -> int | None:
+        """Id to pad rows with: the tokenizer's, or a special token that ends no turn if that does or there is none.
+
+        transformers' sequence classifiers score the last token that is not padding, which is to be the end of a turn.
+        """
+        ends = {self.turn_end_id, self.ids_by_role.get("eos_token")}
+        roles = (self.ids_by_role.get(role) for role in ("pad_token", "unk_token", "bos_token"))
+        found = (i for i in (*roles, *self.texts) if i is not None)
+        return next((i for i in found if i not in ends and i < vocab_size), None)
 
     @property
     def lines(self) -> list[str]:
@@ -108,9 +120,11 @@ def read_folder_tokens(folder: str | Path) -> FolderTokens:
     added = {str(token["content"]): int(token["id"]) for token in tokenizer.get("added_tokens") or ()}
     added |= {token["content"]: int(i) for i, token in (told.get("added_tokens_decoder") or {}).items()}
     ids = vocabulary | added
-    eos = ids.get(named.get("eos_token", ""))
+    roles = {role: ids[text] for role, text in named.items() if text in ids}
+    eos = roles.get("eos_token")
     template = _template(folder, told)
-    written = added if eos is None else added | {named["eos_token"]: eos}
+    written = added | {named[role]: i for role, i in roles.items()}
+    highest = [max(vocabulary.items(), key=lambda item: item[1])] if vocabulary else []
     closing = None if template is None else _closing_id(template, named, written)
     sources = {
         _GENERATION: _ids_of(generation, folder / _GENERATION),
@@ -123,7 +137,8 @@ def read_folder_tokens(folder: str | Path) -> FolderTokens:
     }
     return FolderTokens(
         ids_by_source={source: tuple(dict.fromkeys(found)) for source, found in sources.items() if found},
-        texts={i: text for text, i in written.items()},
+        texts={i: text for text, i in (*sorted(written.items(), key=lambda item: -item[1]), *highest)},
+        ids_by_role=roles,
         num_tokens=max(ids.values()) + 1 if vocabulary else None,
     )
 

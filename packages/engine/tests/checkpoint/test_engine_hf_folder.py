@@ -9,7 +9,7 @@ from rl_csrc.inference.folder_tokens import read_folder_tokens
 from rl_engine import CheckpointError, ConfigError, EngineConfig, ModelFolderError, create_engine
 from rl_engine.checkpoint.hf_folder import previous_folder, replace_folder
 from rl_engine.testing import ragged_batch, write_tiny_model
-from rl_engine.types import Head, LoraConfig
+from rl_engine.types import Head, LoraConfig, OptimizerConfig
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_all_files_but_weights_are_carried_over(tmp_path, folder, changes):
         assert (tmp_path / "out" / name).read_text() == text
     assert not any((tmp_path / "out" / name).exists() for name in WEIGHTS)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    if "head" in changes:
+    if "head" in changes:  # its padding: see test_engine_preferences.py
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         config |= labels | {"architectures": ["Qwen3ForSequenceClassification"]}
     assert written == config

@@ -1,6 +1,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,52 @@ def test_a_reward_model_ranks_pairs_not_seen_and_loads_elsewhere(tmp_path, model
     assert float((scores[:, 0] > scores[:, 1]).float().mean()) == pytest.approx(
         outcome.eval_metrics["accuracy"], abs=0.011
     )
+
+
+def pads_with(folder, token, *, in_config):
+    """The folder with another padding, or none, in its tokenizer and in its config."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("pad_token")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | ({"pad_token": token} if token else {})))
+    config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": in_config}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("token", "in_config", "want"),
+    [("<eos>", 1, "<assistant>"), (None, None, "<assistant>"), ("<pad>", 1, "<pad>"), ("<pad>", 0, "<pad>")],
+)
+def test_transformers_scores_rows_as_the_engine_does_padded_or_not(tmp_path, token, in_config, want):
+    folder, out = write_tiny_model(tmp_path / "model"), tmp_path / "out"
+    pads_with(folder, token, in_config=in_config)
+    data = vowels_are_better(tmp_path / "train.jsonl", 32, 0)
+    config = RmConfig(model_path=str(folder), data_path=data, output_dir=str(out), steps=20, batch_size=16, lr=5e-3)
+    train_rm(config, lambda _: None)
+    columns = tokenize_pairs(data, folder).columns
+    engine = create_engine("fsdp", replace(config.engine, model_path=str(out), optimizer=None))
+    engine.initialize()
+    ours = [float(row[-1]) for row in engine.forward_backward_batch(columns, None).columns["values"].unbind()]
+    engine.close()
+    judge, tokenizer = AutoModelForSequenceClassification.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    parts = zip(columns["prompt_token_ids"].unbind(), columns["completion_token_ids"].unbind(), strict=True)
+    rows = [torch.cat(row).tolist() for row in parts]
+    assert {row[-1] for row in rows} == {1}
+    padded = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+    with torch.no_grad():
+        assert [judge(torch.tensor([row])).logits.item() for row in rows] == pytest.approx(ours, abs=1e-5)
+        assert judge(**padded).logits[:, 0].tolist() == pytest.approx(ours, abs=1e-5)
+    assert tokenizer.pad_token == want
+    assert judge.config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_a_tokenizer_with_nothing_to_pad_with_is_refused(tmp_path, capsys):
+    folder = write_tiny_model(tmp_path / "model")
+    tokenizer = {"model": {"vocab": {"<eos>": 1}}, "added_tokens": [{"id": 1, "content": "<eos>", "special": True}]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    arguments = [f"model.path={folder}", "data.path=no.jsonl", f"output_dir={tmp_path / 'out'}"]
+    assert rm_main(arguments) == 2
+    assert "has no token to pad with but the one that ends a turn" in capsys.readouterr().err
 
 
 @pytest.mark.process

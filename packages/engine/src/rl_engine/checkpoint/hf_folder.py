@@ -137,6 +137,8 @@ def write_model(path: str | Path, model: PreTrainedModel, weights: dict[str, Ten
         carry_files(source, draft)
         _save_weights(draft, weights)
         _write_json(draft / "config.json", _changed_config(model, Path(source)))
+        if _is_classifier(model) and (padding := padding_id(source)) is not None:
+            _write_padding(draft, padding)
         if model.can_generate() and (tokens := folder_tokens(source)).unlisted_id is not None:
             # Others stop at the ids of this file alone.
             file = draft / "generation_config.json"
@@ -167,12 +169,52 @@ def _changed_config(model: PreTrainedModel, source: Path) -> dict[str, Any]:
         section.update({key: dtype for key in ("dtype", "torch_dtype") if key in section})
     if not {"dtype", "torch_dtype"} & values.keys():
         values["dtype"] = dtype
-    if "Classification" in type(model).__name__:
+    if _is_classifier(model):
         values |= {name: made[name] for name in ("architectures", "id2label", "label2id")}
         values.pop("num_labels", None)
     elif not values.get("architectures") or "Classification" in values["architectures"][0]:
         values |= {"architectures": made["architectures"]}
     return values
+
+
+def padding_id(folder: str | Path) -> int | None:
+    """Id that rows of a sequence classifier are padded with: see `FolderTokens.padding_id`. None without a tokenizer.
+
+    Raises:
+        ModelFolderError: the tokenizer has none but the token that ends a turn.
+    """
+    tokens = folder_tokens(folder)
+    found = tokens.padding_id(read_config(Path(folder)).get_text_config().vocab_size)
+    if found is None and tokens.texts:
+        raise ModelFolderError(
+            f"The tokenizer of {folder} has no token to pad with but the one that ends a turn, at which the scalar "
+            "head scores a row. Add a pad_token to it."
+        )
+    return found
+
+
+def _is_classifier(model: PreTrainedModel) -> bool:
+    return "Classification" in type(model).__name__
+
+
+def _write_padding(folder: Path, token_id: int) -> None:
+    """Make `token_id` the padding of a folder's config, and of its tokenizer unless it is."""
+    tokens, values = folder_tokens(folder), json.loads((folder / "config.json").read_text())
+    for section in (values, values.get("text_config")):
+        if section is not None:
+            section["pad_token_id"] = token_id
+    _write_json(folder / "config.json", values)
+    if tokens.ids_by_role.get("pad_token") == token_id:
+        return
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"):
+        if not (file := folder / name).is_file():
+            continue
+        values = json.loads(file.read_text())
+        if name != "tokenizer.json":
+            values["pad_token"] = tokens.texts[token_id]
+        elif values.get("padding"):
+            values["padding"] |= {"pad_id": token_id, "pad_token": tokens.texts[token_id]}
+        _write_json(file, values)
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:

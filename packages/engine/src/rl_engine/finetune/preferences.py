@@ -24,6 +24,7 @@ import torch
 
 from rl_engine.batch.packed import ragged
 from rl_engine.batch.row_batch import RowBatch
+from rl_engine.checkpoint.hf_folder import padding_id
 from rl_engine.errors import ConfigError, DataError
 from rl_engine.finetune.data import ChatTokenizer, Columns, pair_of, read_rows, refuse_empty
 from rl_engine.finetune.loop import Rows, RunConfig, score_all, train
@@ -245,6 +246,10 @@ class RmConfig(RunConfig):
     def engine(self) -> EngineConfig:
         """See `RunConfig`."""
         return self.engine_with(head=Head.REWARD)
+
+    def check_own(self) -> None:
+        """See `RunConfig`: a tokenizer that can pad rows without hiding their last token."""
+        padding_id(self.model_path)
 
     @property
     def loss_function(self) -> LossFunction:
