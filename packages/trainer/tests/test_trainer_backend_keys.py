@@ -4,6 +4,7 @@ What a backend then makes of it is held to account where the backend is: rl-engi
 a table for every field of `EngineConfig`; a server refuses options that it has not.
 """
 
+import json
 import tempfile
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.planning.placement import is_offloaded
-from rl_trainer.planning.plan import critic_config, frozen_config, server_config
+from rl_trainer.planning.plan import actor_config, critic_config, frozen_config, server_config
 from rl_trainer.planning.preflight import check_backends, check_started
 from rl_trainer.runtime.network import address_of
 from rl_trainer.setup import create_engine, resource_pools
@@ -59,7 +60,6 @@ EFFECTS = {
     "engine.async_checkpoints": ("true", "engine"),
     "engine.lora.rank": ("3", "engine"),
     "engine.lora.alpha": ("3", "engine"),
-    "engine.lora.dropout": ("0.5", "engine"),
     "engine.lora.export": ("adapter", "engine"),
     "engine.lora.target_modules": ("[q_proj]", "engine"),
     "engine.parallel.tp": ("2", "engine"),
@@ -164,7 +164,26 @@ def built(*overrides):
 
 def test_every_key_is_in_the_table():
     found = {*keys_of(EngineSection, "engine"), *keys_of(RolloutSection, "rollout")}
-    assert found | {"weights_transport", "queue_storage"} == EFFECTS.keys()
+    assert found | {"weights_transport", "queue_storage"} == EFFECTS.keys() | {"engine.lora.dropout"}
+
+
+@pytest.mark.parametrize(
+    ("beside", "rate", "want"),
+    [
+        ([], 0.0, None),
+        (["engine.lora={dropout: 0.25}"], 0.0, "off: engine.lora.dropout=0.25"),
+        (["engine.lora={dropout: 0.25}"], 0.1, "off: attention_dropout=0.1, engine.lora.dropout=0.25"),
+        ([], 0.1, "off: attention_dropout=0.1"),
+    ],
+)
+def test_dropout_is_off_and_the_plan_says_so(tmp_path, beside, rate, want):
+    folder = write_tiny_model(tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text()) | {"attention_dropout": rate}
+    (folder / "config.json").write_text(json.dumps(values))
+    config = load_config("gsm8k", [f"model.path={folder}", *beside])
+    assert dict(check_backends(config)).get("dropout") == want
+    lora = actor_config(config, folder).lora
+    assert lora is None or lora.dropout == 0.0
 
 
 @pytest.mark.process

@@ -228,6 +228,9 @@ class EngineConfig:
     Hugging Face's layout."""
     lora: LoraConfig | None = None
     """Train an adapter instead of the model; needs `pip install 'rl-engine[lora]'`."""
+    dropout: bool = False
+    """Train with the model's own dropout (fsdp alone). False: all of it is off, and so is the noise of routers: ratios
+    compare log-probs of one model, not of two random parts of it. An adapter's is `lora.dropout`."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """None builds a frozen engine (a reference): no optimizer state, no gradients."""
     precision: Precision = Precision.FLOAT32

@@ -113,6 +113,7 @@ ELSEWHERE = {
         "fsdp": "test_engine_fp8::test_torchao_is_told",
         "megatron": "test_engine_fp8::test_megatron_tells_transformer_engine",
     },
+    "dropout": {"fsdp": "test_engine_dropout::test_dropout_of_the_model_is_asked_for"},
     "transformer_engine": {"megatron": "test_engine_megatron_te::test_it_is_taken_on_a_gpu_in_bfloat16"},
     "dist_checkpoint": {
         "megatron": "test_engine_megatron_dist_checkpoint::test_megatron_core_reads_what_is_written_and_is_read_itself"
@@ -266,7 +267,7 @@ def test_a_key_is_tested_elsewhere_or_refused(folders, backend, key):
         assert f"def {test}(" in next(Path(__file__).parents[1].rglob(f"{file}.py")).read_text()
         return
     _, _, axis = key.rpartition("parallel.")
-    value = True if axis in ("sequence_parallel", "torch_compile", "cpu_offload", "prefix_sharing") else 2
+    value = True if axis in ("sequence_parallel", "torch_compile", "cpu_offload", "prefix_sharing", "dropout") else 2
     value = {"fp8": Fp8.TENSORWISE, "transformer_engine": False, "dist_checkpoint": "a folder"}.get(key, value)
     config = EngineConfig(model_path=str(folders / "model"), precision=Precision.BFLOAT16)
     config = changed(config, folders, key, value)

@@ -322,8 +322,8 @@ def test_a_budget_counts_a_shared_prompt_once(folders):
 REFUSED = {
     "experts": ("fsdp", "experts", {}, "Qwen3MoeForCausalLM has routers"),
     "padded rows": ("fsdp", "mamba", {}, "MambaForCausalLM has layers that mix tokens outside attention"),
-    "dropout": ("fsdp", "dropout", {}, "GPT2LMHeadModel is trained with dropout"),
-    "dropout by the config alone": ("fsdp", "no module", {}, "LlamaForCausalLM is trained with dropout"),
+    "dropout": ("fsdp", "dropout", {"dropout": True}, "GPT2LMHeadModel is trained with dropout"),
+    "dropout by the config alone": ("fsdp", "no module", {"dropout": True}, "LlamaForCausalLM is trained with dropout"),
     "dropout of an adapter": ("fsdp", "qwen3", {"lora": LoraConfig(dropout=0.1)}, "is trained with dropout"),
     "images": ("fsdp", "images", {}, "Qwen3VLForConditionalGeneration takes images"),
     "cut tokens": ("fsdp", "qwen3", {"parallel": ParallelConfig(sp=2)}, r"parallel\.sp is 2"),

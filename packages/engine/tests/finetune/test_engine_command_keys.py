@@ -63,6 +63,7 @@ SHARED = {
 OWN = {
     SftConfig: {
         "init": ("random", "engine"),
+        "dropout": (True, "engine"),
         "target_loss": (100.0, "steps"),
         "target_sequence_accuracy": (0.0, "steps"),
     },

@@ -32,7 +32,7 @@ PACKED = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     "gpt2": GPT2,
 }
-PARTED = ("qwen3_moe", "gpt_oss", "gpt2")  # prompts fed with every row: routers, and dropout
+PARTED = ("qwen3_moe", "gpt_oss")  # prompts fed with every row: routers
 PADDED = {
     "mamba": {"state_size": 4},
     "qwen3_next": {

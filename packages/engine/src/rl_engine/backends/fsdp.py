@@ -112,7 +112,7 @@ def check_fit(config: EngineConfig, world_size: int) -> str | None:
     ep = config.parallel.ep
     if config.lora is not None and ep > 1:
         raise ConfigError(f"parallel.ep is {ep} and lora is set; peft's adapters want all experts on every rank.")
-    model = hf_folder.empty_model(config.model_path, dtype=parameter_dtype(config), head=config.head)
+    model = _empty_model(config)
     scorer, _ = _scorer_of(model, config)
     if config.fp8 != Fp8.OFF:
         _to_float8(scorer.model, config.fp8)
@@ -205,13 +205,20 @@ def load_on_rank_0(config: EngineConfig, world: World) -> transformers.PreTraine
                 seed=config.seed,
                 head=config.head,
                 mtp=config.mtp,
+                has_dropout=config.dropout,
             )
         except ModelFolderError as error:
             problem = str(error)
     problem = world.exchange(problem)[0]
     if problem is not None:
         raise ModelFolderError(problem)
-    return hf_folder.empty_model(config.model_path, dtype=dtype, head=config.head) if model is None else model
+    return _empty_model(config) if model is None else model
+
+
+def _empty_model(config: EngineConfig) -> transformers.PreTrainedModel:
+    return hf_folder.empty_model(
+        config.model_path, dtype=parameter_dtype(config), head=config.head, has_dropout=config.dropout
+    )
 
 
 def open_slices(config: EngineConfig, pieces: Mapping[str, list[Piece]] | None, *, is_tied: bool, world: World) -> bool:
@@ -237,7 +244,7 @@ def _slices_of(
         return None, None, None
     if world.size == 1 and hf_folder.block_size(config.model_path) is None:
         return None, None, None
-    model = hf_folder.empty_model(config.model_path, dtype=parameter_dtype(config), head=config.head)
+    model = _empty_model(config)
     scorer, peft = _scorer_of(model, config)
     pieces = find_pieces(scorer.named_weights(), scorer.to_folder)
     if not open_slices(config, pieces, is_tied=bool(_ties(scorer)), world=world):

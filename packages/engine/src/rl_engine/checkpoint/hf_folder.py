@@ -37,6 +37,8 @@ _WEIGHTS = (
 _TEMPLATES = "additional_chat_templates/*.jinja"
 
 
+_RANDOM = re.compile(r"^(?!summary|classifier).*(drop|jitter)")
+"""Names of a config's rates of dropout and noise; those of heads that are not built here are left out."""
 SCORE = "score.weight"
 """The scalar head, as transformers' sequence classifiers name it."""
 
@@ -59,24 +61,25 @@ def load_model(
     seed: int,
     head: Head = Head.LM,
     mtp: Mtp = Mtp.REFUSE,
+    has_dropout: bool = False,
 ) -> PreTrainedModel:
     """Build the folder's causal language model, or a sequence classifier with one label on its trunk, on the CPU.
 
     A scalar head that the folder has not is made of zeros. Layers for multi-token prediction are left out where
-    `mtp` allows it.
+    `mtp` allows it. What is random in training is turned off, but with `has_dropout`.
 
     Raises:
         ModelFolderError: no config, an unknown architecture, no weights, or tensors that are missing, left over or of
             another shape.
     """
     folder = Path(path)
-    config = read_config(folder)
+    config = read_config(folder, has_dropout=has_dropout)
     factory = _factory(config, head)
     if init == ModelInit.RANDOM:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = _build(folder, partial(factory.from_config, config, dtype=dtype))
-        return _finished(model if head == Head.LM else _with_zero_head(folder, model))
+        return _finished(model if head == Head.LM else _with_zero_head(folder, model), has_dropout)
     check_weights(folder, mtp=mtp)
     if block_size(folder) is not None:
         raise ModelFolderError(
@@ -97,11 +100,16 @@ def load_model(
     refuse_tensors(folder, "lacks", missing)
     refuse_tensors(folder, "has, beyond what the architecture takes,", unexpected)
     refuse_tensors(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
-    return _finished(model)
+    return _finished(model, has_dropout)
 
 
 def empty_model(
-    path: str | Path, *, dtype: torch.dtype | None = None, head: Head = Head.LM, num_tokens: int | None = None
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    head: Head = Head.LM,
+    num_tokens: int | None = None,
+    has_dropout: bool = False,
 ) -> PreTrainedModel:
     """The model that `load_model` builds, without memory for its weights (on the meta device).
 
@@ -111,13 +119,13 @@ def empty_model(
         ModelFolderError: no config, or an unknown architecture.
     """
     folder = Path(path)
-    config = read_config(folder)
+    config = read_config(folder, has_dropout=has_dropout)
     factory = _factory(config, head)
     if num_tokens is not None:
         text = config.get_text_config()
         text.vocab_size, text.pad_token_id = num_tokens, None
     with torch.device("meta"):
-        return _finished(_build(folder, lambda: factory.from_config(config, dtype=dtype)))
+        return _finished(_build(folder, lambda: factory.from_config(config, dtype=dtype)), has_dropout)
 
 
 def write_model(path: str | Path, model: PreTrainedModel, weights: dict[str, Tensor], source: str | Path) -> None:
@@ -270,8 +278,12 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_config(folder: Path) -> Any:
-    """The folder's transformers config, without what it says of quantised weights: see `block_size`.
+def read_config(folder: Path, *, has_dropout: bool = False) -> Any:
+    """The folder's transformers config, without what it says of quantised weights (see `block_size`) and dropout.
+
+    Args:
+        folder: A model folder.
+        has_dropout: Leave the rates of `dropout_rates` as they are.
 
     Raises:
         ModelFolderError: there is none, transformers does not know it, or its weights are quantised in another way.
@@ -288,7 +300,29 @@ def read_config(folder: Path) -> Any:
         raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
     if vars(config).pop("quantization_config", None) is not None:
         block_size(folder)
+    for section, name, _ in [] if has_dropout else dropout_rates(config):
+        setattr(section, name, 0.0)
     return config
+
+
+def dropout_rates(config: Any) -> list[tuple[Any, str, float]]:
+    """Rates of what a transformers config has random in training, above 0: dropout of any kind, routers' jitter.
+
+    Each with the config, or the part of it, that has the rate under that name.
+    """
+    parts = (config, *(part for part in vars(config).values() if hasattr(part, "model_type")))
+    return [
+        (part, name, float(rate))
+        for part in parts
+        for name, rate in vars(part).items()
+        if _RANDOM.search(name) and isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0
+    ]
+
+
+def model_dropout(folder: str | Path) -> str:
+    """The rates of `dropout_rates` that the folder asks for, for messages; empty without any."""
+    found = {name: rate for _, name, rate in dropout_rates(read_config(Path(folder), has_dropout=True))}
+    return ", ".join(f"{name}={rate:g}" for name, rate in found.items())
 
 
 def block_size(folder: str | Path) -> tuple[int, int] | None:
@@ -340,9 +374,12 @@ def _build(folder: Path, build: Any) -> Any:
             logging.enable_progress_bar()
 
 
-def _finished(model: PreTrainedModel) -> PreTrainedModel:
+def _finished(model: PreTrainedModel, has_dropout: bool) -> PreTrainedModel:
     """A model whose config names the class that it is: the folder's may be another, of the trunk below a new head."""
     model.config.architectures = [type(model).__name__]
+    for module in [] if has_dropout else model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # pyright: ignore[reportPrivateUsage]
+            module.p = 0.0
     # Torch's grouped product takes no float64, so experts run one by one there.
     if model.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")

@@ -61,6 +61,11 @@ class DistillConfig(RunConfig):
         """See `RunConfig`."""
         return DistillLoss(kind=self.loss, forward_weight=self.forward_weight)
 
+    @property
+    def may_drop_out(self) -> bool:
+        """See `RunConfig`."""
+        return False
+
     def check_own(self) -> None:
         """See `RunConfig`."""
         if self.num_candidates < 1 or not 0 < self.forward_weight < 1:

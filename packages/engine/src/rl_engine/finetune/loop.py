@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from rl_engine.batch.row_batch import RowBatch
-from rl_engine.checkpoint.hf_folder import folder_tokens, previous_folder
+from rl_engine.checkpoint.hf_folder import folder_tokens, model_dropout, previous_folder
 from rl_engine.distributed.world import expected_size, gather_values
 from rl_engine.errors import ConfigError, DataError
 from rl_engine.finetune.data import HUB
@@ -140,6 +140,11 @@ class RunConfig(ABC):
         """Engines that the run needs beside, to be checked with it."""
         return ()
 
+    @property
+    def may_drop_out(self) -> bool:
+        """Whether dropout may act in training; not where a loss compares with log-probs of the same model."""
+        return True
+
     def check_own(self) -> None:  # noqa: B027 - nothing to refuse
         """Refuse values of the program's own keys that cannot be meant; raises `ConfigError`."""
 
@@ -192,7 +197,7 @@ class RunConfig(ABC):
         return LoraConfig(
             rank=self.lora_rank,
             alpha=self.lora_alpha,
-            dropout=self.lora_dropout,
+            dropout=self.lora_dropout if self.may_drop_out else 0.0,
             target_modules=tuple(name.strip() for name in self.lora_target_modules.split(",") if name.strip()),
             export=self.lora_export,
         )
@@ -405,6 +410,10 @@ def _facts(config: RunConfig, lengths: Sequence[int], num_items: int) -> list[st
         f"{num_items} {what}, {sum(lengths)} tokens, longest row {max(lengths)}; {config.batch_size} {what} a step, "
         f"packed without padding into micro-batches of at most {config.max_tokens_per_gpu} tokens"
     ]
+    adapter = f"lora.dropout={config.lora_dropout:g}" if config.lora_dropout and not config.may_drop_out else ""
+    rates = "" if config.engine.dropout else model_dropout(config.model_path)
+    if rates or adapter:
+        told.append(f"dropout is off: {', '.join(filter(None, [rates, adapter]))}")
     ends, *warnings = folder_tokens(config.model_path).lines
     told += [f"a turn ends at {ends}", *warnings]
     warmup = min(config.warmup_steps, config.steps // 2)

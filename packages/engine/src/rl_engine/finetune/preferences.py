@@ -94,6 +94,11 @@ class DpoConfig(RunConfig):
             is_reference_free=self.reference_free,
         )
 
+    @property
+    def may_drop_out(self) -> bool:
+        """See `RunConfig`."""
+        return False
+
     def check_own(self) -> None:
         """See `RunConfig`."""
         if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5:

@@ -7,7 +7,7 @@ log-likelihood. Packing, data parallelism (start with torchrun) and accumulation
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rl_engine.errors import DataError
@@ -36,6 +36,8 @@ class SftConfig(RunConfig):
 
     init: ModelInit = ModelInit.PRETRAINED
     """random: start from new weights; the folder then needs only config and tokenizer."""
+    dropout: bool = False
+    """Train with the dropout that the model's config asks for; `lora.dropout` is the adapter's."""
     target_loss: float | None = None
     """Stop once the mean loss of the last `log_every` steps is at or below it."""
     target_sequence_accuracy: float | None = None
@@ -45,7 +47,7 @@ class SftConfig(RunConfig):
     @property
     def engine(self) -> EngineConfig:
         """See `RunConfig`."""
-        return self.engine_with(init=self.init)
+        return replace(self.engine_with(init=self.init), dropout=self.dropout)
 
     @property
     def loss_function(self) -> LossFunction:

@@ -621,7 +621,7 @@ def refuse_fsdp_only(config: EngineConfig, backend: str) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    for name in ("torch_compile", "cpu_offload"):
+    for name in ("torch_compile", "cpu_offload", "dropout"):
         if getattr(config, name):
             raise ConfigError(f"{name} is true and the {backend} backend has none; set it to false, or use fsdp.")
 
@@ -683,6 +683,8 @@ def settings_status(config: EngineConfig, obstacle: str | None) -> dict[str, str
         shares = "yes"
     found = {"prefix_sharing": shares}
     if config.optimizer is not None:
+        if not config.dropout and (rates := hf_folder.model_dropout(config.model_path)):
+            found["dropout"] = f"off: {rates}"
         separately = head_loss_obstacle(config)
         found["loss_in_head"] = "yes, of token-local losses" if separately is None else f"no: {separately}"
     return found

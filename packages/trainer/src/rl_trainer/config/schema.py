@@ -369,6 +369,7 @@ class EngineSection(EngineConfig):
     init: ModelInit = field(init=False, default=ModelInit.PRETRAINED)
     head: Head = field(init=False, default=Head.LM)
     temperature: float = field(init=False, default=1.0)
+    dropout: bool = field(init=False, default=False)
     entropy: bool = field(init=False, default=False)
     sum_pi_squared: bool = field(init=False, default=False)
     num_candidates: int = field(init=False, default=0)

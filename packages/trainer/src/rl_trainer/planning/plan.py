@@ -214,7 +214,7 @@ def actor_config(config: Config, model_path: Path) -> EngineConfig:
     return _engine_config(
         config,
         model_path,
-        lora=config.engine.lora,
+        lora=None if config.engine.lora is None else replace(config.engine.lora, dropout=0.0),
         optimizer=_optimizer(config, num_idle=num_idle),
         entropy=algorithm.entropy_coef > 0 or algorithm.entropy_target > 0 or algorithm.top_entropy < 1,
         sum_pi_squared="sum_pi_squared" in estimator_named(config.algorithm.advantage).needs,

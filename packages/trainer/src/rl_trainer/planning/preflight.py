@@ -557,6 +557,9 @@ def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[st
             key = "engine" if section.backend == config.engine.backend else f"placement.{role.partition(' ')[0]}.engine"
             raise ConfigError(f"{key}.backend={section.backend} cannot be used for the {role}: {error}") from error
     left = found["policy"]
+    if config.engine.lora is not None and config.engine.lora.dropout:
+        adapter = f"engine.lora.dropout={config.engine.lora.dropout:g}"
+        left["dropout"] = f"{left['dropout']}, {adapter}" if "dropout" in left else f"off: {adapter}"
     row_term = PolicyLossFunction(config=config.algorithm, teacher=teacher).row_term
     if row_term is not None and left.get("loss_in_head", "no").startswith("yes"):
         left["loss_in_head"] = f"no: {row_term}"
