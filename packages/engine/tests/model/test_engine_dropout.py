@@ -57,7 +57,7 @@ def test_a_trained_pass_is_the_scored_one(tmp_path, kind):
 def test_dropout_of_the_model_is_asked_for(tmp_path, kind):
     config = EngineConfig(model_path=str(folder_of(tmp_path, kind)), dropout=True)
     scored, trained = two_passes(config)
-    assert not torch.allclose(trained, scored, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(trained, scored, rtol=1e-4, atol=1e-4)
     assert "dropout" not in check("fsdp", config)
 
 
@@ -87,6 +87,7 @@ def config_of(kind, tmp_path, **changes):
     return kind(**keys, batch_size=8, **changes)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
 @pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapter"])
 def test_preferences_start_where_policy_and_reference_agree(tmp_path, loss, rank):
