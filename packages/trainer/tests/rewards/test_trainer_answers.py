@@ -21,6 +21,7 @@ def reward(rule, text, truth):
     return RULES[rule](text, {"data_source": "math", "reward_model": {"ground_truth": truth}})
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("rule", ["math", "gsm8k"])
 def test_texts_are_paid_as_a_human_would(rule):
     wrong = [(text, truth) for text, truth, is_right in JUDGED if reward(rule, text, truth) != is_right]
@@ -47,6 +48,7 @@ def test_answers_of_one_value_vote_alike(texts, answer):
     assert {answer_of(text) for text in texts} == {answer}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "text",
     [

@@ -110,6 +110,7 @@ def score(parts, text, truth, thinking=None, source="mine"):
     return asyncio.run(run())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("rule", ["math", "gsm8k", "exact_match"])
 def test_rules_read_the_answer_alone(rule):
     part = {"a": RewardPart(kind="rule", rule=rule)}
@@ -119,6 +120,7 @@ def test_rules_read_the_answer_alone(rule):
     assert score(part, "<plan>72", "72", thinking).reward == 0
 
 
+@pytest.mark.process
 def test_rules_of_form_and_those_of_verl_read_all():
     parts = {
         "form": RewardPart(kind="rule", rule="format", options={"tags": ["think", "answer"]}),
@@ -128,6 +130,7 @@ def test_rules_of_form_and_those_of_verl_read_all():
     assert score(parts, text, "72", source="openai/gsm8k").components == {"form": 1.0, "verl": 1.0}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("rule", "source", "text", "reward"),
     [
@@ -144,6 +147,7 @@ def test_rows_of_code_contests_call_their_function(rule, source, text, reward):
     assert score(part, text, truth, source=source).reward == reward
 
 
+@pytest.mark.process
 def test_methods_and_lists_of_lines_are_read_as_verl_reads_them():
     method = fence(code="class Solution:\n    def add(self, a, b):\n        return (a, b)\n")
     part = {"a": RewardPart(kind="rule", rule="code")}

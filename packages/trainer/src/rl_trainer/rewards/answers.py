@@ -52,8 +52,7 @@ _CIRCUMSTANCES = _set("in for out over after per within during by at on from eve
 _LABELS = _set("week day year step chapter number part problem question figure option case equation month")
 _MEASURES = _set("hours hour minutes feet foot ft dollars pounds years year months weeks days degrees hundred")
 _FILLERS = _set("all only just the his her their its these those last next first another a of that than")
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(-?\d+|[A-Za-z](?![A-Za-z])))")
-_BRACE = re.compile(r"\\[{}]|([{}])")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?P<box>\{)|(?P<bare>-?\d+|[A-Za-z](?![A-Za-z])))|\\[{}]|[{}]")
 _JOINT = re.compile(r"[\s$]*(?:,|or|and|, or|, and|\\text\{ ?(?:or|and) ?\})[\s$]*(?:[a-z]\s?=\s?)?")
 _HASHES = re.compile(r"(?<!#)####(?!#)\s*(?=\S)(?!\**\d+[.):]\s+[A-Za-z])(?=[-+−$€£.*(\\]*\s*[\d\\]|[a-zA-Z] ?=)")
 _PHRASE = re.compile(
@@ -146,24 +145,17 @@ def answer_of(text: str) -> str:
 def _boxes(text: str) -> list[tuple[int, int, str, str]]:
     """Closed boxes: start, end, content."""
     found: list[tuple[int, int, str, str]] = []
-    position = 0
-    while (opening := _BOX.search(text, position)) is not None:
-        position = opening.end()
-        if opening[2] is not None:
-            found.append((opening.start(), opening.end(), opening[2], "box"))
-        elif (end := _closing(text, opening.end())) is not None:
-            found.append((opening.start(), end + 1, text[opening.end() : end], "box"))
-            position = end + 1
-    return found
-
-
-def _closing(text: str, start: int) -> int | None:
-    depth = 1
-    for brace in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1, None: 0}[brace[1]]
-        if depth == 0:
-            return brace.start()
-    return None
+    opened: list[tuple[int, int] | None] = []
+    for mark in _BOX.finditer(text):
+        if mark["bare"] is not None:
+            found.append((mark.start(), mark.end(), mark["bare"], "box"))
+        elif mark["box"] is not None:
+            opened.append((mark.start(), mark.end()))
+        elif mark[0] == "{":
+            opened.append(None)
+        elif mark[0] == "}" and opened and (box := opened.pop()) is not None:
+            found.append((box[0], mark.end(), text[box[1] : mark.start()], "box"))
+    return sorted(found)
 
 
 def _answer_boxes(text: str) -> list[tuple[int, int, str, str]]:

@@ -1,15 +1,11 @@
 """Value pipe of a grade, by which the process of the assertions operates on objects of the solution's process.
 
 Frames are JSON behind their length (never pickle). A value of a plain builtin type arrives as a new object of exactly
-that type, so that a subclass with an `__eq__` of its own is compared by what it holds. Anything else stays where it is,
-and the other side gets a `Remote`, which asks for what is done to it. What a test compares with never travels: a
-`Remote` equals a plain value only by the plain value that it holds itself.
+that type, and so does one of a subclass: by what it holds, whatever its own methods say. Anything else stays where it
+is, and the other side gets a `Remote`, which asks for what is done to it.
 
 Each request carries a random number that its answer has to repeat; anything else on the pipe ends the process.
 """
-
-# What is asked of objects here is known when it is asked.
-# pyright: reportUnknownLambdaType=false
 
 from __future__ import annotations
 
@@ -17,13 +13,16 @@ import _thread
 import builtins
 import collections
 import json
-import operator
 import os
 import struct
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from rl_agent.sandbox.process import remote
+else:
+    import remote
+
+Remote = remote.Remote
 
 _HEADER = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1 << 26
@@ -35,8 +34,6 @@ _MUTABLE = (list, dict, set, bytearray, collections.deque, collections.OrderedDi
 _SEQUENCES = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
 _MAPPINGS = {"d": dict, "o": collections.OrderedDict, "u": collections.Counter}
 _TAGS = {kind: tag for tag, kind in (*_SEQUENCES.items(), *_MAPPINGS.items())}
-_BASES = (int, float, complex, str, bytes, tuple, frozenset, list, dict, set, bytearray, collections.deque)
-_ITERATED = (tuple, list, set, frozenset, bytes, bytearray, collections.deque)
 _CLOCK = ("date", "datetime", "time", "timedelta", "timezone")
 _named_tuples: dict[tuple[str, ...], type] = {}
 
@@ -51,10 +48,21 @@ class Peer:
     Args:
         descriptor: Descriptor of a stream socket.
         policy: `policy(operation, target, name)` says whether the other side may do this to an object of ours.
+        is_asked: Whether this side is the solution's: its containers travel by content, and nothing that it asks is
+            remembered.
     """
 
-    def __init__(self, descriptor: int, policy: Any) -> None:
-        self._descriptor, self._policy = descriptor, policy
+    def __init__(self, descriptor: int, policy: Any, *, is_asked: bool = False) -> None:
+        self._descriptor, self._policy, self.is_asked = descriptor, policy, is_asked
+        self._known: dict[tuple[Any, ...], Any] = {}
+        self.classes: set[int] = set()
+        """Numbers of classes that the test names in CapWords: what it makes of them is an object under test."""
+        self.made: set[int] = set()
+        """Numbers of objects that the test made of such classes."""
+        self.tainted: set[int] = set()
+        """Numbers of results of an operator with a plain value: they are no measure of that value."""
+        self.printed: Any = None
+        """Takes and returns what this side printed since it was last called, by stream; None: nothing is sent."""
         self._lock = _thread.RLock()
         self._objects: dict[int, Any] = {}
         self._ids: dict[int, int] = {}
@@ -103,9 +111,25 @@ class Peer:
     # --- asking and answering ---
 
     def ask(self, operation: str, target: Any, *given: Any, **named: Any) -> Any:
-        """Perform an operation on an object of the other side; returns its result, or raises its exception."""
+        """Perform an operation on an object of the other side; returns its result, or raises its exception.
+
+        The same read is asked once, until an operation that may change something.
+        """
         with self._lock:  # threads ask one after the other
+            if operation not in remote.READS:
+                self.forget()
+            elif not self.is_asked and (key := self.known(operation, target, *given)) is not None:
+                return self.decode(key[0], [])
             return self._ask(operation, target, given, named)
+
+    def forget(self) -> None:
+        """Ask again for everything that has been read."""
+        self._known.clear()
+
+    def known(self, operation: str, target: Any, *given: Any) -> tuple[Any] | None:
+        """Encoded result of a read that has been asked already, in a tuple."""
+        key = _key(operation, target, given)
+        return (self._known[key],) if key is not None and key in self._known else None
 
     def _ask(self, operation: str, target: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         sent = _Sent()
@@ -122,15 +146,26 @@ class Peer:
             if frame.get("answer") != number:
                 self.end("an answer to nothing that was asked")
             try:
+                self.show(frame.get("printed"))
                 for index, content in frame.get("changed", ()):
                     self._update(sent.objects[index], self.decode(content, sent.objects))
                 if "raised" in frame:
                     error = self._decode_error(frame["raised"], sent.objects)
                 else:
+                    if operation in remote.READS and (key := _key(operation, target, given)) is not None:
+                        self._known[key] = frame["value"]
                     return self.decode(frame["value"], sent.objects)
             except (LookupError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError) as bad:
                 self.end(f"an answer that cannot be read: {type(bad).__name__}")
             raise error
+
+    @staticmethod
+    def number_of(value: Any) -> int | None:
+        """Number of an object of the other side; None of anything else."""
+        return remote.id_of(value) if type(value) is Remote else None
+
+    def show(self, printed: Any) -> None:
+        """Show what the other side printed while it did what it was asked."""
 
     def serve(self) -> None:
         """Answer requests until the other side ends."""
@@ -150,20 +185,25 @@ class Peer:
             named = {name: self.decode(value, got) for name, value in frame["named"].items()}
             sent.adopt(got)
             before = [self._content(value, sent) for value in got]
-            answer["value"] = self.encode(self._do(frame["do"], frame["to"], given, named), sent)
+            value = self._do(frame["do"], frame["to"], given, named)
+            is_made = frame["do"] in ("make", "copy", "deepcopy") and type(value) not in _MUTABLE
+            is_kept = is_made and isinstance(value, _MUTABLE)
+            answer["value"] = self._export(value) if is_kept else self.encode(value, sent)
         except BrokenPipeOfValuesError:
             raise
         except BaseException as error:  # noqa: BLE001 - it is the other side's to handle
             answer.pop("value", None)
             answer["raised"] = self._encode_error(error, sent)
         after = [self._content(value, sent) for value in got[: len(before)]]
+        if self.printed is not None and (printed := self.printed()):
+            answer["printed"] = printed
         answer["changed"] = [(i, now) for i, (was, now) in enumerate(zip(before, after, strict=True)) if was != now]
         self._send(answer)
 
     def _do(self, operation: str, to: Any, given: list[Any], named: dict[str, Any]) -> Any:
         target = to if isinstance(to, str) else self._objects[to]
         self._policy(operation, target, given[0] if given else None)
-        return _OPERATIONS[operation](target, *given, **named)
+        return remote.OPERATIONS[operation](target, *given, **named)
 
     # --- values ---
 
@@ -175,7 +215,7 @@ class Peer:
         if kind is int:
             return value if -_MAX_INT < value < _MAX_INT else ["i", hex(value)]
         if kind is Remote:
-            return ["m", _id_of(value)]
+            return ["m", remote.id_of(value)]
         if kind in (list, dict, tuple, set, frozenset) or kind in _MUTABLE:
             return self._encode_container(value, kind, sent, depth)
         return self._encode_other(value, kind, sent, depth)
@@ -223,8 +263,9 @@ class Peer:
         if isinstance(value, tuple) and isinstance(fields := getattr(kind, "_fields", None), tuple):
             items = [self.encode(item, sent, depth + 1) for item in tuple.__iter__(value)]
             return ["N", kind.__name__, [str(name) for name in fields], items]
-        if isinstance(value, (int, float, complex, str, bytes, tuple, frozenset)):
-            return self.encode(_base_value(value), sent, depth)
+        is_copied = isinstance(value, (int, float, complex, str, bytes, tuple, frozenset))
+        if is_copied or (self.is_asked and isinstance(value, remote.BASES) and depth < _MAX_DEPTH):
+            return self.encode(remote.base_value(value), sent, depth + 1)
         return self._export(value)
 
     def _export(self, value: Any) -> Any:
@@ -237,7 +278,7 @@ class Peer:
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["x", *self._encode_class(value)]
         name = type(value).__name__
-        return ["h", number, "base" if isinstance(value, _BASES) else "coroutine" if name == "coroutine" else ""]
+        return ["h", number, "base" if isinstance(value, remote.BASES) else "coroutine" if name == "coroutine" else ""]
 
     def _encode_class(self, kind: type) -> tuple[list[Any], str]:
         """Names of an exception's class and its bases, up to the builtin one."""
@@ -338,7 +379,7 @@ class Peer:
             raise TypeError("a number is needed")
         if number not in self._remotes:
             self._remotes[number] = Remote(self, number, kind)
-        return _coroutine(self._remotes[number]) if kind == "coroutine" else self._remotes[number]
+        return remote.coroutine(self._remotes[number]) if kind == "coroutine" else self._remotes[number]
 
     def _class(self, own: list[Any], base: str) -> type:
         kind = getattr(builtins, base)
@@ -379,6 +420,19 @@ class Peer:
             (ours.extend if isinstance(ours, collections.deque) else ours.update)(now)
 
 
+def _key(operation: str, target: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Key of a read in what is known; None where a value has none."""
+    parts: list[Any] = []
+    for value in given:
+        if type(value) is Remote:
+            parts.append(("remote", remote.id_of(value)))
+        elif value is None or type(value) in (str, int, float, bool):
+            parts.append((type(value).__name__, value))
+        else:
+            return None
+    return (operation, target, *parts)
+
+
 class _Sent:
     """Mutable containers of one request, numbered in the order in which they were sent."""
 
@@ -405,219 +459,5 @@ def _named_tuple(name: str, fields: list[str]) -> Any:
     return make(name, fields)
 
 
-def _base_value(value: Any) -> Any:
-    """Plain value of an instance of a subclass of a plain type, by the plain type's own methods."""
-    if isinstance(value, int):
-        return value if isinstance(value, bool) else int.__add__(value, 0)
-    if isinstance(value, (float, complex)):
-        return float.__pos__(value) if isinstance(value, float) else complex.__pos__(value)
-    if isinstance(value, str):
-        return "".join(str.__iter__(value))
-    if isinstance(value, dict):
-        return dict(dict[Any, Any].items(value))
-    kind: Any
-    for kind in _ITERATED:
-        if isinstance(value, kind):
-            return kind(kind.__iter__(value))
-    raise TypeError(f"{type(value).__name__} holds no plain value")
-
-
 def _told(error: BaseException) -> str:
     return vars(error).get("_told") or BaseException.__str__(error)
-
-
-async def _coroutine(remote: Remote) -> Any:
-    return await remote
-
-
-def _run_coroutine(target: Any) -> Any:
-    import asyncio
-
-    async def wait() -> Any:
-        return await target
-
-    return asyncio.run(wait())
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": operator.call,
-    "get": getattr,
-    "set": setattr,
-    "unset": delattr,
-    "item": operator.getitem,
-    "set item": operator.setitem,
-    "unset item": operator.delitem,
-    "iter": iter,
-    "next": next,
-    "len": len,
-    "bool": bool,
-    "str": str,
-    "repr": repr,
-    "hash": hash,
-    "int": int,
-    "float": float,
-    "index": operator.index,
-    "round": round,
-    "abs": abs,
-    "reversed": reversed,
-    "isinstance": lambda target, value: isinstance(value, target),
-    "issubclass": lambda target, kind: issubclass(kind, target),
-    "enter": lambda target: type(target).__enter__(target),
-    "exit": lambda target: type(target).__exit__(target, None, None, None),
-    "await": _run_coroutine,
-    "base": _base_value,
-    **{name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge", "neg", "pos", "invert")},
-}
-_BOTH_REMOTE = ("sub", "truediv", "floordiv", "mod", "and_", "or_", "xor", "divmod")
-"""Operators that are refused with a plain value: `abs(f(x) - 3.14) < 1e-6` would send the expected value to the other
-side, and believe its answer."""
-_ARITHMETIC = ("add", "mul", "matmul", "pow", "lshift", "rshift")
-for _name in (*_BOTH_REMOTE, *_ARITHMETIC):
-    _OPERATIONS[_name] = divmod if _name == "divmod" else getattr(operator, _name)
-for _name in _ARITHMETIC:
-    _OPERATIONS[f"r{_name}"] = lambda target, other, do=_OPERATIONS[_name]: do(other, target)
-
-_TELLING = frozenset(
-    {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "difference", "symmetric_difference", "union",
-     "intersection", "equals", "equal", "isclose", "allclose", "is_close", "array_equal", "assert_called_with"}
-)  # fmt: skip
-"""Methods by which a test compares: a plain argument would send the expected value to the other side."""
-
-
-def _id_of(remote: Remote) -> int:
-    return object.__getattribute__(remote, "_number")
-
-
-def _peer_of(remote: Remote) -> Peer:
-    return object.__getattribute__(remote, "_peer")
-
-
-def _has_base(remote: Remote) -> bool:
-    return object.__getattribute__(remote, "_kind") == "base"
-
-
-class Remote:
-    """Proxy of an object of the other process. Values that a test compares it with are never sent there."""
-
-    __slots__ = ("__weakref__", "_kind", "_number", "_peer")
-
-    def __init__(self, peer: Peer, number: int, kind: str) -> None:
-        object.__setattr__(self, "_peer", peer)
-        object.__setattr__(self, "_number", number)
-        object.__setattr__(self, "_kind", kind)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("__class__", "__dict__", "__slots__", "__init__"):
-            return object.__getattribute__(self, name)
-        if name.startswith("__") and name.endswith("__") and name not in ("__name__", "__doc__", "__qualname__"):
-            return object.__getattribute__(self, name)
-        found = _peer_of(self).ask("get", _id_of(self), name)
-        if name in _TELLING and type(found) is Remote:
-            return _only_with_remotes(name, found)
-        return found
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _peer_of(self).ask("set", _id_of(self), name, value)
-
-    def __delattr__(self, name: str) -> None:
-        _peer_of(self).ask("unset", _id_of(self), name)
-
-    def __call__(self, /, *given: Any, **named: Any) -> Any:
-        """Call the object in its process."""
-        return _peer_of(self).ask("call", _id_of(self), *given, **named)
-
-    def __eq__(self, other: object) -> Any:
-        if type(other) is Remote:
-            return self is other or bool(_peer_of(self).ask("eq", _id_of(self), other))
-        return _plain(self) == other if _has_base(self) else NotImplemented
-
-    def __hash__(self) -> int:
-        return _peer_of(self).ask("hash", _id_of(self))
-
-    def __contains__(self, value: object) -> bool:
-        """Membership by iteration: asking the other side would send it the expected value."""
-        if _has_base(self):
-            return value in _plain(self)
-        return any(value is each or value == each for each in self)
-
-    def __iter__(self) -> Any:
-        found = _peer_of(self).ask("iter", _id_of(self))
-        return found if type(found) is Remote else iter(found)
-
-    def __next__(self) -> Any:
-        return _peer_of(self).ask("next", _id_of(self))
-
-    def __await__(self) -> Any:
-        return _peer_of(self).ask("await", _id_of(self))
-        yield  # a generator, as the event loop wants
-
-    def __round__(self, *digits: Any) -> Any:
-        return _peer_of(self).ask("round", _id_of(self), *digits)
-
-    def __format__(self, form: str) -> str:
-        return format(str(self), form)
-
-    def __instancecheck__(self, value: object) -> bool:
-        return type(value) is Remote and bool(_peer_of(self).ask("isinstance", _id_of(self), value))
-
-    def __subclasscheck__(self, kind: object) -> bool:
-        return type(kind) is Remote and bool(_peer_of(self).ask("issubclass", _id_of(self), kind))
-
-    def __exit__(self, kind: object, error: object, trace: object) -> bool:
-        return bool(_peer_of(self).ask("exit", _id_of(self)))
-
-
-def _plain(remote: Remote) -> Any:
-    """Plain value of an instance of a subclass of a plain type; else the comparison fails."""
-    value = _peer_of(remote).ask("base", _id_of(remote))
-    if type(value) not in _BASES:
-        _peer_of(remote).end("what was said to hold a plain value holds none")
-    return value
-
-
-def _only_with_remotes(name: str, method: Remote) -> Any:
-    def call(*given: Any) -> Any:
-        if not all(type(value) is Remote for value in given):
-            raise TypeError(f"{name} of an object of the solution with a value of the test: compare plain values")
-        return method(*given)
-
-    return call
-
-
-def _asking(operation: str) -> Any:
-    def method(self: Remote, *given: Any) -> Any:
-        return _peer_of(self).ask(operation, _id_of(self), *given)
-
-    return method
-
-
-def _comparing(name: str, *, is_strict: bool, is_reflected: bool = False) -> Any:
-    """Operator method: computed by the other side if both operands are there, here if the value is plain."""
-    plain = divmod if name == "divmod" else getattr(operator, name)
-    asked = f"r{name}" if is_reflected else name
-
-    def method(self: Remote, other: Any) -> Any:
-        if type(other) is not Remote and _has_base(self):
-            return plain(other, _plain(self)) if is_reflected else plain(_plain(self), other)
-        if is_strict and type(other) is not Remote:
-            return NotImplemented
-        return _peer_of(self).ask(asked, _id_of(self), other)
-
-    return method
-
-
-for _name in ("len", "bool", "str", "repr", "int", "float", "index", "abs", "reversed", "enter", "neg", "pos",
-              "invert"):  # fmt: skip
-    setattr(Remote, f"__{_name}__", _asking(_name))
-for _dunder, _name in (("getitem", "item"), ("setitem", "set item"), ("delitem", "unset item")):
-    setattr(Remote, f"__{_dunder}__", _asking(_name))
-for _name in ("lt", "le", "gt", "ge", *_BOTH_REMOTE):
-    setattr(Remote, f"__{_name.strip('_')}__", _comparing(_name, is_strict=True))
-for _name in _ARITHMETIC:
-    setattr(Remote, f"__{_name}__", _comparing(_name, is_strict=False))
-    setattr(Remote, f"__r{_name}__", _comparing(_name, is_strict=False, is_reflected=True))
-
-
-def add_operations(operations: Mapping[str, Callable[..., Any]]) -> None:
-    """Add operations that this side answers."""
-    _OPERATIONS.update(operations)
