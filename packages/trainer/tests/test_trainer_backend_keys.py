@@ -168,6 +168,22 @@ def test_every_key_is_in_the_table():
 
 
 @pytest.mark.parametrize(
+    ("sizes", "targets", "layer"),
+    [
+        ({"tie_word_embeddings": False}, ["lm_head", "q_proj"], "lm_head, which servers do not adapt"),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, ["experts"], "Qwen3MoeExperts"),
+    ],
+)
+def test_an_adapter_that_servers_cannot_have_is_found_early(tmp_path, sizes, targets, layer):
+    folder = write_tiny_model(tmp_path / "model", family="qwen3_moe" if "num_experts" in sizes else "qwen3", **sizes)
+    lora = f"engine.lora={{export: adapter, target_modules: [{', '.join(targets)}]}}"
+    with pytest.raises(ConfigError, match=layer):
+        check_backends(load_config("gsm8k", [f"model.path={folder}", lora]))
+    lora = f"engine.lora={{export: {'merged' if 'lm_head' in targets else 'adapter'}, target_modules: [q_proj]}}"
+    assert "adapter_layers" not in dict(check_backends(load_config("gsm8k", [f"model.path={folder}", lora])))
+
+
+@pytest.mark.parametrize(
     ("beside", "rate", "want"),
     [
         ([], 0.0, None),
@@ -211,6 +227,7 @@ REFUSED = [
     ),
     (["engine.parallel.sp=3"], [], "engine.backend=fsdp cannot be used for the policy: .*sp = 3 does not divide"),
     (["engine.lora={target_modules: [w9]}"], [], r"for the policy: .*target_modules is \['w9'\]"),
+    (["engine.lora={target_modules: [embed_tokens]}"], [], "of type Embedding; adapters are on linear layers"),
     (["engine.router_aux_loss_coef=0.1"], [], "the model has no router"),
     (["critic={path: /nowhere}"], [], "engine.backend=fsdp cannot be used for the critic: .*/nowhere"),
     (

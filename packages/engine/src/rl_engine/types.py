@@ -163,7 +163,8 @@ class LoraConfig:
     dropout: float = 0.0
     """Dropout rate of the adapter's input while training."""
     target_modules: tuple[str, ...] = ()
-    """Names of linear layers, such as q_proj; empty: every linear layer but the head."""
+    """Names of linear layers, such as q_proj; empty: every linear layer but the head (of a mixture whose experts are
+    joined in one tensor, those of attention)."""
     export: LoraExport = LoraExport.MERGED
     """Form of `get_per_tensor_param` and `save_model`."""
 

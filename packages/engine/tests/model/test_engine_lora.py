@@ -1,15 +1,29 @@
 import json
+import shutil
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_engine import ConfigError, EngineConfig, LoraConfig, OptimizerConfig, Precision, create_engine
+from rl_engine import (
+    ConfigError,
+    EngineConfig,
+    LoraConfig,
+    ModelFolderError,
+    OptimizerConfig,
+    Precision,
+    check,
+    create_engine,
+)
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch, write_tiny_model
 
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 PROMPTS, COMPLETIONS = [[5, 6, 7], [8], [9, 9]], [[9, 10], [11, 12, 13], [4]]
 
 
@@ -149,3 +163,74 @@ def test_an_engine_without_adapter_has_none_to_turn_off(folder):
     with pytest.raises(ConfigError, match="no adapter to turn off"):
         engine.adapter_off()
     engine.close()
+
+
+def folder_of(kind, tmp_path):
+    if kind != "gpt2":
+        return write_tiny_model(tmp_path / kind, tie_word_embeddings=kind == "tied")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(tmp_path / kind)
+    return tmp_path / kind
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21 reads it
+@pytest.mark.parametrize("export", ["merged", "adapter"])
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("untied", ("lm_head", "q_proj")), ("gpt2", ()), ("gpt2", ("c_attn",)), ("gpt2", ("c_fc", "c_proj"))],
+)
+def test_an_adapter_of_other_linear_layers_is_the_one_trained(tmp_path, kind, targets, export):
+    """A head with a weight of its own; GPT-2's layers, whose weights are transposed."""
+    folder = folder_of(kind, tmp_path)
+    engine = build(folder, LoraConfig(rank=4, alpha=8.0, target_modules=targets, export=export))
+    before = scores(engine)
+    train(engine)
+    trained = scores(engine)
+    engine.save_model(tmp_path / "out")
+    engine.close()
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out" if export == "merged" else folder, dtype=torch.float64
+    )
+    if export == "adapter":
+        model = peft.PeftModel.from_pretrained(model, tmp_path / "out", autocast_adapter_dtype=False).double()
+    torch.testing.assert_close(plain_scores(model), trained, rtol=1e-6, atol=1e-7)
+    assert (trained - before).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("export", ["merged", "adapter"])
+@pytest.mark.parametrize(
+    ("kind", "target", "why"),
+    [
+        ("tied", "lm_head", r"whose weight is that of model\.embed_tokens too \(tie_word_embeddings\)"),
+        ("gpt2", "lm_head", r"whose weight is that of transformer\.wte too"),
+        ("tied", "embed_tokens", r"model\.embed_tokens is of type Embedding; adapters are on linear layers"),
+        ("untied", "embed_tokens", "is of type Embedding"),
+        ("gpt2", "wpe", "is of type Embedding"),
+        ("untied", "q_norm", "is not supported"),
+    ],
+)
+def test_an_adapter_that_cannot_be_merged_is_refused_by_check(tmp_path, kind, target, why, export):
+    lora = LoraConfig(rank=4, target_modules=("q_proj" if kind != "gpt2" else "c_attn", target), export=export)
+    with pytest.raises(ConfigError, match=why):
+        check("fsdp", EngineConfig(model_path=str(folder_of(kind, tmp_path)), lora=lora))
+
+
+def test_joined_experts_have_no_adapter_and_cannot_be_named(tmp_path):
+    """peft would adapt them, and a merged model would lack it."""
+    sizes = {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
+    model.save_pretrained(tmp_path / "moe")
+    found = check("fsdp", EngineConfig(model_path=str(tmp_path / "moe"), lora=LoraConfig(export="adapter")))
+    layers = {name.rpartition(".")[2] for name in found["adapter_layers"].split()}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(ConfigError, match=r"Target module Qwen3MoeExperts.* is not supported"):
+        check("fsdp", EngineConfig(model_path=str(tmp_path / "moe"), lora=LoraConfig(target_modules=("experts",))))
+
+
+def test_a_folder_of_an_adapter_is_no_model(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    with pytest.raises(ModelFolderError, match=r"adapter_config\.json makes .* the folder of an adapter"):
+        check("fsdp", EngineConfig(model_path=str(tmp_path / "model")))

@@ -1,4 +1,4 @@
-"""Validation of requests, outputs, model folders and adapters. No I/O beyond `config.json`."""
+"""Validation of requests, outputs, model folders and adapters. No I/O beyond configurations."""
 
 from __future__ import annotations
 
@@ -269,6 +269,23 @@ _PLAIN = {
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base model unchanged. Others (`pissa`, `olora`) change it, and the
 adapter belongs to the changed one; peft writes `true` where it converts such an adapter to the base on disk."""
+
+
+def read_adapter_config(adapter: str, folder: str | Path) -> dict[str, Any]:
+    """Read `adapter_config.json` of a LoRA adapter in peft's format, and check that it is plain: see `check_plain`.
+
+    Raises:
+        ModelFolderError: it cannot be read, or a setting is not supported.
+    """
+    try:
+        config: dict[str, Any] = json.loads((Path(folder) / "adapter_config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(
+            f"adapter {adapter!r}: folder {str(folder)!r} has no adapter_config.json that can be read ({error}); is it "
+            "one of peft's?"
+        ) from error
+    check_plain(adapter, config)
+    return config
 
 
 def check_plain(adapter: str, config: Mapping[str, Any], *, is_scaled_by_root: bool = True) -> None:

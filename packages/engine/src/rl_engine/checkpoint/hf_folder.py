@@ -292,6 +292,11 @@ def read_config(folder: Path, *, has_dropout: bool = False) -> Any:
 
     if not folder.is_dir():
         raise ModelFolderError(f"Model folder {folder} does not exist. Download the model first, and give its folder.")
+    if (adapter := folder / "adapter_config.json").is_file():  # transformers would load its base model, and add it
+        raise ModelFolderError(
+            f"{adapter} makes {folder} the folder of an adapter. Merge it into its model first (peft's "
+            "merge_and_unload), or remove the adapter's files if they are merged."
+        )
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
     try:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Linear
 
-from rl_engine.checkpoint.hf_folder import publish
+from rl_engine.checkpoint.hf_folder import empty_model, publish
 from rl_engine.checkpoint.sharded import whole
 from rl_engine.errors import BackendError, ConfigError
 from rl_engine.types import Head
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rl_engine.types import LoraConfig
+    from rl_engine.types import EngineConfig, LoraConfig
 
 ADAPTER = "default"
 """The only adapter, by peft's own name."""
@@ -34,7 +36,7 @@ def add_adapter(model: nn.Module, config: LoraConfig, seed: int, head: Head = He
 
     Raises:
         BackendError: peft is not installed.
-        ConfigError: no layer has one of the target names.
+        ConfigError: no layer has one of the target names, or one that has cannot be merged.
     """
     try:
         import peft
@@ -44,19 +46,75 @@ def add_adapter(model: nn.Module, config: LoraConfig, seed: int, head: Head = He
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] - any number does
         lora_dropout=config.dropout,
-        target_modules=list(config.target_modules) or "all-linear",
+        target_modules=list(config.target_modules) or _linear_names(model),
         task_type="CAUSAL_LM" if head == Head.LM else "SEQ_CLS",
         modules_to_save=None if head == Head.LM else [_SCORE],
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(seed)
+        warnings.filterwarnings("ignore", module="peft")  # of tied weights, which `_check_layers` refuses
         try:
             peft.inject_adapter_in_model(known if head == Head.LM else _within(known), model, adapter_name=ADAPTER)
         except ValueError as error:
-            raise ConfigError(f"lora.target_modules is {list(config.target_modules)}: {error}") from error
+            told = " ".join(str(error).split())  # peft shows the module on many lines
+            raise ConfigError(f"lora.target_modules is {list(config.target_modules)}: {told}") from error
+    _check_layers(model)
     if head != Head.LM:
         model.get_submodule(_SCORE).requires_grad_(True)
     return json.loads(json.dumps(known.to_dict(), default=_plain))
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """Last parts of the names of every linear layer but the head; of attention's alone in a mixture of joined experts.
+
+    peft's "all-linear" would also take those experts, and so do the names of layers beside them.
+    """
+    from transformers import Conv1D
+
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (Linear, Conv1D)) and module is not head and name != _SCORE
+    ]
+    if any(name.endswith("experts") for name, module in model.named_modules() if [*module.parameters(recurse=False)]):
+        linear = [name for name in linear if "attn" in name or "attention" in name]
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Refuse adapters on anything but linear layers with a weight of their own.
+
+    Raises:
+        ConfigError: names the layer.
+    """
+    from transformers import Conv1D
+
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    for name, layer in adapted_layers(model).items():
+        base, last = layer.get_base_layer(), name.rpartition(".")[2]
+        if not isinstance(base, (Linear, Conv1D)):
+            raise ConfigError(
+                f"lora.target_modules takes {last}, and {name} is of type {type(base).__name__}; adapters are on "
+                "linear layers. Leave it out."
+            )
+        others = [other for other in owners[id(base.weight)] if other != f"{name}.base_layer"]
+        if others:
+            raise ConfigError(
+                f"lora.target_modules takes {last}, whose weight is that of {others[0]} too (tie_word_embeddings), so "
+                "that the adapter cannot be added to it. Leave it out, or train the whole model."
+            )
+
+
+def adapter_layers(config: EngineConfig) -> list[str]:
+    """Names of the layers that an engine of this configuration has adapters on; nothing is loaded."""
+    assert config.lora is not None
+    model = empty_model(config.model_path, head=config.head)
+    add_adapter(model, config.lora, config.seed, config.head)
+    return [*adapted_layers(model)]
 
 
 def _within(known: Any) -> Any:
@@ -90,7 +148,8 @@ def merged_weights(model: nn.Module, named: Mapping[str, Tensor]) -> Iterator[tu
         full = whole(tensor)
         if owner in layers and rest == "weight":
             down, up = (whole(named[f"{owner}.lora_{part}.{ADAPTER}.weight"]) for part in "AB")
-            full = full + (up @ down) * layers[owner].scaling[ADAPTER]
+            added = (up @ down) * layers[owner].scaling[ADAPTER]
+            full = full + (added.T if layers[owner].fan_in_fan_out else added)
         yield (f"{owner}.{rest}" if rest else name), full
 
 

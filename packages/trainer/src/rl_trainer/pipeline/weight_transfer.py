@@ -238,15 +238,9 @@ def write_start_adapter(folder: Path, model_path: Path, lora: LoraConfig) -> Pat
         ConfigError: no linear layer of the model has one of the target names.
     """
     tensors: dict[str, Tensor] = {}
-    for file in sorted(model_path.glob("*.safetensors")):
-        with safe_open(file, "pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - a file, not a mapping
-                shape = tuple(weights.get_slice(name).get_shape())
-                layer = name.removesuffix(".weight")
-                is_wanted = layer.rpartition(".")[2] in lora.target_modules if lora.target_modules else True
-                if is_wanted and len(shape) == 2 and ".layers." in name and layer != name:
-                    tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.zeros(lora.rank, shape[1])
-                    tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.zeros(shape[0], lora.rank)
+    for layer, (rows, columns) in start_layers(model_path, lora).items():
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.zeros(lora.rank, columns)
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.zeros(rows, lora.rank)
     if not tensors:
         raise ConfigError(f"engine.lora.target_modules={list(lora.target_modules)} names no layer of {model_path}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,6 +249,37 @@ def write_start_adapter(folder: Path, model_path: Path, lora: LoraConfig) -> Pat
     described["target_modules"] = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
     (folder / "adapter_config.json").write_text(json.dumps(described))
     return folder
+
+
+def start_layers(model_path: Path, lora: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Linear layers of the decoder with one of the target names, and their sizes, by the files' headers."""
+    found: dict[str, tuple[int, int]] = {}
+    for file in sorted(model_path.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - a file, not a mapping
+                shape = tuple(weights.get_slice(name).get_shape())
+                layer = name.removesuffix(".weight")
+                is_wanted = layer.rpartition(".")[2] in lora.target_modules if lora.target_modules else True
+                if is_wanted and len(shape) == 2 and ".layers." in name and layer != name:
+                    found[layer] = shape[0], shape[1]
+    return found
+
+
+def check_start_layers(layers: Sequence[str], model_path: Path, lora: LoraConfig) -> None:
+    """Check that servers can have the engine's adapter: it is on `layers`, which are linear layers of the folder.
+
+    Raises:
+        ConfigError: they are not; names one.
+    """
+    start = start_layers(model_path, lora)
+    beyond = sorted({*layers} ^ start.keys())
+    if beyond:
+        has = "which servers do not adapt" if beyond[0] in layers else "on which the engine has no adapter"
+        raise ConfigError(
+            f"engine.lora.export=adapter sends the adapter alone, on linear layers of the decoder, and target_modules "
+            f"takes {beyond[0]}, {has}. Name engine.lora.target_modules without it, or leave export out: servers are "
+            "sent the model with the adapter added in"
+        )
 
 
 CHAIN_LENGTH = 16

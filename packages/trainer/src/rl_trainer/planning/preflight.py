@@ -29,6 +29,7 @@ from rl_trainer.checkpoints import check_output_dir
 from rl_trainer.data import shows_images
 from rl_trainer.equivalents import hint
 from rl_trainer.errors import ConfigError, InputError
+from rl_trainer.pipeline.weight_transfer import check_start_layers
 from rl_trainer.planning.environments import asked_beside, check_engine, check_environment, gives_shards, role_python
 from rl_trainer.planning.gpus import check_ipc
 from rl_trainer.planning.placement import has, is_offloaded
@@ -557,6 +558,9 @@ def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[st
             key = "engine" if section.backend == config.engine.backend else f"placement.{role.partition(' ')[0]}.engine"
             raise ConfigError(f"{key}.backend={section.backend} cannot be used for the {role}: {error}") from error
     left = found["policy"]
+    layers = left.pop("adapter_layers", "").split()
+    if config.engine.lora is not None and sends_adapter(config) and is_made:
+        check_start_layers(layers, model_path, config.engine.lora)
     if config.engine.lora is not None and config.engine.lora.dropout:
         adapter = f"engine.lora.dropout={config.engine.lora.dropout:g}"
         left["dropout"] = f"{left['dropout']}, {adapter}" if "dropout" in left else f"off: {adapter}"

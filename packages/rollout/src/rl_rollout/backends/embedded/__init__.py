@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import ConfigError, ModelFolderError
 from rl_rollout.registry import check_options, check_unused
-from rl_rollout.validation import TOOL_PARSERS, find_plugin, read_model_config
+from rl_rollout.validation import TOOL_PARSERS, find_plugin, read_adapter_config, read_model_config
 
 if TYPE_CHECKING:
     from rl_rollout.base import RolloutServer
@@ -49,6 +49,8 @@ def check_embedded_options(options: Mapping[str, Any]) -> None:
         if name == "adapters":
             if not isinstance(value, Mapping) or not all(n and "." not in n for n in value):
                 raise ConfigError(f"option adapters={value!r} must map names (without dots) to folders")
+            for adapter, folder in value.items():
+                read_adapter_config(adapter, folder)
         elif name == "default_adapter":
             if value not in (names := list(options.get("adapters", ()))):
                 raise ConfigError(f"option default_adapter={value!r} is none of the adapters: {names}")

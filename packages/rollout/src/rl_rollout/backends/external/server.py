@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -23,7 +22,6 @@ from rl_rollout.backends.external.upstream import Upstream
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
     ConfigError,
-    ModelFolderError,
     RequestError,
     RequestTimeoutError,
     RolloutError,
@@ -44,6 +42,7 @@ from rl_rollout.validation import (
     check_request,
     check_version,
     folder_tokens,
+    read_adapter_config,
     read_model_config,
 )
 
@@ -111,14 +110,7 @@ def read_adapters(found: Any, model_name: str) -> dict[str, Adapter]:
 
 
 def _read_adapter(name: str, folder: str) -> Adapter:
-    try:
-        config = json.loads((Path(folder) / "adapter_config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(
-            f"adapter {name!r}: folder {folder!r} has no adapter_config.json that can be read ({error})"
-        ) from error
-    if config.get("peft_type") != "LORA":
-        raise ModelFolderError(f"adapter {name!r} is of type {config.get('peft_type')!r}; LORA is served")
+    config = read_adapter_config(name, folder)
     return Adapter(name, str(Path(folder).resolve()), int(config["r"]), config)
 
 

@@ -6,14 +6,13 @@ belongs to adapter NAME, which was loaded when the server started. An update bri
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_rollout.backends.embedded.model.linear import LowRank, ServedLinear
 from rl_rollout.errors import ModelFolderError, WeightUpdateError
-from rl_rollout.validation import check_plain
+from rl_rollout.validation import read_adapter_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,10 +132,6 @@ def _layer_name(key: str) -> str:
 
 
 def _read_scaling(adapter: str, folder: Path) -> float:
-    path = folder / "adapter_config.json"
-    if not path.is_file():
-        raise ModelFolderError(f"adapter {adapter!r}: folder {str(folder)!r} has no {path.name}; is it one of peft's?")
-    config: dict[str, Any] = json.loads(path.read_text())
-    check_plain(adapter, config)
+    config = read_adapter_config(adapter, folder)
     rank = config["r"]
     return config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
