@@ -16,14 +16,13 @@ import yaml
 from pydantic import PositiveInt, TypeAdapter, ValidationError
 from rich.console import Console
 
-from rl_engine import hold_lock
-from rl_engine.errors import FolderInUseError
 from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
-from rl_trainer.errors import ConfigError, InputError, PlacementError, PlanError, WorkerDiedError, sentence_of
+from rl_trainer.errors import ConfigError, InputError, PlacementError, PlanError, WorkerDiedError
 from rl_trainer.metrics import PhaseTimer, Report
+from rl_trainer.output_dir import locked_output_dir
 from rl_trainer.pipeline.elastic import Elastic
 from rl_trainer.planning import preflight
 from rl_trainer.planning.gpus import count_gpus, gpu_facts, gpu_gib, settle
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
     from rl_trainer.metrics import StepRecord
     from rl_trainer.planning.plan import BatchPlan
     from rl_trainer.runtime.base import ReplicaSet, Runtime
-
-_LOCK_FILE = "run.lock"
 
 _DEATH_WAIT_S = 2.0
 """Seconds that an error waits for a death that may be its cause: a peer's socket closes before Ray tells the death."""
@@ -162,9 +159,7 @@ def run(
     """
     console = console or Console()
     quiet_libraries()
-    with ExitStack() as stack:
-        if config.output_dir is not None and Path(config.output_dir).is_dir():
-            stack.enter_context(_held(Path(config.output_dir)))
+    with locked_output_dir(config) as output_dir:
         config = counted(resumed(config, console) if resume else config)
         if resume and (told := finished(config)) is not None:
             console.print(f"rl-train: {told}", highlight=False, soft_wrap=True)
@@ -173,11 +168,6 @@ def run(
         datasets = plan(config, console, is_resumed=resume)
         config = preflight.with_models(config)
         preflight.check_model(config)
-        output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        if not output_dir.is_dir():
-            with _writable():
-                output_dir.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_held(output_dir))
         try:
             hooks = _Hooks(on_step=on_step or (lambda record: None), stop=stop or threading.Event())
             return _run(config, datasets, output_dir, console, hooks, resume=resume)
@@ -185,31 +175,6 @@ def run(
             if error.errno == errno.ENOSPC and error.filename is None:  # a write's, which names no file
                 error.filename = str(output_dir)
             raise
-
-
-@contextmanager
-def _writable() -> Generator[None]:
-    """Turn a folder that cannot be written into an InputError, before anything starts."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(sentence_of(error) or str(error)) from error
-
-
-@contextmanager
-def _held(output_dir: Path) -> Generator[None]:
-    """Hold the lock of an output folder: one run at a time.
-
-    Raises:
-        InputError: another run holds it.
-    """
-    with ExitStack() as stack:
-        try:
-            with _writable():
-                stack.enter_context(hold_lock(output_dir / _LOCK_FILE, f"output_dir={output_dir}"))
-        except FolderInUseError as error:
-            raise InputError(str(error)) from error
-        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
