@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
 
 _LOCK_FILE = "run.lock"
+_OUTPUTS = Path("outputs")
 _MAX_ATTEMPTS = 100
 """Each one meets another run that removed its unused folder between our mkdir and our lock."""
 
@@ -65,8 +66,14 @@ def _make(config: Config) -> tuple[Path, list[Path]]:
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         return folder, made
-    base = Path(f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    made = [path for path in base.parents if not path.exists()]
+    made = [path for path in (_OUTPUTS, *_OUTPUTS.parents) if not path.exists()]
+    folder = new_output_dir(config.name)
+    return folder, [folder, *made]
+
+
+def new_output_dir(name: str) -> Path:
+    """Make a folder `outputs/NAME-TIME` that nobody has; two runs of one second get two."""
+    base = _OUTPUTS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
         base.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +81,7 @@ def _make(config: Config) -> tuple[Path, list[Path]]:
             folder.mkdir()
         except FileExistsError:
             continue
-        return folder, [folder, *made]
+        return folder
     raise AssertionError("unreachable")
 
 

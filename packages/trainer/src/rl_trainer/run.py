@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import PositiveInt, TypeAdapter, ValidationError
@@ -21,6 +21,7 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, InputError, PlacementError, PlanError, WorkerDiedError
+from rl_trainer.inputs import digest_inputs
 from rl_trainer.metrics import PhaseTimer, Report
 from rl_trainer.output_dir import locked_output_dir
 from rl_trainer.pipeline.elastic import Elastic
@@ -49,19 +50,23 @@ if TYPE_CHECKING:
     from rl_trainer.planning.plan import BatchPlan
     from rl_trainer.runtime.base import ReplicaSet, Runtime
 
+Resume: TypeAlias = 'bool | Literal["anyway"]'
+"""Whether to go on with the run in `output_dir`; "anyway": also if its inputs changed."""
+
 _DEATH_WAIT_S = 2.0
 """Seconds that an error waits for a death that may be its cause: a peer's socket closes before Ray tells the death."""
 
 
 def plan(
-    config: Config, console: Console | None = None, *, is_resumed: bool = False, is_rehearsed: bool = False
+    config: Config, console: Console | None = None, *, resume: Resume = False, is_rehearsed: bool = False
 ) -> Datasets:
     """Plan a run: check all that can be known before a process starts, show the plan, and return the data.
 
     Args:
         config: Configuration of the run.
         console: Shows the plan.
-        is_resumed: `resumed` gave the configuration: the checkpoint's files have been compared with their digests.
+        resume: `resumed` gave the configuration, and has compared the checkpoint's files with their digests; with
+            "anyway" the run may read other data, models and code than the checkpoint's run did.
         is_rehearsed: Also try the chat template, the reward and the server's program.
 
     Raises:
@@ -73,18 +78,20 @@ def plan(
     counts = make_plan(config)
     check_gpus(config)
     with preflight.backends_asked(config):
-        return _planned(config, counts, console or Console(), is_resumed=is_resumed, is_rehearsed=is_rehearsed)
+        return _planned(config, counts, console or Console(), resume=resume, is_rehearsed=is_rehearsed)
 
 
-def _planned(config: Config, counts: BatchPlan, console: Console, *, is_resumed: bool, is_rehearsed: bool) -> Datasets:
+def _planned(config: Config, counts: BatchPlan, console: Console, *, resume: Resume, is_rehearsed: bool) -> Datasets:
     datasets = load_datasets(config.data, seed=config.seed)
     named, config = config, preflight.with_models(config, has_weights=False)
     rows = [*datasets.train, *datasets.eval]
-    preflight.check(config, rows, is_resumed=is_resumed, has_weights=config.model.path == named.model.path)
-    checkpoints.check_resume(config, len(datasets.train), is_known_whole=is_resumed)  # no rows of a stream
+    preflight.check(config, rows, is_resumed=bool(resume), has_weights=config.model.path == named.model.path)
+    checkpoints.check_resume(config, len(datasets.train), is_known_whole=bool(resume))  # no rows of a stream
+    others = checkpoints.check_inputs(named, datasets, is_forced=resume == "anyway")
+    others_facts = [("changed", f"{name}: not as in the checkpoint's run (resume=anyway)") for name in others]
     backends = preflight.check_backends(config)
     rehearsed = rehearse(config, datasets.train or datasets.eval) if is_rehearsed else []
-    show_plan(console, counts, [*_facts(config, datasets), *_resumed(config), *backends, *rehearsed])
+    show_plan(console, counts, [*_facts(config, datasets), *_resumed(config), *others_facts, *backends, *rehearsed])
     return datasets
 
 
@@ -140,7 +147,7 @@ def run(
     config: Config,
     console: Console | None = None,
     *,
-    resume: bool = False,
+    resume: Resume = False,
     on_step: Callable[[StepRecord], object] | None = None,
     stop: threading.Event | None = None,
 ) -> dict[str, Any]:
@@ -149,7 +156,8 @@ def run(
     Args:
         config: Configuration of the run.
         console: Shows its plan and its steps.
-        resume: Resume the run in `output_dir`, see `resumed`; if that is finished, say so and start nothing.
+        resume: Resume the run in `output_dir`, see `resumed`; if that is finished, say so and start nothing. "anyway"
+            also resumes with other data, models or code than the checkpoint's run had.
         on_step: Called with every step's record, and that of the evaluation at the start.
         stop: Set by anyone, ends the run after its step.
 
@@ -165,12 +173,12 @@ def run(
             console.print(f"rl-train: {told}", highlight=False, soft_wrap=True)
             return {"interrupted": False, "checkpoint": config.resume_from, "output_dir": config.output_dir}
         config = settle(config)
-        datasets = plan(config, console, is_resumed=resume)
+        datasets = plan(config, console, resume=resume)
         config = preflight.with_models(config)
         preflight.check_model(config)
         try:
             hooks = _Hooks(on_step=on_step or (lambda record: None), stop=stop or threading.Event())
-            return _run(config, datasets, output_dir, console, hooks, resume=resume)
+            return _run(config, datasets, output_dir, console, hooks, resume=bool(resume))
         except OSError as error:
             if error.errno == errno.ENOSPC and error.filename is None:  # a write's, which names no file
                 error.filename = str(output_dir)
@@ -325,9 +333,10 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
     from rl_trainer.setup import place
 
     start, console, output_dir = time.perf_counter(), run.console, run.output_dir
-    state = RunState(seed=config.seed, num_rows=len(datasets.train))
+    inputs = digest_inputs(replace(config, model=replace(config.model, path=str(run.model_path))), datasets)
+    state = RunState(seed=config.seed, num_rows=len(datasets.train), inputs=inputs)
     if config.resume_from is not None:
-        state = RunState.read(Path(config.resume_from)).for_run(config)
+        state = replace(RunState.read(Path(config.resume_from)).for_run(config), inputs=inputs)
         checkpoints.forget_after(output_dir, state.step)
     with ExitStack() as stack:
         runtime = create_runtime(config.runtime, timeout_s=config.timeout_s, heartbeat_s=config.heartbeat_s)
