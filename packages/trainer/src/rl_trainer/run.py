@@ -20,14 +20,15 @@ from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
-from rl_trainer.errors import ConfigError, InputError, PlacementError, PlanError, WorkerDiedError
+from rl_trainer.errors import ConfigError, InputError, PlacementError, PlanError, RolloutFailedError, WorkerDiedError
 from rl_trainer.inputs import digest_inputs
 from rl_trainer.metrics import PhaseTimer, Report
 from rl_trainer.output_dir import locked_output_dir
 from rl_trainer.pipeline.elastic import Elastic
+from rl_trainer.pipeline.rollout_source import StopRequestedError
 from rl_trainer.planning import preflight
 from rl_trainer.planning.gpus import count_gpus, gpu_facts, gpu_gib, settle
-from rl_trainer.planning.memory import memory_facts, memory_of_pools
+from rl_trainer.planning.memory import checkpoint_facts, memory_facts, memory_of_pools
 from rl_trainer.planning.placement import placement_facts
 from rl_trainer.planning.plan import show_plan
 from rl_trainer.planning.rehearsal import rehearse, reward_source
@@ -52,6 +53,13 @@ if TYPE_CHECKING:
 
 Resume: TypeAlias = 'bool | Literal["anyway"]'
 """Whether to go on with the run in `output_dir`; "anyway": also if its inputs changed."""
+
+STOP_GRACE_S = 10.0
+"""Seconds that a step, or an evaluation, has to end after the run was asked to stop."""
+
+_SAME_SIGNAL_S = 1.0
+
+_ENDS_OF_ROLLOUTS = (StopRequestedError, RolloutFailedError, WorkerDiedError)
 
 _DEATH_WAIT_S = 2.0
 """Seconds that an error waits for a death that may be its cause: a peer's socket closes before Ray tells the death."""
@@ -225,6 +233,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         *gpu_facts(config),
         *placement_facts(config, memory_of_pools(config), gpus=count_gpus(config)),
         *memory_facts(config, there=gpu_gib()),
+        *checkpoint_facts(config),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
         ("reward", reward_source(config.reward, [*datasets.train, *datasets.eval])),
         *sandbox_facts(config.reward, config.agent),
@@ -364,7 +373,9 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
             step = run.progress.next_step(state.step)
             return f"step {step}/{config.steps}: {phase}, {time.perf_counter() - since:.0f} s{groups}"
 
-        with _stop_when_asked(console, run.stop), progress_lines(console, doing) as renew:
+        if config.batch.replay is None:  # whose draws for a step cannot be taken back
+            components.source.should_stop = _Patience(run.stop).is_over
+        with _stop_when_asked(console, run.stop, timer), progress_lines(console, doing) as renew:
             records = run_loop(components, config, components.eval_rows, start_step=state.step, timer=timer)
 
             def add(record: StepRecord) -> None:
@@ -423,19 +434,37 @@ def follow(
 ) -> Path | None:
     """Follow the loop to its last step, or until asked to stop; saves checkpoints, returns the newest.
 
+    A step that takes long is given up while it waits for rollouts: the policy is still that of the step before, and
+    the prompts that were drawn since go back into the checkpoint. The same is done where a component of the rollouts
+    ends after the run was asked to stop, as it may have had the same signal.
+
     Steps after the newest complete checkpoint are taken again by a resumed run.
     """
     checkpoint = None if config.resume_from is None else Path(config.resume_from)
-    for record in records:
-        add(record)
-        is_last = should_stop() or record.step == config.steps
-        is_due = is_last or (config.save_every > 0 and record.step % config.save_every == 0)
-        if is_due and record.step > state.step:  # the first record is of what was there before
-            checkpoint = output_dir / f"checkpoint-{record.step}"
-            checkpoints.save(components, checkpoint, state.after(record, components, config))
-            checkpoints.prune(output_dir, config.keep_checkpoints)
-        if is_last:
-            break
+    saved_step, last = state.step, None
+
+    def save(record: StepRecord) -> None:
+        nonlocal checkpoint, saved_step
+        checkpoint, saved_step = output_dir / f"checkpoint-{record.step}", record.step
+        checkpoints.save(components, checkpoint, state.after(record, components, config))
+        checkpoints.prune(output_dir, config.keep_checkpoints)
+
+    try:
+        for last in records:
+            add(last)
+            is_last = should_stop() or last.step == config.steps
+            is_due = is_last or (config.save_every > 0 and last.step % config.save_every == 0)
+            if is_due and last.step > saved_step:  # the first record is of what was there before
+                save(last)
+            if is_last:
+                break
+    except Exception as error:
+        source = components.source
+        if not should_stop() or not source.is_at_step_start or not isinstance(error, _ENDS_OF_ROLLOUTS):
+            raise
+        if last is not None and last.step > saved_step:
+            drawn = (*(group.row_index for group in source.held), *source.pending)
+            save(replace(last, position=source.position, pending=drawn, held=()))
     return checkpoint
 
 
@@ -468,26 +497,51 @@ def create_elastic(config: Config, components: Components) -> Elastic | None:
     return Elastic(section, servers, **sizes, weights=components.weights)
 
 
+class _Patience:
+    """Time that a step has to end after the run was asked to stop."""
+
+    def __init__(self, asked: threading.Event) -> None:
+        self._asked, self._since = asked, math.inf
+
+    def is_over(self) -> bool:
+        """Whether the run was asked to stop `STOP_GRACE_S` ago; the first question after that starts the clock."""
+        if self._asked.is_set():
+            self._since = min(self._since, time.monotonic())
+        return time.monotonic() - self._since > STOP_GRACE_S
+
+
 @contextmanager
-def _stop_when_asked(console: Console, asked: threading.Event) -> Generator[None]:
+def _stop_when_asked(console: Console, asked: threading.Event, timer: PhaseTimer) -> Generator[None]:
     """Signal handler: the first Ctrl-C or SIGTERM sets `asked`, and the run ends after its step, with a checkpoint.
 
-    A second one raises KeyboardInterrupt at once, and nothing is saved.
+    A second one raises KeyboardInterrupt at once, and nothing is saved; those within a second are the same one, which
+    reached the process and its group. An evaluation that lasts longer than `STOP_GRACE_S` is given up.
     """
+    first = math.inf
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        nonlocal first
+        if asked.is_set() and time.monotonic() - first > _SAME_SIGNAL_S:
             raise KeyboardInterrupt
-        asked.set()
-        console.print("stopping after this step; once more stops at once, without a checkpoint")
+        if not asked.is_set():
+            first = time.monotonic()
+            asked.set()
+            signal.setitimer(signal.ITIMER_REAL, STOP_GRACE_S, 1.0)
+            console.print("stopping after this step; once more stops at once, without a checkpoint")
+
+    def on_alarm(number: int, frame: FrameType | None) -> None:
+        if (timer.current or ("",))[0] == "eval":
+            raise StopRequestedError
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, on_alarm)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
 
