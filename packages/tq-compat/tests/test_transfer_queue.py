@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import inspect
 import logging
 import os
@@ -532,3 +533,123 @@ def test_the_originals_own_examples_run(path: Path, tmp_path: Path):
         assert "'attention_mask' of partition 'Train' is torch.float32, and this put brings torch.int64" in told
     else:
         assert done.returncode == 0, told[-3000:]
+
+
+def test_a_failed_save_leaves_the_older_checkpoint_alone(start, tmp_path: Path, monkeypatch):
+    start()
+    tq.kv_put("a", "p", {"x": torch.tensor([1])})
+    tq.save_checkpoint(tmp_path / "ck", metadata={"step": 1})
+    before = (tmp_path / "ck" / "metadata.json").read_text()
+
+    def fails(self, *args):
+        raise OSError(28, "No space left on device")
+
+    for name in ("save_controller_checkpoint", "save_storage_checkpoint"):
+        with monkeypatch.context() as patch:
+            patch.setattr(tq.TransferQueueClient, name, fails)
+            with pytest.raises(OSError, match="No space left"):
+                tq.save_checkpoint(tmp_path / "ck", metadata={"step": 2})
+        assert [file.name for file in tmp_path.iterdir()] == ["ck"]
+        assert (tmp_path / "ck" / "metadata.json").read_text() == before
+    rename = Path.rename
+
+    def fails_last(self, target):
+        if self.name.endswith(".tmp"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails_last)
+        with pytest.raises(OSError, match="Input/output"):
+            tq.save_checkpoint(tmp_path / "ck", metadata={"step": 2})
+    assert [file.name for file in tmp_path.iterdir()] == ["ck"]
+    assert (tmp_path / "ck" / "metadata.json").read_text() == before
+
+
+def test_a_checkpoint_without_storage_has_it_all_the_same(start, tmp_path: Path, caplog):
+    start()
+    tq.kv_put("a", "p", {"x": torch.tensor([1])})
+    tq.save_checkpoint(tmp_path / "ck", include_storage=False)
+    assert "include_storage=False has no effect" in caplog.text
+    tq.close()
+    start()
+    tq.load_checkpoint(tmp_path / "ck")
+    assert lists(tq.kv_batch_get("a", "p")["x"]) == [[1]]
+
+
+def test_a_rank_out_of_range_gets_nothing():
+    sampler = tq.SeqlenBalancedSampler(n_samples_per_prompt=1, dp_size=2)
+    assert sampler.sample([0, 1, 2, 3], 2, "t", "p", dp_rank=5, batch_index=0) == ([], [])
+    assert sampler.sample([0, 1, 2, 3], 2, "t", "p", dp_rank=1, batch_index=0)[0]
+    with pytest.raises(ValueError, match="dp_rank -1 must be"):
+        sampler.sample([0], 1, "t", "p", dp_rank=-1, batch_index=0)
+
+
+PATHS = [
+    "client",
+    "controller",
+    "dataloader",
+    "dataloader.streaming_dataloader",
+    "dataloader.streaming_dataset",
+    "interface",
+    "metadata",
+    "metrics",
+    "sampler",
+    "sampler.base",
+    "sampler.grpo_group_n_sampler",
+    "sampler.rank_aware_sampler",
+    "sampler.seqlen_balanced_sampler",
+    "sampler.sequential_sampler",
+    "storage",
+    "storage.bootstrap",
+    "storage.bootstrap.mooncake_bootstrap",
+    "storage.bootstrap.provider",
+    "storage.bootstrap.simple_storage_bootstrap",
+    "storage.bootstrap.yuanrong_bootstrap",
+    "storage.clients",
+    "storage.clients.base",
+    "storage.clients.mooncake_client",
+    "storage.clients.ray_storage_client",
+    "storage.clients.yuanrong_client",
+    "storage.managers",
+    "storage.managers.base",
+    "storage.managers.mooncake_manager",
+    "storage.managers.ray_storage_manager",
+    "storage.managers.simple_storage_manager",
+    "storage.managers.yuanrong_manager",
+    "storage.simple_storage",
+    "utils",
+    "utils.accept_probe",
+    "utils.common",
+    "utils.enum_utils",
+    "utils.logging_utils",
+    "utils.mooncake_utils",
+    "utils.perf_utils",
+    "utils.serial_utils",
+    "utils.tensor_utils",
+    "utils.yuanrong_utils",
+    "utils.zmq_utils",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_original_s_paths_can_be_imported(path):
+    assert importlib.import_module(f"rl_tq_transfer_queue.{path}").__name__ == f"rl_tq_transfer_queue.{path}"
+
+
+def test_the_original_s_paths_have_the_public_names():
+    from rl_tq_transfer_queue.dataloader.streaming_dataset import StreamingDataset, chunk_batch_fn
+    from rl_tq_transfer_queue.sampler.base import BaseSampler
+    from rl_tq_transfer_queue.sampler.seqlen_balanced_sampler import SeqlenBalancedSampler
+    from rl_tq_transfer_queue.storage.simple_storage import StorageKeyNotFoundError
+
+    assert StreamingDataset is tq.StreamingDataset
+    assert callable(chunk_batch_fn)
+    assert (BaseSampler, SeqlenBalancedSampler) == (tq.BaseSampler, tq.SeqlenBalancedSampler)
+    assert StorageKeyNotFoundError is tq.StorageKeyNotFoundError
+    with pytest.raises(
+        ImportError, match=r"SimpleStorageUnit of transfer_queue.storage.simple_storage has no counterpart"
+    ):
+        from rl_tq_transfer_queue.storage.simple_storage import SimpleStorageUnit  # noqa: F401
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("rl_tq_transfer_queue.storage.redis")

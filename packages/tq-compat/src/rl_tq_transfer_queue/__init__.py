@@ -29,6 +29,7 @@ from rl_tq_transfer_queue.interface import (
     save_checkpoint,
 )
 from rl_tq_transfer_queue.metadata import BatchMeta, KVBatchMeta
+from rl_tq_transfer_queue.original import install as _install
 from rl_tq_transfer_queue.sampler import (
     BaseSampler,
     GRPOGroupNSampler,
@@ -68,3 +69,5 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
 ]
+
+_install()

@@ -17,6 +17,7 @@ from rl_tq.errors import WaitTimeoutError
 from rl_tq_transfer_queue.client import TransferQueueClient, in_thread
 from rl_tq_transfer_queue.metadata import KVBatchMeta
 from rl_tq_transfer_queue.service.job import Config, ControllerHost, merged
+from rl_tq_transfer_queue.utils.logging_utils import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_logger = get_logger(__name__)
 NAME, NAMESPACE = "TransferQueueController", "transfer_queue"
 _METADATA_FILE, _CONTROLLER_FILE = "metadata.json", "controller_state.records"
 _START_S = 300.0
@@ -216,24 +218,30 @@ async_kv_clear = in_thread(kv_clear)
 def save_checkpoint(
     checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: dict[str, Any] | None = None
 ) -> None:
-    """Checkpoint the queue into a directory. An older one is replaced atomically.
+    """Checkpoint the queue into a directory. An older one is replaced atomically; a failed save leaves it as it was.
 
-    Values are always written: they would not outlive the job elsewhere.
+    Values are always written, as they are in memory only: `include_storage=False` logs that, as in the original.
     """
     if not include_storage:
-        raise ValueError("include_storage=False would lose the values: they lie in memory only")
+        _logger.warning("include_storage=False has no effect: values are in memory only, and are saved all the same")
     client = _client()
     target = Path(checkpoint_dir)
     partial, old = (target.with_name(target.name + ending) for ending in (".tmp", ".old"))
     for each in (partial, old):
         shutil.rmtree(each, ignore_errors=True)
     partial.mkdir(parents=True)
-    client.save_controller_checkpoint(str(partial / _CONTROLLER_FILE))
-    client.save_storage_checkpoint(str(partial))
-    (partial / _METADATA_FILE).write_text(json.dumps({"storage_saved": True, "user_metadata": metadata or {}}))
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
+    try:
+        client.save_controller_checkpoint(str(partial / _CONTROLLER_FILE))
+        client.save_storage_checkpoint(str(partial))
+        (partial / _METADATA_FILE).write_text(json.dumps({"storage_saved": True, "user_metadata": metadata or {}}))
+        if target.exists():
+            target.rename(old)
+        partial.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

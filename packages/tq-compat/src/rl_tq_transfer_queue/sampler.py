@@ -161,11 +161,13 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Choice:
-        """See `BaseSampler.sample`."""
+        """See `BaseSampler.sample`. As in the original, a `dp_rank` from `dp_size` on gets nothing."""
         del args
         rank, batch_index = kwargs.get("dp_rank", 0), kwargs.get("batch_index", 0)
-        if not 0 <= rank < self.dp_size:
-            raise ValueError(f"dp_rank is {rank}, and the samples are divided among {self.dp_size} ranks")
+        if rank < 0:
+            raise ValueError(f"dp_rank {rank} must be greater than or equal to 0")
+        if rank >= self.dp_size:
+            return [], []
         answers = self._answers(partition_id, task_name, rank)
         if batch_index not in answers:
             chosen, _ = super().sample(ready_indexes, batch_size * self.dp_size)
