@@ -10,12 +10,13 @@ from rl_agent.errors import (
     PluginError,
     RowError,
     SandboxError,
+    ScriptError,
     TemplateError,
     TokenizerError,
     ToolDefinitionError,
     ToolError,
 )
-from rl_agent.registry import create_loop
+from rl_agent.registry import create_loop, create_script_reader
 from rl_agent.runner import AgentRunner, GroupResult, OnFailure
 from rl_agent.sandbox import CodeResult, Grader, SandboxLimits, SandboxReport
 from rl_agent.tools.base import FunctionTool, Tool
@@ -56,6 +57,7 @@ __all__ = [
     "SandboxError",
     "SandboxLimits",
     "SandboxReport",
+    "ScriptError",
     "TemplateError",
     "Tokenizer",
     "TokenizerError",
@@ -65,6 +67,7 @@ __all__ = [
     "ToolError",
     "ToolResult",
     "create_loop",
+    "create_script_reader",
     "load_tokenizer",
     "tokenize_prompt",
     "tokenize_prompts",

@@ -6,6 +6,7 @@ AgentError
 ├── ToolDefinitionError (ValueError)      a function that cannot be offered as a tool
 ├── ToolError (RuntimeError)              raised by a tool to tell the model what went wrong
 ├── SandboxError (RuntimeError)           no subprocess for code can be started, or it cannot be shut off as asked
+├── ScriptError (ValueError)              a launch script that cannot be read, exceeds a limit or reaches outside
 ├── RowError (ValueError)                 a dataset row lacks what the loop needs, or holds what the template refuses
 ├── TokenizerError (ValueError)           a model folder holds no tokenizer that can be loaded
 ├── TemplateError (ValueError)            the tokenizer has no chat template that can be used
@@ -43,6 +44,10 @@ class ToolError(AgentError, RuntimeError):
 
 class SandboxError(AgentError, RuntimeError):
     """Sandbox that cannot run code as asked on this machine."""
+
+
+class ScriptError(AgentError, ValueError):
+    """Launch script that cannot be read."""
 
 
 class RowError(AgentError, ValueError):

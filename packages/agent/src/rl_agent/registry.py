@@ -11,6 +11,7 @@ from rl_agent.errors import LoopError, PluginError
 
 if TYPE_CHECKING:
     from rl_agent.base import Generator
+    from rl_agent.sandbox.launches import ScriptReader
     from rl_agent.types import Tokenizer
 
 GROUP = "rl_agent.loops"
@@ -46,6 +47,13 @@ def load_plugin(kind: Literal["parsers", "tools", "environments"], name: str) ->
         PluginError: there is none, or it cannot be imported here.
     """
     return _load(f"rl_agent.{kind}", name, f"{kind.removesuffix('s')} {name!r}", PluginError)[0]
+
+
+def create_script_reader() -> ScriptReader:
+    """Create the reader of launch scripts, which lets bash run them in the sandbox with nothing to run."""
+    from rl_agent.sandbox.launches import ScriptReader
+
+    return ScriptReader()
 
 
 def _load(group: str, name: str, what: str, error: type[LoopError | PluginError]) -> tuple[Any, EntryPoint]:

@@ -137,3 +137,33 @@ class RolloutResult:
     """Number of attempts."""
     wall_s: float
     """Seconds from the first start to the end, retries included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Command line of Python that a launch script would run."""
+
+    words: tuple[str, ...]
+    """Program, and its arguments."""
+    folder: str
+    """Working folder."""
+    module: str
+    """Module that it runs, in dotted form where it is a file."""
+    options: tuple[str, ...]
+    """Options of the program itself, such as those of torchrun."""
+    arguments: tuple[str, ...]
+    """Arguments of the module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launches:
+    """What a launch script would run."""
+
+    launches: tuple[Launch, ...]
+    """In the order in which they would start."""
+    unknown: Mapping[str, str]
+    """Command by the number N of its marker: `@unknownN@` in a word is what that command, which was not run, prints."""
+    assumed: tuple[str, ...]
+    """Answers that depend on the machine, such as that a module cannot be imported."""
+    complaints: tuple[str, ...]
+    """What bash complained about, such as a file to source that does not exist."""

@@ -20,11 +20,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_agent.sandbox.process import execution, isolation, judge
+    from rl_agent.sandbox.process import execution, isolation, judge, launches
 else:  # this folder is the path of the process that it is started in
     import execution
     import isolation
     import judge
+    import launches
 
 _MAX_DESCRIPTORS = 8
 _NUM_FILES = 512
@@ -212,4 +213,4 @@ def _whole(descriptor: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    launches.main() if sys.argv[1:] == ["launches"] else main()

@@ -13,9 +13,14 @@ import select
 import signal
 import struct
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 8, 32, 4096
+_MS_REC, _MS_PRIVATE = 16384, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
 _CAPABILITY_VERSION = 0x20080522
@@ -175,6 +180,11 @@ def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int, wat
     and sees no other. `files`: there are the system's programs and `readable`, both read-only, an empty `/tmp`, and the
     workspace as `/workspace`.
     """
+    return enter_root(lambda: _own_root(workspace, [*readable, sys.base_prefix], scratch_bytes), watch)
+
+
+def enter_root(own_root: Callable[[], None], watch: Watch | None = None) -> set[str]:
+    """Isolate this process as `enter` does, with the files of a root filesystem that `own_root` builds."""
     if not _permits_namespaces():
         stay(watch)
         return set()
@@ -182,7 +192,7 @@ def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int, wat
     _go_on_in_child(watch)  # the first process of the namespace: with it every other ends
     isolated = {"network", "processes"}
     try:
-        _own_root(workspace, [*readable, sys.base_prefix], scratch_bytes)
+        own_root()
         isolated.add("files")
         if watch is not None:
             watch.has_own_proc()
@@ -332,6 +342,7 @@ def _go_on_in_child(watch: Watch | None = None, *, has_orphans: bool = False) ->
         if has_orphans:
             kill_descendants(os.getpid())
         if status is not None:
+            os.waitpid(child, 0)  # a namespace's processes have all ended with its first
             os._exit(status)
     while True:
         ended, status = os.wait()  # orphans too
@@ -366,12 +377,73 @@ def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) ->
     for descriptor in (*opened.values(), work):
         if descriptor >= 0:
             os.close(descriptor)
+    _pivot(0)
+    os.chdir("/workspace" if workspace else "/tmp")
+
+
+def launch_root(
+    programs: list[str], stand_ins: dict[str, str], folder: str, folders: list[str], scratch_bytes: int
+) -> None:
+    """Build the root filesystem of a launch script that is read, and pivot to it.
+
+    Nothing can be executed but `programs` and `stand_ins`: by path a script, or the path of the program that it is.
+    `/tmp` is the scratch folder, and `/records` is for stand-ins. `folder` can be read, and what is written there goes
+    to the scratch folder; `folders` are empty folders of the scratch folder. All else is read-only.
+    """
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    opened = {path: os.open(path, os.O_PATH) for path in (*programs, *_DEVICES)}
+    below = os.open(folder, os.O_PATH)
+    flags = _MS_NOSUID | _MS_NODEV
+    _mount("tmpfs", _OVER, "tmpfs", flags, "size=4m,mode=755")
+    for path, descriptor in opened.items():
+        _bind(descriptor, _OVER + path, is_folder=False, is_writable=path in _DEVICES)
+    for name in ("proc", "tmp", "old", "stand_ins", "records", "usr/bin", "bin"):
+        os.makedirs(f"{_OVER}/{name}", exist_ok=True)
+    os.symlink("/proc/self/fd", f"{_OVER}/dev/fd")
+    _mount("proc", f"{_OVER}/proc", "proc", flags | _MS_NOEXEC)
+    _mount("tmpfs", f"{_OVER}/stand_ins", "tmpfs", flags, "size=1m,mode=755")
+    texts: dict[str, str] = {}
+    for path, text in stand_ins.items():
+        if text.startswith("/"):
+            texts[text] = text
+        elif text not in texts:
+            texts[text] = f"/stand_ins/.{len(texts)}"
+            with open(os.open(_OVER + texts[text], os.O_CREAT | os.O_WRONLY, 0o555), "w") as file:
+                file.write(text)
+        if not os.path.lexists(_OVER + path):
+            os.makedirs(os.path.dirname(_OVER + path), exist_ok=True)
+            os.symlink(texts[text], _OVER + path)
+    _mount("none", f"{_OVER}/stand_ins", None, flags | _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
+    for name in ("tmp", "records"):
+        _mount("tmpfs", f"{_OVER}/{name}", "tmpfs", flags | _MS_NOEXEC, f"size={scratch_bytes},mode=1777")
+    for i, path in enumerate((folder, *folders)):
+        upper, work = (f"{_OVER}/tmp/.{name}{i}" for name in ("upper", "work"))
+        os.makedirs(upper)
+        os.makedirs(work)
+        if i and os.path.lexists(_OVER + path):
+            continue
+        os.makedirs(_OVER + path, exist_ok=True)
+        if i:
+            _mount(upper, _OVER + path, None, _MS_BIND)
+            continue
+        try:
+            layers = f"lowerdir=/proc/self/fd/{below},upperdir={upper},workdir={work},userxattr"
+            _mount("overlay", _OVER + path, "overlay", flags | _MS_NOEXEC, layers)
+        except OSError:  # a kernel without: nothing can be written there
+            _bind(below, _OVER + path, is_folder=True, is_writable=False)
+            _mount("none", _OVER + path, None, flags | _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOEXEC)
+    for descriptor in (*opened.values(), below):
+        os.close(descriptor)
+    _pivot(_MS_NOEXEC)
+
+
+def _pivot(flags: int) -> None:
+    """Make the tree that was built the root, read-only; the old one is gone."""
     _checked(_libc.pivot_root(_OVER.encode(), f"{_OVER}/old".encode()), "pivot_root")
     os.chdir("/")
     _checked(_libc.umount2(b"/old", _MNT_DETACH), "umount2")
     os.rmdir("/old")
-    _mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
-    os.chdir("/workspace" if workspace else "/tmp")
+    _mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV | flags)
 
 
 def _bind(descriptor: int, target: str, *, is_folder: bool, is_writable: bool) -> None:

@@ -1,0 +1,338 @@
+"""Launch scripts: what a shell script would run, found by letting bash run it, isolated, with nothing to run.
+
+Bash is the only program there. Python, torchrun, ray and their like are stand-ins that record their arguments; `date`,
+`dirname`, `seq` and a few more answer; what any other command would print is a marker that can be recognised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_agent.errors import SandboxError, ScriptError
+from rl_agent.sandbox.process.isolation import Watch
+from rl_agent.sandbox.worker import PROGRAM, PYTHON
+from rl_agent.types import Launch, Launches
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "ray", "srun", "uv")
+_WRAPPERS = ("nohup", "timeout", "time", "numactl", "nsys", "stdbuf", "setsid", "nice", "sudo", "conda", "mpirun")
+_ANSWERING = ("env", "tee", "cat", "date", "basename", "dirname", "readlink", "realpath", "pwd", "seq", "wc", "nproc")
+_NAMES = (*_LAUNCHERS, *(f"python3.{i}" for i in range(8, 16)), *_WRAPPERS, *_ANSWERING, "mkdir")
+_SHELLS = ("/bin/bash", "/bin/sh", "/usr/bin/bash", "/usr/bin/sh")
+_COMPLAINT = re.compile(r"^(?!\+)(?P<file>.+?): line (?P<line>\d+): (?P<text>.+)$", re.MULTILINE)
+_NOT_THERE = re.compile(
+    r"^(?P<is_cd>cd: )?(?P<path>.+): (No such file or directory|Read-only file system|Permission denied)$"
+)
+_TEST = re.compile(r"\++ ((?:'\['|\[\[|case|\(\(|test) .*)")
+_START_TIMEOUT_S = 60.0
+_MAX_ROUNDS = 8
+_EMPTY = "# a file that does not exist\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptLimits:
+    """Limits of a script that is read, all its processes together."""
+
+    wall_s: float = 10.0
+    """Wall-clock seconds."""
+    cpu_s: int = 5
+    """Seconds of CPU time, of each process."""
+    num_processes: int = 64
+    """Processes at a time."""
+    memory_bytes: int = 1 << 29
+    """Memory, bytes."""
+    scratch_bytes: int = 1 << 24
+    """What is written, bytes."""
+    grace_s: float = 0.5
+    """Seconds after its end for what it left running in the background."""
+
+
+class ScriptReader:
+    """Reads launch scripts with bash, isolated: no network, no file but the script's folder, one scratch folder.
+
+    Args:
+        limits: Limits of a script.
+        may_isolate: Make namespaces, where the kernel lets this user; without them no script is run.
+    """
+
+    def __init__(self, limits: ScriptLimits | None = None, *, may_isolate: bool = True) -> None:
+        self._limits, self._may_isolate = limits or ScriptLimits(), may_isolate
+
+    def read(self, script: Path, arguments: Sequence[str] = ()) -> Launches:
+        """Find the launches of a script; it is read anew with folders that it makes or enters and that do not exist.
+
+        Args:
+            script: A script for bash.
+            arguments: Its arguments.
+
+        Raises:
+            ScriptError: it cannot be read, exceeds a limit, or reaches outside its folder.
+            SandboxError: it cannot be isolated on this machine; the message has a command line for the user.
+        """
+        script = script.resolve()
+        try:
+            text = script.read_text(errors="replace")
+        except OSError as error:
+            raise ScriptError(f"{script} cannot be read: {error.strerror}") from error
+        folders, files, answer = [str(Path.cwd())], dict[str, str](), dict[str, Any]()
+        for _ in range(_MAX_ROUNDS):
+            answer = self._run(script, text, arguments, folders, files)
+            made, wanted = _missing(answer, script, text.splitlines(), folders)
+            made = [path for path in made if path not in folders]
+            wanted = {path: text for path, text in wanted.items() if path not in files}
+            if not (made or wanted):
+                break
+            folders, files = [*folders, *made], files | wanted
+        assumed = [f"source {path}, a file that does not exist here" for path in files if files[path] == _EMPTY]
+        return self._checked(answer, script, assumed)
+
+    def recorded(self, folder: Path) -> Launches:
+        """What a user's own run of a script recorded in a folder, with the stand-ins that an error gave.
+
+        Raises:
+            ScriptError: nothing was recorded there.
+        """
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        if not files:
+            raise ScriptError(f"{folder} holds no record of a launch; run the script with the stand-ins first")
+        return _launches([file.read_text(errors="replace").split("\0")[:-1] for file in files])
+
+    def _run(
+        self, script: Path, text: str, arguments: Sequence[str], folders: list[str], files: Mapping[str, str]
+    ) -> dict[str, Any]:
+        bash = _bash()
+        if bash is None:
+            raise SandboxError(f"{script} needs bash to be read, and there is none on this machine; {_advice(script)}")
+        stand_in = _stand_in(bash)
+        paths = [f"{folder}/{name}" for folder in ("/stand_ins", "/usr/bin", "/bin") for name in _NAMES]
+        request = asdict(self._limits) | {
+            "may_isolate": self._may_isolate,
+            "programs": [bash, *_libraries(bash)],
+            "stand_ins": dict.fromkeys(["/stand_ins/stand_in", *paths], stand_in)
+            | {path: bash for path in _SHELLS if path != bash}
+            | dict(files),
+            "script": str(script),
+            "folder": str(script.parent),
+            "folders": folders,
+            "cwd": folders[0],
+            "arguments": list(arguments),
+            "environment": _environment(text),
+        }
+        try:
+            ended = subprocess.run(
+                [PYTHON, "-I", "-S", str(PROGRAM), "launches"],
+                input=json.dumps(request),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env={"PATH": os.defpath, "LANG": "C.UTF-8"},
+                cwd="/",
+                start_new_session=True,
+                timeout=self._limits.wall_s + _START_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ScriptError(f"{script} was not read within {error.timeout:g} s") from error
+        if ended.returncode == Watch.TOO_MANY_PROCESSES:
+            raise ScriptError(f"{script} had more than {self._limits.num_processes} processes; {_ADVICE}")
+        if ended.returncode == Watch.TOO_MUCH_MEMORY:
+            raise ScriptError(f"{script} took more than {self._limits.memory_bytes >> 20} MiB; {_ADVICE}")
+        try:
+            answer = json.loads(ended.stdout)
+        except ValueError:
+            raise ScriptError(f"{script} ended its own reading {ended.stderr[-500:].strip()}; {_ADVICE}") from None
+        if not answer["isolated"]:
+            raise SandboxError(
+                f"{script} is not run: this kernel does not let this user isolate it (user namespaces, seccomp); "
+                f"{_advice(script)}"
+            )
+        return answer
+
+    def _checked(self, answer: dict[str, Any], script: Path, assumed: Sequence[str]) -> Launches:
+        complaints = [(c["file"], int(c["line"]), c["text"]) for c in _COMPLAINT.finditer(answer["complaints"])]
+        found = _launches(answer["records"], [f"line {line}: {text}" for _, line, text in complaints])
+        for file, line, text in complaints:
+            why = _outside(text)
+            if marker := re.search(r"@unknown(\d+)@", text):
+                why = f"needs what $({found.unknown.get(marker[1], '')}) prints, which is not known"
+            if why:
+                where = f"{script} line {line}" if file == str(script) else str(script)
+                raise ScriptError(f"{where} {why}; {_ADVICE}")
+        reached = {
+            None: f"ran for more than {self._limits.wall_s:g} s",
+            -signal.SIGXCPU: f"took more than {self._limits.cpu_s} s of CPU time",
+            -signal.SIGKILL: f"took more than {self._limits.cpu_s} s of CPU time, or killed itself",
+            -signal.SIGXFSZ: f"wrote more than {self._limits.scratch_bytes >> 20} MiB",
+        }
+        if answer["status"] in reached:
+            raise ScriptError(f"{script} {reached[answer['status']]}; {_ADVICE}")
+        tests = (_TEST.match(line) for line in answer["trace"])
+        for test in dict.fromkeys(match[1] for match in tests if match):
+            said = test.replace("'['", "[").replace("']'", "]")
+            said = re.sub(r"@unknown(\d+)@", lambda marker: f"$({found.unknown.get(marker[1], '')})", said)
+            assumed = [*assumed, f"{said} is decided with a text that is not known"]
+        return replace(found, assumed=(*assumed, *found.assumed))
+
+
+_ADVICE = "take that out of a copy of the script, or give the overrides of its command line instead"
+
+
+def _launches(records: Sequence[Sequence[str]], complaints: Sequence[str] = ()) -> Launches:
+    launches, assumed, unknown = list[Launch](), list[str](), dict[str, str]()
+    for i, record in enumerate(records):
+        if len(record) < 3:
+            continue
+        kind, folder, *words = record
+        if kind == "launch":
+            launches.append(_launch(words, folder))
+        elif kind == "assumed":
+            assumed.append(f"{' '.join(words)} fails")
+        if kind in ("launch", "unknown"):
+            unknown[str(1000 + i)] = " ".join(words)
+    return Launches(
+        launches=tuple(launches),
+        unknown=unknown,
+        assumed=tuple(dict.fromkeys(assumed)),
+        complaints=tuple(dict.fromkeys(complaints)),
+    )
+
+
+_WITH_VALUE = ("-X", "-W", "-Q", "--nnodes", "--nproc_per_node", "--nproc-per-node", "--node_rank", "--node-rank",
+               "--master_addr", "--master-addr", "--master_port", "--master-port", "--rdzv_backend", "--rdzv-backend",
+               "--rdzv_endpoint", "--rdzv-endpoint", "--rdzv_id", "--rdzv-id", "--config_file", "--num_processes",
+               "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port")  # fmt: skip
+
+
+def _launch(words: Sequence[str], folder: str) -> Launch:
+    """Module of a command line of Python or one of its launchers, and what is given to it."""
+    options, left = list[str](), list(words[1:])
+    module = ""
+    while left and not module:
+        word = left.pop(0)
+        if word in ("-m", "--module") and left:
+            module = left.pop(0)
+        elif word.startswith("-m") and len(word) > 2 and not word.startswith("--"):
+            module = word[2:]
+        elif word.endswith(".py") and not word.startswith("-"):
+            module = word.removesuffix(".py").lstrip("./").replace("/", ".")
+        elif word in _WITH_VALUE and left:
+            options += [word, left.pop(0)]
+        elif word.startswith("-") or word == "launch":
+            options.append(word)
+        else:
+            module = word
+    return Launch(
+        words=tuple(words), folder=folder, module=module or words[0], options=tuple(options), arguments=tuple(left)
+    )
+
+
+def _missing(
+    answer: dict[str, Any], script: Path, lines: Sequence[str], folders: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Folders that a script makes or enters and that it lacked, and texts of files by path: sourced ones, programs."""
+    complaints = list(_COMPLAINT.finditer(answer["complaints"]))
+    made = [str(Path(f, path)) for kind, f, *paths in answer["records"] if kind == "folders" for path in paths]
+    wanted, below = dict[str, str](), f"{script.parent}/"
+    for complaint in complaints:
+        if (found := _NOT_THERE.match(complaint["text"])) is None:
+            continue
+        path, line = found["path"], int(complaint["line"])
+        if found["is_cd"]:
+            made += [str(Path(folder, path)) for folder in folders]  # which one it was in is not known
+        elif path.startswith("/") and (path.rpartition("/")[2] in _NAMES or re.search(r"/python[\d.]*$", path)):
+            wanted[path] = _stand_in(_bash() or "")
+        elif path.startswith("/") and not os.path.lexists(path) and complaint["file"] == str(script):
+            is_sourced = re.match(r"\s*(source|\.)\s", lines[line - 1] if line <= len(lines) else "")
+            wanted |= {path: _EMPTY} if is_sourced else {}
+    made = [os.path.normpath(path) for path in made] if complaints else []
+    made = [p for p in made if p != "/" and not f"{p}/".startswith(("/proc/", "/dev/", "/stand_ins/"))]
+    return [p for p in dict.fromkeys(made) if not (p.startswith(below) and Path(p).is_dir())], wanted
+
+
+def _outside(complaint: str) -> str:
+    """How a complaint of bash comes from the isolation, and not from the script; empty if it does not."""
+    if "/dev/tcp/" in complaint or "/dev/udp/" in complaint or "Network is unreachable" in complaint:
+        return "opens a network connection, and there is none"
+    if complaint.startswith("fork: "):
+        return "starts more processes than it may"
+    if complaint.startswith("enable: "):
+        return f"loads code into bash ({complaint})"
+    if complaint.endswith(("No space left on device", "File too large")):
+        return f"writes more than it may ({complaint})"
+    found = _NOT_THERE.match(complaint)
+    if found is None:
+        return ""
+    path = found["path"].rpartition(": ")[2]
+    if complaint.endswith("Permission denied") and not path.startswith("/"):
+        return f"runs or writes {path}, which it may not; a script can be run with: bash {path}"
+    if path.startswith("/") and (os.path.lexists(path) or Path(path).parent.is_dir()):
+        return f"uses {path}, outside the folder that it may read and the scratch folder that it may write"
+    return ""
+
+
+def _bash() -> str | None:
+    found = shutil.which("bash", path=os.defpath) or shutil.which("bash")
+    return None if found is None else os.path.realpath(found)
+
+
+def _libraries(bash: str) -> list[str]:
+    """Loader and libraries of bash, as the loader itself lists them."""
+    traced = subprocess.run(
+        [bash, "--norc", "-c", ":"],
+        env={"LD_TRACE_LOADED_OBJECTS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_START_TIMEOUT_S,
+    )
+    return re.findall(r"(/\S+) \(0x", traced.stdout)
+
+
+def _stand_in(bash: str) -> str:
+    return f"#!{bash} -p\n{(PROGRAM / 'stand_in.sh').read_text()}"
+
+
+_OURS = re.compile(
+    r"LD_|BASH|SHELLOPTS$|PATH$|IFS$|PS4$|ENV$|CDPATH$|GLOBIGNORE$|POSIXLY_CORRECT$|TMPDIR$|RL_LAUNCHES$"
+)
+
+
+def _environment(text: str) -> dict[str, str]:
+    """Variables for the script: those of this process that its text names, and no others."""
+    named = set(re.findall(r"[A-Za-z_]\w*", text))
+    given = {key: value for key, value in os.environ.items() if key in named and not _OURS.match(key)}
+    return {
+        "HOME": str(Path.home()),
+        "USER": os.environ.get("USER", "user"),
+        "TERM": "dumb",
+        **given,
+        "PATH": "/stand_ins:/usr/bin:/bin",
+        "BASH_FUNC_command_not_found_handle%%": '() { /stand_ins/stand_in "$@"\n}',
+        "BASH_FUNC_ulimit%%": "() { :\n}",  # it may raise no limit here
+    }
+
+
+def _advice(script: Path) -> str:
+    """What a user does where no script is run: with stand-ins that record in front, in a folder that is made here."""
+    bash = _bash() or "/bin/bash"
+    folder = Path(tempfile.mkdtemp(prefix="rl-launches-"))
+    for name in ("bin", "records"):
+        (folder / name).mkdir()
+    for name in _LAUNCHERS:
+        file = folder / "bin" / name
+        file.write_text(_stand_in(bash))
+        file.chmod(0o755)
+    return (
+        "give the overrides of its command line instead; or, if you trust it, run it yourself with stand-ins that "
+        f"record what it launches: RL_LAUNCHES={folder}/records PATH={folder}/bin:$PATH bash {script}, and give "
+        f"{folder}/records in its place"
+    )

@@ -1,0 +1,197 @@
+"""Launch scripts: what bash would start is found, and nothing outside the scratch folder is touched."""
+
+import os
+import re
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from rl_agent.errors import SandboxError, ScriptError
+from rl_agent.registry import create_script_reader
+from rl_agent.sandbox.launches import ScriptLimits, ScriptReader
+
+pytestmark = pytest.mark.process
+LAUNCH = "\npython3 -m verl.trainer.main_ppo a=1\n"
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home folder with something to lose, next to which no script is."""
+    folder = tmp_path / "home"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "precious").write_text("precious")
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
+
+
+def script(tmp_path, text):
+    file = tmp_path / "scripts" / "run.sh"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def state(folder):
+    return {str(path): path.is_file() and path.read_bytes() for path in sorted(folder.rglob("*"))}
+
+
+ATTACKS = {
+    "rm by its path": ("/bin/rm -rf ~/precious", "uses /bin/rm"),
+    "a hashed path": ("hash -p /bin/rm rm; rm -rf ~/precious", "uses /bin/rm"),
+    "output to the home folder": ("echo x > ~/precious", "precious, outside the folder"),
+    "output to a new file there": ("echo x > ~/f", "home/f, outside the folder"),
+    "a descriptor": ("exec 3> ~/f; echo x >&3", "home/f, outside the folder"),
+    "a descriptor for both": ("exec 3<> ~/precious; echo x >&3", "precious, outside the folder"),
+    "a file of the system": ("source /etc/profile", "uses /etc/profile"),
+    "a secret": ("python3 -m verl.trainer.main_ppo a=$(< /etc/shadow)", "uses /etc/shadow"),
+    "the input of a stand-in": ("python3 -m verl.trainer.main_ppo a=$(cat /etc/passwd)", "uses /etc/passwd"),
+    "a connection": ("exec 3<>/dev/tcp/127.0.0.1/PORT; echo x >&3", "opens a network connection"),
+    "a datagram": ("echo x > /dev/udp/127.0.0.1/PORT", "opens a network connection"),
+    "code for bash": ("enable -f /usr/lib/bash/mkdir mkdir", "loads code into bash"),
+    "code of its own for bash": ('enable -f "$(dirname "$0")/run.sh" x', "loads code into bash"),
+    "a device": ("echo x > /dev/sda", "launches|uses /dev"),
+    "a file of the kernel": ("echo 1 > /proc/sys/vm/drop_caches", "uses /proc/sys/vm/drop_caches|launches"),
+    "a program in its folder": ('"$(dirname "$0")/run.sh"', "uses .*/run.sh|runs or writes"),
+    "a program by the loader": ("/lib64/ld-linux-x86-64.so.2 /usr/bin/python3 -c 1", "launches|uses"),
+    "a fork bomb": (":(){ :|:& };:", "processes|ran for more"),
+    "many processes": (
+        "for i in {1..500}; do { read -t 5 x < <(:); while :; do :; done; } & done; wait",
+        "processes|ran for",
+    ),
+    "an endless loop": ("while :; do :; done", "CPU time|ran for more|wrote more"),
+    "an endless wait": ("read -t 60 x < <(while :; do read -t 1 y; done)", "ran for more|CPU|launches"),
+    "much output": ("printf -v x '%9000d' 1; while :; do echo $x >> big; done", "wrote more|writes more|CPU|ran for"),
+    "much memory": ("x=$(printf '%9000000s'); while :; do x=$x$x; done", "MiB|CPU|ran for|ended|launches"),
+    "its own reader": ("kill -9 1 2 3 -1; kill -9 $PPID", "killed itself|ended its own|launches|ran for"),
+}
+
+
+def message_of(file):
+    """The error of a script, or that it launches nothing, which is the error of who asked."""
+    limits = ScriptLimits(wall_s=4.0, cpu_s=2, scratch_bytes=1 << 20)
+    try:
+        assert not ScriptReader(limits).read(file).launches
+    except ScriptError as error:
+        return str(error)
+    return "launches nothing"
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_ends_with_one_error(name, home, tmp_path):
+    """Nothing of the user's changes, whether or not a launch follows."""
+    text, words = ATTACKS[name]
+    before = state(home)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        file = script(tmp_path, text.replace("PORT", str(listener.getsockname()[1])) + "\n")
+        said = message_of(file)
+        assert re.search(words, said), said
+        assert said == "launches nothing" or str(file) in said
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert state(home) == before
+    assert state(file.parent) == {str(file): file.read_bytes()}
+    assert not [line for line in processes() if str(file) in line]
+
+
+def processes():
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "command -p rm -rf ~/precious",
+        "PATH=; rm -rf ~/precious; PATH=/stand_ins:/usr/bin",
+        "PATH=/usr/sbin:/sbin:/usr/bin:/bin; rm -rf ~/precious",
+        "unset -f command_not_found_handle; rm -rf ~/precious",
+        "env -i rm -rf ~/precious",
+        "cd ~ && rm -rf precious && echo x > f && rm f",
+        "alias rm=rm; \\rm -rf ~/precious; builtin cd ~; > precious",
+        "bash -c 'rm -rf ~/precious'; sh -c 'rm -rf ~/precious'",
+        "mkdir -p ~/made && echo x > ~/made/f",
+        "find ~ -delete; dd if=/dev/zero of=~/precious; mv ~/precious ~/gone",
+    ],
+)
+def test_programs_are_not_run_and_the_launch_is_found(text, home, tmp_path):
+    before = state(home)
+    found = create_script_reader().read(script(tmp_path, text + LAUNCH))
+    assert [launch.arguments for launch in found.launches] == [("a=1",)]
+    assert state(home) == before
+    assert len(state(tmp_path / "scripts")) == 1
+
+
+def test_the_environment_that_a_script_names_is_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("A_TOKEN_OF_THE_USER", "secret")
+    monkeypatch.setenv("MODEL_OF_A_TEST", "q")
+    monkeypatch.setenv("LD_PRELOAD_OF_A_TEST", "")
+    file = script(tmp_path, "python3 -m m $(env | while read l; do echo $l; done) model=$MODEL_OF_A_TEST LD_PRELOAD\n")
+    arguments = create_script_reader().read(file).launches[0].arguments
+    assert "model=q" in arguments
+    assert not [word for word in arguments if "secret" in word]
+
+
+def test_limits_hold_for_a_script_in_the_background(tmp_path):
+    file = script(tmp_path, f"while :; do :; done &\n{LAUNCH}")
+    assert len(create_script_reader().read(file).launches) == 1
+
+
+def test_without_isolation_nothing_is_run(tmp_path):
+    """The message has a line that the user runs; what it records is read in the script's place."""
+    file = script(
+        tmp_path, f"set -e\nmkdir -p {tmp_path}/made{LAUNCH}nohup torchrun --nnodes 2 -m verl.x b=2 > /dev/null\n"
+    )
+    with pytest.raises(SandboxError, match=r"give the overrides of its command line instead; or") as error:
+        ScriptReader(may_isolate=False).read(file)
+    assert not (tmp_path / "made").exists()
+    line = re.search(r"record what it launches: (.*), and give (\S+) in its place", str(error.value))
+    subprocess.run(["bash", "-c", line[1]], check=True, timeout=60)
+    found = create_script_reader().recorded(Path(line[2]))
+    assert [(each.module, each.options, each.arguments) for each in found.launches] == [
+        ("verl.trainer.main_ppo", (), ("a=1",)),
+        ("verl.x", ("--nnodes", "2"), ("b=2",)),
+    ]
+
+
+def test_a_record_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(ScriptError, match="holds no record of a launch"):
+        create_script_reader().recorded(tmp_path)
+
+
+def test_tests_of_unknown_texts_are_reported(tmp_path):
+    file = script(tmp_path, f'name=$(hostname -s)\nif [ "$name" = head ]; then exit 0; fi{LAUNCH}')
+    found = create_script_reader().read(file)
+    assert found.assumed == ("[ $(hostname -s) = head ] is decided with a text that is not known",)
+
+
+def test_scripts_are_read_at_the_same_time(tmp_path):
+    results, file = [], script(tmp_path, LAUNCH)
+    threads = [
+        threading.Thread(target=lambda: results.append(create_script_reader().read(file).launches)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(launches) for launches in results] == [1] * 4
+
+
+def test_a_script_is_read_by_a_user_who_is_not_root(tmp_path):
+    """Also without root the kernel gives namespaces; limits of processes are the kernel's then."""
+    if os.getuid() != 0:
+        pytest.skip("this user is not root: the other tests show it")
+    file = script(tmp_path, f":(){{ :|:& }};:\n{LAUNCH}")
+    assert ScriptReader(ScriptLimits(wall_s=4.0))._limits.num_processes == 64
+    with pytest.raises(ScriptError, match="processes|ran for more"):
+        ScriptReader(ScriptLimits(wall_s=4.0)).read(file)
