@@ -21,6 +21,16 @@ def test_counts_by_hand():
     assert plan.max_sequence_tokens == 512 + 1024
 
 
+def test_rows_divide_over_data_parallel_ranks():
+    cut = ["engine.world_size=8", "engine.backend=megatron", "engine.parallel.tp=2", "engine.parallel.pp=2"]
+    plan = make_plan(
+        load_config("gsm8k", ["batch.mini_batch_size=2", "batch.batch_size=4", "batch.group_size=3", *cut])
+    )
+    assert plan.completions_per_rank == 3  # 6 rows over 8 / (2 x 2) ranks
+    with pytest.raises(PlanError, match="= 3 rows does not divide over 2 data-parallel ranks"):
+        make_plan(load_config("gsm8k", ["batch.mini_batch_size=1", "batch.batch_size=4", "batch.group_size=3", *cut]))
+
+
 @pytest.mark.parametrize("key", ["rollout.max_model_len", "engine.max_tokens_per_gpu"])
 def test_the_longest_sequence_may_fill_what_there_is(key):
     make_plan(load_config("quickstart", [f"{key}={16 + 5}", "reward.overlong_buffer=5"]))
@@ -51,7 +61,7 @@ JUDGE = [
         (
             ["engine.world_size=3", "batch.mini_batch_size=1", "batch.group_size=4"],
             PlanError,
-            "= 4 rows does not divide over engine.world_size=3",
+            "= 4 rows does not divide over 3 data-parallel ranks .engine.world_size=3",
         ),
         (["engine.max_tokens_per_gpu=10"], PlanError, "more than engine.max_tokens_per_gpu=10"),
         (["rollout.max_model_len=10"], PlanError, "more than rollout.max_model_len=10"),

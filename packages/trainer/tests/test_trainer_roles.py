@@ -127,7 +127,7 @@ def test_an_engine_is_built_from_the_keys_of_its_role():
             [*CRITIC, "placement.critic.pool=v", "placement.critic.num_gpus=3", "batch.mini_batch_size=4",
              "batch.group_size=4", "batch.batch_size=4"],
             PlanError,
-            "= 16 rows does not divide over placement.critic.num_gpus=3 processes",
+            "= 16 rows does not divide over the 3 data-parallel ranks of placement.critic.num_gpus=3",
         ),
     ],
 )  # fmt: skip

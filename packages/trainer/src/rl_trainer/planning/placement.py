@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rl_trainer.config.schema import ENGINE_POOL, ROLES, PoolSection
 from rl_trainer.errors import PlanError
-from rl_trainer.planning.plan import engine_of, has_reference, pool_size, teacher_folders
+from rl_trainer.planning.plan import data_parallel_ranks, engine_of, has_reference, pool_size, teacher_folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -133,16 +133,18 @@ def check_placement(config: Config) -> None:
         size = engine_of(config, role).world_size
         if config.runtime == "inline" and size > 1:
             raise PlanError(f"placement.{role}.num_gpus={size} needs processes of its own: use runtime=ray")
-        if size > per_update:
+        ranks = data_parallel_ranks(engine_of(config, role))
+        if ranks > per_update:
             raise PlanError(
-                f"the {role} has {size} processes in pool {home_of(config, role)!r}, and a mini-batch of "
+                f"the {role} has {ranks} data-parallel ranks in pool {home_of(config, role)!r}, and a mini-batch of "
                 f"{config.batch.mini_batch_size} prompts x {config.batch.group_size} completions has no row for each; "
                 f"lower placement.{role}.num_gpus"
             )
-        if role == "critic" and per_update % size:
+        if role == "critic" and per_update % ranks:
             raise PlanError(
                 f"a mini-batch of {config.batch.mini_batch_size} prompts x {config.batch.group_size} completions = "
-                f"{per_update} rows does not divide over placement.critic.num_gpus={size} processes"
+                f"{per_update} rows does not divide over the {ranks} data-parallel ranks of "
+                f"placement.critic.num_gpus={size}"
             )
 
 

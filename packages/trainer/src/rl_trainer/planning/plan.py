@@ -41,7 +41,7 @@ class BatchPlan:
     completions_per_optimizer_step: int
     """Completions that one gradient is made of."""
     completions_per_rank: int
-    """Completions of one optimizer step on one engine rank."""
+    """Completions of one optimizer step on one data-parallel rank of the engine."""
     max_sequence_tokens: int
     """Longest prompt plus completion."""
     total_completions: int
@@ -64,11 +64,12 @@ class BatchPlan:
                 "choose a divisor"
             )
         per_optimizer_step = batch.mini_batch_size * batch.group_size
-        if per_optimizer_step % engine.world_size:
+        ranks = data_parallel_ranks(engine)
+        if per_optimizer_step % ranks:
             raise PlanError(
                 f"a mini-batch of {batch.mini_batch_size} prompts x {batch.group_size} completions = "
-                f"{per_optimizer_step} rows does not divide over "
-                f"engine.world_size={engine.world_size} ranks"
+                f"{per_optimizer_step} rows does not divide over {ranks} data-parallel ranks "
+                f"(engine.world_size={engine.world_size} / tp x pp x cp x sp = {engine.world_size // ranks})"
             )
         longest, sum_ = longest_sequence(config)
         if longest > engine.max_tokens_per_gpu:
@@ -86,7 +87,7 @@ class BatchPlan:
             completions=batch.batch_size * batch.group_size,
             optimizer_steps=batch.batch_size // batch.mini_batch_size,
             completions_per_optimizer_step=per_optimizer_step,
-            completions_per_rank=per_optimizer_step // engine.world_size,
+            completions_per_rank=per_optimizer_step // ranks,
             max_sequence_tokens=longest,
             total_completions=config.steps * batch.batch_size * batch.group_size,
             streaming=_streaming(config),
@@ -97,11 +98,17 @@ class BatchPlan:
         yield "prompts per step", f"{self.prompts}"
         yield "completions per step", f"{self.completions}"
         yield "optimizer steps per step", f"{self.optimizer_steps} of {self.completions_per_optimizer_step} completions"
-        yield "completions per engine rank", f"{self.completions_per_rank} per optimizer step"
+        yield "completions per data-parallel rank", f"{self.completions_per_rank} per optimizer step"
         if self.streaming:
             yield "mini-batches as they come", self.streaming
         yield "longest sequence", f"{self.max_sequence_tokens} tokens"
         yield "completions in all", f"{self.total_completions:,}"
+
+
+def data_parallel_ranks(engine: EngineSection) -> int:
+    """Number of ranks that have different rows; those of tp, pp, cp and sp share theirs."""
+    layout = engine.parallel
+    return max(engine.world_size // (layout.tp * layout.pp * layout.cp * layout.sp), 1)
 
 
 def _streaming(config: Config) -> str:
