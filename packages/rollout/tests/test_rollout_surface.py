@@ -39,7 +39,6 @@ PUBLIC = [
     "create_server",
     "launch_server",
     "placeholder_repeats",
-    "read_body",
 ]
 
 

@@ -148,7 +148,7 @@ def test_keys_of_late_have_verl_s_names(tmp_path):
     }
     assert {key: at(config, key) for key in expected} == expected
     made = convert(overrides(settings | {"actor_rollout_ref.actor.optim.optimizer": "soap"}))
-    assert "there are adamw and muon" in made.missing["actor_rollout_ref.actor.optim.optimizer"]
+    assert "there are adamw, muon" in made.missing["actor_rollout_ref.actor.optim.optimizer"]
     same = convert(
         overrides(settings | {f"{ref}.tensor_model_parallel_size": 4, "actor_rollout_ref.hybrid_engine": True})
     )
@@ -239,12 +239,13 @@ def test_an_error_knows_the_values_of_other_libraries(override, words):
 
 def test_the_table_names_keys_and_algorithms_that_exist():
     keys = {*_all_keys(Config, "")}
-    for row in equivalents.EQUIVALENTS:
-        for key in row.ours.split(", "):
+    for row in equivalents.rows():
+        for key in row["ours"].split(", "):
             free = any(key.startswith(p) for p in ("algorithm.loss_options.", "agent.options.", "rollout.options."))
             assert free or key.replace("parts.model", "parts.NAME") in keys, key
-    assert {*equivalents.ADVANTAGES.values()} <= {*ADVANTAGES}
-    assert {*equivalents.LOSSES.values()} <= {*POLICY_LOSSES}
+    table = equivalents.tables()["verl"]
+    assert {*table["algorithm.adv_estimator"]["choices"].values()} <= {*ADVANTAGES}
+    assert {*table["actor_rollout_ref.actor.policy_loss.loss_mode"]["choices"].values()} <= {*POLICY_LOSSES}
 
 
 COMPUTE_SCORE = """
@@ -270,3 +271,189 @@ def test_a_reward_function_of_verl_runs_as_it_is(tmp_path, name, wanted):
             await scorer.close()
 
     assert asyncio.run(main()).reward == wanted
+
+
+SCRIPTS = yaml.safe_load((Path(__file__).parent / "verl_scripts.yaml").read_text())
+
+
+def in_folder(case, tmp_path):
+    folder = tmp_path / "scripts"
+    for name, text in {"run.sh": case["script"], **case.get("files", {})}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return [str(folder / "run.sh"), *case.get("words", [])]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_becomes_a_recipe(name, tmp_path):
+    case = SCRIPTS[name]
+    words = in_folder(case, tmp_path)
+    if "error" in case:
+        with pytest.raises(ConfigError) as error:
+            convert(words)
+        assert case["error"] in str(error.value)
+        return
+    made = convert(words)
+    for key, value in case["expected"].items():
+        wanted = str(Path(value).expanduser()) if str(value).startswith("~") else value
+        found = made.recipe.get(key) if made.program == "rl-sft" else key_of(made.recipe, key)
+        assert found == wanted, (key, made.text())
+
+
+def key_of(recipe, key):
+    for name in key.split("."):
+        recipe = recipe.get(name) if isinstance(recipe, dict) else None
+    return recipe
+
+
+def test_the_corpus_of_scripts_is_large():
+    assert len(SCRIPTS) >= 60
+    assert sum("error" not in case for case in SCRIPTS.values()) >= 60
+
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+FULLY_ASYNC = "python3 -m verl.experimental.fully_async_policy.fully_async_main"
+
+
+def settings_of(*words):
+    made = convert(words)
+    return made, lambda key: key_of(made.recipe, key)
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout", "backend", "parallel", "missed"),
+    [
+        ("torchtitan", [f"{A}.torchtitan.data_parallel_replicate_size=2"], "torchtitan", {"dp_replicate": 2}, False),
+        ("veomni", [f"{A}.veomni.ulysses_parallel_size=2"], "fsdp", {"sp": 2}, True),
+        (
+            "veomni",
+            [f"{A}.veomni.expert_parallel_size=4", f"{A}.veomni.fsdp_size=4"],
+            "fsdp",
+            {"ep": 4, "dp_replicate": 2},
+            True,
+        ),
+        ("megatron", [f"{A}.megatron.context_parallel_size=2"], "megatron", {"cp": 2}, False),
+        ("dp", [f"{A}.fsdp_config.ulysses_sequence_parallel_size=2"], "fsdp", {"sp": 2}, False),
+        ("mlite", [], "fsdp", None, True),
+    ],
+)
+def test_model_engines_become_backends(engine, layout, backend, parallel, missed):
+    made, at_ = settings_of(f"model_engine={engine}", *layout)
+    assert at_("engine.backend") == backend
+    assert at_("engine.parallel") == parallel
+    assert ("model_engine" in made.missing) == missed
+    assert not missed or f"no engine {engine}; there are fsdp, megatron, torchtitan" in made.missing["model_engine"]
+
+
+def test_a_tool_s_answer_is_counted_in_characters_by_verl():
+    words = [f"{R}.multi_turn.enable=True", f"{R}.multi_turn.max_tool_response_length=1026"]
+    made, at_ = settings_of(*words)
+    assert at_("agent.options.max_tool_tokens") == 257  # 1026 characters, four to a token
+    assert "characters there" in made.missing[f"{R}.multi_turn.max_tool_response_length"]
+
+
+def test_a_reward_function_stays_next_to_a_reward_model():
+    words = ["reward_model.enable=True", "reward_model.model.path=judge", "custom_reward_function.path=score.py"]
+    made, at_ = settings_of(*words)
+    assert at_("reward.path") == "score.py:compute_score"
+    assert at_("reward.parts") is None
+    assert "the function gives the reward" in made.missing["reward_model.enable"]
+
+
+@pytest.mark.parametrize(
+    ("words", "schedule", "least"),
+    [
+        (["lr_decay_style=cosine", "min_lr=1e-7"], "cosine", 0.1),
+        (["lr_scheduler_type=cosine", "min_lr_ratio=0.2"], "cosine", 0.2),
+        (["warmup_style=cosine"], "cosine", None),
+        (["lr_decay_style=linear"], "constant", None),
+        (["lr_decay_style=constant", "min_lr=1e-7"], "constant", None),
+    ],
+)
+def test_schedules_of_every_engine_are_carried_over(words, schedule, least):
+    made, at_ = settings_of(*(f"{A}.optim.{word}" for word in words))
+    assert at_("engine.lr_schedule") == schedule
+    assert at_("engine.min_lr_ratio") == (pytest.approx(least) if least else None)
+    assert ("no linear here" in made.missing.get(f"{A}.optim.lr_decay_style", "")) == ("linear" in words[0])
+
+
+def test_several_teachers_are_told_apart_by_their_source():
+    teachers = "distillation.teacher_models"
+    words = [
+        f"+{teachers}.{name}.{key}"
+        for name, key in (("a", "key=gsm8k"), ("a", "model_path=math"), ("b", "model_path=geo"))
+    ]
+    _, at_ = settings_of("distillation.enabled=True", *words)
+    assert at_("teacher.by_source") == {"gsm8k": "math", "b": "geo"}
+    assert at_("teacher.path") == "math"
+
+
+def test_servers_of_an_asynchronous_mode_have_nodes_of_their_own():
+    words = ["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=2", f"{R}.n_gpus_per_node=4"]
+    _, at_ = settings_of(*words, "trainer.n_gpus_per_node=6")
+    assert (at_("rollout.num_replicas"), at_("engine.world_size")) == (4, 6)  # 8 GPUs, two to a replica
+    assert at_("rollout.colocated") is False
+    assert at_("pipeline") == "fully_async"
+
+
+def test_what_a_mini_batch_divides_over_is_data_parallel():
+    words = [
+        f"{A}.megatron.tensor_model_parallel_size=4",
+        f"{A}.ppo_mini_batch_size=2",
+        f"{R}.n=3",
+        "data.train_batch_size=4",
+    ]
+    assert "trainer.n_gpus_per_node" not in convert(words).missing  # 6 rows over 8 / 4 ranks
+    assert "divide over 8 ranks" in convert(words[1:]).missing["trainer.n_gpus_per_node"]
+
+
+@pytest.mark.parametrize("number", ["many", "[1]"])
+def test_a_value_of_the_wrong_kind_is_listed_or_refused(number):
+    made, at_ = settings_of(f"data.train_batch_size={number}")
+    assert at_("batch.batch_size") == 1024
+    assert "is no number; 1024 is taken" in made.missing["data.train_batch_size"]
+    with pytest.raises(ConfigError, match="data.val_max_samples=.* is no number"):
+        convert([f"data.val_max_samples={number}"])
+
+
+def test_half_precision_is_listed():
+    made, at_ = settings_of(f"{A}.fsdp_config.dtype=float16")
+    assert at_("engine.precision") == "bfloat16"
+    assert "no float16 here; there are bfloat16, float32" in made.missing[f"{A}.fsdp_config.dtype"]
+
+
+def test_no_key_of_the_table_is_given_twice():
+    class Unique(yaml.SafeLoader):
+        pass
+
+    def mapping(loader, node):
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        assert len(keys) == len(set(keys)), sorted(key for key in keys if keys.count(key) > 1)
+        loader.flatten_mapping(node)
+        return {
+            loader.construct_object(key, deep=True): loader.construct_object(value, deep=True)
+            for key, value in node.value
+        }
+
+    Unique.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    yaml.load(Path(equivalents.__file__).with_suffix(".yaml").read_text(), Unique)
+
+
+def test_every_word_is_converted_or_listed():
+    """Each of many keys is in the recipe or in a list, whatever its value."""
+    keys = [
+        key
+        for key, row in equivalents.tables()["verl"].items()
+        if "choices" not in row and not key.endswith(("parallel_size", "fsdp_size"))
+    ]
+    keys.remove("model_engine")
+    plain = convert([f"{R}.n=2"]).recipe
+    for key in keys:
+        made, usual = convert([f"{key}=5000", f"{R}.n=2"]), equivalents.tables()["verl"][key].get("usual")
+        is_listed = key in {*made.missing, *made.ignored, *made.needless}
+        assert is_listed or made.recipe != plain or usual in (1, True) or 1 in _list(usual), key
+
+
+def _list(value):
+    return value if isinstance(value, list) else [value]
