@@ -9,7 +9,7 @@ import pytest
 import rl_agent
 from rl_agent.types import AgentLoopOutput
 from rl_trainer.errors import TrainerError
-from rl_trainer.loop import part_means
+from rl_trainer.loop import completion_metrics, part_means
 from rl_trainer.rewards import Score
 from rl_trainer.workers.agent import (
     _GroupWriter,
@@ -44,6 +44,16 @@ def test_groups_become_rows_with_their_own_ids_and_the_reward_on_the_last_token(
     assert columns["rollout_index"].tolist() == [0, 1, 0]
     assert [row.tolist() for row in columns["rewards"].unbind()] == [[0.0, 1.0], [0.0], [0.0, 0.0, 0.5]]
     assert [(t["group_id"], t["reward"], t["num_tokens"]) for t in tags] == [(7, 1.0, 2), (7, 0.0, 1), (9, 0.5, 3)]
+
+
+def test_sampled_ids_beyond_the_tokenizer_are_counted():
+    """A tool's text cannot hold one; what the policy sampled can, where the embedding is padded."""
+    first, second = output([3, 9, 8]), dataclasses.replace(output([9, 4]), loss_mask=(0, 1))
+    _, tags = to_columns([(7, [(first, ONE), (second, NOTHING)], None)], num_known=8)
+    assert [tag.get("num_unknown", 0) for tag in tags] == [2, 0]
+    assert completion_metrics(tags)["unknown_tokens"] == 2.0
+    _, tags = to_columns([(7, [(first, ONE)], None)])
+    assert "unknown_tokens" not in completion_metrics(tags)
 
 
 def test_the_weight_versions_of_a_row_are_those_of_its_oldest_and_its_newest_model_token():

@@ -12,15 +12,15 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from rl_rollout.testing import write_tiny_model
+from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
 from rl_rollout.types import Capabilities
 from rl_trainer.config import EngineSection, RolloutSection, load_config
 from rl_trainer.data import PromptOrder
-from rl_trainer.errors import ConfigError, PlanError
+from rl_trainer.errors import ConfigError, InputError, PlanError
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.planning.placement import is_offloaded
 from rl_trainer.planning.plan import actor_config, critic_config, frozen_config, server_config
-from rl_trainer.planning.preflight import check_backends, check_started
+from rl_trainer.planning.preflight import check_backends, check_images, check_started, folder_facts
 from rl_trainer.runtime.network import address_of
 from rl_trainer.setup import create_engine, resource_pools
 from rl_trainer.testing import FakeAgents
@@ -167,6 +167,31 @@ def test_every_key_is_in_the_table():
     assert found | {"weights_transport", "queue_storage"} == EFFECTS.keys() | {"engine.lora.dropout"}
 
 
+def test_the_plan_says_which_tokens_end_a_turn(tmp_path):
+    folder = write_tiny_model(tmp_path / "model")
+    assert folder_facts(load_config("gsm8k", [f"model.path={folder}"])) == [("turns end at", "<eos> (1)")]
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<unk>{% endfor %}")
+    (_, ends), (name, warning) = folder_facts(load_config("gsm8k", [f"model.path={folder}"]))
+    assert (ends, name) == ("<eos> (1), <unk> (2)", "warning")
+    assert warning.startswith("the chat template ends turns with <unk> (2), which is no eos_token_id")
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(InputError, match=r"generation_config\.json holds a list, not a JSON object"):
+        folder_facts(load_config("gsm8k", [f"model.path={folder}"]))
+
+
+def test_rows_with_images_need_a_model_that_takes_them(tmp_path):
+    config = load_config("gsm8k", [f"model.path={write_tiny_model(tmp_path / 'text')}"])
+    with pytest.raises(InputError, match=r"rows of the data have images, and the model in .*text takes none"):
+        check_images(config)
+    folder = write_tiny_vl_model(tmp_path / "sees")
+    check_images(load_config("gsm8k", [f"model.path={folder}"]))
+    values = json.loads((folder / "config.json").read_text())
+    values["text_config"]["layer_types"] = ["linear_attention", "full_attention"]  # Qwen3.5
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InputError, match="takes none"):
+        check_images(load_config("gsm8k", [f"model.path={folder}"]))
+
+
 @pytest.mark.parametrize(
     ("sizes", "targets", "layer"),
     [
@@ -219,6 +244,10 @@ VLLM, SGLANG = "rollout.backend=vllm", "rollout.backend=sglang"
 REFUSED = [
     ([], ["rollout.options={blok_size: 3}"], "backend=embedded cannot .* no option 'blok_size'; did you mean 'block_"),
     ([VLLM], ["rollout.options={block_size: 3}"], "rollout.backend=vllm cannot be used .* no option 'block_size'"),
+    ([VLLM], ["rollout.options={args: --quantization fp8}"], "takes no new weights .* as by --quantization"),
+    ([VLLM], ["rollout.options={args: [--quantization=fp8]}"], "takes no new weights .* as by --quantization"),
+    ([SGLANG], ["rollout.options={args: --quantization fp8}"], "takes no new weights .* as by --quantization"),
+    ([], ["rollout.device=mps"], "device 'mps' is not computed on; use auto, cpu, cuda"),
     ([VLLM], ["rollout.colocated=true"], "rollout.backend=vllm cannot give the memory of its weights back"),
     (
         ["rollout.backend=tensorrt_llm"],

@@ -5,8 +5,10 @@ import sys
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
@@ -20,6 +22,8 @@ from rl_engine import (
     check,
     create_engine,
 )
+from rl_engine.model import engine
+from rl_engine.model.device_memory import idle_accelerator
 from rl_engine.testing import write_tiny_model
 
 _spec = spec_from_file_location("moe_oracle", Path(__file__).parents[1] / "support" / "moe_oracle.py")
@@ -149,3 +153,22 @@ def test_the_layouts_of_large_mixtures_are_taken(tmp_path):
     check("fsdp", qwen, world_size=64)
     check("fsdp", deepseek, world_size=512)
     check("megatron", replace(deepseek, parallel=ParallelConfig(pp=16, ep=64)), world_size=2048)  # of its report
+
+
+def test_a_gpu_of_rocm_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(BackendError, match=r"torch is built for ROCm 6\.4 and sees a GPU.* Hide it"):
+        check("fsdp", EngineConfig(model_path=str(write_tiny_model(tmp_path))))
+
+
+@pytest.mark.parametrize("kind", ["mps", "npu", "cuda", None])
+def test_an_accelerator_that_is_not_computed_on_is_said(tmp_path, monkeypatch, kind):
+    device = None if kind is None else SimpleNamespace(type=kind)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+        idle = idle_accelerator()
+    assert idle == (kind if kind in ("mps", "npu") else None)
+    monkeypatch.setattr(engine, "idle_accelerator", lambda: idle)
+    found = check("fsdp", EngineConfig(model_path=str(write_tiny_model(tmp_path))))
+    assert found.get("device") == (idle and f"cpu, as engines here do not compute on {kind}")

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from rl_engine import EngineConfig, MatmulPrecision, Precision, create_engine
+from rl_engine import ConfigError, EngineConfig, MatmulPrecision, ModelFolderError, Precision, check, create_engine
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch
 
@@ -31,6 +32,8 @@ PACKED = {
     "granite": {"logits_scaling": 8.0},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     "gpt2": GPT2,
+    "afmoe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1},
+    "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_key_value_heads": 2},
 }
 PARTED = ("qwen3_moe", "gpt_oss")  # prompts fed with every row: routers
 PADDED = {
@@ -85,6 +88,29 @@ def test_scores_and_gradients_are_those_of_the_bare_model(tmp_path, kind):
         assert (parameter.grad is None) == (gradients[name] is None), name
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("doge", "DogeAttention adds a position bias or mask, so its rows cannot be packed"),
+        ("nemotron", "NemotronAttention does not hand keyword arguments on, so its rows cannot be packed"),
+    ],
+)
+def test_attention_that_cannot_be_packed_is_refused_by_check(tmp_path, kind, why):
+    with pytest.raises(ConfigError, match=why):
+        check("fsdp", EngineConfig(model_path=str(folder_of(tmp_path, kind, {}))))
+
+
+def test_attention_that_fails_on_packed_rows_is_refused_by_check(tmp_path, monkeypatch):
+    """Whatever a new family does with the result."""
+
+    def view(self, hidden_states, **kwargs):
+        return hidden_states.transpose(1, 2).view(-1), None
+
+    monkeypatch.setattr(Qwen3Attention, "forward", view)
+    with pytest.raises(ModelFolderError, match="Qwen3Attention cannot attend within packed rows: view size is not"):
+        check("fsdp", EngineConfig(model_path=str(folder_of(tmp_path, "qwen3", {}))))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rl_engine import BatchError, EngineConfig, Precision, create_engine
@@ -223,3 +224,32 @@ def test_time_is_refused_where_the_text_tells_it(tmp_path):
     with pytest.raises(BatchError, match="has second_per_grid_ts and Qwen3VLModel reads time from its text"):
         engine.forward_backward_batch(batch_of_videos(rows), None)
     engine.close()
+
+
+def test_a_model_whose_layers_mix_tokens_is_trained_whole_and_without_images(tmp_path):
+    """Qwen3.5: as the causal LM that transformers has for its kind it would lose its vision tower."""
+    text = {**TEXT, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+    text |= {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+    text |= {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
+    text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 0, 0], "rope_theta": 1e4}}
+    vision = SIZES | {"out_hidden_size": 32, "num_position_embeddings": 16}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision, **IDS)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    engine = create_engine("fsdp", EngineConfig(model_path=str(tmp_path / "model"), precision=Precision.FLOAT64))
+    engine.initialize()
+    rows = ragged_batch([[5, 6], [7, 8, 9]], [[10, 11, 12], [13]])
+    found = engine.forward_backward_batch(rows, sft_loss).columns["logprobs"].unbind()
+    pixels = rows.clone().update({"pixel_values": ragged([[[0.0]], [[0.0]]], torch.float32)})
+    with pytest.raises(BatchError, match="pixel_values and the model takes no images"):
+        engine.forward_backward_batch(pixels, None)
+    engine.save_model(tmp_path / "out")
+    engine.close()
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    assert before.keys() == after.keys()
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    for prompt, completion, got in zip([[5, 6], [7, 8, 9]], [[10, 11, 12], [13]], found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        want = logits.gather(1, torch.tensor(completion)[:, None])[:, 0]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, check_dtype=False)

@@ -32,7 +32,7 @@ from rl_rollout.http.server import NOT_ALLOWED, http_error, is_allowed, json_bod
 from rl_rollout.http.text import LazyTokenizer, plain_messages
 from rl_rollout.registry import LOOPBACK_HOSTS, check_unused
 from rl_rollout.types import ServerAddress
-from rl_rollout.validation import check_count, check_positions, folder_tokens
+from rl_rollout.validation import check_count, check_device, check_positions, folder_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,6 +119,7 @@ class ScoreServer:
             raise ConfigError(f"options {sorted(config.options)} do nothing with a reward model; leave them out")
         unused = ("max_num_seqs", "seed", "timeout_s", "queue_timeout_s", "kv_cache_bytes")
         check_unused(config, unused, "it does nothing with a reward model")
+        check_device(config.device)
         self._config = config
         self._tokenizer = LazyTokenizer(config.model_path)
         self._tokens = folder_tokens(config.model_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,16 @@ def folder_tokens(model_path: str) -> FolderTokens:
         return read_folder_tokens(model_path)
     except ValueError as error:
         raise ModelFolderError(str(error)) from error
+
+
+def check_device(name: str) -> None:
+    """Check the name of a device that is computed on here.
+
+    Raises:
+        ConfigError: it is another, such as `mps` or `npu`.
+    """
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
+        raise ConfigError(f"device {name!r} is not computed on; use auto, cpu, cuda or cuda:N (an NVIDIA GPU)")
 
 
 def check_count(count: int, config: ServerConfig) -> None:

@@ -400,7 +400,10 @@ def num_truncated(tags: Sequence[Mapping[str, Any]]) -> int:
 
 
 def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of completions: lengths in tokens, truncated share, spread of rewards, groups with equal rewards."""
+    """Metrics of completions: lengths in tokens, truncated share, spread of rewards, groups with equal rewards.
+
+    With `unknown_tokens`, ids that the tokenizer has not, where any was sampled.
+    """
     if not tags:
         return {}
     rewards, lengths = [tag["reward"] for tag in tags], [tag["num_tokens"] for tag in tags]
@@ -414,6 +417,7 @@ def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "truncated_share": num_truncated(tags) / len(tags),
         "reward_std": fmean([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
         "groups_without_signal": 1 - len(has_signal) / len(first),
+        **({"unknown_tokens": float(unknown)} if (unknown := sum(tag.get("num_unknown", 0) for tag in tags)) else {}),
     }
 
 

@@ -38,6 +38,7 @@ from rl_engine.model.hf import (
     HuggingFaceScorer,
     PolicyScorer,
     ValueScorer,
+    check_attention,
     find_linear_head,
     make_buffers,
     set_buffer,
@@ -114,6 +115,7 @@ def check_fit(config: EngineConfig, world_size: int) -> str | None:
         raise ConfigError(f"parallel.ep is {ep} and lora is set; peft's adapters want all experts on every rank.")
     model = _empty_model(config)
     scorer, _ = _scorer_of(model, config)
+    check_attention(scorer)
     if config.fp8 != Fp8.OFF:
         _to_float8(scorer.model, config.fp8)
     check_candidates(config.num_candidates, scorer.config.vocab_size)

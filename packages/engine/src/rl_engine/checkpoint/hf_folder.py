@@ -353,10 +353,10 @@ def block_size(folder: str | Path) -> tuple[int, int] | None:
 def _factory(config: Any, head: Head) -> Any:
     """The class whose `from_config` and `from_pretrained` build the model; `config` is given its one label."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    if head == Head.LM:
-        sees = hasattr(config, "vision_config") and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if head == Head.LM:  # as causal LMs some multimodal models lose their vision tower, without a word
+        sees = hasattr(config, "vision_config") and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         return AutoModelForImageTextToText if sees else AutoModelForCausalLM
     config.num_labels = 1
     return AutoModelForSequenceClassification

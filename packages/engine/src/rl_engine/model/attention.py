@@ -158,7 +158,7 @@ def packed_attention(
         **kwargs: Hold the `RowLayout` under `LAYOUT_KWARG`.
 
     Returns:
-        (1, T, H, D), and None for the probabilities.
+        (1, T, H, D), contiguous, as some models view it anew; and None for the probabilities.
     """
     layout = kwargs.get(LAYOUT_KWARG)
     if not isinstance(layout, RowLayout) or position_bias is not None or attention_mask is not None:
@@ -172,12 +172,12 @@ def packed_attention(
         num_keys = 0 if layout.keys is None else len(layout.keys.index)
         if num_keys > _MANY_KEYS * len(q) and torch.is_grad_enabled():
             again: Any = {"use_reentrant": False, "preserve_rng_state": False}
-            return checkpoint(_attend, q, k, v, layout, options, **again)[None], None
-        return _attend(q, k, v, layout, options)[None], None
+            return checkpoint(_attend, q, k, v, layout, options, **again)[None].contiguous(), None
+        return _attend(q, k, v, layout, options)[None].contiguous(), None
     sinks = None if s_aux is None else sequence_group.own_heads(s_aux)
     q, k, v = (sequence_group.to_heads(part) for part in (q, k, v))
     out = _attend(q, k, v, layout, _Options(scale, dropout, sliding_window, softcap, sinks))
-    return sequence_group.to_tokens(out)[None], None
+    return sequence_group.to_tokens(out)[None].contiguous(), None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: _Options) -> Tensor:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rl_engine.errors import BackendError
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -27,6 +29,21 @@ _SMALL_BYTES = 1 << 16
 def has_gpu() -> bool:
     """Whether there is another device than the CPU."""
     return torch.cuda.is_available()
+
+
+def idle_accelerator() -> str | None:
+    """Kind of an accelerator of this machine that is not computed on (`mps`, `npu`, `xpu`); None without one.
+
+    Raises:
+        BackendError: torch is built for ROCm and sees a GPU, which it would take for one of CUDA.
+    """
+    if torch.version.hip is not None and torch.cuda.is_available():
+        raise BackendError(
+            f"torch is built for ROCm {torch.version.hip} and sees a GPU; engines here compute on NVIDIA's GPUs or on "
+            "the CPU. Hide it (HIP_VISIBLE_DEVICES=-1) to compute on the CPU."
+        )
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in ("cpu", "cuda") else found.type
 
 
 def has_float8() -> bool:

@@ -37,7 +37,7 @@ from rl_engine.checkpoint.sharded import CheckpointWriter, local_shards, restore
 from rl_engine.checkpoint.slices import read_mtp
 from rl_engine.distributed.world import World, expected_size, join_world
 from rl_engine.errors import BatchError, ConfigError, EngineError
-from rl_engine.model.device_memory import DeviceMemory, has_float8, has_gpu, offload_activations
+from rl_engine.model.device_memory import DeviceMemory, has_float8, has_gpu, idle_accelerator, offload_activations
 from rl_engine.model.logprobs import HeadLoss, head_loss_obstacle
 from rl_engine.model.lora import adapter_layers, write_adapter
 from rl_engine.model.moe import ExpertLoad, check_replay, counts_of_column
@@ -206,7 +206,10 @@ class ModuleEngine(Engine):
             raise ConfigError("transformer_engine is false; of the backends here megatron alone has it. Leave it true.")
         if self._config.dist_checkpoint is not None and not self._reads_dist_checkpoints:
             raise ConfigError("dist_checkpoint is set; of the backends here megatron alone reads such folders.")
+        idle = idle_accelerator()
         found = settings_status(self._config, self._check(world_size))
+        if idle is not None:
+            found["device"] = f"cpu, as engines here do not compute on {idle}"
         if self._exports_adapter():
             found["adapter_layers"] = " ".join(adapter_layers(self._config))
         return found

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
+from rl_csrc.inference.images import PACKED_LAYERS
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
-from rl_engine.errors import ModelFolderError
+from rl_engine.errors import ConfigError, ModelFolderError
 from rl_engine.model import attention
 from rl_engine.model.engine import Scorer
 from rl_engine.model.logprobs import LinearHead, score_logits, score_states, score_values
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 ROPE_TYPES = ("default", "linear", "llama3")
 """Kinds of rotary tables that scale nothing but frequencies."""
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class HuggingFaceScorer(Scorer):
@@ -289,7 +290,7 @@ def _can_pack(model: PreTrainedModel) -> bool:
     """Whether every layer attends through transformers' attention interface and takes positions from outside."""
     layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    return model.is_backend_compatible() and takes_positions and layers <= _PACKABLE_LAYERS
+    return model.is_backend_compatible() and takes_positions and layers <= PACKED_LAYERS
 
 
 def _probe_rows(model: PreTrainedModel) -> dict[str, Any]:
@@ -297,6 +298,32 @@ def _probe_rows(model: PreTrainedModel) -> dict[str, Any]:
     positions = {"position_ids": torch.arange(4, device=model.device)[None]} if _can_pack(model) else {}
     layout = {attention.LAYOUT_KWARG: attention.row_layout([4], model.device)} if _can_pack(model) else {}
     return {"input_ids": token_ids, "use_cache": False, **positions, **layout}
+
+
+def check_attention(scorer: HuggingFaceScorer) -> None:
+    """Run an empty model up to what needs numbers, and refuse attention layers that cannot attend within packed rows.
+
+    Raises:
+        ConfigError: they add masks or biases, or do not hand keyword arguments on.
+        ModelFolderError: they fail in another way.
+    """
+    if not scorer.is_packed:
+        return
+    try:
+        with torch.no_grad():
+            scorer.model.base_model(**_probe_rows(scorer.model))
+    except ConfigError:
+        raise
+    except Exception as error:  # of modules that look at numbers, which an empty model has not, and of attention
+        modules = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+        found = [module for module in modules if isinstance(module, nn.Module) and _attends(module)]
+        if found and isinstance(error, RuntimeError) and "meta" not in str(error):
+            told = " ".join(str(error).split())
+            raise ModelFolderError(f"{type(found[0]).__name__} cannot attend within packed rows: {told}") from error
+
+
+def _attends(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower()
 
 
 def _scales(config: Any) -> list[float]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rl_csrc.inference.images import takes_images
 from rl_engine.errors import BatchError
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 
 def is_multimodal(model: PreTrainedModel) -> bool:
     """Whether the model takes images in the way described above."""
-    trunk: Any = model.base_model
-    return hasattr(trunk, "visual") and hasattr(trunk, "get_rope_index")
+    return takes_images(model.config.to_dict()) and hasattr(model.base_model, "get_rope_index")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from rl_rollout.backends.external.server import (
     check_arguments,
     find_preparer,
     has_vision,
+    is_quantised,
     read_environment,
     words,
 )
@@ -123,7 +124,7 @@ class SglangServer(ExternalServer):
     def capabilities(self) -> Capabilities:
         """See `RolloutServer.capabilities`; they depend on the arguments that SGLang was started with."""
         return Capabilities(
-            updates_weights=not self.adapters,
+            updates_weights=not self.adapters and not is_quantised(self.arguments, self.model_config),
             sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
             is_seeded=SEED_ARGUMENT in self.arguments,
             has_adapters=bool(self.adapters),

@@ -32,6 +32,7 @@ from rl_rollout.backends.external.server import (
     check_arguments,
     find_preparer,
     has_vision,
+    is_quantised,
     read_environment,
     words,
 )
@@ -134,6 +135,7 @@ class VllmServer(ExternalServer):
     def capabilities(self) -> Capabilities:
         """See `RolloutServer.capabilities`; they depend on the arguments that vLLM was started with."""
         return Capabilities(
+            updates_weights=not is_quantised(self.arguments, self.model_config),
             sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
             gives_routed_experts=ROUTED_ARGUMENT in self.arguments,
             has_adapters=bool(self.adapters),

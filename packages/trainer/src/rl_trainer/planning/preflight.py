@@ -128,6 +128,8 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weig
     check_model(config, has_weights=has_weights)
     if config.teacher is not None:
         check_teacher(config.teacher, config.model.path)
+    if any(shows_images(row) for row in rows):
+        check_images(config)
     if config.engine.router_replay and any(shows_images(row) for row in rows):
         raise InputError(
             "engine.router_replay=true takes the experts that the servers chose, and they do not tell those of prompts "
@@ -290,6 +292,22 @@ def folder_facts(config: Config) -> list[tuple[str, str]]:
     return [("turns end at", ends), *(("warning", warning) for warning in warnings)]
 
 
+def check_images(config: Config) -> None:
+    """Check that the policy takes images, which rows of the data have.
+
+    Raises:
+        InputError: it takes none.
+    """
+    from rl_trainer.workers.columns import takes_images
+
+    if config.model.path is None or not takes_images(Path(config.model.path)):
+        raise InputError(
+            f"rows of the data have images, and the model in {config.model.path} takes none: a model is needed whose "
+            "images are patches among packed tokens (Qwen2.5-VL, Qwen3-VL), in a folder with preprocessor_config.json; "
+            "choose another, or leave those rows out"
+        )
+
+
 def check_teacher(teacher: TeacherSection, model_path: str | None) -> None:
     """Check that the teacher is a folder whose token ids mean what the policy's do.
 
@@ -361,8 +379,9 @@ _NEEDS = (
     _Need(
         asks=lambda _: True,
         is_met=lambda can: can.updates_weights,
-        sentence="takes no new weights with these rollout.options, so that the policy could not be updated; choose "
-        "other options, or another backend",
+        sentence="takes no new weights with these rollout.options and this folder, so that the policy could not be "
+        "updated (weights that the server quantises, as by --quantization, are not those that were sent, and cannot be "
+        "compared with them); choose other options, or another backend",
     ),
     _Need(
         asks=is_offloaded,

@@ -348,7 +348,9 @@ class AgentWorker:
         return found
 
     def _put(self, groups: list[Group], partition: str, jobs: Mapping[int, Job]) -> None:
-        columns, tags = to_columns(groups, has_experts=self._asks_experts, reader=self._reader)
+        columns, tags = to_columns(
+            groups, has_experts=self._asks_experts, reader=self._reader, num_known=self._tokens.num_tokens
+        )
         for tag in tags:
             job = jobs[tag["group_id"]]
             tag |= {"attempt": job.attempt, "is_copy": False}

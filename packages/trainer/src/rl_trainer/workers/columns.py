@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_agent.types import AgentLoopOutput
+from rl_csrc.inference.images import takes_images as model_takes_images
 from rl_rollout import placeholder_repeats
 from rl_rollout.errors import RequestError
 from rl_tq.types import PerGroup
@@ -41,7 +42,11 @@ EXPERTS = ("routed_experts",)
 
 
 def to_columns(
-    groups: Sequence[Group], *, has_experts: bool = False, reader: ImageReader | None = None
+    groups: Sequence[Group],
+    *,
+    has_experts: bool = False,
+    reader: ImageReader | None = None,
+    num_known: int | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Columns and tags of groups. Ragged columns are jagged tensors; "per token" means per completion token.
 
@@ -49,6 +54,7 @@ def to_columns(
         groups: Complete ones.
         has_experts: Write `EXPERTS`.
         reader: Write `IMAGES`, and the images' places in the ids.
+        num_known: Ids of the tokenizer; sampled tokens beyond are counted. None: all are known.
 
     Raises:
         TrainerError: rewards have different parts, a server did not tell the experts of every token, or images and
@@ -101,6 +107,7 @@ def to_columns(
             "reward": score.reward,
             "parts": dict(score.components),
             "num_tokens": len(o.completion_token_ids),
+            **({"num_unknown": unknown} if (unknown := _num_unknown(o, num_known)) else {}),
             "weight_version_min": min(v),
             "weight_version_max": max(v),
             "finish_reason": str(o.finish_reason),
@@ -172,6 +179,12 @@ def _jagged(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
+def _num_unknown(output: AgentLoopOutput, num_known: int | None) -> int:
+    """Sampled ids that are beyond the tokenizer: rows of an embedding that was padded."""
+    pairs = zip(output.completion_token_ids, output.loss_mask, strict=True)
+    return 0 if num_known is None else sum(bool(wrote) and token >= num_known for token, wrote in pairs)
+
+
 IMAGES = ("pixel_values", "image_grid_thw")
 """Ragged, float32 [patches of a row's images, numbers of a patch] and int64 [images, 3]: what the engine is fed."""
 
@@ -179,9 +192,8 @@ IMAGES = ("pixel_values", "image_grid_thw")
 def takes_images(folder: Path) -> bool:
     """Whether the model in a folder takes images as patches, and the folder has an image processor."""
     file = folder / "config.json"
-    vision = json.loads(file.read_text()).get("vision_config") or {} if file.is_file() else {}
-    is_told = any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
-    return is_told and {"spatial_merge_size", "patch_size"} <= vision.keys()
+    has_processor = any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+    return has_processor and file.is_file() and model_takes_images(json.loads(file.read_text()))
 
 
 class ImageReader:

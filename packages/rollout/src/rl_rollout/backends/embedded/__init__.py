@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import ConfigError, ModelFolderError
 from rl_rollout.registry import check_options, check_unused
-from rl_rollout.validation import TOOL_PARSERS, find_plugin, read_adapter_config, read_model_config
+from rl_rollout.validation import TOOL_PARSERS, check_device, find_plugin, read_adapter_config, read_model_config
 
 if TYPE_CHECKING:
     from rl_rollout.base import RolloutServer
@@ -63,6 +63,7 @@ def check_embedded_options(options: Mapping[str, Any]) -> None:
 def create_server(config: ServerConfig) -> RolloutServer:
     """Server whose engine runs in a thread of this process."""
     check_embedded_options(config.options)
+    check_device(config.device)
     check_unused(config, ("parallel",), "the embedded engine computes on one device; take backend vllm or sglang")
     check_model_folder(config.model_path)
     from rl_rollout.backends.embedded.server import EmbeddedServer  # imports transformers and aiohttp

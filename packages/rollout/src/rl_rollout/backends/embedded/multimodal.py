@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_csrc.inference.images import takes_images
 from rl_rollout.multimodal import load_preparer
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class ImageReader:
 
 def load_image_reader(module: Any, model_path: str) -> ImageReader | None:
     """Image preprocessor of the model in this folder; None if it takes no images."""
-    if not (hasattr(module.base_model, "visual") and hasattr(module.base_model, "get_rope_index")):
+    if not (takes_images(module.config.to_dict()) and hasattr(module.base_model, "get_rope_index")):
         return None
     config = module.config
     num_merged = config.vision_config.spatial_merge_size**2

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_csrc.inference.images import takes_images
 from rl_rollout.backends.external.upstream import Upstream
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
@@ -77,7 +78,7 @@ def has_vision(model_config: Mapping[str, Any]) -> bool:
 
 def find_preparer(model_path: str, model_config: Mapping[str, Any]) -> ImagePreparer | None:
     """Image preprocessor for third-party servers; None where the model's image interface is not supported."""
-    if model_config.get("model_type") not in IMAGE_MODELS:
+    if model_config.get("model_type") not in IMAGE_MODELS or not takes_images(model_config):
         return None
     num_merged = int(model_config["vision_config"]["spatial_merge_size"]) ** 2
     return load_preparer(model_path, token_id=int(model_config["image_token_id"]), num_merged=num_merged)
@@ -168,6 +169,16 @@ def check_arguments(arguments: Sequence[str], given: Mapping[str, str]) -> None:
                 f"{given[flag]} (rollout.parallel={{{given[flag]}: N}} of rl-train, --parallel {given[flag]}=N of "
                 "rl-serve), so that GPUs and receivers of weights are counted by it"
             )
+
+
+def is_quantised(arguments: Sequence[str], model_config: Mapping[str, Any]) -> bool:
+    """Whether the server holds weights in another format than they are sent in, so that they cannot be compared.
+
+    By the arguments of vLLM and SGLang, or as the folder's own are.
+    """
+    flags = ("--quantization", "-q", "--torchao-config")
+    asked = any(word.partition("=")[0].replace("_", "-") in flags for word in arguments)
+    return asked or model_config.get("quantization_config") is not None
 
 
 GRACE_S = 5.0

@@ -25,7 +25,7 @@ from rl_rollout.backends.embedded.model.weights import WeightMemory
 from rl_rollout.backends.embedded.multimodal import ImagePrompt, ImageReader, load_image_reader
 from rl_rollout.backends.embedded.sequence import ExpertRecorder
 from rl_rollout.errors import ConfigError, ModelFolderError
-from rl_rollout.validation import check_positions, folder_tokens
+from rl_rollout.validation import check_device, check_positions, folder_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -142,12 +142,12 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ConfigError: not the name of a device, or CUDA is not available.
     """
+    check_device(name)
+    if name != "cpu" and torch.version.hip is not None and torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: torch is built for ROCm, and not for NVIDIA's GPUs; use cpu")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not one; use auto, cpu or cuda") from error
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r}: there is no CUDA device here; use cpu")
     return device
@@ -241,15 +241,16 @@ def device_memory(device: torch.device) -> Callable[[int], Memory] | None:
 
 
 def _load_module(path: str, dtype: torch.dtype) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     from transformers.utils import logging
 
     had_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would stand among the lines of a run
     try:
-        kind = type(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
-        has_text_alone = kind in MODEL_FOR_CAUSAL_LM_MAPPING
-        load: Any = (AutoModelForCausalLM if has_text_alone else AutoModelForImageTextToText).from_pretrained
+        config: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        sees = hasattr(config, "vision_config") and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        load: Any = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained
         with _LOADING:
             module, info = load(
                 path, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True

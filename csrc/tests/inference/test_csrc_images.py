@@ -1,0 +1,23 @@
+import pytest
+
+from rl_csrc.inference.images import takes_images
+
+VISION = {"spatial_merge_size": 2, "patch_size": 14}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "want"),
+    [
+        ({"model_type": "qwen3"}, False),
+        ({"vision_config": VISION}, True),
+        ({"vision_config": VISION, "text_config": {"layer_types": ["sliding_attention", "full_attention"]}}, True),
+        ({"vision_config": VISION, "text_config": LINEAR}, False),  # Qwen3.5
+        ({"vision_config": VISION, "text_config": {"linear_num_key_heads": 4}}, False),  # before its first save
+        ({"vision_config": VISION, **LINEAR}, False),
+        ({"vision_config": {"patch_size": 14}}, False),  # another interface
+        ({"vision_config": None}, False),
+    ],
+)
+def test_models_that_take_images_among_packed_tokens(config, want):
+    assert takes_images(config) is want
