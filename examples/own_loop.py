@@ -8,7 +8,7 @@ from rl_agent.session import Session
 
 
 class RepeatedLoop(AgentLoop):
-    async def run(self, sampling_params, **row):
+    async def run(self, sampling_params, row):
         """One generation; `Session` keeps its tokens, log-probs and weight versions."""
         *before, last = row["prompt"]
         asked = {**last, "content": f"{last['content']} {last['content']}"}

@@ -92,7 +92,7 @@ def per_turn(run: Run, runner: asyncio.Runner) -> None:
 
     async def with_loop() -> None:
         for row in rows:
-            await loop.run({}, **row)
+            await loop.run({}, row)
 
     async def with_runner() -> None:
         async for _ in agents.run(rows, {}):
@@ -104,7 +104,7 @@ def per_turn(run: Run, runner: asyncio.Runner) -> None:
         beyond = [ours - bare for ours, bare in zip(samples[name], samples["bare"], strict=True)]
         note = "beyond server, template and decode"
         run.record("overhead per turn", name, beyond, unit="ms", goal="<= 0.5 ms", note=note)
-    output = runner.run(loop.run({}, **rows[0]))
+    output = runner.run(loop.run({}, rows[0]))
     run.compare(f"validate {NUM_TOKENS} tokens", {"rl-agent": lambda: validate_output(output)}, unit="us", inner=100)
 
 
@@ -142,7 +142,7 @@ def tool_turns(run: Run, runner: asyncio.Runner) -> None:
 
     async def work() -> None:
         for row in rows:
-            output = await loop.run({"max_new_tokens": NUM_TOKENS}, **row)
+            output = await loop.run({"max_new_tokens": NUM_TOKENS}, row)
             assert output.num_turns == num_turns
 
     samples = run.collect({"tool": partial(timed, runner, work, len(rows) * num_turns)})

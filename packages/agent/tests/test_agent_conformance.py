@@ -14,8 +14,8 @@ from rl_rollout.errors import RequestError, ServerLostError
 class Retokenising(SingleTurnLoop):
     """Goes through text, and loses the end of the turn."""
 
-    async def run(self, sampling_params, **kwargs):
-        output = await super().run(sampling_params, **kwargs)
+    async def run(self, sampling_params, row):
+        output = await super().run(sampling_params, row)
         ids = tuple(self.tokenizer.encode(output.text))
         return replace(
             output,
@@ -29,8 +29,8 @@ class Retokenising(SingleTurnLoop):
 class Marking(SingleTurnLoop):
     """Claims that the model wrote a token that it did not write."""
 
-    async def run(self, sampling_params, **kwargs):
-        output = await super().run(sampling_params, **kwargs)
+    async def run(self, sampling_params, row):
+        output = await super().run(sampling_params, row)
         return replace(
             output,
             completion_token_ids=(*output.completion_token_ids, 13),
@@ -43,26 +43,26 @@ class Marking(SingleTurnLoop):
 class Unaligned(SingleTurnLoop):
     """Loses a log-prob."""
 
-    async def run(self, sampling_params, **kwargs):
-        output = await super().run(sampling_params, **kwargs)
+    async def run(self, sampling_params, row):
+        output = await super().run(sampling_params, row)
         return replace(output, rollout_logprobs=output.rollout_logprobs[1:])
 
 
 class Stateful(SingleTurnLoop):
     """Keeps the row on itself, where the next one overwrites it."""
 
-    async def run(self, sampling_params, **kwargs):
-        self.row = kwargs
+    async def run(self, sampling_params, row):
+        self.row = row
         await asyncio.sleep(0)
-        return await super().run(sampling_params, **self.row)
+        return await super().run(sampling_params, self.row)
 
 
 class Swallowing(SingleTurnLoop):
     """Hides that the server is gone."""
 
-    async def run(self, sampling_params, **kwargs):
+    async def run(self, sampling_params, row):
         try:
-            return await super().run(sampling_params, **kwargs)
+            return await super().run(sampling_params, row)
         except ServerLostError:
             return []
 
@@ -70,16 +70,16 @@ class Swallowing(SingleTurnLoop):
 class Careless(SingleTurnLoop):
     """Makes up a prompt where the row has none."""
 
-    async def run(self, sampling_params, prompt=None, **kwargs):
-        return await super().run(sampling_params, prompt=prompt or [{"role": "user", "content": ""}])
+    async def run(self, sampling_params, row):
+        return await super().run(sampling_params, {"prompt": [{"role": "user", "content": ""}], **row})
 
 
 class Stubborn(SingleTurnLoop):
     """Returns when it is cancelled, as if it had ended."""
 
-    async def run(self, sampling_params, **kwargs):
+    async def run(self, sampling_params, row):
         try:
-            return await super().run(sampling_params, **kwargs)
+            return await super().run(sampling_params, row)
         except asyncio.CancelledError:
             return []
 
@@ -87,16 +87,16 @@ class Stubborn(SingleTurnLoop):
 class Deaf(SingleTurnLoop):
     """Samples as it likes."""
 
-    async def run(self, sampling_params, **kwargs):
-        return await super().run({"max_new_tokens": sampling_params["max_new_tokens"]}, **kwargs)
+    async def run(self, sampling_params, row):
+        return await super().run({"max_new_tokens": sampling_params["max_new_tokens"]}, row)
 
 
 class Nameless(SingleTurnLoop):
     """Gives all of its requests one id."""
 
-    async def run(self, sampling_params, **kwargs):
+    async def run(self, sampling_params, row):
         loop = SingleTurnLoop(self, self.tokenizer)
-        return await loop.run(sampling_params, **kwargs)
+        return await loop.run(sampling_params, row)
 
     async def generate(self, request):
         return await self.server.generate(replace(request, request_id="mine"))

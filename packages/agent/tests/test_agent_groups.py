@@ -26,7 +26,7 @@ class Scripted(AgentLoop):
         self.started = Counter()
         self.seeds = []
 
-    async def run(self, sampling_params, **row):
+    async def run(self, sampling_params, row):
         name = row["prompt"][0]["content"]
         number = self.started[name]
         self.started[name] += 1
@@ -34,7 +34,7 @@ class Scripted(AgentLoop):
         if number in self.script.get(name, ()):
             failure = Failure(kind=self.kind, stage="test", message=f"{name}/{number}", is_retryable=False)
             raise FailureError(failure)
-        return replace(await self.inner.run(sampling_params, **row), reward=float(number))
+        return replace(await self.inner.run(sampling_params, row), reward=float(number))
 
 
 def groups(loop, *, group_size=4, rows=ROWS, max_concurrent=1, **policy):
@@ -59,8 +59,8 @@ def test_groups_without_failures_are_whole_under_every_policy():
 class LastFirst(Scripted):
     """The later a rollout starts, the sooner it ends."""
 
-    async def run(self, sampling_params, **row):
-        output = await super().run(sampling_params, **row)
+    async def run(self, sampling_params, row):
+        output = await super().run(sampling_params, row)
         await asyncio.sleep((3 - output.reward) * 0.05)
         return output
 

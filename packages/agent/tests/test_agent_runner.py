@@ -166,7 +166,7 @@ class ScriptedLoop(AgentLoop):
     def __init__(self, result):
         self.result = result
 
-    async def run(self, sampling_params, **kwargs):
+    async def run(self, sampling_params, row):
         await asyncio.sleep(0)
         if isinstance(self.result, Exception):
             raise self.result
@@ -179,10 +179,11 @@ def test_a_loop_ends_a_rollout_with_the_failure_it_raises():
     assert result.outputs is failure
 
 
-def test_a_programming_error_surfaces_with_the_rollout_it_happened_in():
-    with pytest.raises(KeyError, match="bug") as caught:
-        collect(AgentRunner(lambda _: ScriptedLoop(KeyError("bug"))), [row()] * 3, group_size=2)
-    assert "of row 0, agent loop ScriptedLoop" in caught.value.__notes__[0]
+def test_any_exception_of_a_loop_is_a_counted_failure(caplog):
+    results = collect(AgentRunner(lambda _: ScriptedLoop(KeyError("bug"))), [row()] * 3, group_size=2)
+    assert len(results) == 6
+    assert {(r.outputs.kind, r.outputs.message, r.num_attempts) for r in results} == {("loop", "KeyError: 'bug'", 1)}
+    assert "ScriptedLoop failed: KeyError" in caplog.text
 
 
 def test_an_output_that_cannot_be_trained_on_surfaces():
@@ -192,8 +193,8 @@ def test_an_output_that_cannot_be_trained_on_surfaces():
 
 def test_an_error_cancels_what_is_still_running():
     server = FakeGenerator(delay_s=3600)
-    loops = {"hangs": SingleTurnLoop(server, FakeTokenizer()), "bug": ScriptedLoop(KeyError("bug"))}
-    with pytest.raises(KeyError):
+    loops = {"hangs": SingleTurnLoop(server, FakeTokenizer()), "bug": ScriptedLoop(OutputError("bug"))}
+    with pytest.raises(OutputError):
         collect(AgentRunner(loops.__getitem__), [row(agent_name="hangs"), row(agent_name="bug")])
     assert server.num_running == 0
 

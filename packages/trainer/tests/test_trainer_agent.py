@@ -117,7 +117,7 @@ class Slow:
 @pytest.mark.process
 def test_rollouts_are_scored_side_by_side_as_they_finish_and_a_score_that_fails_is_a_failed_rollout():
     class Loop(rl_agent.AgentLoop):
-        async def run(self, sampling_params, **row):
+        async def run(self, sampling_params, row):
             return dataclasses.replace(output([3, 4]), text=row["text"], reward=row["own"])
 
     rows = [{"text": text, "own": own, "data_source": "mine"} for text, own in (("a", None), ("bad", None), ("bb", 1))]

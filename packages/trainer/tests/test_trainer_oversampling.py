@@ -88,8 +88,8 @@ class Loop(rl_agent.AgentLoop):
 
     cancelled = 0
 
-    async def run(self, sampling_params, *, is_slow, **row):
-        if is_slow:
+    async def run(self, sampling_params, row):
+        if row["is_slow"]:
             try:
                 await asyncio.sleep(600)
             except asyncio.CancelledError:
@@ -165,8 +165,8 @@ def test_what_takes_too_long_in_a_worker_is_named_cancelled_and_no_error_of_its_
 class Greedy(rl_agent.AgentLoop):
     """Is worth what its row says, at temperature 0 what that says; breaks where that is None."""
 
-    async def run(self, sampling_params, *, worth, greedy, **row):
-        reward = greedy if sampling_params["temperature"] == 0 else worth
+    async def run(self, sampling_params, row):
+        reward = row["greedy"] if sampling_params["temperature"] == 0 else row["worth"]
         if reward is None:
             raise rl_agent.errors.RowError("nothing is known of it")
         one = {"prompt_token_ids": (1,), "completion_token_ids": (2,), "loss_mask": (1,), "rollout_logprobs": (-1.0,)}

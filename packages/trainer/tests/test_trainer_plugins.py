@@ -60,7 +60,7 @@ class Staleness(StalenessPolicy):
 
 
 class Loop(AgentLoop):
-    async def run(self, sampling_params, **row):
+    async def run(self, sampling_params, row):
         return 7
 
 
@@ -141,7 +141,7 @@ def of_reward(config, folder):
 
 def of_loop(config, folder):
     check_loop_options(config.agent)
-    return asyncio.run(rl_agent.create_loop(loop_named(config.agent.loop), None, None).run({}))
+    return asyncio.run(rl_agent.create_loop(loop_named(config.agent.loop), None, None).run({}, {}))
 
 
 def of_tracker(config, folder):

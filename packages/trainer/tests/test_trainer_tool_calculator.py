@@ -29,7 +29,7 @@ def test_what_the_model_is_shown_is_what_the_loop_makes_token_for_token(tmp_path
     server = FakeGenerator(lambda _: [*tokenizer.encode(next(said)), tokenizer.eos_token_id])
     loop = rl_agent.create_loop(config.agent.loop, server, tokenizer, **config.agent.options)
     params = {"max_new_tokens": config.rollout.max_new_tokens}
-    output = asyncio.run(loop.run(params, **row))
+    output = asyncio.run(loop.run(params, row))
     assert (output.num_turns, output.text.strip()) == (2, row["reward_model"]["ground_truth"])
     assert output.metrics["num_tool_calls"] == 1.0
     assert output.metrics["num_tool_error"] == output.metrics["num_tool_malformed"] == 0.0

@@ -93,8 +93,8 @@ def test_an_example_s_plug_in_trains_by_its_path(start, plug_ins):
 @pytest.mark.process
 def test_a_loop_and_a_filter_of_one_s_own_come_as_objects_too(start):
     class Loop(SingleTurnLoop):
-        async def run(self, sampling_params, **row):
-            output = await super().run(sampling_params, **row)
+        async def run(self, sampling_params, row):
+            output = await super().run(sampling_params, row)
             return replace(output, reward=float(row["n"]))
 
     def is_late(samples):

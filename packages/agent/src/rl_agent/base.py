@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from rl_agent.errors import LoopError
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Mapping
 
     from rl_agent.types import AgentLoopOutput, Tokenizer
     from rl_rollout.types import GenerateRequest, TokenChunk, TokenOutput
@@ -36,17 +39,34 @@ class AgentLoop(ABC):
     many rows at the same time on one event loop, so `run` keeps its state in local variables.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check that `run` can be called with sampling parameters and a row.
+
+        Raises:
+            LoopError: it cannot.
+        """
+        super().__init_subclass__(**kwargs)
+        try:
+            inspect.signature(cls.run).bind(None, {}, {})
+        except TypeError as error:
+            raise LoopError(
+                f"{cls.__qualname__}.run{inspect.signature(cls.run)} cannot be called: {error}; a loop's method is "
+                "run(self, sampling_params, row), where row is the dataset row as one mapping"
+            ) from error
+
     def __init__(self, server: Generator, tokenizer: Tokenizer) -> None:
         self.server = server
         self.tokenizer = tokenizer
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(
+        self, sampling_params: dict[str, Any], row: Mapping[str, Any]
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Run one dataset row.
 
         Args:
             sampling_params: Fields of `rl_rollout.types.SamplingParams`, for every request.
-            **kwargs: The dataset row: `prompt` (chat messages) and whatever else it carries.
+            row: The dataset row: `prompt` (chat messages) and whatever else it carries.
 
         Returns:
             Valid trajectories: those that `validate_output` accepts.
@@ -56,6 +76,18 @@ class AgentLoop(ABC):
             FailureError: the rollout ends as the failure that it carries, for example where a generation gave no token.
             Exception: errors of the server, unchanged; likewise a cancellation.
         """
+
+    async def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
+        """Token ids of the prompt that `run` starts with, and its images: what limits on prompts are compared with.
+
+        The default, None, is the row's `prompt` under the chat template. A loop that adds something (tools, an
+        observation) overrides it.
+
+        Raises:
+            RowError, FailureError: as `run`.
+        """
+        del row
+        return None
 
     async def close(self) -> None:
         """Free what the loop holds: processes, connections. The default holds nothing."""

@@ -23,7 +23,8 @@ _ANCHOR = "ANCHORanchorANCHOR"  # letters only: no template escapes, trims or sp
 _USER: Message = {"role": "user", "content": "question"}
 _OWN_ROLES = frozenset({"system", "developer", "assistant"})
 """Roles whose text is trusted: special tokens in it stay."""
-_ROWS_AT_ONCE = 1024
+ROWS_AT_ONCE = 1024
+"""Rows that `tokenize_prompts` gives to the tokenizer in one call."""
 _CALL_ID = "call00000"  # nine letters and digits: some templates accept no other
 
 
@@ -283,8 +284,8 @@ def tokenize_prompts(
     Raises:
         TemplateError, RowError: see `tokenize_prompt`; when it is that row's turn.
     """
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        chunk = rows[start : start + _ROWS_AT_ONCE]
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        chunk = rows[start : start + ROWS_AT_ONCE]
         try:
             found = [take_images(messages_of(row), row) for row in chunk]
             if any(images for _, images in found):

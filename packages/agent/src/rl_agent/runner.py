@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections import Counter
 from contextlib import aclosing
@@ -11,7 +12,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_agent.errors import FailureError, OutputError, RowError
+from rl_agent.base import AgentLoop
+from rl_agent.chat_template import ROWS_AT_ONCE, tokenize_prompt, tokenize_prompts
+from rl_agent.errors import (
+    FailureError,
+    LoopError,
+    OutputError,
+    PluginError,
+    RowError,
+    SandboxError,
+    TemplateError,
+    TokenizerError,
+    ToolDefinitionError,
+)
+from rl_agent.text import described, well_formed
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RolloutResult
 from rl_agent.validation import validate_output
 from rl_rollout.errors import OverloadedError, RolloutError, WeightUpdateError
@@ -19,10 +33,10 @@ from rl_rollout.errors import OverloadedError, RolloutError, WeightUpdateError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 
-    from rl_agent.base import AgentLoop
+_RAISED = (LoopError, OutputError, PluginError, SandboxError, TemplateError, TokenizerError, ToolDefinitionError)
+"""Exceptions that all rollouts would end with, or that make what was generated unusable; any other is a failure."""
 
-_RECOVERABLE = (FailureError, RowError, RolloutError, ConnectionError, TimeoutError)
-"""Exceptions that end one rollout as a failure. Any other is a bug, and is raised."""
+_log = logging.getLogger(__name__)
 
 _Outcome = tuple[AgentLoopOutput, ...] | Failure
 
@@ -80,8 +94,8 @@ class AgentRunner:
     """Runner of rollouts: runs every row of a batch `group_size` times, concurrently; yields results as they finish.
 
     A rollout that fails is tried again up to `max_attempts` times where that can help; after that, or when its deadline
-    passes, it ends as a `Failure`, while the others go on. A failure is never a reward of zero. An error that is not a
-    failure of the rollout (a bug in a loop, an output that is not valid, an agent loop that is not installed, a
+    passes, it ends as a `Failure`, while the others go on. A failure is never a reward of zero, and says the type of
+    its exception. An error of the set-up (an output that is not valid, an agent loop that is not installed, a
     tokenizer without chat template) is raised from the iteration, and the rollouts still running are cancelled.
 
     One event loop; an instance may run several batches at the same time, each with its own bound.
@@ -228,7 +242,45 @@ class AgentRunner:
     async def close(self) -> None:
         """Close the loops."""
         for loop in self._loops.values():
-            await loop.close()
+            try:
+                await loop.close()
+            except Exception as error:  # noqa: BLE001 - tools and environments of others; the other loops are closed
+                _log.warning("%s could not be closed: %s", type(loop).__name__, described(error), exc_info=error)
+
+    async def prompts(
+        self, rows: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[tuple[int, ...], tuple[str, ...]] | Failure]:
+        """Prompts that the rows' loops start with: token ids and images, or why there is none.
+
+        Raises:
+            LoopError and its like: as `run`.
+        """
+        loops = [self._loop_of(row) for row in rows]
+        plain = [i for i, loop in enumerate(loops) if type(loop).prompt is AgentLoop.prompt]
+        found: dict[int, Any] = {}
+        for start in range(0, len(plain), ROWS_AT_ONCE):
+            chunk = plain[start : start + ROWS_AT_ONCE]
+            try:
+                prompts = list(tokenize_prompts(loops[chunk[0]].tokenizer, [well_formed(rows[i]) for i in chunk]))
+            except RowError:
+                continue  # one by one, below
+            found |= zip(chunk, prompts, strict=True)
+
+        async def find(index: int) -> None:
+            loop, row = loops[index], well_formed(rows[index])
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    found[index] = await loop.prompt(row) or tokenize_prompt(loop.tokenizer, row)
+            except _RAISED:
+                raise
+            except Exception as error:  # noqa: BLE001 - as of a rollout
+                found[index] = to_failure(error)
+
+        left = [i for i in range(len(rows)) if i not in found]
+        async with aclosing(as_finished(map(find, left), self._max_concurrent)) as finished:
+            async for _ in finished:
+                pass
+        return [found[i] for i in range(len(rows))]
 
     def _loop_of(self, row: Mapping[str, Any]) -> AgentLoop:
         name = row.get("agent_name") or self._default_loop
@@ -287,6 +339,7 @@ def to_failure(error: Exception) -> Failure:
     """Failure for an exception of a loop."""
     if isinstance(error, FailureError):
         return error.failure
+    message = (str(error) if isinstance(error, (RowError, RolloutError)) else "") or described(error)
     stage = "generate" if isinstance(error, RolloutError) else "loop"
     is_retryable = True
     if isinstance(error, ConnectionError):
@@ -295,17 +348,24 @@ def to_failure(error: Exception) -> Failure:
         kind = FailureKind.TIMEOUT
     elif isinstance(error, RowError):
         kind, stage, is_retryable = FailureKind.ENVIRONMENT, "row", False
-    else:
+    elif isinstance(error, RolloutError):
         kind, is_retryable = FailureKind.GENERATION, isinstance(error, OverloadedError | WeightUpdateError)
-    return Failure(kind=kind, stage=stage, message=str(error) or type(error).__name__, is_retryable=is_retryable)
+    else:
+        kind, is_retryable = FailureKind.LOOP, False
+    return Failure(kind=kind, stage=stage, message=message, is_retryable=is_retryable)
 
 
 async def _attempt(loop: AgentLoop, row: Mapping[str, Any], params: dict[str, Any]) -> _Outcome:
     """Run a loop once; returns its validated trajectories, or its failure."""
     try:
-        given = await loop.run(dict(params), **row)
-    except _RECOVERABLE as error:
-        return to_failure(error)
+        given = await loop.run(dict(params), well_formed(row))
+    except _RAISED:
+        raise
+    except Exception as error:  # noqa: BLE001 - loops run tools, environments, parsers and tokenizers of others
+        failure = to_failure(error)
+        if failure.kind is FailureKind.LOOP:
+            _log.warning("a rollout of %s failed: %s", type(loop).__name__, failure.message, exc_info=error)
+        return failure
     outputs = (given,) if isinstance(given, AgentLoopOutput) else tuple(given)
     if not outputs:
         raise OutputError("the agent loop gave no trajectory; give one, or raise FailureError to fail the rollout")

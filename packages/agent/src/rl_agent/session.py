@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rl_agent.errors import FailureError, OutputError
-from rl_agent.types import AgentLoopOutput, Failure, FailureKind
+from rl_agent.errors import FailureError, OutputError, TemplateError
+from rl_agent.types import AgentLoopOutput, Failure, FailureKind, readable
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -102,10 +102,19 @@ class Session:
         self.num_turns += 1
 
     def append(self, messages: Sequence[Message], images: Sequence[str] = ()) -> bool:
-        """Append tool answers or user messages; returns False, and appends nothing, if no room for a turn is left."""
+        """Append tool answers or user messages; returns False, and appends nothing, if no room for a turn is left.
+
+        Raises:
+            FailureError: the chat template refuses these messages.
+        """
         assert self._last is not None, "the model writes first"
         assert self._template is not None, "a session of several turns has a template"
-        ids = self._template.continuation(messages, last_token_id=self._last.token_ids[-1], is_stopped=self.is_stopped)
+        last = self._last.token_ids[-1]
+        try:
+            ids = self._template.continuation(messages, last_token_id=last, is_stopped=self.is_stopped)
+        except TemplateError as error:
+            failure = Failure(kind=FailureKind.LOOP, stage="template", message=str(error), is_retryable=False)
+            raise FailureError(failure) from error
         if self._max_tokens is not None and self.num_tokens + len(ids) >= self._max_tokens:
             return False
         self._images += images
@@ -124,14 +133,14 @@ class Session:
     def last_text(self) -> str:
         """Text of the last turn, without special tokens."""
         assert self._last is not None, "the model writes first"
-        return self._tokenizer.decode(self._last.token_ids, skip_special_tokens=True)
+        return readable(self._tokenizer.decode(self._last.token_ids, skip_special_tokens=True))
 
     @property
     def last_marked_text(self) -> str:
         """Text of the last turn for a parser: with special tokens, but without the stop token."""
         assert self._last is not None, "the model writes first"
         ids = self._last.token_ids[:-1] if self.is_stopped else self._last.token_ids
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return readable(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     @property
     def num_tokens(self) -> int:

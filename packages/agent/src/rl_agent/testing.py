@@ -254,7 +254,7 @@ class AgentLoopConformance:
 
 
 async def _run(loop: AgentLoop, sampling_params: dict[str, Any], row: dict[str, Any]) -> list[AgentLoopOutput]:
-    given = await loop.run(sampling_params, **row)
+    given = await loop.run(sampling_params, row)
     return [given] if isinstance(given, AgentLoopOutput) else given
 
 

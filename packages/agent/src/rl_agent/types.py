@@ -13,6 +13,11 @@ RoutedToken = tuple[tuple[int, ...], ...]
 """Expert ids of one token, [MoE layers][experts per token]; empty where the server returned none."""
 
 
+def readable(text: str) -> str:
+    """Text with its lone surrogates replaced by U+FFFD."""
+    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 class Tokenizer(Protocol):
     """Tokenizer interface of the loops; Hugging Face tokenizers have it."""
 
@@ -70,6 +75,7 @@ class FailureKind(StrEnum):
     TOOL = "tool"
     ENVIRONMENT = "environment"
     GRADER = "grader"
+    LOOP = "loop"
     TRANSPORT = "transport"
     TIMEOUT = "timeout"
 
@@ -86,6 +92,9 @@ class Failure:
     """Message of the error."""
     is_retryable: bool
     """Whether another attempt could succeed."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", readable(self.message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

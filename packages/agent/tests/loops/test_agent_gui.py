@@ -41,7 +41,7 @@ def run(*turns, row=ROW, **options):
         loop = create_loop("gui", server, TOKENIZER, **options)
         try:
             async with asyncio.timeout(120):
-                return await loop.run({"max_new_tokens": 4096}, **row)
+                return await loop.run({"max_new_tokens": 4096}, row)
         finally:
             await loop.close()
 

@@ -56,7 +56,7 @@ def says(*turns):
 
 def play(*turns, row=None, environments=None, max_new_tokens=64, **options):
     loop = GymLoop(says(*turns), TOKENIZER, environments=environments or {"guess": Guess}, **options)
-    output = asyncio.run(loop.run({"max_new_tokens": max_new_tokens}, **(row or {})))
+    output = asyncio.run(loop.run({"max_new_tokens": max_new_tokens}, row or {}))
     validate_output(output)
     assert made[-1].is_closed
     return output
@@ -150,7 +150,7 @@ def test_reasoning_gym_asks_and_scores():
 
     def answer(text, row=row):
         loop = ReasoningGymLoop(says(text), TOKENIZER)
-        return asyncio.run(loop.run({"max_new_tokens": 64}, **row))
+        return asyncio.run(loop.run({"max_new_tokens": 64}, row))
 
     right = answer(f"I say <answer> {entry['answer']} </answer>.")
     assert entry["question"] in TOKENIZER.decode(right.prompt_token_ids)

@@ -15,7 +15,7 @@ class TestSingleTurnConformance(AgentLoopConformance):
 
 
 def run(server, row, *, tokenizer=None, **sampling_params):
-    return asyncio.run(SingleTurnLoop(server, tokenizer or FakeTokenizer()).run(sampling_params, **row))
+    return asyncio.run(SingleTurnLoop(server, tokenizer or FakeTokenizer()).run(sampling_params, row))
 
 
 def test_the_prompt_is_the_rendered_template_and_the_completion_is_the_samplers_own():

@@ -37,7 +37,7 @@ def run(*turns, row=ROW, **options):
     async def main():
         loop = create_loop("swe", says(*turns), TOKENIZER, **options)
         try:
-            return await loop.run({"max_new_tokens": 4096}, **row)
+            return await loop.run({"max_new_tokens": 4096}, row)
         finally:
             await loop.close()
 

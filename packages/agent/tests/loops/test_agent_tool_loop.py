@@ -88,9 +88,7 @@ def says(*turns):
 
 
 def run(server, tools=(add,), row=ROW, max_new_tokens=4096, **options):
-    return asyncio.run(
-        ToolLoop(server, TOKENIZER, tools=tools, **options).run({"max_new_tokens": max_new_tokens}, **row)
-    )
+    return asyncio.run(ToolLoop(server, TOKENIZER, tools=tools, **options).run({"max_new_tokens": max_new_tokens}, row))
 
 
 def context_of(output):
@@ -115,7 +113,7 @@ def test_calls_that_a_special_token_opens_are_read(make_tokenizer):
     turns = iter(['[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]</s>', " It is 3.</s>"])
     server = FakeGenerator(lambda _: tokenizer.encode(next(turns), add_special_tokens=False))
     loop = ToolLoop(server, tokenizer, tools=[add], parser="mistral")
-    output = asyncio.run(loop.run({"max_new_tokens": 256}, **ROW))
+    output = asyncio.run(loop.run({"max_new_tokens": 256}, ROW))
     assert output.metrics["num_tool_calls"] == 1
     assert '[TOOL_RESULTS] {"content": "3"' in tokenizer.decode(output.completion_token_ids)
     assert output.text == " It is 3."
@@ -228,7 +226,7 @@ def test_the_completion_is_limited_tools_included():
 
 def test_every_turn_draws_with_a_seed_of_its_own():
     server = says(call("add", a=1), "well")
-    asyncio.run(ToolLoop(server, TOKENIZER, tools=[add]).run({"max_new_tokens": 4096, "seed": 5}, **ROW))
+    asyncio.run(ToolLoop(server, TOKENIZER, tools=[add]).run({"max_new_tokens": 4096, "seed": 5}, ROW))
     assert server.requests[0].sampling_params.seed == 5
     assert server.requests[1].sampling_params.seed != 5
     assert len({request.session_id for request in server.requests}) == 1
@@ -318,7 +316,7 @@ def test_a_cancelled_rollout_does_not_wait_for_its_tool():
             return await wait_forever()
 
         loop = ToolLoop(says(call("hang")), TOKENIZER, tools=[hang])
-        task = asyncio.create_task(loop.run({"max_new_tokens": 4096}, **ROW))
+        task = asyncio.create_task(loop.run({"max_new_tokens": 4096}, ROW))
         await asyncio.wait_for(started.wait(), 30)
         task.cancel()
         await asyncio.wait([task], timeout=30)

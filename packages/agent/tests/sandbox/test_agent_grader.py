@@ -274,7 +274,7 @@ def answers_of(turns, *, num_rollouts, timeout_s):
         tool = PythonTool(limits=SandboxLimits(timeout_s=timeout_s), max_sessions=2)
         loop = ToolLoop(FakeGenerator(reply), tokenizer, tools=[tool], tool_timeout_s=120)
         row = {"prompt": [{"role": "user", "content": "go"}]}
-        outputs = await asyncio.gather(*(loop.run({"max_new_tokens": 4096}, **row) for _ in range(num_rollouts)))
+        outputs = await asyncio.gather(*(loop.run({"max_new_tokens": 4096}, row) for _ in range(num_rollouts)))
         assert not tool._sessions
         await loop.close()
         return outputs

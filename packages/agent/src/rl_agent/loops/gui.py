@@ -92,23 +92,38 @@ class GuiLoop(ToolLoop):
             template_kwargs=template_kwargs,
         )
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Token ids and images of the prompt, with what the row's page shows."""
+        session_id = uuid4().hex
+        async with self._pages:
+            try:
+                messages, images = await self._opened(row, session_id)
+            finally:
+                await self._browser.leave(session_id)
+        return self._template_of(tuple(self._tools)).prompt(messages), images
+
+    async def _opened(self, row: Mapping[str, Any], session_id: str) -> tuple[list[Message], tuple[str, ...]]:
+        """Open the row's page; returns the messages of the prompt, and their images."""
+        messages = messages_of(row)
+        url, html, check = (_text_of(row, name) for name in ("url", "html", "check"))
+        if (url is None) == (html is None) or check is None:
+            raise RowError("the row needs one of 'url' and 'html', and 'check', a JavaScript expression for the reward")
+        shown = await self._browser.open(session_id, url, html)
+        return take_images(_with_page(messages, shown, self._escaped), row)
+
+    async def run(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
         """Run one row.
 
         Raises:
             RowError: a field is missing, or is not what it has to be.
             FailureError: the page, its check or the browser failed, or a generation was aborted.
         """
-        messages, session_id = messages_of(kwargs), uuid4().hex
-        url, html, check = (_text_of(kwargs, name) for name in ("url", "html", "check"))
-        if (url is None) == (html is None) or check is None:
-            raise RowError("the row needs one of 'url' and 'html', and 'check', a JavaScript expression for the reward")
+        session_id, names = uuid4().hex, tuple(self._tools)
         async with self._pages:
             try:
-                shown = await self._browser.open(session_id, url, html)
-                prompt, images = take_images(_with_page(messages, shown, self._escaped), kwargs)
-                names = tuple(self._tools)
+                prompt, images = await self._opened(row, session_id)
                 session, metrics, end = await self._converse(prompt, names, sampling_params, session_id, images)
+                check = str(row["check"])
                 reward = _reward(check, await self._browser.evaluate(session_id, check))
             finally:
                 await self._browser.leave(session_id)

@@ -11,8 +11,9 @@ from rl_agent.chat_template import TurnTemplate
 from rl_agent.errors import FailureError, RowError
 from rl_agent.registry import load_plugin
 from rl_agent.session import Session
+from rl_agent.text import described
 from rl_agent.tools.base import DeadlineError, in_thread, with_deadline
-from rl_agent.types import Failure, FailureKind
+from rl_agent.types import Failure, FailureKind, readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,34 +71,52 @@ class GymLoop(AgentLoop):
         self._timeout_s = step_timeout_s
         self._template = TurnTemplate(tokenizer, template_kwargs=template_kwargs)
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
         """Play one episode.
 
         Args:
             sampling_params: Fields of `SamplingParams`; `max_new_tokens` bounds each turn.
-            **kwargs: The row: `environment`, `environment_args`, `seed`, `system`.
+            row: The row: `environment`, `environment_args`, `seed`, `system`.
 
         Raises:
             RowError: the row names no environment, or arguments that it does not take.
             FailureError: the environment failed, or a generation was aborted before its first token.
         """
-        environment = await make_environment(kwargs, self._environments, timeout_s=self._timeout_s)
+        environment = await make_environment(row, self._environments, timeout_s=self._timeout_s)
         try:
-            return await self._play(environment, sampling_params, kwargs)
+            return await self._play(environment, sampling_params, row)
         finally:
             if hasattr(environment, "close"):
                 await call_environment(environment.close, timeout_s=self._timeout_s)
 
-    async def _play(self, environment: Any, params: Mapping[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
-        observation, info = await call_environment(environment.reset, seed=row.get("seed"), timeout_s=self._timeout_s)
+    async def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Token ids of the first observation, for which an environment is made and reset."""
+        environment = await make_environment(row, self._environments, timeout_s=self._timeout_s)
+        try:
+            return (await self._reset(environment, row))[0], ()
+        finally:
+            if hasattr(environment, "close"):
+                await call_environment(environment.close, timeout_s=self._timeout_s)
+
+    async def _reset(self, environment: Any, row: Mapping[str, Any]) -> tuple[tuple[int, ...], Any, int]:
+        """Reset an environment; returns the prompt's token ids, `info` and the number of escaped special tokens."""
+        found = await call_environment(environment.reset, seed=row.get("seed"), timeout_s=self._timeout_s)
+        try:
+            observation, info = found
+        except (TypeError, ValueError) as error:
+            raise environment_failure("reset", f"it gave {found!r:.80}; (observation, info) is needed") from error
         text, num_escaped = self._template.escape(check_text(observation, "reset"))
         messages: list[Message] = [{"role": "user", "content": text}]
         if row.get("system"):
             messages.insert(0, {"role": "system", "content": row["system"]})
+        return self._template.prompt(messages), info, num_escaped
+
+    async def _play(self, environment: Any, params: Mapping[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
+        prompt, info, num_escaped = await self._reset(environment, row)
         session = Session(
             self.server,
             self.tokenizer,
-            self._template.prompt(messages),
+            prompt,
             params,
             max_completion_tokens=self._max_completion_tokens,
             template=self._template,
@@ -173,7 +192,7 @@ async def call_environment(
         message = f"the environment's {stage} did not answer within {timeout_s:g} s"
         raise environment_failure(stage, message) from error
     except Exception as error:
-        raise environment_failure(stage, f"{type(error).__name__}: {error}") from error
+        raise environment_failure(stage, described(error)) from error
 
 
 def check_step(step: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -184,20 +203,20 @@ def check_step(step: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """
     try:
         observation, reward, is_terminated, is_truncated, info = step
-        reward = float(reward)
+        reward, info = float(reward), dict(info)
     except (TypeError, ValueError) as error:
         needed = "observation, reward, terminated, truncated, info"
         raise environment_failure("step", f"it gave {step!r}; a tuple of {needed} is needed") from error
     if not math.isfinite(reward):
         raise environment_failure("step", f"its reward is {reward}")
-    return check_text(observation, "step"), reward, bool(is_terminated), bool(is_truncated), dict(info)
+    return check_text(observation, "step"), reward, bool(is_terminated), bool(is_truncated), info
 
 
 def check_text(observation: Any, stage: str) -> str:
-    """Validate an observation, which must be text."""
+    """Validate an observation, which must be text; its lone surrogates are replaced."""
     if not isinstance(observation, str):
         raise environment_failure(stage, f"its observation is a {type(observation).__name__}; text is needed")
-    return observation
+    return readable(observation)
 
 
 def environment_failure(stage: str, message: str) -> FailureError:

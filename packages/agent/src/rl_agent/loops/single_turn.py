@@ -9,18 +9,20 @@ from rl_agent.chat_template import tokenize_prompt
 from rl_agent.session import Session
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rl_agent.types import AgentLoopOutput
 
 
 class SingleTurnLoop(AgentLoop):
     """Single-turn loop: renders a row's `prompt` by the chat template, and generates once."""
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
         """Run one row.
 
         Args:
             sampling_params: Fields of `rl_rollout.types.SamplingParams`.
-            **kwargs: The row; `prompt` (chat messages), and `images` and `videos`, for places in them that bring none,
+            row: The row; `prompt` (chat messages), and `images` and `videos`, for places in them that bring none,
                 are used.
 
         Raises:
@@ -29,7 +31,7 @@ class SingleTurnLoop(AgentLoop):
             FailureError: the generation was aborted before its first token.
             OutputError: the server told the experts of another number of tokens than there are.
         """
-        prompt_token_ids, images = tokenize_prompt(self.tokenizer, kwargs)
+        prompt_token_ids, images = tokenize_prompt(self.tokenizer, row)
         session = Session(self.server, self.tokenizer, prompt_token_ids, sampling_params, images=images)
         await session.generate()
         return session.finish()

@@ -95,19 +95,23 @@ class SweLoop(ToolLoop):
             template_kwargs=template_kwargs,
         )
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Token ids of the prompt, the schema of the shell included."""
+        return self._template_of((self._shell.name,)).prompt(messages_of(row)), ()
+
+    async def run(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
         """Run one row.
 
         Raises:
             RowError: a field is missing, or is not what it has to be.
             FailureError: the tests could not be run, or a generation was aborted before its first token.
         """
-        messages, session_id = messages_of(kwargs), uuid4().hex
-        command, test_files = _tests_of(kwargs)
+        messages, session_id = messages_of(row), uuid4().hex
+        command, test_files = _tests_of(row)
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="rl-agent-swe-"))
         try:
             copy = folder / "copy"
-            await asyncio.to_thread(_fill, copy, kwargs)
+            await asyncio.to_thread(_fill, copy, row)
             self._shell.open(session_id, copy)
             names = (self._shell.name,)
             session, metrics, end = await self._converse(messages, names, sampling_params, session_id)

@@ -15,7 +15,9 @@ from rl_agent.errors import RowError
 from rl_agent.media import take_images
 from rl_agent.registry import load_plugin
 from rl_agent.session import Session
+from rl_agent.text import parse_turn
 from rl_agent.tools.base import FunctionTool, Tool, answer_call
+from rl_agent.types import readable
 
 if TYPE_CHECKING:
     from rl_agent.base import Generator
@@ -84,22 +86,27 @@ class ToolLoop(AgentLoop):
         if tools:
             self._template_of(self._default_names)  # a template without tool answers is refused now
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
         """Run one row.
 
         Args:
             sampling_params: Fields of `SamplingParams`; `max_new_tokens` bounds each turn.
-            **kwargs: The row; `prompt` (chat messages), `images` and `videos` for places in them that bring none, and
+            row: The row; `prompt` (chat messages), `images` and `videos` for places in them that bring none, and
                 `tools` (names), where they are given, are used.
 
         Raises:
             RowError: the row has no `prompt`, or there are no tools, or unknown ones.
             FailureError: a generation was aborted before its first token, or a tool's own machinery failed.
         """
-        names = self._names_of(kwargs)
-        messages, images = take_images(messages_of(kwargs), kwargs)
+        names = self._names_of(row)
+        messages, images = take_images(messages_of(row), row)
         session, metrics, end = await self._converse(messages, names, sampling_params, uuid4().hex, images)
         return session.finish(metrics=metrics, extra_fields={"end": end})
+
+    async def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Token ids and images of the prompt, schemas of the row's tools included."""
+        messages, images = take_images(messages_of(row), row)
+        return self._template_of(self._names_of(row)).prompt(messages), images
 
     async def _converse(
         self,
@@ -124,7 +131,7 @@ class ToolLoop(AgentLoop):
         try:
             while True:
                 await session.generate()
-                turn = self._parse(session.last_marked_text)
+                turn = parse_turn(self._parse, session.last_marked_text)
                 if not session.is_stopped or not turn.calls:
                     end = "answer" if session.is_stopped else "cut"
                     break
@@ -174,7 +181,7 @@ class ToolLoop(AgentLoop):
 
     def _cut(self, text: str, max_tokens: int | None = None) -> tuple[str, bool]:
         """Truncate a tool's text to the limit of tokens; no text of the model is tokenised here."""
-        limit = max_tokens or self._max_tool_tokens
+        limit, text = max_tokens or self._max_tool_tokens, readable(text)
         head = text[: 32 * limit]  # so that very long text is not tokenised whole
         ids = self.tokenizer.encode(head, add_special_tokens=False)
         if len(head) == len(text) and len(ids) <= limit:

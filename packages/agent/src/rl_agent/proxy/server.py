@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
@@ -30,6 +30,7 @@ from rl_agent.proxy import responses as _responses
 from rl_agent.proxy.recording import Exchange, Recording, find_parent, message_key, trajectories
 from rl_agent.proxy.requests import Answer, new_call_id
 from rl_agent.registry import load_plugin
+from rl_agent.text import described, parse_turn, well_formed
 from rl_agent.types import ParsedTurn
 from rl_rollout.errors import ConfigError, RequestError, RolloutError
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
@@ -171,6 +172,11 @@ class RecordingProxy:
             return _failure(413, "invalid_request_error", message)
         except web.HTTPException as error:
             return _failure(error.status, "invalid_request_error", f"{request.method} {request.path}: {error.reason}")
+        except ConnectionResetError:
+            raise  # the client has left
+        except Exception as error:  # noqa: BLE001 - a tokenizer or a template of others may raise anything
+            _log.warning("a request failed: %s", described(error), exc_info=error)
+            return _failure(500, "server_error", described(error))
 
     def _session_of(self, request: web.Request) -> str:
         key = _key_of(request)
@@ -336,7 +342,7 @@ class RecordingProxy:
             raise RowError(f"session {session!r} was finished while this request was answered; it is not recorded")
         is_stopped = output.finish_reason is FinishReason.STOP
         raw = self._tokenizer.decode(output.token_ids[: -1 if is_stopped else None], skip_special_tokens=False)
-        turn = self._parse(raw)
+        turn = parse_turn(self._parse, raw)
         is_other = not (turn.content.startswith(text.content) and turn.reasoning.startswith(text.reasoning))
         if is_other or any(
             call.error for call in turn.calls
@@ -390,7 +396,8 @@ class _Heard:
 
 def _read(read: Callable[[bytes], Call], body: bytes) -> Call:
     try:
-        return read(body)
+        call = read(body)
+        return replace(call, messages=well_formed(call.messages), tools=well_formed(call.tools))
     except RowError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:

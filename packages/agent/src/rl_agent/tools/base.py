@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from rl_agent.errors import FailureError, RowError, ToolDefinitionError, ToolError
 from rl_agent.media import data_url
-from rl_agent.types import ToolResult
+from rl_agent.text import described, well_formed
+from rl_agent.types import ToolResult, readable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -53,10 +54,8 @@ class Tool(ABC):
         """Deadline of one call, seconds."""
         self.max_tokens = max_tokens
         """Most tokens of one answer."""
-        self.schema: dict[str, Any] = {
-            "type": "function",
-            "function": {"name": name, "description": description, "parameters": dict(parameters)},
-        }
+        function = {"name": name, "description": description, "parameters": dict(parameters)}
+        self.schema: dict[str, Any] = well_formed({"type": "function", "function": function})
         """JSON schema of the tool for the chat template."""
 
     @abstractmethod
@@ -174,28 +173,36 @@ async def answer_call(call: ToolCall, tools: Mapping[str, Tool], *, session_id: 
         return ToolAnswer(text=f"error: no tool {call.name!r}; there are: {', '.join(tools)}", outcome="unknown")
     timeout_s = tool.timeout_s or timeout_s
     try:
-        result = await with_deadline(tool.call(call.arguments, session_id), timeout_s)
+        return _to_answer(await with_deadline(tool.call(call.arguments, session_id), timeout_s))
     except DeadlineError:
         return ToolAnswer(text=f"error: {call.name} did not answer within {timeout_s:g} s", outcome="timeout")
     except FailureError:
         raise
     except ToolError as error:
-        return ToolAnswer(text=f"error: {error}", outcome="error")
+        return ToolAnswer(text=readable(f"error: {error}"), outcome="error")
     except Exception as error:  # noqa: BLE001 - a tool is a stranger's code: whatever it raises is shown and counted
-        return ToolAnswer(text=f"error: {type(error).__name__}: {error}", outcome="error")
+        return ToolAnswer(text=f"error: {described(error)}", outcome="error")
+
+
+def _to_answer(result: Any) -> ToolAnswer:
+    """Answer from the result of a call.
+
+    Raises:
+        ToolError: an image cannot be shown.
+    """
     if isinstance(result, ToolResult):
         try:
             images = tuple(data_url(image) for image in result.images)
         except RowError as error:
-            return ToolAnswer(text=f"error: {error}", outcome="error")
-        return ToolAnswer(text=result.text, images=images, outcome="ok")
-    return ToolAnswer(text=result if isinstance(result, str) else _to_json(result), outcome="ok")
+            raise ToolError(str(error)) from error
+        return ToolAnswer(text=well_formed(str(result.text)), images=well_formed(images), outcome="ok")
+    return ToolAnswer(text=well_formed(result if isinstance(result, str) else _to_json(result)), outcome="ok")
 
 
 def _to_json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return str(value)
 
 

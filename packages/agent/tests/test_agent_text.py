@@ -1,0 +1,203 @@
+"""Text of foreign code: lone surrogates are replaced at every boundary, and exceptions are failures of one rollout."""
+
+import asyncio
+import json
+
+import pytest
+
+from rl_agent import AgentLoop, AgentRunner, Failure, ParsedTurn, ToolCall
+from rl_agent.errors import FailureError, LoopError, ToolError
+from rl_agent.loops.gym import GymLoop
+from rl_agent.loops.single_turn import SingleTurnLoop
+from rl_agent.loops.tool import ToolLoop
+from rl_agent.testing import FakeGenerator, FakeTokenizer
+from rl_agent.text import described, parse_turn, well_formed
+from rl_agent.tools.base import Tool
+
+LONE, MARK = "a\ud800b", "a\ufffdb"
+
+
+class StrictTokenizer(FakeTokenizer):
+    """Raises on text that is not well formed, as the tokenizers package does."""
+
+    def encode(self, text, *, add_special_tokens=True):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise TypeError("TextEncodeInput must be Union[TextInputSequence, ...]") from None
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def ids(text):
+    return [*FakeTokenizer().encode(text), FakeTokenizer.eos_token_id]
+
+
+def run(loop, row, num=1):
+    async def collect():
+        return [r async for r in AgentRunner(lambda _: loop).run([row] * num, {"max_new_tokens": 512})]
+
+    return asyncio.run(collect())
+
+
+def asking(answers):
+    left = iter(answers)
+    return FakeGenerator(lambda _: ids(next(left)))
+
+
+class Echo(Tool):
+    def __init__(self, answer):
+        super().__init__("echo", LONE, {"type": "object", "properties": {LONE: {"type": "string"}}})
+        self.answer, self.seen = answer, []
+
+    async def call(self, arguments, session_id):
+        self.seen.append(arguments)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+PROMPT = {"prompt": [{"role": "user", "content": "q"}]}
+CALL = '<tool_call>{"name": "echo", "arguments": {"x": "a\\ud800b"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (LONE, MARK),
+        ("\ude00", "\ufffd"),
+        ("\ud83d\ude00", "\U0001f600"),
+        ("plain é", "plain é"),
+        ({LONE: [LONE, (LONE, 1, None)]}, {MARK: [MARK, (MARK, 1, None)]}),
+        (b"\xff", b"\xff"),
+    ],
+)
+def test_lone_surrogates_are_replaced(given, wanted):
+    assert well_formed(given) == wanted
+
+
+@pytest.mark.parametrize("answer", [LONE, {"text": LONE}, ToolError(LONE), ValueError(LONE)])
+def test_a_tools_text_is_made_well_formed(answer):
+    tool = Echo(answer)
+    loop = ToolLoop(asking([CALL, "done"]), StrictTokenizer(), tools=[tool])
+    (result,) = run(loop, PROMPT)
+    assert not isinstance(result.outputs, Failure), result.outputs
+    assert tool.seen == [{"x": MARK}], "the policy's JSON spells a surrogate"
+    assert MARK in FakeTokenizer().decode(result.outputs[0].completion_token_ids)
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_a_tool_whose_error_cannot_be_printed_is_answered():
+    (result,) = run(ToolLoop(asking([CALL, "done"]), StrictTokenizer(), tools=[Echo(UnprintableError())]), PROMPT)
+    assert result.outputs[0].metrics["num_tool_error"] == 1
+    assert described(UnprintableError()) == "UnprintableError"
+
+
+class Room:
+    def __init__(self, first, then):
+        self.first, self.then = first, then
+
+    def reset(self, *, seed):
+        return self.first
+
+    def step(self, action):
+        return self.then
+
+
+def played(first, then):
+    return GymLoop(asking(["go", "go"]), StrictTokenizer(), environments={"room": lambda: Room(first, then)})
+
+
+def test_an_environments_text_is_made_well_formed():
+    (result,) = run(played((LONE, {}), (LONE, 1.0, True, False, {"note": LONE})), {})
+    assert MARK in FakeTokenizer().decode(result.outputs[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "stage"),
+    [
+        ("no pair", None, "reset"),
+        (("seen", {}), None, "step"),
+        (("seen", {}), ("seen", 1.0, False, False, 7), "step"),
+        ((b"seen", {}), None, "reset"),
+    ],
+)
+def test_an_environment_that_breaks_its_interface_fails_alone(first, then, stage):
+    (result,) = run(played(first, then), {})
+    assert (result.outputs.kind, result.outputs.stage) == ("environment", stage)
+
+
+def test_a_rows_text_is_made_well_formed():
+    row = {"prompt": [{"role": "user", "content": LONE}]}
+    (result,) = run(SingleTurnLoop(FakeGenerator(), StrictTokenizer()), row)
+    assert MARK in FakeTokenizer().decode(result.outputs[0].prompt_token_ids)
+
+
+def broken_parser(text):
+    raise RecursionError(LONE)
+
+
+@pytest.mark.parametrize("parser", [broken_parser, lambda text: None, lambda text: ParsedTurn(content="", calls=(1,))])
+def test_a_parser_that_raises_fails_its_rollout(parser):
+    results = run(ToolLoop(FakeGenerator(), StrictTokenizer(), tools=[Echo("ok")], parser=parser), PROMPT, num=2)
+    assert [(r.outputs.kind, r.outputs.stage) for r in results] == [("tool", "parser")] * 2
+    assert "Error" in results[0].outputs.message
+    assert well_formed(results[0].outputs.message) == results[0].outputs.message
+
+
+def test_a_parsed_call_is_made_well_formed():
+    turn = parse_turn(lambda text: ParsedTurn(content=text, calls=(ToolCall(name=text, arguments={"x": text}),)), LONE)
+    assert json.dumps([turn.content, turn.calls[0].name, dict(turn.calls[0].arguments)], ensure_ascii=False).encode()
+
+
+class Refusing(StrictTokenizer):
+    def encode(self, text, *, add_special_tokens=True):
+        if "poison" in text:
+            raise OverflowError("this text")
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_a_tokenizer_that_refuses_a_text_fails_its_rollout():
+    (result,) = run(ToolLoop(asking([CALL]), Refusing(), tools=[Echo("poison")]), PROMPT)
+    assert (result.outputs.kind, result.outputs.message) == ("loop", "OverflowError: this text")
+
+
+def test_a_failures_message_is_well_formed():
+    failure = Failure(kind="tool", stage="x", message=LONE, is_retryable=False)
+    assert failure.message == MARK
+    assert MARK in str(FailureError(failure))
+
+
+@pytest.mark.parametrize("name", ["sampling_params", "self", "loop", "row", "kwargs"])
+def test_a_column_may_have_any_name(name):
+    (result,) = run(SingleTurnLoop(FakeGenerator(), FakeTokenizer()), {**PROMPT, name: 1})
+    assert not isinstance(result.outputs, Failure), result.outputs
+
+
+def test_a_loop_with_the_former_signature_is_refused():
+    with pytest.raises(LoopError, match=r"Old.run\(self, sampling_params, \*\*row\).*one mapping"):
+
+        class Old(AgentLoop):
+            async def run(self, sampling_params, **row):
+                return []
+
+
+def test_the_measured_prompt_is_the_prompt_that_is_sent():
+    """With tools' schemas, an environment's first observation, or the row's messages alone."""
+    for loop, row in (
+        (SingleTurnLoop(FakeGenerator(), FakeTokenizer()), PROMPT),
+        (ToolLoop(FakeGenerator(), FakeTokenizer(), tools=[Echo("ok")]), PROMPT),
+        (played(("a long observation", {}), ("", 0.0, True, False, {})), {"system": "play"}),
+    ):
+        ((measured, images),) = asyncio.run(AgentRunner(lambda _, loop=loop: loop).prompts([row]))
+        (result,) = run(loop, row)
+        assert (measured, images) == (result.outputs[0].prompt_token_ids, ())
+
+
+def test_rows_that_cannot_be_rendered_are_named_one_by_one():
+    runner = AgentRunner(lambda _: SingleTurnLoop(FakeGenerator(), FakeTokenizer()))
+    found = asyncio.run(runner.prompts([PROMPT, {}, PROMPT, {"prompt": [{"role": "user", "content": 3}]}]))
+    assert [isinstance(each, Failure) for each in found] == [False, True, False, True]
