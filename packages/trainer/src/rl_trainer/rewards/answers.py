@@ -26,20 +26,35 @@ def _set(words: str) -> frozenset[str]:
 
 _MAX_CHARACTERS = 20_000
 """Characters of a text that are read, from its end: reading is linear, and a final answer is not far from the end."""
+_MOST_BOXES = 20
+_SHORT = 80
+"""Characters below which a text may be its answer as a whole."""
 _LONGEST_SLOT = 500
 """Characters of a statement of an answer that are read."""
 _UNIT_LETTERS = frozenset("mgshLlWVAJNCFTKd")
 _NOT_BEFORE = re.compile(
     r"(?:\b(?:not|never|nor|neither|instead of|rather than|except|between|cannot be|(?:more|less|fewer|greater|larger|"
-    r"smaller|higher|lower|bigger|other|different) (?:than|from)|at least|at most)|n't)"
-    r"(?: (?:equal to|equal|be|is|exactly|simply|just|really|actually|the|answer|a|an|to))*$"
+    r"smaller|higher|lower|bigger|other|different) (?:than|from)(?: or equal to)?|at least|at most|over|under|"
+    r"above|below|beyond|up to|exceeds?|exceeding)|n't)"
+    r"(?: (?:equal to|equal|be|is|exactly|simply|just|really|actually|the|answer|a|an|to))*$|"
+    r"\b(?:false|untrue|not true|not the case|doubt|unlikely|impossible|anything but)(?: (?:that|if))?"
+    r"(?: [a-z])?(?: =)?$"
 )
 _NOT_AFTER = re.compile(
-    r"^(?:is|was|are|would be|seems|looks|must be)(?: (?:also|clearly|actually|definitely|just|simply|the|a|an))* "
+    r"^(?:, )?(?:(?:but|and|which|that|this|it) )*(?:is|was|are|would be|seems|looks|must be)"
+    r"(?: (?:also|clearly|actually|definitely|just|simply|the|a|an))* "
     r"(?:not\b|wrong|incorrect|false|mistaken|impossible|invalid|too \w+)|"
     r"^(?:\w+ )?(?:isn't|wasn't|cannot be|can't be)\b|"
-    r"^(?:wrong|incorrect|false)\b|^or (?:more|less|fewer|greater|so|higher|lower)\b"
+    r"^(?:, )?(?:wrong|incorrect|false)\b|"
+    r"^(?:(?:do|does|did) not|(?:do|does|did|wo)n't|fails)\b|^or (?:more|less|fewer|greater|so|higher|lower)\b"
 )
+_ASSUMED = re.compile(
+    r"\b(?:(?P<denied>(?:false|untrue|not true|not the case|doubt|unlikely|impossible)(?: that)?)|if|unless|suppose|"
+    r"supposing|assume|assuming|whether|guess(?:ed)?|thought|claims?)(?: that)? "
+    r"(?:the |my |this |its )?(?:final |correct )?$",
+    re.IGNORECASE,
+)
+_NAMED = re.compile(r"[*_(]*[A-Z]")
 _WITHDRAWN = re.compile(
     r"\b(?:wait|oops|scratch that|hold on|my mistake|i made an? (?:mistake|error)|let me (?:redo|correct|fix)|i mean|"
     r"on second thought|or rather)\b|(?:^|[.!?\n*]\s*)(?:actually|no|correction|sorry|hmm+)\b"
@@ -52,17 +67,22 @@ _CIRCUMSTANCES = _set("in for out over after per within during by at on from eve
 _LABELS = _set("week day year step chapter number part problem question figure option case equation month")
 _MEASURES = _set("hours hour minutes feet foot ft dollars pounds years year months weeks days degrees hundred")
 _FILLERS = _set("all only just the his her their its these those last next first another a of that than")
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?P<box>\{)|(?P<bare>-?\d+|[A-Za-z](?![A-Za-z])))|\\[{}]|[{}]")
+_BOX = re.compile(
+    r"(?:\\ ?[bB]oxed|\\fbox|(?<![\\A-Za-z])boxed(?=\{)|\x08oxed)\s*"
+    r"(?:(?P<box>\{)|(?P<bare>-?\d+|[A-Za-z](?![A-Za-z])))|"
+    r"\\[{}]|[{}]"
+)
 _JOINT = re.compile(r"[\s$]*(?:,|or|and|, or|, and|\\text\{ ?(?:or|and) ?\})[\s$]*(?:[a-z]\s?=\s?)?")
 _HASHES = re.compile(r"(?<!#)####(?!#)\s*(?=\S)(?!\**\d+[.):]\s+[A-Za-z])(?=[-+−$€£.*(\\]*\s*[\d\\]|[a-zA-Z] ?=)")
 _PHRASE = re.compile(
-    r"\banswers?(?: to (?:this|the) \w+)?[*_`\"' ]*(?:\b(?:is|are|was|would be|should be|must be|equals)\b|=|[:：])"
+    r"\b(?:answers?(?: to (?:this|the) \w+)?|(?:correct|right) (?:option|choice)|solutions?(?= (?:is|are)\b:? *[$\\(]*"
+    r"(?:[a-z] ?=|[-−.]?\d)))[*_`\"' ]*(?:\b(?:is|are|was|would be|should be|must be|equals)\b|=|[:：])"
     r"(?:[ ,]+(?:therefore|thus|simply|then|hence|indeed|just|found to be)\b)?[*_`\s:：]*|答案[是为為：:]+\s*",
     re.IGNORECASE,
 )
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<![\\$])\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_END = re.compile(r"[.!?。](?=[\s*)\"'$]|$)(?!\s*\d)|\n")
+_END = re.compile(r"[.!?。](?=[\s*)\"'$]|$)(?!\s*\d)|\n|(?=</)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +110,8 @@ class _Term:
     is_lone: bool = True
     is_denied: bool = False
     is_left: bool = False
+    is_false: bool = False
+    """Whether it is the right side of an equation that does not hold."""
     is_aside: bool = False
     """Whether it is in parentheses."""
 
@@ -100,7 +122,7 @@ def final_answer(text: str) -> Answer | None:
     The last of these that the text has: a box, `#### answer`, `<answer>` tags, "the answer is"; else the number of the
     last sentence that has one. If what follows withdraws it ("Wait, ..."), the answer is what is stated from there on.
     """
-    return _final(one_line_end(text)[-_MAX_CHARACTERS:])
+    return _final(re.sub(r"<<[^<>]*>>", "", one_line_end(text)[-_MAX_CHARACTERS:]))  # calculator notes of GSM8K
 
 
 def one_line_end(text: str) -> str:
@@ -109,10 +131,18 @@ def one_line_end(text: str) -> str:
 
 
 def _final(text: str) -> Answer | None:
-    marks = sorted([*_answer_boxes(text), *_spans(text)], key=lambda mark: mark[0])
+    boxes = _answer_boxes(text)
+    spans = [span for span in _spans(text) if not any(box[0] < span[0] < box[1] for box in boxes[-_MOST_BOXES:])]
+    marks = sorted([*boxes, *spans], key=lambda mark: mark[0])
     for start, end, content, kind in reversed(marks):
-        if kind == "phrase" and not re.search(r"[\d\\$]", plain(content)) and not number_in_words(content):
-            continue  # such as "the answer is correct"
+        if kind == "phrase" and (assumed := _ASSUMED.search(text[max(start - 60, 0) : start])) is not None:
+            if assumed["denied"] is not None:
+                return None
+            continue
+        if kind == "phrase" and not re.search(r"[\d\\$]", plain(content)) and number_in_words(content) is None:
+            if _NAMED.match(content) is None:
+                continue  # such as "the answer is correct"
+            return Answer(content.strip("*_ .\n"), is_exact=True)
         if (again := _WITHDRAWN.search(text, end)) is not None:
             later = _final(text[again.end() :])
             if later is not None or not _CONFIRMED.search(text, again.end()):
@@ -229,14 +259,23 @@ def _last_of(text: str) -> Answer | None:
         right = [term for term in terms if not term.is_left]
         outside = [term for term in right if not term.is_aside] or right
         main = [term for term in outside if not _is_circumstance(sentence, term)] or outside
-        return _chosen(Answer(text.strip()), text, main, -1, sentence)
+        is_exact = len(text) < _SHORT and not re.search(r"[^\W\d_]{2}", text)
+        return _chosen(Answer(text.strip(), is_exact=is_exact), text, main, -1, sentence, right)
     spans = list(_MATH.finditer(text))
     content = next(filter(None, spans[-1].groups()), "") if spans else text
-    return Answer(content.strip(), is_exact=bool(spans) or len(text) < 80) if content.strip() else None
+    if not content.strip():
+        return None
+    number = number_in_words(content) if len(content) < _SHORT else None
+    return Answer(content.strip(), number, is_exact=bool(spans) or len(text) < _SHORT)
 
 
 def _chosen(
-    answer: Answer, text: str, terms: list[_Term], which: Literal[0, -1], tokens: list[Token] | None = None
+    answer: Answer,
+    text: str,
+    terms: list[_Term],
+    which: Literal[0, -1],
+    tokens: list[Token] | None = None,
+    near: list[_Term] | None = None,
 ) -> Answer:
     tokens = tokens_of(plain(text)) if tokens is None else tokens
     left = [term for term in terms if not term.is_denied]
@@ -244,7 +283,11 @@ def _chosen(
         number = number_in_words(text) if not terms else None
         return replace(answer, number=number) if number is not None else answer if not terms else Answer("")
     chosen = left[which]
-    others = [(a, b) for a, b in pairwise(left) if chosen in (a, b)]
+    others = [
+        (a, b)
+        for a, b in pairwise(left if near is None else [t for t in near if not t.is_denied])
+        if chosen in (a, b) and _differ(a, b)
+    ]
     if chosen.value is None or any(_are_joined(tokens[a.end : b.start]) for a, b in others):
         return replace(answer, is_exact=answer.is_exact and chosen.value is None)
     return replace(answer, number=chosen.value, is_percent=chosen.is_percent)
@@ -295,8 +338,9 @@ def _is_scaled(tokens: list[Token], start: int, end: int, *, is_exact: bool) -> 
         return False
     if after.kind == "command" or (after.text == "(" and is_exact):
         return after.text not in ("}", "\\") or (after.text == "\\" and is_exact)
-    if after.kind in ("operator",):
-        return is_exact and end + 1 < len(tokens)
+    if after.kind == "operator":
+        is_bound = after.text == "+" and (end + 1 == len(tokens) or tokens[end + 1].kind in ("end", "word"))
+        return is_bound or (is_exact and end + 1 < len(tokens))
     is_letter = after.kind == "word" and len(after.text) == 1 and after.text.isascii()
     if after.kind == "name":
         return not after.has_space
@@ -310,7 +354,7 @@ def _relate(tokens: list[Token], term: _Term, following: _Term | None) -> None:
     before = [
         t for t in tokens[max(term.start - 12, 0) : term.start] if t.kind != "currency" and t.text not in "*($~\"'"
     ]
-    after = [t for t in tokens[term.end : term.end + 12] if t.text not in "*)$~\"'"]
+    after = [t for t in tokens[term.end : term.end + 12] if t.text not in "*()$~\"'"]
     term.is_denied = (
         term.is_denied
         or (bool(before) and before[-1].text in "<>≤≥≠±")
@@ -329,13 +373,22 @@ def _relate(tokens: list[Token], term: _Term, following: _Term | None) -> None:
         and all(text in "=≈" for text in relations)
         and not any(t.kind == "end" or t.text in (",", "or", "and") for t in between)
     ):
+        if term.is_lone and not following.is_lone and term.value is not None:
+            following.is_left = True  # such as 32 = 2^5
+            return
         term.is_left = True
+        if term.is_false:
+            following.value, following.is_false = None, True
         is_bare = all(t.kind in ("relation", "currency") or t.text in "*$()" for t in between)
-        is_start = term.start == 0 or tokens[term.start - 1].kind in ("currency", "end", "mark", "operator")
+        is_start = term.start == 0 or tokens[term.start - 1].kind in ("currency", "end", "mark")
         is_start = is_start and not (term.start and tokens[term.start - 1].text == "(")
         is_both = term.is_lone and following.is_lone and None not in (term.value, following.value)
         if is_bare and is_start and is_both and not _are_close(term, following, is_exact="≈" not in relations):
-            following.value = None  # such as 5 = 4
+            following.value, following.is_false = None, True  # such as 5 = 4
+
+
+def _differ(one: _Term, other: _Term) -> bool:
+    return None in (one.value, other.value) or not _are_close(one, other, is_exact=True)
 
 
 def _are_close(one: _Term, other: _Term, *, is_exact: bool) -> bool:
@@ -344,7 +397,7 @@ def _are_close(one: _Term, other: _Term, *, is_exact: bool) -> bool:
 
 
 def _words(tokens: list[Token]) -> str:
-    return " ".join(t.text.strip("~").lower() if t.kind in ("word", "name") else f"{t.text} " for t in tokens).strip()
+    return " ".join(token.text.strip("~").lower() for token in tokens)
 
 
 def _is_denied(before: str, after: str) -> bool:
@@ -361,6 +414,8 @@ def _is_denied(before: str, after: str) -> bool:
 
 def _are_joined(between: list[Token]) -> bool:
     """Whether two numbers are one list, range or choice: "4 or 5", "4 apples, 5", "10-12"."""
+    if not between:
+        return True
     texts = [t.text.lower().strip("~") for t in between if t.kind != "currency" and t.text not in "*$()\"'~"]
     joints = {"or", "and", "to", ",", "-", "/", "&", ";", "|", "versus", "vs", "maybe", "perhaps", "possibly", "even"}
     if texts[-1:] == ["="]:

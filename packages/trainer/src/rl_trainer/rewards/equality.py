@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from rl_trainer.rewards.answers import Answer
 
 _BOUND = re.compile(
-    r"[<>≤≥≠±…]|\\(?:in|not|cup|cap|ldots|dots)\b|\.\.\.|(?i:\b(?:or|and|not|to|from|between)\b)|[,;]|\\\{|[-+]\s*[-+]|"
+    r"[<>≤≥≠±…]|\\(?:in|not|cup|cap|ldots|dots)\b|\.\.\.|(?i:\b(?:or|and|not|to|from|between)\b)|[,;]|\\\{|[-+]\s*[-+]|\d\s*_|\b(?:is|wrong|incorrect|false)\b|"
     r"(?<!\\)\b[A-Za-z]{2,}.*\d"
 )
 _NAME = re.compile(r"^\s*[^=\d,]*=(?!.*=)")
 _DECIMAL_COMMA = re.compile(r"(?<!\d)\d+,(?:\d{1,2}|\d{4,})(?!\d)")
 _BRACKETS = re.compile(r"([(\[]).*,.*([)\]])$", re.DOTALL)
-_CHOICE = re.compile(r"^\W*(?:(?:option|choice|answer)\s*)?\(?([A-J])(?:[).:]|\s*$|~?\s*\))")
+_CHOICE = re.compile(
+    r"^\W*(?:(?:option|choice|answer)\s*)?\(?([A-J])(?:[).:]|\s*$|~?\s*\)|,? (?:not|because|since|which)\b)"
+)
 
 
 def equals(answer: Answer | None, truth: str) -> bool:
@@ -32,8 +34,7 @@ def equals(answer: Answer | None, truth: str) -> bool:
         raise RewardError("the row has no ground truth to compare with: it is empty")
     gold = exactly(truth)
     if answer is not None and answer.is_exact and answer.number is not None and "≈" in plain(answer.content):
-        sides = re.split(r"\\(?:approx|simeq|sim)(?![a-zA-Z])|[≈≃≅]", answer.content)
-        return any(equals(exactly(side), truth) for side in sides)
+        return any(equals(exactly(side), truth) for side in plain(answer.content).split("≈") if side.strip())
     if gold.number is not None and not _DECIMAL_COMMA.search(truth):
         return answer is not None and _equals_number(answer, gold, truth)
     if answer is None or not answer.content:
@@ -46,7 +47,7 @@ def _equals_number(answer: Answer, gold: Answer, truth: str) -> bool:
     assert gold.number is not None, "the caller has looked"
     if answer.number is None:
         content = _NAME.sub("", plain(answer.content))
-        is_one = answer.is_exact and "=" not in content and not _BOUND.search(content)
+        is_one = answer.is_exact and "\\\\" not in answer.content and "=" not in content and not _BOUND.search(content)
         return is_one and bool(content.strip()) and _verified(truth, answer.content)
     if answer.is_percent == gold.is_percent:
         return answer.number == gold.number
@@ -58,23 +59,40 @@ def _equals_expression(answer: Answer, truth: str) -> bool:
     if not answer.is_exact and answer.number is None and not re.search(r"\\|\d", answer.content):
         _parsed(truth)
         return False
-    content, given, wanted = answer.content, plain(answer.content), plain(truth)
-    is_list, are_many = _is_list(given), _is_list(wanted)
-    if [mark in given for mark in "<>≤≥≠"].count(True) and not re.search("[<>≤≥≠]", wanted):
+    content = re.sub(r"^\s*\([a-z, ]+\)\s*=", "", answer.content)
+    given, wanted = plain(content), plain(truth)
+    is_list, are_many = _is_list(given), _is_list(wanted) or wanted.lstrip().startswith("\\{")
+    if are_many:
+        content = re.sub(r"\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b", ", ", content)
+    mine, theirs = _BRACKETS.match(_bare(content)), _BRACKETS.match(_bare(truth))
+    if theirs is not None and mine is None and (named := _named_in_order(given)) is not None:
+        content, mine = f"({named})", theirs
+        given, is_list = content, False
+    is_interval = mine is not None or theirs is not None
+    if not is_interval and [mark in given for mark in "<>≤≥≠"].count(True) and not re.search("[<>≤≥≠]", wanted):
         return False
-    if ("≠" in given) != ("≠" in wanted) or bool(re.search("[≤≥]", given)) != bool(re.search("[≤≥]", wanted)):
+    if ("≠" in given) != ("≠" in wanted) or (
+        not is_interval and bool(re.search("[≤≥]", given)) != bool(re.search("[≤≥]", wanted))
+    ):
         return False
     if (is_list and not are_many and "±" not in wanted) or ("±" in given and "±" not in wanted and not are_many):
         return False
     if "=" in given and "=" not in truth and not _NAME.match(given) and not are_many:
         return all(_verified(truth, side) for side in re.split(r"(?<![<>!])=", content))
-    mine, theirs = _BRACKETS.match(_bare(content)), _BRACKETS.match(_bare(truth))
     if theirs is not None:
         if mine is not None and mine.groups() != theirs.groups():
             return False
         if mine is None and is_list:
             content = f"({content})"  # of a pair, whose order counts
     return _verified(truth, content)
+
+
+def _named_in_order(given: str) -> str | None:
+    """Values of `x = 3, y = 4`, whose names are in the order of the alphabet."""
+    named = re.findall(r"([a-z])\s*=\s*([^,=]+)", given)
+    names = [name for name, _ in named]
+    is_all = len(named) > 1 and given.count("=") == len(named) and given.count(",") == len(named) - 1
+    return ", ".join(value for _, value in named) if is_all and names == sorted(set(names)) else None
 
 
 def _is_list(text: str) -> bool:
@@ -92,7 +110,7 @@ def _same_words(content: str, truth: str) -> bool:
     said, wanted = (re.sub(r"[\s~$*_.\"'`{}]+", " ", plain(text)).strip().casefold() for text in (content, truth))
     if said == wanted and said:
         return True
-    letter = re.fullmatch(r"\(?([A-J])\)?", re.sub(r"[\s~$.]|\\text|[{}]", "", truth))
+    letter = re.fullmatch(r"\(?([A-J])\)?", re.sub(r"[\s~$.*]", "", plain(truth)))
     return (
         letter is not None
         and (choice := _CHOICE.match(plain(content).replace("~", ""))) is not None

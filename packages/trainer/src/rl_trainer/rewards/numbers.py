@@ -28,6 +28,10 @@ _SPELLINGS = tuple(
         (r"\\(?:approx|simeq|sim)(?![a-zA-Z])|[≃≅]|(?<![\d~\\])~(?=\s?[\d$])", " ≈ "),
         (r"(?<=\d)\s?~\s?(?=\d)", "-"),
         (r"(?<![\d)])\*{2,}|\*{2,}(?![\d(-])|__(?=\d)|(?<=\d)__", " "),
+        (r"</?[A-Za-z]\w*\s*/?>", " "),
+        (r"\.{3,}", "…"),
+        (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
+        (r"\\(?:land|wedge)(?![a-zA-Z])", " and "),
         (r"(?<=\d)(?:\{,\}|,\\!|\\,|\\!)\s*(?=\d{3})", ","),
         (r"(?<=\d)(?=\\[dtc]?frac)", " "),
         (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\1/\2 "),
@@ -55,11 +59,11 @@ _TOKEN = re.compile(
     rf"""
     (?P<currency>(?:US|HK|R)?[$€£¥₹₩](?=\s?[-\d.])|(?<![A-Za-z])(?:Rs\.?|USD|EUR|GBP|INR|CNY|RMB)(?=\s?\d))
     |(?P<number>(?:{_DIGITS}|(?=\.\d))(?:(?:\.\d+)+|,\d+(?!,?\d)|\.(?![\dA-Za-z]))?(?::\d+)*)
-     (?P<power>[eE][-+]?\d+(?![\dA-Za-z])|\s?\*\s?10\s?\^\s?[-+]?\d+)?
+     (?P<power>[eE][-+]?\d+(?![\dA-Za-z])|\s?[*x]\s?10\s?(?:\^|\*\*)\s?[-+]?\d+)?
      (?:\s?(?P<slash>/)\s?(?P<under>\d[\d,]*)(?![.\d]|/))?
      (?:(?<!\.)\s(?:and\s)?\s?(?P<over>\d+)\s?/\s?(?P<below>\d+)(?![\d/]))?
      (?P<percent>\s?%|\spercent\b)?
-     (?P<scale>\s?(?:hundred|thousand|million|billion|trillion)\b|[kK]\b)?
+     (?P<scale>\s*~?\s*(?:hundred|thousand|million|billion|trillion)\b|[kKMB]\b)?
     |(?P<name>[A-Za-z]+\d[\dA-Za-z]*)
     |(?P<word>~?[^\W\d_]+(?:['-][^\W\d_]+)*)
     |(?P<command>\\[a-zA-Z]+|[{{}}^_\\√π∞])
@@ -70,7 +74,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-_SCALES = {"k": 3, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {"k": 3, "m": 6, "b": 9, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -139,7 +143,7 @@ def _sign(tokens: list[Token], *, has_space: bool) -> int | None:
         return None
     before = tokens[at - 1] if at else None
     if before is None or before.text in "=≈<>≤≥≠±({[:*,/^$":
-        return at if not has_space or (before is not None and before.text in "=≈") else None
+        return at if not has_space or (before is not None and before.text in "=≈$") else None
     is_operand = before.kind in ("number", "command", "name") or before.text in (")", "]", "|", "%")
     return at if tokens[at].has_space and not has_space and not is_operand else None
 
@@ -160,8 +164,8 @@ def _value(found: re.Match[str]) -> Fraction | None:
     if digits.count(".") > 1:
         return None
     value = Fraction(digits if digits[0] != "." else f"0{digits}")
-    exponent = int(re.sub(r".*[eE^]\s?", "", found["power"])) if found["power"] else 0
-    exponent += _SCALES[found["scale"].strip().lower()] if found["scale"] else 0
+    exponent = int(re.sub(r".*[eE^*]\s?", "", found["power"])) if found["power"] else 0
+    exponent += _SCALES[found["scale"].strip(" ~").lower()] if found["scale"] else 0
     if abs(exponent) > _MAX_EXPONENT:
         return None
     value *= Fraction(10) ** exponent
