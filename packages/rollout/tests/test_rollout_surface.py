@@ -39,6 +39,7 @@ PUBLIC = [
     "create_server",
     "launch_server",
     "placeholder_repeats",
+    "read_body",
 ]
 
 

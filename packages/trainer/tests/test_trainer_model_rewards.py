@@ -1,6 +1,7 @@
 """Rewards by served models, over real sockets: what they are asked, what is read, and what becomes of no answer."""
 
 import asyncio
+import gzip
 
 import pytest
 from aiohttp import web
@@ -306,3 +307,39 @@ def test_places_in_json_and_conversations():
     assert conversation([{"role": "user", "content": "hi"}]) == "hi"
     parts = [{"type": "image"}, {"type": "text", "text": " what?"}]
     assert conversation([{"role": "user", "content": parts}]) == "[image] what?"
+
+
+BOMB = gzip.compress(bytes(1 << 25))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("said", "settings", "words"),
+    [
+        (web.Response(body=BOMB, headers={"Content-Encoding": "gzip"}), {}, "sent more than 16777216 bytes"),
+        (web.Response(body=b"x", headers={"Content-Encoding": "gzip"}), {}, "cannot be decompressed"),
+        (web.Response(status=400, body=BOMB, headers={"Content-Encoding": "gzip"}), {}, "sent more than"),
+        (web.Response(body=b"[" * 100_000), {}, "is not JSON"),
+        (web.Response(body=b"\xff\xfe"), {}, "is not JSON"),
+        (web.Response(body=b"[]"), {}, "has no choices.0.message.content"),
+        (judged(["score: 1"]), {}, "is no text"),
+        (judged({"score": 1}), {}, "is no text"),
+        ({"data": [{"probs": [True]}]}, {"kind": "classifier"}, "True is no number"),
+        ({"data": [{"probs": [10**400]}]}, {"kind": "classifier"}, "is no number"),
+        ({"data": [{"probs": ["1e999"]}]}, {"kind": "classifier"}, "the score is inf"),
+        ({"data": [{"probs": [[1.0]]}]}, {"kind": "classifier"}, "is no number"),
+        ({"data": 3}, {"kind": "classifier"}, "has no data.0.probs.0"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_one_error_with_the_url(said, settings, words):
+    settings = settings | ({"model": None} if settings else {})
+    server = Server(said)
+    (error,) = ask(server, "x", max_attempts=1, **settings)
+    assert isinstance(error, RewardError)
+    assert words in str(error)
+    assert "http://127.0.0.1:" in str(error)
+
+
+def test_a_server_that_claims_endless_tokens_holds_nobody_up():
+    server = Server(judged("score: 1", usage={"total_tokens": 10**18}))
+    assert ask(server, "x", "y", tokens_per_minute=10**9) == [1.0, 1.0]

@@ -74,6 +74,15 @@ def scores(section, *texts, truth="4"):
         ("format", {"is_open": True}, "so</think><answer>4</answer>", "-", 1.0),
         ("format", {"is_open": True}, "<think>so</think><answer>4</answer>", "-", 0.0),
         ("format", {"tags": ["a"]}, "<a>x</a>", "-", 1.0),
+        ("format", {}, "<think></think><answer>4</answer>", "-", 0.0),
+        ("format", {}, "<think>so</think><answer> \r\n</answer>", "-", 0.0),
+        ("format", {"is_open": True}, "</think><answer>4</answer>", "-", 0.0),
+        ("format", {}, "<think>so\r\n</think>\u2028<answer>4</answer>\x85", "-", 1.0),
+        ("exact_match", {}, "a\r\nb\r\n", "a\nb", 1.0),
+        ("exact_match", {}, "a\u2028b", "a\nb", 1.0),
+        ("regex", {"pattern": r"(?m)^answer: (\d+)$"}, "answer: 4\r\ndone", "4", 1.0),
+        ("regex", {"pattern": r"answer: (.*)"}, "answer: 4\u2028done", "4", 1.0),
+        ("regex", {"pattern": r"answer: (.*)"}, "answer: 4 or 5", "4", 0.0),
     ],
 )
 def test_what_a_rule_says(rule, options, text, truth, reward):

@@ -12,6 +12,8 @@ from rich.console import Console
 from rl_trainer import run
 from rl_trainer.config import load_config
 from rl_trainer.errors import WorkerDiedError
+from rl_trainer.metrics import PhaseTimer
+from rl_trainer.pipeline.rollout_source import StopRequestedError
 
 
 def die(*_):
@@ -43,13 +45,24 @@ def test_a_run_is_started_again_once_it_has_begun_and_so_often(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_the_second_ends_at_once(number):
+def test_the_first_signal_asks_and_the_second_ends_at_once(number, monkeypatch):
     before, asked = signal.getsignal(number), threading.Event()
     told = Console(width=200, file=io.StringIO())
-    with run._stop_when_asked(told, asked):
+    with run._stop_when_asked(told, asked, PhaseTimer()):
         os.kill(os.getpid(), number)
         assert asked.wait(5)
+        signal.raise_signal(number)  # the same signal, to the process's group
+        monkeypatch.setattr(run, "_SAME_SIGNAL_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) == before
     assert "stopping after this step; once more stops at once" in told.file.getvalue()
+
+
+def test_an_evaluation_that_lasts_is_given_up(monkeypatch):
+    monkeypatch.setattr(run, "STOP_GRACE_S", 0.01)
+    timer, asked = PhaseTimer(), threading.Event()
+    with run._stop_when_asked(Console(quiet=True), asked, timer), pytest.raises(StopRequestedError):
+        signal.raise_signal(signal.SIGTERM)
+        with timer.phase("eval"):
+            threading.Event().wait(30)

@@ -15,6 +15,7 @@ from rl_rollout.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
+from rl_rollout.http.body import read_body
 from rl_rollout.multimodal import placeholder_repeats
 from rl_rollout.process import ChildProcess
 from rl_rollout.receiver import CkptReceiver
@@ -63,4 +64,5 @@ __all__ = [
     "create_server",
     "launch_server",
     "placeholder_repeats",
+    "read_body",
 ]

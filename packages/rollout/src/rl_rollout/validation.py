@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 NO_LOGPROB = -9999.0
 """Log-prob that vLLM reports in place of NaN, of minus infinity, and of unknown ones."""
+_SLACK = 1e-3
+"""Log-probs above 0 by rounding."""
 SEED_RANGE = 2**63
 """Bound of seeds, versions, ids and top-k, which engines keep as signed 64-bit integers."""
 LEAST_TEMPERATURE = 1e-6
@@ -217,6 +219,45 @@ def check_finite(output: TokenOutput) -> None:
 def as_logprob(told: float | None) -> float:
     """Log-prob from a third-party server's answer; NaN where it has none."""
     return math.nan if told is None or told <= NO_LOGPROB else told
+
+
+def check_answer(request: GenerateRequest, output: TokenOutput, peer: str, *, vocab_size: int = 2**31) -> None:
+    """Check an output that a server sent: counts, token ids and log-probs that can be those of the request.
+
+    Args:
+        request: The request.
+        output: Its output.
+        peer: Who sent it, for the error.
+        vocab_size: Size of the vocabulary, where it is known.
+
+    Raises:
+        GenerationError: they cannot; says which.
+    """
+    count, most, num_prompt = len(output.token_ids), request.sampling_params.max_new_tokens, len(output.prompt_logprobs)
+    is_whole = output.finish_reason not in (FinishReason.ABORT, FinishReason.TIMEOUT)
+    wanted = len(request.prompt_token_ids) - 1 if request.returns_prompt_logprobs else 0
+
+    def wrong() -> str | None:
+        if count > most:
+            return f"{count} tokens, and {most} were asked for"
+        if not len(output.logprobs) == len(output.weight_versions) == count:
+            return f"{len(output.logprobs)} log-probs and {len(output.weight_versions)} versions of {count} tokens"
+        if len(output.top_logprobs) not in (0, count):
+            return f"the likeliest tokens of {len(output.top_logprobs)} places of {count}"
+        if num_prompt not in ((wanted,) if is_whole else (0, wanted)):
+            return f"{num_prompt} log-probs of the prompt, and {wanted} were asked for"
+        ids = (*output.token_ids, *(token for top in output.top_logprobs for token, _ in top))
+        if (bad := next((i for i in ids if type(i) is not int or not 0 <= i < vocab_size), None)) is not None:
+            return f"the token id {bad!r:.40}, which is outside the vocabulary [0, {vocab_size})"
+        told = (*output.logprobs, *output.prompt_logprobs, *(value for top in output.top_logprobs for _, value in top))
+        if (bad := next((x for x in told if type(x) not in (int, float) or x > _SLACK), None)) is not None:
+            return f"the log-prob {bad!r:.40}, which is above 0 or no number"
+        if any(math.isnan(x) for x in output.prompt_logprobs):
+            return "a log-prob of the prompt that is no number"
+        return None
+
+    if (fault := wrong()) is not None:
+        raise GenerationError(f"request {request.request_id!r}: {peer} answered with {fault}")
 
 
 def check_length(output: TokenOutput, max_new_tokens: int) -> None:

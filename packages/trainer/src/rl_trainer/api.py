@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 from rl_trainer.config import load_config
 from rl_trainer.data.rows import completed
 from rl_trainer.errors import ConfigError, DataError
+from rl_trainer.output_dir import new_output_dir
 from rl_trainer.plugins import Serialized
+from rl_trainer.run import Resume
 from rl_trainer.run import run as run_config
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def train(
     advantage: Any = None,
     loss: Any = None,
     output_dir: str | Path | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     callback: Callable[[StepRecord], object] | None = None,
     wait: bool = True,
     console: Console | None = None,
@@ -59,7 +60,7 @@ def train(
         advantage: `AdvantageInput -> (T,) tensor`, an `Estimator`, or a name (`algorithm.advantage`).
         loss: `PolicyLossInput -> (T,) tensor`, a `PolicyLoss`, or a name (`algorithm.loss`).
         output_dir: Where everything is written; None makes `outputs/<name>-<date>-<time>`.
-        resume: Go on with the run in `output_dir`.
+        resume: Go on with the run in `output_dir`; "anyway" also if its data, base model or code changed.
         callback: Called with every step's record, in the run's thread.
         wait: Return when the run has ended; False returns at once, and iterating gives the steps as they end.
         console: Shows the plan and the steps.
@@ -73,7 +74,7 @@ def train(
     keys: dict[str, Any] = {}
     files: dict[Path, str] = {}
     if data is not None and not isinstance(data, (str, Path)):
-        output_dir = output_dir or f"outputs/{overrides.get('name', 'train')}-{time.strftime('%Y%m%d-%H%M%S')}"
+        output_dir = output_dir or new_output_dir(overrides.get("name", "train"))
         keys, files = _as_files(Path(output_dir), data, eval_data)
     elif data is not None:
         keys["data.path"] = data
@@ -98,7 +99,7 @@ class Run:
         config: Config,
         *,
         callback: Callable[[StepRecord], object] | None = None,
-        resume: bool = False,
+        resume: Resume = False,
         console: Console | None = None,
     ) -> None:
         self.config = config

@@ -22,11 +22,13 @@ from rl_engine.errors import CheckpointError
 from rl_trainer import samples
 from rl_trainer.config import as_tree
 from rl_trainer.errors import InputError
+from rl_trainer.inputs import changed, digest_inputs, digest_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rl_trainer.config import Config
+    from rl_trainer.data.datasets import Datasets
     from rl_trainer.loop import Components
     from rl_trainer.metrics import StepRecord
 
@@ -67,6 +69,8 @@ class RunState:
     """Seed of the run, which orders the prompts."""
     num_rows: int
     """Rows of the data."""
+    inputs: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Digests of what the run reads, see `rl_trainer.inputs`."""
     engines: tuple[str, ...] = ("engine",)
     """Folders of actor and critic; with `engine.async_checkpoints` they are complete after the state file."""
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -378,3 +382,29 @@ def check_resume(config: Config, num_rows: int, *, is_known_whole: bool = False)
         raise InputError(
             "resume_from needs model.path: the folder that the first run started from (its output_dir/model)"
         )
+
+
+def check_inputs(config: Config, datasets: Datasets, *, is_forced: bool = False) -> list[str]:
+    """Check that the run reads what the checkpoint's run read; the names of what differs, if that is asked for.
+
+    Args:
+        config: Configuration of the run, with the policy's folder if that is complete.
+        datasets: Its rows; a stream is read up to the position of the checkpoint, where the run goes on.
+        is_forced: Go on in spite of differences.
+
+    Raises:
+        InputError: something differs, and `is_forced` is false.
+    """
+    if config.resume_from is None:
+        return []
+    state = RunState.read(Path(config.resume_from))
+    found = changed(state.inputs, digest_inputs(config, datasets)) if state.inputs else []
+    if datasets.stream is not None:
+        stream, digests = datasets.stream, state.order.get("digests", ())
+        found += ["training rows"] if any(digest_rows([stream[i]]) != digest for i, digest in digests) else []
+    if found and not is_forced:
+        raise InputError(
+            f"{', '.join(found)}: no longer as when {config.resume_from} was written. Restore what changed, or go on "
+            "with the new ones by --resume=anyway"
+        )
+    return found

@@ -68,6 +68,10 @@ def _command(program: str) -> Callable[[_Main], _Main]:
     return decorate
 
 
+_ANYWAY = "--resume-anyway"
+"""How `--resume=anyway` is parsed."""
+
+
 def _answered(program: str, body: _Main, argv: Sequence[str] | None) -> int:
     from rl_trainer.errors import InputError, page_of, sentence_of
 
@@ -115,13 +119,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         "take them from a run, and cluster=NODESxGPUS",
     )
     parser.add_argument("--quiet", action="store_true", help="print errors alone; metrics.jsonl has the numbers")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir, if any")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in output_dir, if any; --resume=anyway also if data, base model, "
+        "tokenizer, template or a file of code changed since",
+    )
+    parser.add_argument(_ANYWAY, dest="resume", action="store_const", const="anyway", help=argparse.SUPPRESS)
     parser.add_argument(
         "--verify",
         metavar="OUTPUT_DIR",
         help="compare every file of a run's checkpoints (or of one checkpoint) with its digest, and start nothing",
     )
-    arguments = parser.parse_intermixed_args(argv)
+    # As an option with an optional value, `--resume` would take the recipe behind it for its value.
+    given = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_intermixed_args([_ANYWAY if each == "--resume=anyway" else each for each in given])
     if (told := _told(arguments)) is not None:
         print(told)
         return 0
@@ -149,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(quiet=arguments.quiet)
     if arguments.dry_run:
         config = resumed(config) if arguments.resume else config
-        plan(config, console, is_resumed=arguments.resume, is_rehearsed=True)
+        plan(config, console, resume=arguments.resume, is_rehearsed=True)
         return 0
     return 130 if run(config, console, resume=arguments.resume)["interrupted"] else 0
 

@@ -11,7 +11,7 @@ import gc
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from rl_trainer.algorithms import estimator_named
 from rl_trainer.algorithms.kl_controller import TOKEN_ENTROPY, AdaptiveEntropy, AdaptiveKl
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import PhaseTimer, StepRecord, receipt_of
-from rl_trainer.pipeline.rollout_source import Generated, hash_seed
+from rl_trainer.pipeline.rollout_source import Generated, StopRequestedError, hash_seed
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.plan import has_old_pass, update_barrier
 from rl_trainer.workers.columns import GIVEN, TRUNCATED
@@ -173,7 +173,10 @@ def steps_of(
             source.finish(part, step)
         if schedule.releases_after_sync:
             source.release(step + 1)
-        held_out = evaluate(components, eval_rows, timer) if is_eval_due(config, step) else None
+        held_out = None
+        if is_eval_due(config, step):
+            with suppress(StopRequestedError):
+                held_out = evaluate(components, eval_rows, timer)
         record = record_of(step, generated, source, ages, updates, held_out, timer.take())
         yield replace(record, weights=receipt)
         lag = schedule.lag

@@ -10,24 +10,25 @@ import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import PositiveInt, TypeAdapter, ValidationError
 from rich.console import Console
 
-from rl_engine import hold_lock
-from rl_engine.errors import FolderInUseError
 from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
-from rl_trainer.errors import ConfigError, InputError, PlacementError, PlanError, WorkerDiedError, sentence_of
+from rl_trainer.errors import ConfigError, InputError, PlacementError, PlanError, RolloutFailedError, WorkerDiedError
+from rl_trainer.inputs import digest_inputs
 from rl_trainer.metrics import PhaseTimer, Report
+from rl_trainer.output_dir import locked_output_dir
 from rl_trainer.pipeline.elastic import Elastic
+from rl_trainer.pipeline.rollout_source import StopRequestedError
 from rl_trainer.planning import preflight
 from rl_trainer.planning.gpus import count_gpus, gpu_facts, gpu_gib, settle
-from rl_trainer.planning.memory import memory_facts, memory_of_pools
+from rl_trainer.planning.memory import checkpoint_facts, memory_facts, memory_of_pools
 from rl_trainer.planning.placement import placement_facts
 from rl_trainer.planning.plan import show_plan
 from rl_trainer.planning.rehearsal import rehearse, reward_source
@@ -50,21 +51,30 @@ if TYPE_CHECKING:
     from rl_trainer.planning.plan import BatchPlan
     from rl_trainer.runtime.base import ReplicaSet, Runtime
 
-_LOCK_FILE = "run.lock"
+Resume: TypeAlias = 'bool | Literal["anyway"]'
+"""Whether to go on with the run in `output_dir`; "anyway": also if its inputs changed."""
+
+STOP_GRACE_S = 10.0
+"""Seconds that a step, or an evaluation, has to end after the run was asked to stop."""
+
+_SAME_SIGNAL_S = 1.0
+
+_ENDS_OF_ROLLOUTS = (StopRequestedError, RolloutFailedError, WorkerDiedError)
 
 _DEATH_WAIT_S = 2.0
 """Seconds that an error waits for a death that may be its cause: a peer's socket closes before Ray tells the death."""
 
 
 def plan(
-    config: Config, console: Console | None = None, *, is_resumed: bool = False, is_rehearsed: bool = False
+    config: Config, console: Console | None = None, *, resume: Resume = False, is_rehearsed: bool = False
 ) -> Datasets:
     """Plan a run: check all that can be known before a process starts, show the plan, and return the data.
 
     Args:
         config: Configuration of the run.
         console: Shows the plan.
-        is_resumed: `resumed` gave the configuration: the checkpoint's files have been compared with their digests.
+        resume: `resumed` gave the configuration, and has compared the checkpoint's files with their digests; with
+            "anyway" the run may read other data, models and code than the checkpoint's run did.
         is_rehearsed: Also try the chat template, the reward and the server's program.
 
     Raises:
@@ -76,18 +86,20 @@ def plan(
     counts = make_plan(config)
     check_gpus(config)
     with preflight.backends_asked(config):
-        return _planned(config, counts, console or Console(), is_resumed=is_resumed, is_rehearsed=is_rehearsed)
+        return _planned(config, counts, console or Console(), resume=resume, is_rehearsed=is_rehearsed)
 
 
-def _planned(config: Config, counts: BatchPlan, console: Console, *, is_resumed: bool, is_rehearsed: bool) -> Datasets:
+def _planned(config: Config, counts: BatchPlan, console: Console, *, resume: Resume, is_rehearsed: bool) -> Datasets:
     datasets = load_datasets(config.data, seed=config.seed)
     named, config = config, preflight.with_models(config, has_weights=False)
     rows = [*datasets.train, *datasets.eval]
-    preflight.check(config, rows, is_resumed=is_resumed, has_weights=config.model.path == named.model.path)
-    checkpoints.check_resume(config, len(datasets.train), is_known_whole=is_resumed)  # no rows of a stream
+    preflight.check(config, rows, is_resumed=bool(resume), has_weights=config.model.path == named.model.path)
+    checkpoints.check_resume(config, len(datasets.train), is_known_whole=bool(resume))  # no rows of a stream
+    others = checkpoints.check_inputs(named, datasets, is_forced=resume == "anyway")
+    others_facts = [("changed", f"{name}: not as in the checkpoint's run (resume=anyway)") for name in others]
     backends = preflight.check_backends(config)
     rehearsed = rehearse(config, datasets.train or datasets.eval) if is_rehearsed else []
-    show_plan(console, counts, [*_facts(config, datasets), *_resumed(config), *backends, *rehearsed])
+    show_plan(console, counts, [*_facts(config, datasets), *_resumed(config), *others_facts, *backends, *rehearsed])
     return datasets
 
 
@@ -143,7 +155,7 @@ def run(
     config: Config,
     console: Console | None = None,
     *,
-    resume: bool = False,
+    resume: Resume = False,
     on_step: Callable[[StepRecord], object] | None = None,
     stop: threading.Event | None = None,
 ) -> dict[str, Any]:
@@ -152,7 +164,8 @@ def run(
     Args:
         config: Configuration of the run.
         console: Shows its plan and its steps.
-        resume: Resume the run in `output_dir`, see `resumed`; if that is finished, say so and start nothing.
+        resume: Resume the run in `output_dir`, see `resumed`; if that is finished, say so and start nothing. "anyway"
+            also resumes with other data, models or code than the checkpoint's run had.
         on_step: Called with every step's record, and that of the evaluation at the start.
         stop: Set by anyone, ends the run after its step.
 
@@ -162,54 +175,22 @@ def run(
     """
     console = console or Console()
     quiet_libraries()
-    with ExitStack() as stack:
-        if config.output_dir is not None and Path(config.output_dir).is_dir():
-            stack.enter_context(_held(Path(config.output_dir)))
+    with locked_output_dir(config) as output_dir:
         config = counted(resumed(config, console) if resume else config)
         if resume and (told := finished(config)) is not None:
             console.print(f"rl-train: {told}", highlight=False, soft_wrap=True)
             return {"interrupted": False, "checkpoint": config.resume_from, "output_dir": config.output_dir}
         config = settle(config)
-        datasets = plan(config, console, is_resumed=resume)
+        datasets = plan(config, console, resume=resume)
         config = preflight.with_models(config)
         preflight.check_model(config)
-        output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        if not output_dir.is_dir():
-            with _writable():
-                output_dir.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_held(output_dir))
         try:
             hooks = _Hooks(on_step=on_step or (lambda record: None), stop=stop or threading.Event())
-            return _run(config, datasets, output_dir, console, hooks, resume=resume)
+            return _run(config, datasets, output_dir, console, hooks, resume=bool(resume))
         except OSError as error:
             if error.errno == errno.ENOSPC and error.filename is None:  # a write's, which names no file
                 error.filename = str(output_dir)
             raise
-
-
-@contextmanager
-def _writable() -> Generator[None]:
-    """Turn a folder that cannot be written into an InputError, before anything starts."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(sentence_of(error) or str(error)) from error
-
-
-@contextmanager
-def _held(output_dir: Path) -> Generator[None]:
-    """Hold the lock of an output folder: one run at a time.
-
-    Raises:
-        InputError: another run holds it.
-    """
-    with ExitStack() as stack:
-        try:
-            with _writable():
-                stack.enter_context(hold_lock(output_dir / _LOCK_FILE, f"output_dir={output_dir}"))
-        except FolderInUseError as error:
-            raise InputError(str(error)) from error
-        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +233,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         *gpu_facts(config),
         *placement_facts(config, memory_of_pools(config), gpus=count_gpus(config)),
         *memory_facts(config, there=gpu_gib()),
+        *checkpoint_facts(config),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
         ("reward", reward_source(config.reward, [*datasets.train, *datasets.eval])),
         *sandbox_facts(config.reward, config.agent),
@@ -360,9 +342,10 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
     from rl_trainer.setup import place
 
     start, console, output_dir = time.perf_counter(), run.console, run.output_dir
-    state = RunState(seed=config.seed, num_rows=len(datasets.train))
+    inputs = digest_inputs(replace(config, model=replace(config.model, path=str(run.model_path))), datasets)
+    state = RunState(seed=config.seed, num_rows=len(datasets.train), inputs=inputs)
     if config.resume_from is not None:
-        state = RunState.read(Path(config.resume_from)).for_run(config)
+        state = replace(RunState.read(Path(config.resume_from)).for_run(config), inputs=inputs)
         checkpoints.forget_after(output_dir, state.step)
     with ExitStack() as stack:
         runtime = create_runtime(config.runtime, timeout_s=config.timeout_s, heartbeat_s=config.heartbeat_s)
@@ -390,7 +373,9 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
             step = run.progress.next_step(state.step)
             return f"step {step}/{config.steps}: {phase}, {time.perf_counter() - since:.0f} s{groups}"
 
-        with _stop_when_asked(console, run.stop), progress_lines(console, doing) as renew:
+        if config.batch.replay is None:  # whose draws for a step cannot be taken back
+            components.source.should_stop = _Patience(run.stop).is_over
+        with _stop_when_asked(console, run.stop, timer), progress_lines(console, doing) as renew:
             records = run_loop(components, config, components.eval_rows, start_step=state.step, timer=timer)
 
             def add(record: StepRecord) -> None:
@@ -449,19 +434,37 @@ def follow(
 ) -> Path | None:
     """Follow the loop to its last step, or until asked to stop; saves checkpoints, returns the newest.
 
+    A step that takes long is given up while it waits for rollouts: the policy is still that of the step before, and
+    the prompts that were drawn since go back into the checkpoint. The same is done where a component of the rollouts
+    ends after the run was asked to stop, as it may have had the same signal.
+
     Steps after the newest complete checkpoint are taken again by a resumed run.
     """
     checkpoint = None if config.resume_from is None else Path(config.resume_from)
-    for record in records:
-        add(record)
-        is_last = should_stop() or record.step == config.steps
-        is_due = is_last or (config.save_every > 0 and record.step % config.save_every == 0)
-        if is_due and record.step > state.step:  # the first record is of what was there before
-            checkpoint = output_dir / f"checkpoint-{record.step}"
-            checkpoints.save(components, checkpoint, state.after(record, components, config))
-            checkpoints.prune(output_dir, config.keep_checkpoints)
-        if is_last:
-            break
+    saved_step, last = state.step, None
+
+    def save(record: StepRecord) -> None:
+        nonlocal checkpoint, saved_step
+        checkpoint, saved_step = output_dir / f"checkpoint-{record.step}", record.step
+        checkpoints.save(components, checkpoint, state.after(record, components, config))
+        checkpoints.prune(output_dir, config.keep_checkpoints)
+
+    try:
+        for last in records:
+            add(last)
+            is_last = should_stop() or last.step == config.steps
+            is_due = is_last or (config.save_every > 0 and last.step % config.save_every == 0)
+            if is_due and last.step > saved_step:  # the first record is of what was there before
+                save(last)
+            if is_last:
+                break
+    except Exception as error:
+        source = components.source
+        if not should_stop() or not source.is_at_step_start or not isinstance(error, _ENDS_OF_ROLLOUTS):
+            raise
+        if last is not None and last.step > saved_step:
+            drawn = (*(group.row_index for group in source.held), *source.pending)
+            save(replace(last, position=source.position, pending=drawn, held=()))
     return checkpoint
 
 
@@ -494,26 +497,51 @@ def create_elastic(config: Config, components: Components) -> Elastic | None:
     return Elastic(section, servers, **sizes, weights=components.weights)
 
 
+class _Patience:
+    """Time that a step has to end after the run was asked to stop."""
+
+    def __init__(self, asked: threading.Event) -> None:
+        self._asked, self._since = asked, math.inf
+
+    def is_over(self) -> bool:
+        """Whether the run was asked to stop `STOP_GRACE_S` ago; the first question after that starts the clock."""
+        if self._asked.is_set():
+            self._since = min(self._since, time.monotonic())
+        return time.monotonic() - self._since > STOP_GRACE_S
+
+
 @contextmanager
-def _stop_when_asked(console: Console, asked: threading.Event) -> Generator[None]:
+def _stop_when_asked(console: Console, asked: threading.Event, timer: PhaseTimer) -> Generator[None]:
     """Signal handler: the first Ctrl-C or SIGTERM sets `asked`, and the run ends after its step, with a checkpoint.
 
-    A second one raises KeyboardInterrupt at once, and nothing is saved.
+    A second one raises KeyboardInterrupt at once, and nothing is saved; those within a second are the same one, which
+    reached the process and its group. An evaluation that lasts longer than `STOP_GRACE_S` is given up.
     """
+    first = math.inf
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        nonlocal first
+        if asked.is_set() and time.monotonic() - first > _SAME_SIGNAL_S:
             raise KeyboardInterrupt
-        asked.set()
-        console.print("stopping after this step; once more stops at once, without a checkpoint")
+        if not asked.is_set():
+            first = time.monotonic()
+            asked.set()
+            signal.setitimer(signal.ITIMER_REAL, STOP_GRACE_S, 1.0)
+            console.print("stopping after this step; once more stops at once, without a checkpoint")
+
+    def on_alarm(number: int, frame: FrameType | None) -> None:
+        if (timer.current or ("",))[0] == "eval":
+            raise StopRequestedError
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, on_alarm)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -39,15 +39,8 @@ def hold_lock(file: str | Path, what: str) -> Generator[None]:
         OSError: the file cannot be written.
     """
     path = Path(file)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = _locked(path, what)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FolderInUseError(_refusal(path, what, _read(descriptor))) from None
-        except OSError as error:
-            if error.errno not in _NO_FLOCK:
-                raise
         holder = _read(descriptor)
         if holder is not None and _may_live(holder):
             raise FolderInUseError(_refusal(path, what, holder))
@@ -57,6 +50,25 @@ def hold_lock(file: str | Path, what: str) -> Generator[None]:
         finally:
             _write(descriptor, "")
     finally:
+        os.close(descriptor)
+
+
+def _locked(path: Path, what: str) -> int:
+    """Descriptor of the lock file, locked; opened again if its holder removed the file in the meantime."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _read(descriptor)
+            os.close(descriptor)
+            raise FolderInUseError(_refusal(path, what, holder)) from None
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                os.close(descriptor)
+                raise
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
         os.close(descriptor)
 
 

@@ -27,13 +27,14 @@ from rl_rollout.errors import (
     ServerStartError,
     UnsupportedError,
 )
+from rl_rollout.http.body import AnswerBody
 from rl_rollout.http.server import Endpoint
 from rl_rollout.registry import check_options, check_unused
 from rl_rollout.types import Capabilities, FinishReason, SamplingParams, ServerAddress, TokenOutput
-from rl_rollout.validation import as_logprob, check_extras, check_limits, check_request
+from rl_rollout.validation import as_logprob, check_answer, check_extras, check_limits, check_request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from rl_rollout.types import GenerateRequest, ServerConfig
 
@@ -84,6 +85,7 @@ class OpenAIServer(RolloutServer):
             api_key=os.environ.get(variable) or "none",
             max_retries=config.options.get("max_retries", 2),
             timeout=config.timeout_s,
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [_bound]}),
         )
         local = replace(config, model_path=config.options.get("tokenizer", config.model_path))
         self._endpoint = Endpoint(self, local, model_name=config.model_path)
@@ -129,12 +131,14 @@ class OpenAIServer(RolloutServer):
         """Probe the URL's capabilities."""
         try:
             models = {model.id: model async for model in self._client.models.list()}
-        except openai.OpenAIError as error:
-            raise ServerStartError(f"{self.url} does not tell its models: {error}") from error
+        except (openai.OpenAIError, *_MALFORMED) as error:
+            raise ServerStartError(f"{self.url} does not tell its models: {error.__cause__ or error}") from error
         if self.config.model_path not in models:
             some = ", ".join(sorted(models)[:10])
             raise ServerStartError(f"{self.url} has no model {self.config.model_path!r}; it has: {some}")
         told = getattr(models[self.config.model_path], "max_model_len", None)
+        if told is not None and (type(told) is not int or told < 1):
+            raise ServerStartError(f"{self.url} says max_model_len={told!r:.40}; a number of tokens is needed")
         self._max_model_len = min(self.config.max_model_len, told or self.config.max_model_len)
         self._takes_ids = await self._gives("token_ids", return_token_ids=True)
         self._scores = self._takes_ids and await self._gives("prompt_logprobs", prompt_logprobs=0)
@@ -145,11 +149,12 @@ class OpenAIServer(RolloutServer):
             answer = await self._client.completions.create(
                 model=self.config.model_path, prompt=[[1, 1]], max_tokens=1, extra_body=asked
             )
+            return getattr(answer.choices[0], field, None) is not None
         except (openai.BadRequestError, openai.NotFoundError, openai.UnprocessableEntityError):
             return False
-        except openai.OpenAIError as error:
-            raise ServerStartError(f"{self.url} did not complete a prompt of two tokens: {error}") from error
-        return getattr(answer.choices[0], field, None) is not None
+        except (openai.OpenAIError, *_MALFORMED) as error:
+            why = error.__cause__ or error
+            raise ServerStartError(f"{self.url} did not complete a prompt of two tokens: {why}") from error
 
     async def stop(self) -> None:
         """Close the connections and the endpoint; the URL's server keeps running. Idempotent."""
@@ -179,7 +184,9 @@ class OpenAIServer(RolloutServer):
                 await asyncio.wait((work, waiting), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 await work
-            return gathered.output(is_aborted=not work.done())
+            output = gathered.output(is_aborted=not work.done())
+            check_answer(request, output, self.url)
+            return output
         except TimeoutError as error:
             if isinstance(error, RolloutError):
                 raise
@@ -236,7 +243,7 @@ class OpenAIServer(RolloutServer):
             async for event in await self._client.completions.create(**settings, stream=True):
                 if event.choices:
                     gathered.add(event.choices[0])
-        except openai.OpenAIError as error:
+        except (openai.OpenAIError, *_MALFORMED) as error:
             raise self._translated(error) from error
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -271,18 +278,29 @@ class OpenAIServer(RolloutServer):
             answer = await resource.create(
                 model=self.config.model_path, max_tokens=chosen.max_new_tokens, **settings, **asked
             )
-        except openai.OpenAIError as error:
+            choice = answer.choices[0]
+            text = choice.message.content or "" if hasattr(choice, "message") else choice.text
+            if not isinstance(text, str):
+                raise TypeError(f"the text is {text!r:.100}")
+            return TextOutput(
+                text=text,
+                finish_reason=str(choice.finish_reason),
+                num_prompt_tokens=answer.usage.prompt_tokens if answer.usage else 0,
+                num_completion_tokens=answer.usage.completion_tokens if answer.usage else 0,
+            )
+        except (openai.OpenAIError, *_MALFORMED) as error:
             raise self._translated(error) from error
-        choice = answer.choices[0]
-        return TextOutput(
-            text=choice.message.content or "" if hasattr(choice, "message") else choice.text,
-            finish_reason=str(choice.finish_reason),
-            num_prompt_tokens=answer.usage.prompt_tokens if answer.usage else 0,
-            num_completion_tokens=answer.usage.completion_tokens if answer.usage else 0,
-        )
 
-    def _translated(self, error: openai.OpenAIError) -> RolloutError:
-        """Convert an error response of OpenAI's format."""
+    def _translated(self, error: Exception) -> RolloutError:
+        """Convert an error response of OpenAI's format, or an answer that is none."""
+        if isinstance(error, RolloutError):
+            return error
+        if isinstance(error.__cause__, RolloutError):  # of `_bound`: the client wraps it
+            return error.__cause__
+        if not isinstance(error, openai.OpenAIError):
+            return GenerationError(
+                f"{self.url} sent an answer that is no completion of OpenAI's: {type(error).__name__}: {error}"
+            )
         what = f"{self.url}: {error}"
         if isinstance(error, openai.APITimeoutError):
             return RequestTimeoutError(f"{self.url} did not answer within {self.config.timeout_s} s")
@@ -311,6 +329,32 @@ class OpenAIServer(RolloutServer):
             raise ServerLostError(f"the client of {self.url} is not running; call start()")
 
 
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, GenerationError)
+"""Exceptions of answers that are not what was asked for; the client takes any JSON for its own types."""
+
+
+async def _bound(response: Any) -> None:
+    """Bound the body of an answer, decompressed too."""
+    is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+    body = AnswerBody(response.headers.pop("content-encoding", None), url=str(response.url), is_stream=is_stream)
+    response.stream = _bounded(response.stream, body)
+
+
+def _bounded(stream: Any, body: AnswerBody) -> Any:
+    """Stream of the client's own kind (of httpx or its successor), whose pieces `body` reads."""
+    base: Any = next(kind for kind in type(stream).__mro__ if kind.__name__ == "AsyncByteStream")
+
+    class Bounded(base):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            async for piece in stream:
+                yield body.feed(piece)
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return Bounded()
+
+
 class Gathered:
     """Tokens of one request received so far."""
 
@@ -325,10 +369,12 @@ class Gathered:
     def add(self, choice: Any) -> None:
         """Append a chunk of the stream, or the whole response."""
         ids = list(getattr(choice, "token_ids", None) or ())
+        if len(self.token_ids) + len(ids) > self.request.sampling_params.max_new_tokens:
+            raise ValueError(f"more than {self.request.sampling_params.max_new_tokens} tokens, as were asked for")
         logprobs = [as_logprob(told) for told in choice.logprobs.token_logprobs or ()] if choice.logprobs else []
         self._is_finite &= all(map(math.isfinite, logprobs))
         if len(logprobs) != len(ids):
-            logprobs = [float("nan")] * len(ids)
+            raise ValueError(f"{len(logprobs)} log-probs of {len(ids)} tokens")
         self.token_ids += ids
         self.logprobs += logprobs
         self.finish_reason = choice.finish_reason or self.finish_reason

@@ -34,6 +34,7 @@ from rl_rollout.errors import (
     ServerStartError,
     UnsupportedError,
 )
+from rl_rollout.http.body import json_object, read_lines
 from rl_rollout.receiver import SLICES
 from rl_rollout.registry import check_options
 from rl_rollout.types import Capabilities, FinishReason, ServerParallel, TokenChunk, TokenOutput
@@ -188,8 +189,8 @@ class TensorrtLlmServer(ExternalServer):
         try:
             async with self.upstream.request("POST", "/v1/completions", body) as response:
                 await self.upstream.check(response, "/v1/completions")
-                async for line in response.content:
-                    event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+                async for line in read_lines(response):
+                    event = json_object(line[6:], "TensorRT-LLM") if line.startswith(b"data: {") else {}
                     if event:
                         flight.add(read_event(event, self.weight_version))
         except aiohttp.ClientError as error:

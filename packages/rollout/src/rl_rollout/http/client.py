@@ -8,19 +8,28 @@ import json
 import sys
 import threading
 from contextlib import aclosing
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from rl_rollout.base import RolloutServer
-from rl_rollout.errors import ConfigError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
+from rl_rollout.errors import (
+    ConfigError,
+    GenerationError,
+    RequestError,
+    RequestTimeoutError,
+    RolloutError,
+    ServerLostError,
+)
 from rl_rollout.http import messages as wire
+from rl_rollout.http.body import json_object, read_body, read_lines
 from rl_rollout.process import STOP_TIMEOUT_S, ChildProcess
-from rl_rollout.types import Capabilities, ServerAddress, TokenChunk, TokenOutput
+from rl_rollout.types import Capabilities, FinishReason, ServerAddress, TokenChunk, TokenOutput
+from rl_rollout.validation import check_answer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import GenerateRequest, ServerConfig, TensorPart
@@ -71,8 +80,13 @@ class HttpServer(RolloutServer):
     async def start(self) -> ServerAddress:
         """Connect to the server, which is running already; returns its address."""
         health = await self._call("GET", "/health")
-        self._capabilities = wire.capabilities_from_json(health["capabilities"], self.url)
-        return ServerAddress(url=self.url, model=health["model"], pid=health["pid"])
+        model, pid = health.get("model"), health.get("pid")
+        if not isinstance(model, str) or type(pid) is not int:
+            raise RolloutError(
+                f"{self.url}/health answered without model and pid, as a rollout server does: {health!r:.300}"
+            )
+        self._capabilities = wire.capabilities_from_json(health.get("capabilities"), self.url)
+        return ServerAddress(url=self.url, model=model, pid=pid)
 
     async def stop(self) -> None:
         """Close the connections; the server keeps running. Idempotent."""
@@ -135,11 +149,13 @@ class HttpServer(RolloutServer):
             async with response:
                 if response.status != 200:
                     raise await self._failure(response)
-                lines = _lines(response)
-                reason = None
+                lines = read_lines(response)
+                reason, count = None, 0
                 while reason is None:
                     async with asyncio.timeout_at(deadline):
                         chunk = self._read_chunk(await anext(lines, None))
+                    count += len(chunk.token_ids)
+                    self._check_chunk(request, chunk, count)
                     reason = chunk.finish_reason
                     yield chunk
         except aiohttp.ClientError as error:
@@ -158,6 +174,13 @@ class HttpServer(RolloutServer):
             return wire.chunk_from_body(line)[1]
         except wire.NO_MESSAGE:
             raise wire.error_from_body(line, self.url)[1] from None
+
+    def _check_chunk(self, request: GenerateRequest, chunk: TokenChunk, count: int) -> None:
+        """Check a chunk by `check_answer`, and the number of tokens up to its end."""
+        if count > request.sampling_params.max_new_tokens:
+            raise GenerationError(f"request {request.request_id!r}: {self.url} sent more tokens than were asked for")
+        part = replace(TokenOutput.joined(request.request_id, [chunk]), finish_reason=FinishReason.ABORT)
+        check_answer(request, part, self.url)
 
     def _enter(self, request: GenerateRequest) -> None:
         if request.request_id in self._in_flight:
@@ -198,7 +221,7 @@ class HttpServer(RolloutServer):
 
     async def _send_batch(self, batch: Sequence[Pending]) -> None:
         """Send requests and settle their futures, all of them in any case."""
-        waiting = {request.request_id: future for request, _, future in batch}
+        waiting = {request.request_id: (request, future) for request, _, future in batch}
         error: Exception = ServerLostError(f"{self.url} closed the connection before it answered")
         try:
             body = b'{"progress": true, "requests": [' + b",".join(body for _, body, _ in batch) + b"]}"
@@ -213,16 +236,17 @@ class HttpServer(RolloutServer):
         except Exception as cause:  # noqa: BLE001  raised by every waiting caller's future
             error = cause
         finally:
-            for request_id, future in waiting.items():
+            for request_id, (_, future) in waiting.items():
                 if not future.done():
                     future.set_exception(_with_partial(error, request_id, self._told.get(request_id, [])))
 
     async def _read_lines(
         self,
         response: aiohttp.ClientResponse,
-        waiting: dict[str, asyncio.Future[TokenOutput]],
+        waiting: dict[str, tuple[GenerateRequest, asyncio.Future[TokenOutput]]],
     ) -> None:
-        async for line in _lines(response):
+        counts: dict[str, int] = {}
+        async for line in read_lines(response):
             try:
                 if line.startswith(b"+"):
                     request_id, told = wire.chunk_from_body(line[1:])
@@ -233,9 +257,19 @@ class HttpServer(RolloutServer):
                 request_id, told = wire.error_from_body(line, self.url)
                 if request_id not in waiting:
                     raise told from None
-            future = waiting[request_id]
+            if request_id not in waiting:
+                raise GenerationError(f"{self.url} answered request {request_id!r:.100}, which it was not asked")
+            request, future = waiting[request_id]
             if future.done():
                 continue  # its caller gave up
+            try:
+                if isinstance(told, TokenChunk):
+                    counts[request_id] = counts.get(request_id, 0) + len(told.token_ids)
+                    self._check_chunk(request, told, counts[request_id])
+                elif isinstance(told, TokenOutput):
+                    check_answer(request, told, self.url)
+            except GenerationError as error:
+                told = error
             if isinstance(told, TokenChunk):
                 self._told.setdefault(request_id, []).append(told)
             elif isinstance(told, TokenOutput):
@@ -268,7 +302,7 @@ class HttpServer(RolloutServer):
     async def weight_layout(self, weights: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[list[TensorPart]] | None:
         """See `RolloutServer.weight_layout`."""
         answer = await self._call("POST", "/weight_layout", {"weights": dict(weights)})
-        return wire.layout_from_json(answer["parts"], self.url)
+        return wire.layout_from_json(answer.get("parts", ""), self.url)
 
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:
         """See `RolloutServer.update_weights`. The server's process opens its own receiver by `receive.address`."""
@@ -287,6 +321,7 @@ class HttpServer(RolloutServer):
             headers = {"Authorization": f"Bearer {self._api_token}"} if self._api_token else {}
             self._session = aiohttp.ClientSession(
                 headers=headers,
+                auto_decompress=False,
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             )
@@ -300,7 +335,7 @@ class HttpServer(RolloutServer):
             ):
                 if response.status != 200:
                     raise await self._failure(response)
-                return await response.json()
+                return json_object(await read_body(response), self.url + path)
         except TimeoutError as error:
             if isinstance(error, RolloutError):
                 raise
@@ -324,17 +359,7 @@ class HttpServer(RolloutServer):
 
     async def _failure(self, response: aiohttp.ClientResponse) -> RolloutError:
         """Error in a response."""
-        return wire.error_from_body(await response.read(), f"{response.url}, status {response.status},")[1]
-
-
-async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Lines of a response body as they arrive."""
-    rest = b""
-    async for piece in response.content.iter_any():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line:  # empty ones are heartbeats
-                yield line
+        return wire.error_from_body(await read_body(response), f"{response.url}, status {response.status},")[1]
 
 
 def _with_partial(error: Exception, request_id: str, told: Sequence[TokenChunk]) -> Exception:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.data.datasets import PART
 from rl_trainer.errors import DataError, InputError
+from rl_trainer.inputs import digest_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -208,6 +209,7 @@ class StreamOrder(Order):
     """
 
     _AHEAD = 64
+    _REMEMBERED = 64
 
     def __init__(
         self,
@@ -222,6 +224,11 @@ class StreamOrder(Order):
         self._stream, self._measure, self._longest = rows, measure, longest
         self._read: dict[int, tuple[Row, bool]] = {}
         self._given: dict[int, Row] = {}
+        self._digests: deque[tuple[int, str]] = deque(maxlen=self._REMEMBERED)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Digests of the rows gone through last, by index, beside the position."""
+        return super().state_dict() | {"digests": [list(each) for each in self._digests]}
 
     def _next(self) -> int:
         num_passed = 0
@@ -235,6 +242,7 @@ class StreamOrder(Order):
                     for i, (row, length) in enumerate(zip(rows, lengths, strict=True))
                 }
             row, is_short = self._read.pop(index)
+            self._digests.append((index, digest_rows([row])))
             self.position += 1
             if is_short:
                 self._given[index] = row

@@ -104,6 +104,10 @@ class _Outcome:
     last_failure: str = ""
 
 
+class StopRequestedError(Exception):
+    """The run was asked to stop while nothing of the step had been learned yet."""
+
+
 class RolloutSource:
     """Rollout source: releases prompts as the staleness policy admits, and gives batches of complete groups.
 
@@ -149,8 +153,16 @@ class RolloutSource:
         self._polled_at = -math.inf
         self._awaited = set(order.returned) if config.batch.over_sampling else set[int]()
         """Prompts whose groups are waited for: they were stopped once."""
+        self.should_stop: Callable[[], bool] = lambda: False
+        """Whether a wait for rollouts is to end, asked while nothing of the step has been learned."""
+        self._num_taken = 0
         self._outcome = _Outcome()
         self._filter = filter_named(config.batch.filter) if config.batch.filter is not None else None
+
+    @property
+    def is_at_step_start(self) -> bool:
+        """Whether nothing was taken since the last `finish`: the weights are those of the last step."""
+        return self._num_taken == 0
 
     @property
     def position(self) -> int:
@@ -233,11 +245,13 @@ class RolloutSource:
         Raises:
             RolloutFailedError: more than `batch.max_refills` batches of groups had to be replaced, or nothing came
                 within `timeout_s`.
+            StopRequestedError: `should_stop` says so, and this is the first batch of its step.
         """
         groups = self._wait(lambda: self._choose(version, num_groups))
         claimed = type(self._ready[groups[0]]).concat([self._ready[group] for group in groups])
         batch = replace(claimed, task="", leases=())
         learned = tuple(self._record_of(group) for group in groups)
+        self._num_taken += 1
         outcome, self._outcome = self._outcome, _Outcome()
         generated = Generated(
             batch=batch,
@@ -260,6 +274,7 @@ class RolloutSource:
 
     def finish(self, generated: Generated, step: int) -> None:
         """Acknowledge and free the rows that step `step` has learned from."""
+        self._num_taken = 0
         if generated.claimed is not None:
             self._queue.ack(generated.claimed, step=step)
         self._queue.clear(generated.batch)
@@ -341,6 +356,8 @@ class RolloutSource:
         while True:
             if (value := found()) is not None:
                 return value
+            if self.is_at_step_start and self.should_stop():
+                raise StopRequestedError
             outcome = self._outcome
             num_replaced = outcome.num_failed_groups + outcome.num_dropped
             if num_replaced > sizes.max_refills * sizes.batch_size or time.monotonic() > deadline:

@@ -9,6 +9,7 @@ refuses an amount above the limit, and takes no correction once the server has t
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import re
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 
+import rl_rollout
 from rl_trainer.errors import RewardError
 from rl_trainer.runtime.network import server_token
 
@@ -30,6 +32,8 @@ _CHARACTERS_PER_TOKEN = 4
 """A guess, until the server's answer tells how many there were."""
 _OWN_SCORE_AT = "data.0.data.0"
 """Path of the score in an answer of `rl-serve --task score`."""
+_MOST_BYTES, _MOST_TOKENS = 1 << 24, 1 << 24
+"""Bytes of an answer that are read, decompressed, and tokens that a server may say it took."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
 _PLACE = re.compile(r"\{(prompt|completion|ground_truth)\}")
 
@@ -99,7 +103,7 @@ class ServedReward:
                     return self._read(answer)
                 except TimeoutError:
                     last = f"no answer within {self._timeout_s:g} s"
-                except (aiohttp.ClientError, _NoScoreError) as error:
+                except (aiohttp.ClientError, rl_rollout.RolloutError, _NoScoreError) as error:
                     last = str(error) or type(error).__name__
                     asked_s = error.pause_s if isinstance(error, _NoScoreError) else 0.0
         raise RewardError(
@@ -118,9 +122,11 @@ class ServedReward:
             is_own = self._part.path is not None
             key = server_token() if is_own else os.environ.get(self._part.api_key_env or "")
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(
+                headers=headers, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
+            )
         async with self._session.post(self.url, json=body) as response:
-            said = await response.text()
+            said = (await rl_rollout.read_body(response, most_bytes=_MOST_BYTES)).decode(errors="replace")
             if response.status == 429 or response.status >= 500:
                 raise _NoScoreError(f"HTTP {response.status}: {said[:300]}", _asked_pause_s(response))
             if response.status >= 400:
@@ -128,8 +134,8 @@ class ServedReward:
                     f"reward {self._name!r}: {self.url} refuses the request, HTTP {response.status}: {said[:300]}"
                 )
             try:
-                return await response.json(content_type=None)
-            except ValueError:
+                return json.loads(said)
+            except (ValueError, RecursionError):
                 raise _NoScoreError(f"the answer is not JSON: {said[:300]}") from None
 
     def _body(self, text: str, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +165,7 @@ class ServedReward:
     def _count(self, answer: Any, num_guessed: float) -> None:
         usage: Any = answer.get("usage") if isinstance(answer, dict) else None
         total: Any = usage.get("total_tokens") if isinstance(usage, dict) else None
-        if isinstance(total, int):
+        if type(total) is int and 0 <= total <= _MOST_TOKENS:
             self._limit.correct(total - num_guessed)
 
     def _read(self, answer: Any) -> float:
@@ -168,13 +174,17 @@ class ServedReward:
         if value is None:
             raise _NoScoreError(f"the answer has no {path}: {str(answer)[:300]}")
         if self._part.kind == "judge":
-            found: list[Any] = self._pattern.findall(str(value))
+            if not isinstance(value, str):
+                raise _NoScoreError(f"what the judge writes at {path} is no text: {value!r:.100}")
+            found: list[Any] = self._pattern.findall(value)
             if not found:
                 raise _NoScoreError(f"{self._part.pattern!r} finds no score in {str(value)[-300:]!r}")
             value = found[-1]
         try:
+            if isinstance(value, bool):
+                raise TypeError
             score = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise _NoScoreError(f"{value!r:.100} is no number") from None
         if not math.isfinite(score):
             raise _NoScoreError(f"the score is {score}")

@@ -110,6 +110,7 @@ class Heartbeat:
         self._heartbeat_s = heartbeat_s
         self._services: dict[int, str] = {}
         self._stopped_since: dict[int, float] = {}
+        self._gcs_asked_at: float | None = None
         self._interval_s = min(heartbeat_s / 6, 5.0)
         self._lock = threading.Lock()
         self._hosts: dict[Any, PlacedHost] = {}
@@ -121,6 +122,7 @@ class Heartbeat:
     def watch_ray(self) -> None:
         """Watch the Ray that this process has started."""
         self._services = children((_GCS, "raylet"))
+        threading.Thread(target=self._ask_gcs, name="ask-gcs", daemon=True).start()
 
     def watch(self, host: PlacedHost) -> None:
         """Watch a process that has answered once, until it is forgotten or dies."""
@@ -151,6 +153,7 @@ class Heartbeat:
             now = time.monotonic()
             if now - last > self._heartbeat_s / 2:  # this process was stopped itself: what it asked counts from now
                 asked = {watch: (beat, now) for watch, (beat, _) in asked.items()}
+                self._gcs_asked_at = None if self._gcs_asked_at is None else now
             last = now
             self._look_at_ray(now)
             with self._lock:
@@ -166,6 +169,16 @@ class Heartbeat:
                 del asked[watch]
                 self._end(hosts[watch])
 
+    def _ask_gcs(self) -> None:
+        """Ask the GCS for its nodes again and again: it may be alive and serve nobody."""
+        while not self._is_over.wait(self._interval_s):
+            self._gcs_asked_at = time.monotonic()
+            try:
+                ray.nodes()
+            except Exception:  # noqa: BLE001 - Ray itself has ended, or will not answer: `_look_at_ray` says which
+                return
+            self._gcs_asked_at = None
+
     def _look_at_ray(self, now: float) -> None:
         for pid in self._services:
             if not is_stopped(pid):
@@ -173,8 +186,12 @@ class Heartbeat:
             elif now - self._stopped_since.setdefault(pid, now) > self._heartbeat_s:
                 end(pid)
         lost = [pid for pid, name in self._services.items() if name == _GCS and has_ended(pid)]
+        is_silent = self._gcs_asked_at is not None and now - self._gcs_asked_at > self._heartbeat_s
+        if is_silent:
+            lost = [pid for pid, name in self._services.items() if name == _GCS]
         if lost and not self._is_over.is_set():
-            told = f"Ray's {_GCS} (process {lost[0]}) has ended, or was stopped for heartbeat_s={self._heartbeat_s:g} s"
+            what = "does not answer" if is_silent else "has ended, or was stopped,"
+            told = f"Ray's {_GCS} (process {lost[0]}) {what} for heartbeat_s={self._heartbeat_s:g} s"
             sys.stdout.flush()
             print(f"rl-train: {told}; go on with --resume", file=sys.stderr, flush=True)  # noqa: T201 - the last word
             os._exit(1)

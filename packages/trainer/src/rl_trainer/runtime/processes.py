@@ -8,13 +8,14 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
 NOISY = ("torch.fx._symbolic_trace",)
 """Loggers that warn of what is none of a run's business: torch 2.13 of a name of its own, whenever a jagged tensor is
@@ -107,6 +108,57 @@ def children(names: Sequence[str] | None = None) -> dict[int, str]:
         if parent == os.getpid() and (names is None or program in names):
             found[int(process.name)] = program
     return found
+
+
+@contextmanager
+def sigterm_blocked() -> Generator[None]:
+    """Keep SIGTERM from processes that are started inside, and from theirs: they inherit this thread's mask.
+
+    `timeout`, `scancel` and systemd send it to all processes of a job, whose checkpoint needs them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def unblock_sigterm() -> None:
+    """Let this thread's child processes have SIGTERM again."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+@contextmanager
+def ended_when_asked(pids: Iterable[int]) -> Generator[None]:
+    """Kill processes started under `sigterm_blocked` as soon as SIGTERM waits for them.
+
+    Whoever ends them politely would wait for each in vain. Those that had a SIGTERM before are left to Ray.
+    """
+    left = {pid for pid in pids if not _has_pending_sigterm(pid)}
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.02):
+            for pid in [pid for pid in left if _has_pending_sigterm(pid)]:
+                end(pid)
+                left.discard(pid)
+
+    thread = threading.Thread(target=look, name="ended-when-asked", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _has_pending_sigterm(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
 
 def has_ended(pid: int) -> bool:

@@ -24,6 +24,7 @@ from rl_trainer.runtime.base import Call, ReplicaSet, ResourcePool, Runtime
 from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
 from rl_trainer.runtime.heartbeat import Heartbeat, PlacedHost, Whereabouts
 from rl_trainer.runtime.network import make_tokens
+from rl_trainer.runtime.processes import children, ended_when_asked, sigterm_blocked
 from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, last_lines, reason_of, told_of
 from rl_trainer.runtime.reaper import Reaper
 from rl_trainer.runtime.tracing import environment
@@ -120,7 +121,7 @@ class RayRuntime(Runtime):
             _init_patiently(options)
             return
         self._reaper = Reaper()
-        with self._reaper.marking():
+        with self._reaper.marking(), sigterm_blocked():
             _init_patiently(options)
         self._heartbeat.watch_ray()
 
@@ -370,7 +371,8 @@ class RayRuntime(Runtime):
             remove_placement_group(group)
         self._hosts, self._replica_sets, self._placements, self._pools = {}, {}, [], {}
         if self._has_started_ray:
-            ray.shutdown()
+            with ended_when_asked(children()):
+                ray.shutdown()
             self._has_started_ray = False
         if self._reaper is not None:
             self._reaper.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,12 @@ from ray.exceptions import RayError, RayTaskError
 from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.runtime.heartbeat import Whereabouts, description_of, on_machine_of
 from rl_trainer.runtime.network import free_address
-from rl_trainer.runtime.processes import enable_stack_dumps, end_sessions, quiet_libraries
+from rl_trainer.runtime.processes import enable_stack_dumps, end_sessions, quiet_libraries, unblock_sigterm
 from rl_trainer.runtime.tracing import name_process, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import FrameType
 
 _NUM_LINES = 20
 _TAIL_BYTES = 16 * 2**10
@@ -49,6 +51,8 @@ class Host:
         self.in_flight: dict[int, tuple[str, float]] = {}
         self.numbers = itertools.count()
         self.is_over = threading.Event()
+        signal.signal(signal.SIGTERM, _stay)  # a handler: SIG_IGN would be inherited by child processes
+        unblock_sigterm()
         self.dumps = enable_stack_dumps()
         name_process(f"{type(self).__name__} {rank}, process {os.getpid()}")  # the runtime makes a class per pool
         quiet_libraries()
@@ -96,7 +100,7 @@ class Host:
         self, name: str, worker: Callable[..., Any], kwargs: dict[str, Any], devices: tuple[str, ...] = ()
     ) -> None:
         """Construct a worker; one of a replica gets the GPUs of its group."""
-        thread = self.threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
+        thread = self.threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=unblock_sigterm)
         context = WorkerContext(rank=self.rank, world_size=self.world_size, host=self.host, devices=devices)
         self.workers[name] = thread.submit(worker, context, **kwargs).result()
         gc.collect()
@@ -124,6 +128,10 @@ class Host:
             self.threads.pop(name).shutdown()
         end_sessions()  # of workers that were still starting
         self.is_over.set()
+
+
+def _stay(number: int, frame: FrameType | None) -> None:
+    """Ignore SIGTERM: the controller ends this process once the checkpoint is written."""
 
 
 def _traced(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from rl_rollout.backends.external.upstream import Upstream
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
     ConfigError,
+    GenerationError,
     RequestError,
     RequestTimeoutError,
     RolloutError,
@@ -36,6 +37,7 @@ from rl_rollout.process import STOP_TIMEOUT_S, ChildProcess
 from rl_rollout.types import FinishReason, ServerAddress, TensorPart, TokenChunk, TokenOutput
 from rl_rollout.validation import (
     check_adapter,
+    check_answer,
     check_extras,
     check_finite,
     check_length,
@@ -423,7 +425,16 @@ class ExternalServer(RolloutServer):
             if deadline is None:  # the server's counts from here: what waits in its queue cannot be told from here
                 deadline = asyncio.get_running_loop().time() + self.config.timeout_s
             flight.is_sent = True
-            output = await self._generate_until(deadline, request, images, flight)
+            try:
+                output = await self._generate_until(deadline, request, images, flight)
+            except RolloutError:
+                raise
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise GenerationError(
+                    f"request {request.request_id!r}: {self.upstream.where} sent an answer that cannot be read: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            check_answer(request, output, self.upstream.where, vocab_size=self.vocab_size)
             check_finite(output)
             check_length(output, self.max_new_tokens(request))
             return output

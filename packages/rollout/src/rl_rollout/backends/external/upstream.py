@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
+from rl_rollout.http.body import read_body, read_lines
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
@@ -74,7 +75,7 @@ class Upstream:
         """Send one HTTP request; returns aiohttp's context manager of the response."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=GRACE_S)
-            self._session = aiohttp.ClientSession(connector=self._connector(), timeout=timeout)
+            self._session = aiohttp.ClientSession(connector=self._connector(), timeout=timeout, auto_decompress=False)
         if self.sign is None or body is None:
             return self._session.request(method, self._url + path, json=body, params=query)
         data = json.dumps(body).encode()
@@ -102,7 +103,7 @@ class Upstream:
         try:
             async with asyncio.timeout(timeout_s), self.request(method, path, body, **query) as response:
                 await self.check(response, path)
-                return decode(await response.text())
+                return decode((await read_body(response)).decode(errors="replace"))
         except TimeoutError as error:
             if timeout_s is None:
                 raise
@@ -123,7 +124,7 @@ class Upstream:
         try:
             async with self.request("POST", path, body) as response:
                 await self.check(response, path)
-                async for line in response.content:  # an event is one line; `[DONE]` and empty ones are no object
+                async for line in read_lines(response):  # an event is one line; `[DONE]` is no object
                     event = decode(line[len(EVENT) :].decode(errors="replace")) if line.startswith(EVENT) else {}
                     if isinstance(error := event.get("error"), dict):
                         raise await self._failure(int(error.get("code") or 500), path, json.dumps(event))
@@ -141,7 +142,7 @@ class Upstream:
             GenerationError: it is anything else.
         """
         if response.status != 200:
-            raise await self._failure(response.status, path, await response.text())
+            raise await self._failure(response.status, path, (await read_body(response)).decode(errors="replace"))
 
     async def _failure(self, status: int, path: str, text: str) -> RolloutError:
         """Error that a status and a message stand for; see `check`."""
