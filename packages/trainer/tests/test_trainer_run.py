@@ -62,7 +62,12 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(number, monkeypatch):
 def test_an_evaluation_that_lasts_is_given_up(monkeypatch):
     monkeypatch.setattr(run, "STOP_GRACE_S", 0.01)
     timer, asked = PhaseTimer(), threading.Event()
-    with run._stop_when_asked(Console(quiet=True), asked, timer), pytest.raises(StopRequestedError):
-        signal.raise_signal(signal.SIGTERM)
+
+    def evaluate():
         with timer.phase("eval"):
             threading.Event().wait(30)
+
+    with run._stop_when_asked(Console(quiet=True), asked, timer):
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StopRequestedError):
+            evaluate()

@@ -132,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="compare every file of a run's checkpoints (or of one checkpoint) with its digest, and start nothing",
     )
     # As an option with an optional value, `--resume` would take the recipe behind it for its value.
-    given = sys.argv[1:] if argv is None else argv
-    arguments = parser.parse_intermixed_args([_ANYWAY if each == "--resume=anyway" else each for each in given])
+    arguments = parser.parse_intermixed_args([_ANYWAY if each == "--resume=anyway" else each for each in argv])
     if (told := _told(arguments)) is not None:
         print(told)
         return 0

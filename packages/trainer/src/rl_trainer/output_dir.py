@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,12 +52,10 @@ def _make_and_lock(config: Config, stack: ExitStack) -> tuple[Path, list[Path]]:
     """The locked folder, and which folders were missing, the innermost first."""
     for _ in range(_MAX_ATTEMPTS):
         folder, made = _make(config)
-        try:
+        with suppress(FileNotFoundError):
             stack.enter_context(hold_lock(folder / _LOCK_FILE, f"output_dir={folder}"))
-        except FileNotFoundError:
-            continue
-        return folder, made
-    raise FileNotFoundError(f"output_dir={folder} is removed again and again by another process.")
+            return folder, made
+    raise FileNotFoundError(f"output_dir={config.output_dir} is removed again and again by another process.")
 
 
 def _make(config: Config) -> tuple[Path, list[Path]]:

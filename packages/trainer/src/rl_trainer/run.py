@@ -35,6 +35,7 @@ from rl_trainer.planning.rehearsal import rehearse, reward_source
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.runtime import create_runtime
+from rl_trainer.runtime.network import without_launcher
 from rl_trainer.runtime.processes import quiet_libraries
 from rl_trainer.runtime.tracing import profiled
 from rl_trainer.trackers import RunInfo, TrackerGroup
@@ -175,7 +176,7 @@ def run(
     """
     console = console or Console()
     quiet_libraries()
-    with locked_output_dir(config) as output_dir:
+    with without_launcher(), locked_output_dir(config) as output_dir:
         config = counted(resumed(config, console) if resume else config)
         if resume and (told := finished(config)) is not None:
             console.print(f"rl-train: {told}", highlight=False, soft_wrap=True)

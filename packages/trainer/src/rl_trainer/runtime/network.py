@@ -6,12 +6,16 @@ import os
 import random
 import secrets
 import socket
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rl_ckpt
 from rl_ckpt.types import Capability
-from rl_trainer.errors import ConfigError
+from rl_trainer.errors import ConfigError, InputError, PlacementError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 SHARED_MEMORY = "shm"
 """The transport of weights, and the storage on one machine, where nothing else is asked for."""
@@ -27,9 +31,56 @@ LISTENING = ("tcp", "gloo", "nccl", "nixl", "zmq")
 """Backends whose addresses are HOST:PORT."""
 
 
+_CONNECT_S = 5.0
+_LAUNCHER = frozenset(
+    [
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    ]
+)
 _FIRST, _LAST = 20_000, 65_535
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ATTEMPTS = 200
+
+
+def check_ray_address() -> None:
+    """Check that something listens where `RAY_ADDRESS` says, as Ray itself would wait for minutes.
+
+    Raises:
+        PlacementError: nothing does, within 5 s.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, mark, port = address.removeprefix("ray://").rpartition(":")
+    if not (mark and port.isdecimal()):
+        return  # "auto", "local", or nonsense that Ray refuses at once
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise PlacementError(
+            f"RAY_ADDRESS={address}: no Ray answers there ({error}); start the cluster, correct the address, or unset "
+            "RAY_ADDRESS to start Ray on this machine"
+        ) from error
+
+
+@contextmanager
+def without_launcher() -> Generator[None]:
+    """Hide what torchrun left in the environment: the run gives its own workers their ranks.
+
+    Raises:
+        InputError: torchrun has started this very process, as one of several.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise InputError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} of this command, which starts its workers itself; run it "
+            "once, without torchrun, and set engine.world_size"
+        )
+    found = {name: value for name, value in os.environ.items() if name in _LAUNCHER or name.startswith("TORCHELASTIC_")}
+    for name in found:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(found)
 
 
 def scheme_of(backend: str | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -23,7 +24,8 @@ from rl_trainer.errors import PlacementError, TrainerError, WorkerDiedError, Wor
 from rl_trainer.runtime.base import Call, ReplicaSet, ResourcePool, Runtime
 from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
 from rl_trainer.runtime.heartbeat import Heartbeat, PlacedHost, Whereabouts
-from rl_trainer.runtime.network import make_tokens
+from rl_trainer.runtime.limits import check_limits
+from rl_trainer.runtime.network import check_ray_address, make_tokens
 from rl_trainer.runtime.processes import children, ended_when_asked, sigterm_blocked
 from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, last_lines, reason_of, told_of
 from rl_trainer.runtime.reaper import Reaper
@@ -392,17 +394,27 @@ def _forget_token() -> None:
 def _init_patiently(options: dict[str, Any]) -> None:
     """Start or join Ray. It gives its own processes 30 s to answer, which a busy machine may not keep: try again."""
     reasons: list[str] = []
+    is_joined = "RAY_ADDRESS" in os.environ
+    if is_joined:
+        check_ray_address()
+    else:
+        check_limits()
     while True:
         try:
             ray.init(**options)
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}")
             ray.shutdown()
+            if is_joined:
+                raise PlacementError(
+                    f"the Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']} cannot be joined: {reasons[-1]} Look "
+                    "at whether the address is right, and whether the cluster asks for a token (then set "
+                    "RAY_AUTH_MODE=token, and have its ~/.ray/auth_token here)"
+                ) from error
             if len(reasons) == _INIT_ATTEMPTS:
                 raise PlacementError(
-                    f"Ray did not start, {_INIT_ATTEMPTS} times: {reasons[-1]} Look at the load of the machine and, if "
-                    "RAY_ADDRESS is set, at whether it is right and whether the cluster asks for a token (then set "
-                    "RAY_AUTH_MODE=token, and have its ~/.ray/auth_token here)"
+                    f"Ray did not start, {_INIT_ATTEMPTS} times: {reasons[-1]} Its logs are in "
+                    f"{Path(tempfile.gettempdir()) / 'ray/session_latest/logs'}"
                 ) from error
         else:
             return

@@ -1,0 +1,50 @@
+"""Limits of this machine that keep Ray from starting: checked before the start, and named."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+from pathlib import Path
+
+from rl_trainer.errors import PlacementError
+
+_SOCKET_PATH, _RAY_PATH = 107, 62
+"""Bytes of a UNIX socket's path, and of Ray's part of it: `/ray/session_<time>_<pid>/sockets/plasma_store`."""
+_MIN_FILES, _WANTED_FILES = 1024, 65_536
+_MIN_PROCESSES = 1024
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def check_limits() -> None:
+    """Raise the soft limit of open files as far as is allowed, and check what Ray's own processes need.
+
+    Raises:
+        PlacementError: names the limit, its value, and what to do.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) + _RAY_PATH > _SOCKET_PATH:
+        raise PlacementError(
+            f"TMPDIR={folder} has {len(os.fsencode(folder))} characters, too many for the sockets that Ray makes in it "
+            f"(at most {_SOCKET_PATH - _RAY_PATH}); set TMPDIR to a shorter folder, such as /tmp"
+        )
+    if not os.access(folder, os.W_OK):
+        raise PlacementError(f"TMPDIR={folder} cannot be written; set TMPDIR to a folder that can, such as /tmp")
+    if not os.access(_SHARED_MEMORY, os.W_OK):
+        raise PlacementError(f"{_SHARED_MEMORY} cannot be written, where Ray and the weights have their shared memory")
+    files = _raised_files()
+    if files < _MIN_FILES:
+        raise PlacementError(f"ulimit -n is {files} open files; Ray needs at least {_MIN_FILES}: raise it")
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if os.getuid() and 0 <= processes < _MIN_PROCESSES:  # root has no such limit
+        raise PlacementError(
+            f"ulimit -u is {processes} processes and threads; Ray needs at least {_MIN_PROCESSES}: raise it"
+        )
+
+
+def _raised_files() -> int:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
