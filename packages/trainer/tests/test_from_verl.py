@@ -378,6 +378,24 @@ def test_schedules_of_every_engine_are_carried_over(words, schedule, least):
     assert ("no linear here" in made.missing.get(f"{A}.optim.lr_decay_style", "")) == ("linear" in words[0])
 
 
+@pytest.mark.parametrize(("engine", "schedule"), [("veomni", "cosine"), ("torchtitan", "constant"), ("dp", "constant")])
+def test_engines_have_schedules_of_their_own(engine, schedule):
+    made, at_ = settings_of(f"model_engine={engine}")
+    assert at_("engine.lr_schedule") == schedule
+    assert ("no linear here" in made.missing.get(f"{A}.optim.lr_decay_style", "")) == (engine == "torchtitan")
+    assert (
+        settings_of(
+            f"model_engine={engine}", f"{A}.optim.lr_scheduler_type=constant", f"{A}.optim.lr_decay_style=constant"
+        )[1]("engine.lr_schedule")
+        == "constant"
+    )
+
+
+def test_options_of_servers_that_are_empty_add_no_flag():
+    _, at_ = settings_of(f"{R}.engine_kwargs.vllm={{}}")
+    assert at_("rollout.options.args") == ["--enable-sleep-mode", "--gpu-memory-utilization", "0.5"]
+
+
 def test_several_teachers_are_told_apart_by_their_source():
     teachers = "distillation.teacher_models"
     words = [

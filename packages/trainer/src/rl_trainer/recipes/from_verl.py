@@ -479,7 +479,7 @@ class _Ppo(_Converter):
             value = self.settings[key]
             if engine != backend:
                 self.ignore(f"the server is {backend}", key)
-            elif value is not None and value is not False:
+            elif name and value is not None and value is not False:
                 self.read.add(key)
                 flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         self.set("rollout.options", {"args": flags})

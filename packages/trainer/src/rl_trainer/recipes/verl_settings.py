@@ -56,7 +56,9 @@ def read_settings(arguments: Sequence[str]) -> Settings:
         folders = [Path(launch.folder), file.resolve().parent]
         folders += [Path(launch.folder, *launch.module.split(".")[:-1])]
         words = [*launch.arguments, *(word for word in given if "=" in word and word not in launch.arguments)]
-    found.values = found.entry.get("usual", {}) | found.values | _values(words, folders, found)
+    given = found.values | _values(words, folders, found)
+    usual = tables()["engines"].get(str(given.get("model_engine")), {})
+    found.values = usual | found.entry.get("usual", {}) | given
     for key, value in found.values.items():
         for number, command in unknown.items():
             if f"@unknown{number}@" in str(value):
