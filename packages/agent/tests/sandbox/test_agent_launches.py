@@ -164,6 +164,20 @@ def test_without_isolation_nothing_is_run(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("folder", ["a b:c,d", "a\nb", "[x] $(y) 'z'"])
+def test_a_script_may_be_in_any_folder(folder, tmp_path):
+    (tmp_path / folder).mkdir()
+    file = tmp_path / folder / "run.sh"
+    file.write_text('cd "$(dirname "$0")" && > log && python3 -m m n="$(wc -l < run.sh)"\n')
+    assert create_script_reader().read(file).launches[0].arguments == ("n=1",)
+    assert [each.name for each in file.parent.iterdir()] == ["run.sh"]
+
+
+def test_a_script_of_a_system_s_folder_is_refused():
+    with pytest.raises(ScriptError, match="folder of the system; copy it"):
+        create_script_reader().read(Path("/usr/bin/which").resolve())
+
+
 def test_a_record_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(ScriptError, match="holds no record of a launch"):
         create_script_reader().recorded(tmp_path)

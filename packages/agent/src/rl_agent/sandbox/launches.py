@@ -26,8 +26,38 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "ray", "srun", "uv")
-_WRAPPERS = ("nohup", "timeout", "time", "numactl", "nsys", "stdbuf", "setsid", "nice", "sudo", "conda", "mpirun")
-_ANSWERING = ("env", "tee", "cat", "date", "basename", "dirname", "readlink", "realpath", "pwd", "seq", "wc", "nproc")
+_WRAPPERS = (
+    "nohup",
+    "timeout",
+    "time",
+    "numactl",
+    "nsys",
+    "stdbuf",
+    "setsid",
+    "nice",
+    "sudo",
+    "conda",
+    "mpirun",
+    "docker",
+    "podman",
+    "singularity",
+    "apptainer",
+)
+_ANSWERING = (
+    "env",
+    "tee",
+    "cat",
+    "date",
+    "basename",
+    "dirname",
+    "readlink",
+    "realpath",
+    "pwd",
+    "seq",
+    "wc",
+    "nproc",
+    "which",
+)
 _NAMES = (*_LAUNCHERS, *(f"python3.{i}" for i in range(8, 16)), *_WRAPPERS, *_ANSWERING, "mkdir")
 _SHELLS = ("/bin/bash", "/bin/sh", "/usr/bin/bash", "/usr/bin/sh")
 _COMPLAINT = re.compile(r"^(?!\+)(?P<file>.+?): line (?P<line>\d+): (?P<text>.+)$", re.MULTILINE)
@@ -85,6 +115,8 @@ class ScriptReader:
             text = script.read_text(errors="replace")
         except OSError as error:
             raise ScriptError(f"{script} cannot be read: {error.strerror}") from error
+        if any(script.parent in Path(path).parents for path in ("/dev", _bash() or "")):
+            raise ScriptError(f"{script} is in a folder of the system; copy it to a folder of its own")
         folders, files, answer = [str(Path.cwd())], dict[str, str](), dict[str, Any]()
         for _ in range(_MAX_ROUNDS):
             answer = self._run(script, text, arguments, folders, files)
@@ -213,6 +245,15 @@ _WITH_VALUE = ("-X", "-W", "-Q", "--nnodes", "--nproc_per_node", "--nproc-per-no
                "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port")  # fmt: skip
 
 
+_LAUNCHING_MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "pdb",
+    "cProfile",
+)
+
+
 def _launch(words: Sequence[str], folder: str) -> Launch:
     """Module of a command line of Python or one of its launchers, and what is given to it."""
     options, left = list[str](), list(words[1:])
@@ -221,6 +262,8 @@ def _launch(words: Sequence[str], folder: str) -> Launch:
         word = left.pop(0)
         if word in ("-m", "--module") and left:
             module = left.pop(0)
+            if module in _LAUNCHING_MODULES:
+                module, options = "", [*options, word, module]
         elif word.startswith("-m") and len(word) > 2 and not word.startswith("--"):
             module = word[2:]
         elif word.endswith(".py") and not word.startswith("-"):

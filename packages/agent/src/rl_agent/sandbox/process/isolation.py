@@ -369,8 +369,7 @@ def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) ->
         _bind(work, f"{_OVER}/workspace", is_folder=True, is_writable=True)
     for name in ("proc", "tmp", "old"):
         os.mkdir(f"{_OVER}/{name}")
-    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
-        os.symlink(f"/proc/self/fd{target}", f"{_OVER}/dev/{name}")
+    _link_streams()
     os.symlink("/tmp", _OVER + "/dev/shm")  # for multiprocessing's semaphores
     _mount("proc", f"{_OVER}/proc", "proc", _MS_NOSUID | _MS_NODEV)
     _mount("tmpfs", f"{_OVER}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},mode=1777")
@@ -399,7 +398,7 @@ def launch_root(
         _bind(descriptor, _OVER + path, is_folder=False, is_writable=path in _DEVICES)
     for name in ("proc", "tmp", "old", "stand_ins", "records", "usr/bin", "bin"):
         os.makedirs(f"{_OVER}/{name}", exist_ok=True)
-    os.symlink("/proc/self/fd", f"{_OVER}/dev/fd")
+    _link_streams()
     _mount("proc", f"{_OVER}/proc", "proc", flags | _MS_NOEXEC)
     _mount("tmpfs", f"{_OVER}/stand_ins", "tmpfs", flags, "size=1m,mode=755")
     texts: dict[str, str] = {}
@@ -435,6 +434,11 @@ def launch_root(
     for descriptor in (*opened.values(), below):
         os.close(descriptor)
     _pivot(_MS_NOEXEC)
+
+
+def _link_streams() -> None:
+    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{target}", f"{_OVER}/dev/{name}")
 
 
 def _pivot(flags: int) -> None:

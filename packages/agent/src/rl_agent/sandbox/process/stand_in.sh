@@ -58,7 +58,7 @@ env)
     fi
     while IFS= read -r -d '' each; do printf '%s\n' "$each"; done </proc/$$/environ
     ;;
-nohup | srun | ray | uv | timeout | time | numactl | nsys | stdbuf | setsid | nice | sudo | conda | mpirun)
+nohup | srun | ray | uv | timeout | time | numactl | nsys | stdbuf | setsid | nice | sudo | conda | mpirun | docker | podman | singularity | apptainer)
     for ((i = 1; i <= $#; i++)); do
         case ${!i##*/} in
         python | python[0-9]* | torchrun | accelerate | deepspeed | bash | sh | env | nohup | srun | ray | uv | timeout | numactl | nsys | *.sh)
@@ -127,6 +127,9 @@ readlink | realpath)
     ;;
 pwd)
     pwd "$@"
+    ;;
+which)
+    type -P -- "$@"
     ;;
 seq)
     for each in "$@"; do [[ $each =~ ^-?[0-9]+$ ]] || unknown "$name" "$@"; done
