@@ -20,6 +20,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from rl_trainer.config.schema import EngineSection
 
 _GIB = 2.0**30
+_PROBE_BYTES = 16 * 2**20
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -310,6 +314,43 @@ def cache_beside_engine(config: Config, gib: float | None) -> int | None:
     cache = rollout.kv_cache_bytes / _GIB or min(gib / 4, 1.1 * rows * plan.server["keys and values"])
     fits = sum(plan.engine.values()) + plan.server["weights"] + cache <= 0.8 * gib
     return round(cache * _GIB) if fits else None
+
+
+def checkpoint_facts(config: Config) -> list[tuple[str, str]]:
+    """Line of the plan: size of a checkpoint, and the seconds that it takes at the speed measured in `output_dir`.
+
+    Master weights, two moments of AdamW and the model folder; with LoRA those of the adapter, and the folder.
+    """
+    if config.model.path is None:
+        return []
+    folder = Path(config.model.path)
+    try:
+        model = model_config(folder)
+        count = stored_parameters(folder) or count_parameters(model)
+    except KeyError:
+        return []
+    engine = config.engine
+    lora = engine.lora
+    stepped = count if lora is None else adapter_parameters(model, lora.rank, lora.target_modules)
+    gb = (12 * stepped + _BYTES[str(engine.precision)] * count) / 1e9
+    speed = _write_gb_s(Path(config.output_dir or "."))
+    seconds = "" if speed is None else f", about {max(gb / speed, 1.0):.0f} s at {speed:.1f} GB/s"
+    return [("a checkpoint", f"{gb:.2f} GB{seconds}")]
+
+
+def _write_gb_s(folder: Path) -> float | None:
+    """Gigabytes a second that reach the disk of a folder, or of its nearest parent; None if it cannot be written."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    block = os.urandom(_PROBE_BYTES)
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            since = time.perf_counter()
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            return len(block) / 1e9 / (time.perf_counter() - since)
+    except OSError:
+        return None
 
 
 def memory_of_pools(config: Config) -> dict[str, dict[str, float]]:
