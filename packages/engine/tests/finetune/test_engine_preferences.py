@@ -364,6 +364,16 @@ def test_transformers_scores_rows_as_the_engine_does_padded_or_not(tmp_path, tok
     assert judge.config.pad_token_id == tokenizer.pad_token_id
 
 
+def test_an_adapter_alone_of_a_model_that_pads_with_eos_is_refused(tmp_path, capsys):
+    folder = write_tiny_model(tmp_path / "model")
+    pads_with(folder, "<eos>", in_config=1)
+    arguments = [f"model.path={folder}", "data.path=no.jsonl", f"output_dir={tmp_path / 'out'}", "lora.rank=2"]
+    assert rm_main([*arguments, "lora.export=adapter"]) == 2
+    assert "pads with token 1, which ends a turn" in capsys.readouterr().err
+    assert rm_main(arguments) == 2
+    assert "no.jsonl does not exist" in capsys.readouterr().err
+
+
 def test_a_tokenizer_with_nothing_to_pad_with_is_refused(tmp_path, capsys):
     folder = write_tiny_model(tmp_path / "model")
     tokenizer = {"model": {"vocab": {"<eos>": 1}}, "added_tokens": [{"id": 1, "content": "<eos>", "special": True}]}

@@ -316,6 +316,9 @@ _PLAIN = {
     "rank_pattern": {},
     "alpha_pattern": {},
     "alora_invocation_tokens": None,
+    "lora_bias": False,
+    "target_parameters": None,
+    "trainable_token_indices": None,
 }
 """Settings of peft that are supported at this value only."""
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")

@@ -18,22 +18,22 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_engine.batch.packed import ragged
 from rl_engine.batch.row_batch import RowBatch
-from rl_engine.checkpoint.hf_folder import padding_id
+from rl_engine.checkpoint.hf_folder import padding_id, read_config
 from rl_engine.errors import ConfigError, DataError
 from rl_engine.finetune.data import ChatTokenizer, Columns, pair_of, read_rows, refuse_empty
 from rl_engine.finetune.loop import Rows, RunConfig, score_all, train
 from rl_engine.losses import DpoKind, DpoLoss, KtoLoss, process_reward_loss, reward_loss, row_log_ratio, row_mean
-from rl_engine.types import Head
+from rl_engine.types import Head, LoraExport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from tensordict import TensorDict
     from torch import Tensor
@@ -253,8 +253,15 @@ class RmConfig(RunConfig):
         return self.engine_with(head=Head.REWARD)
 
     def check_own(self) -> None:
-        """See `RunConfig`: a tokenizer that can pad rows without hiding their last token."""
-        padding_id(self.model_path)
+        """See `RunConfig`: a folder that can pad rows without hiding their last token."""
+        found = padding_id(self.model_path)
+        set_one = read_config(Path(self.model_path)).get_text_config().pad_token_id
+        if self.lora_rank and self.lora_export == LoraExport.ADAPTER and set_one not in (None, found):
+            raise ConfigError(
+                f"lora.export=adapter writes the adapter alone, and {self.model_path} pads with token {set_one}, which "
+                f"ends a turn: transformers would score the token before it. Set pad_token_id={found} in its "
+                "config.json and that token in its tokenizer_config.json, or lora.export=merged."
+            )
 
     @property
     def loss_function(self) -> LossFunction:
