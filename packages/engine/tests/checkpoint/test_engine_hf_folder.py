@@ -243,7 +243,7 @@ OTHERS = {
     "additional_chat_templates/tool_use.jinja": "{{ messages }}",
 }
 """Files that are not weights; each is written as it was read."""
-WEIGHTS = ("pytorch_model.bin", "model-00001-of-00009.safetensors.index.json", "model.gguf", "adapter_config.json")
+WEIGHTS = ("pytorch_model.bin", "model-00001-of-00009.safetensors.index.json", "model.gguf")
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,9 @@ def dropout_rates(config: Any) -> list[tuple[Any, str, float]]:
 
 
 def model_dropout(folder: str | Path) -> str:
-    """The rates of `dropout_rates` that the folder asks for, for messages; empty without any."""
+    """The rates of `dropout_rates` that the folder asks for, for messages; empty without any, or without a config."""
+    if not (Path(folder) / "config.json").is_file():
+        return ""
     found = {name: rate for _, name, rate in dropout_rates(read_config(Path(folder), has_dropout=True))}
     return ", ".join(f"{name}={rate:g}" for name, rate in found.items())
 

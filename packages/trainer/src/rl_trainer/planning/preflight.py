@@ -128,13 +128,13 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weig
     check_model(config, has_weights=has_weights)
     if config.teacher is not None:
         check_teacher(config.teacher, config.model.path)
-    if any(shows_images(row) for row in rows):
-        check_images(config)
     if config.engine.router_replay and any(shows_images(row) for row in rows):
         raise InputError(
             "engine.router_replay=true takes the experts that the servers chose, and they do not tell those of prompts "
             "with images or videos, which rows of the data have; leave router_replay out, or those rows"
         )
+    if config.model.path is not None and any(shows_images(row) for row in rows):
+        check_images(config)
     _check_rewards(config, rows)
     if config.output_dir is not None:
         check_output_dir(config, Path(config.output_dir), is_resumed=is_resumed)
@@ -300,7 +300,7 @@ def check_images(config: Config) -> None:
     """
     from rl_trainer.workers.columns import takes_images
 
-    if config.model.path is None or not takes_images(Path(config.model.path)):
+    if not takes_images(Path(str(config.model.path))):
         raise InputError(
             f"rows of the data have images, and the model in {config.model.path} takes none: a model is needed whose "
             "images are patches among packed tokens (Qwen2.5-VL, Qwen3-VL), in a folder with preprocessor_config.json; "
