@@ -1,6 +1,7 @@
 """verl's settings become recipes that run; names of other libraries are understood in errors."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -433,6 +434,13 @@ def test_a_value_of_the_wrong_kind_is_listed_or_refused(number):
     assert "is no number; 1024 is taken" in made.missing["data.train_batch_size"]
     with pytest.raises(ConfigError, match="data.val_max_samples=.* is no number"):
         convert([f"data.val_max_samples={number}"])
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "[]", "{}", "null", "True", "1e400", "a_b_c", "nan"])
+def test_odd_values_are_converted_listed_or_refused(value):
+    for key in equivalents.tables()["verl"]:
+        with contextlib.suppress(ConfigError):
+            convert([f"{key}={value}", "algorithm.rollout_correction.rollout_is=token", "distillation.enabled=True"])
 
 
 def test_half_precision_is_listed():

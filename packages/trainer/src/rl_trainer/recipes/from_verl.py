@@ -6,54 +6,21 @@ are the rules that look at several keys. Every word becomes a key, is listed wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 from rl_trainer.equivalents import tables
 from rl_trainer.errors import ConfigError
-from rl_trainer.recipes.verl_settings import Settings, read_settings
+from rl_trainer.recipes.verl_settings import Conversion, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _C, _D = "algorithm.rollout_correction", "distillation"
-
-
-@dataclass(slots=True)
-class Conversion:
-    """A recipe, and what did not become part of it."""
-
-    program: str = "rl-train"
-    """Program that the recipe is for: rl-train, or rl-sft."""
-    recipe: dict[str, Any] = field(default_factory=dict)
-    """Our configuration, as a recipe file holds it."""
-    missing: dict[str, str] = field(default_factory=dict)
-    """Reason by verl's key: no equivalent here."""
-    ignored: dict[str, str] = field(default_factory=dict)
-    """Reason by verl's key: verl itself does not read it with these settings."""
-    needless: dict[str, str] = field(default_factory=dict)
-    """Reason by verl's key: without effect here."""
-    assumed: dict[str, str] = field(default_factory=dict)
-    """Assumptions under which a script was read, and complaints of bash."""
-
-    def text(self) -> str:
-        """The recipe as YAML, the rest as comments above it."""
-        lines = [f"# Made from verl's settings by rl-train --from-verl, for {self.program}."]
-        for title, notes in (
-            ("No equivalent here", self.missing),
-            ("Ignored by verl too", self.ignored),
-            ("Nothing to set here", self.needless),
-            ("Assumed when the script was read", self.assumed),
-        ):
-            if notes:
-                lines += ["#", f"# {title}:", *(f"#   {k}: {why}".replace("\n", " ") for k, why in notes.items())]
-        return "\n".join([*lines, yaml.safe_dump(self.recipe, sort_keys=False, width=110)])
 
 
 def convert(arguments: Sequence[str]) -> Conversion:
@@ -67,8 +34,13 @@ def convert(arguments: Sequence[str]) -> Conversion:
         ConfigError: a file cannot be read or launches no trainer of verl's, a word is no override, or a value is not
             known.
     """
-    settings = read_settings(arguments)
-    return (_Sft if settings.entry.get("is_sft") else _Ppo)(settings).convert()
+    try:
+        found = read_settings(arguments)
+        return (_Sft if found.entry.get("is_sft") else _Ppo)(found).convert()
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"--from-verl: a value is not of its key's kind: {error}") from error
 
 
 class _Converter:
@@ -76,18 +48,17 @@ class _Converter:
 
     table = "verl"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, out: Conversion) -> None:
         self.rows: Mapping[str, Mapping[str, Any]] = tables()[self.table]
-        self.entry, self.given, self.settings = settings.entry, dict[str, str](), dict[str, Any]()
-        for key, value in settings.values.items():
+        self.out, self.entry, self.read = out, out.entry, set[str]()
+        self.given, self.settings = dict[str, str](), dict[str, Any]()
+        for key, value in out.values.items():
             names = tables()["old_names"].items()
             name = next(
                 (new + key[len(old) :] for old, new in names if key == old or (old[-1] == "." and key.startswith(old))),
                 key,
             )
             self.settings[name], self.given[name] = value, key
-        self.read: set[str] = set()
-        self.out = Conversion(missing=settings.missing, needless=settings.needless, assumed=settings.assumed)
 
     def convert(self) -> Conversion:
         """Carry over, apply the rules, and list the rest."""
@@ -101,6 +72,10 @@ class _Converter:
     def rules(self) -> None:
         """Rules that look at several keys."""
 
+    def has(self, name: str, of: str = "") -> bool:
+        """Whether a named condition of the table holds."""
+        raise NotImplementedError(name, of)
+
     def get(self, key: str) -> Any:
         """Value of verl's key, or its default."""
         self.read.add(key)
@@ -111,7 +86,9 @@ class _Converter:
         """Number at verl's key: an int where it is whole and written without an exponent."""
         value = self.get(key)
         try:
-            number = float(value)
+            number = math.nan if isinstance(value, bool) else float(value)
+            if not math.isfinite(number):
+                raise ValueError
         except (TypeError, ValueError):
             if (usual := self.rows[key].get("usual") if key in self.rows else None) is None:
                 raise ConfigError(f"--from-verl: {self.given.get(key, key)}={value!r} is no number") from None
@@ -157,8 +134,7 @@ class _Converter:
     def holds(self, condition: str) -> bool:
         """Whether a condition of the table holds: a key is set, has a value, or a named one of ours."""
         if condition.startswith("@"):
-            name, _, of = condition[1:].partition(" ")
-            return bool(getattr(self, f"is_{name}")(of) if of else getattr(self, f"is_{name}")())
+            return self.has(*condition[1:].split())
         key, mark, value = condition.partition("=")
         found = self.settings.get(key)
         found = self.rows.get(key, {}).get("usual") if found is None else found
@@ -241,30 +217,23 @@ class _Sft(_Converter):
 class _Ppo(_Converter):
     """Keys of `main_ppo`, of its asynchronous variants, and of the recipes that are made of it."""
 
+    @property
     def mode(self) -> str:
         return self.entry.get("mode") or str(self.get("trainer.v1.trainer_mode"))
 
-    def is_fully_async(self) -> bool:
-        return self.mode() == "fully_async"
-
-    def is_apart(self) -> bool:
-        return self.mode() not in ("sync", "colocate_async") or not self.get("actor_rollout_ref.hybrid_engine")
-
-    def is_cosine(self) -> bool:
-        return self.at("engine.lr_schedule") == "cosine"
-
-    def is_critic(self) -> bool:
-        return "values" in ADVANTAGES[self.at("algorithm.advantage")].needs
-
-    def is_reads(self, key: str) -> bool:
-        return key in ADVANTAGES[self.at("algorithm.advantage")].keys
-
-    def is_option(self, option: str) -> bool:
-        return option in POLICY_LOSSES[self.at("algorithm.loss")].options
-
-    def is_tools(self) -> bool:
-        keys = (f"{_R}.multi_turn.enable", f"{_R}.multi_turn.tool_config_path", "data.tool_config_path")
-        return self.get(f"{_R}.agent.default_agent_loop") == "tool_agent" or any(self.settings.get(key) for key in keys)
+    def has(self, name: str, of: str = "") -> bool:
+        """Whether a named condition of the table holds."""
+        tools = (f"{_R}.multi_turn.enable", f"{_R}.multi_turn.tool_config_path", "data.tool_config_path")
+        advantage, loss = ADVANTAGES.get(self.at("algorithm.advantage") or ""), self.at("algorithm.loss")
+        return {
+            "fully_async": self.mode == "fully_async",
+            "apart": self.mode not in ("sync", "colocate_async") or not self.get("actor_rollout_ref.hybrid_engine"),
+            "cosine": self.at("engine.lr_schedule") == "cosine",
+            "critic": advantage is not None and "values" in advantage.needs,
+            "reads": advantage is not None and of in advantage.keys,
+            "option": loss is not None and of in POLICY_LOSSES[loss].options,
+            "tools": self.get(f"{_R}.agent.default_agent_loop") == "tool_agent" or any(map(self.settings.get, tools)),
+        }[name]
 
     def rules(self) -> None:
         for rule in (
@@ -297,17 +266,19 @@ class _Ppo(_Converter):
         self.set("tracking.trackers", {name: wandb if name == "wandb" else {} for name in known or ["console"]})
 
     def _batch(self) -> None:
-        batch, mini = self.number("data.train_batch_size"), self.number(f"{_A}.ppo_mini_batch_size")
+        batch, mini = self.whole("data.train_batch_size"), self.whole(f"{_A}.ppo_mini_batch_size")
         epochs, rows = self.number("trainer.total_epochs"), _num_rows(self.files("data.train_files"))
-        if self.is_fully_async():
+        if self.has("fully_async"):
             self.ignore("a step takes ppo_mini_batch_size x require_batches prompts", "data.train_batch_size")
             batch = mini * self.whole("async_training.require_batches")
+        if min(batch, mini) < 1:
+            raise ConfigError(f"--from-verl: batches of {batch} prompts in mini-batches of {mini}; both are positive")
         if batch % mini:
             mini = next(size for size in range(min(batch, mini), 0, -1) if batch % size == 0)
             self.miss(f"{_A}.ppo_mini_batch_size", f"must divide the batch of {batch}; {mini} is the nearest below")
         self.set("batch.batch_size", batch)
         self.set("batch.mini_batch_size", mini)
-        if self.is_fully_async():
+        if self.has("fully_async"):
             most = self.whole("rollout.total_rollout_steps")
             self.set("steps", max((most if rows is None else min(most, int(rows * epochs))) // batch, 1))
         elif self.settings.get("trainer.total_training_steps") is not None:
@@ -337,12 +308,13 @@ class _Ppo(_Converter):
         self.read.update([*coefs, *coefs.values()])
 
     def _loss(self) -> None:
-        if self.get(f"{_C}.bypass_mode") and self.get(f"{_C}.loss_type") == "reinforce":
+        is_bypass = self.get(f"{_C}.bypass_mode") or self.get(f"{_A}.policy_loss.loss_mode") == "bypass_mode"
+        if is_bypass and self.get(f"{_C}.loss_type") == "reinforce":
             self.set("algorithm.loss", "reinforce")
             self.set("algorithm.loss_options", None if self.at("algorithm.loss_options") is None else {})
         loss = self.at("algorithm.loss")
         option = "clip_dual" if loss == "ppo" else "ratio_max"
-        if self.is_option(option):
+        if self.has("option", option):
             self.set(f"algorithm.loss_options.{option}", float(self.number(f"{_A}.clip_ratio_c")))
         else:
             self.ignore(f"the loss {loss} does not read it", f"{_A}.clip_ratio_c")
@@ -370,10 +342,7 @@ class _Ppo(_Converter):
             self.miss(f"{_C}.rollout_rs", f"one test a run: {schemes[0]} is taken, {', '.join(schemes[1:])} is not")
         low, _, high = bounds[0].strip().rpartition("_")
         scheme, upper = self.cast(self.rows[f"{_C}.rollout_rs"], f"{_C}.rollout_rs", schemes[0]), float(high)
-        inverse = [
-            1 / upper,
-            1 / float(low) if low else upper,
-        ]  # verl bounds rollout / engine, ours is engine / rollout
+        inverse = [1 / upper, 1 / float(low) if low else upper]  # verl's ratio is rollout / engine
         self.set("algorithm.rejection", scheme)
         self.set("algorithm.rejection_bounds", inverse if scheme.endswith("k1") else [0.0, upper])
 
@@ -388,7 +357,7 @@ class _Ppo(_Converter):
             self.miss(f"{o}.lr_warmup_steps_ratio", why)
         if warmup := warmup if warmup > 0 else round(ratio * steps):
             self.set("engine.optimizer.warmup_steps", warmup * per_step)  # verl counts training steps
-        if self.is_cosine() and (least := float(self.number(f"{o}.min_lr"))):
+        if self.has("cosine") and (least := float(self.number(f"{o}.min_lr"))):
             self.set("engine.min_lr_ratio", least / self.at("engine.optimizer.lr"))
 
     def _engine(self) -> None:
@@ -407,16 +376,14 @@ class _Ppo(_Converter):
         self.set("engine.world_size", world)
         key = f"{_A}.{'megatron' if backend == 'megatron' else 'fsdp_config'}.dtype"
         self.set("engine.precision", self.cast(self.rows[key], key, self.get(key)))
-        layout, reference = self._layout(of, _A, {}), {}
+        layout = self._layout(of, _A, {})
         size = self.whole(f"{_A}.{'veomni' if of == 'veomni' else 'fsdp_config'}.fsdp_size")
         if backend == "fsdp" and 0 < size < world:
             layout["dp_replicate"] = world // size
+        self.set("engine.parallel", layout or None)
         reference = self._layout(of, "actor_rollout_ref.ref", layout)
-        for ours, value in (("engine.parallel", layout), ("placement.reference.engine.parallel", reference)):
-            if value and (value is layout or (reference != layout and self.at("algorithm.kl_coef"))):
-                self.set(ours, value)
-        if reference != layout and not reference and self.at("algorithm.kl_coef"):
-            self.set("placement.reference.engine.parallel", {})
+        if reference != layout and self.at("algorithm.kl_coef"):
+            self.set("placement.reference.engine.parallel", reference)
         others = [f"{_A}.{each}" for other in layouts if other != of for each in layouts[other]]
         self.ignore(f"the engine is {name}", *others)
         ranks = world // (layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1) * layout.get("sp", 1))
@@ -424,12 +391,10 @@ class _Ppo(_Converter):
         if rows % max(ranks, 1):
             self.miss("trainer.n_gpus_per_node", f"a mini-batch of {rows} completions must divide over {ranks} ranks")
         longest = self.at("data.max_prompt_tokens") + response
-        is_dynamic = self.get(f"{_A}.use_dynamic_bsz")
-        tokens = self.whole(f"{_A}.ppo_max_token_len_per_gpu") if is_dynamic else 0
-        self.set(
-            "engine.max_tokens_per_gpu",
-            max(tokens or longest * self.whole(f"{_A}.ppo_micro_batch_size_per_gpu"), longest),
-        )
+        tokens = longest * self.whole(f"{_A}.ppo_micro_batch_size_per_gpu")
+        if self.get(f"{_A}.use_dynamic_bsz"):
+            tokens = self.whole(f"{_A}.ppo_max_token_len_per_gpu")
+        self.set("engine.max_tokens_per_gpu", max(tokens, longest))
 
     def _layout(self, of: str, prefix: str, usual: Mapping[str, int]) -> dict[str, int]:
         """Layout of the actor or the reference; what is not set is as in `usual`."""
@@ -455,14 +420,14 @@ class _Ppo(_Converter):
         if self.at("rollout.backend") == "embedded":
             layout = dict.fromkeys(layout, 1)
         gpus, ranks = self.at("engine.world_size"), layout["tp"] * layout["pp"] * layout["dp"]
-        if self.is_apart():
+        if self.has("apart"):
             where = "rollout" if "mode" in self.entry and not self.settings.get(f"{_R}.nnodes") else _R
             gpus = self.whole(f"{where}.nnodes") * self.whole(f"{where}.n_gpus_per_node")
         elif gpus % ranks:
             self.miss(f"{_R}.tensor_model_parallel_size", f"{gpus} GPUs are no multiple of {ranks}; 1 is set")
             layout, ranks = dict.fromkeys(layout, 1), 1
         self.set("rollout.num_replicas", max(gpus // ranks, 1))
-        self.set("rollout.colocated", not self.is_apart())
+        self.set("rollout.colocated", not self.has("apart"))
         self.set("rollout.parallel", {name: size for name, size in layout.items() if size > 1} or None)
 
     def _servers(self) -> None:
@@ -485,7 +450,7 @@ class _Ppo(_Converter):
         self.set("rollout.options", {"args": flags})
 
     def _agent(self) -> None:
-        if not self.is_tools():
+        if not self.has("tools"):
             return
         self.set("agent.loop", "tool")
         self.set("agent.options.max_completion_tokens", self.at("rollout.max_new_tokens"))
@@ -493,11 +458,8 @@ class _Ppo(_Converter):
             self.set("agent.options.max_tool_tokens", -(-int(length) // 4))
 
     def _reward(self) -> None:
-        c, m, path = (
-            "reward.custom_reward_function",
-            "reward.reward_model",
-            self.get("reward.custom_reward_function.path"),
-        )
+        c, m = "reward.custom_reward_function", "reward.reward_model"
+        path = self.get(f"{c}.path")
         has_model = bool(self.get(f"{m}.enable"))
         if path:
             self.set("reward.path", f"{_path(path)}:{self.get(f'{c}.name')}")
@@ -511,7 +473,7 @@ class _Ppo(_Converter):
                     self.miss(f"{m}.n_gpus_per_node", f"each model has one GPU, and not {gpus}")
         elif not path:
             self.set("reward.parts.rule", {"kind": "rule", "rule": "verl/default"})
-        for prefix, is_on, of in ((f"{m}.", has_model, "reward model"), ("critic.", self.is_critic(), "critic")):
+        for prefix, is_on, of in ((f"{m}.", has_model, "reward model"), ("critic.", self.has("critic"), "critic")):
             for key in {*self.below(prefix), *self.below("reward_model." if "model" in of else prefix)} - self.read:
                 (self.out.needless if is_on else self.out.ignored)[self.given[key]] = (
                     f"the {of} shares GPUs and layout of the engine" if is_on else f"there is no {of}"
@@ -539,17 +501,17 @@ class _Ppo(_Converter):
 
     def _pipeline(self) -> None:
         keys = [f"{_A}.{engine}.optimizer_offload" for engine in ("fsdp_config", "megatron", "veomni")]
-        if self.is_apart() and any(self.settings.get(key) for key in keys):
+        if self.has("apart") and any(self.settings.get(key) for key in keys):
             self.read.update(keys)
             self.set("engine.optimizer_offload", True)  # a colocated engine gives its memory back anyway
-        if self.mode() == "colocate_async":
+        if self.mode == "colocate_async":
             self.miss("trainer.v1.trainer_mode", "colocated servers generate between updates: pipeline=sync is set")
-        if self.mode() in ("sync", "colocate_async"):
+        if self.mode in ("sync", "colocate_async"):
             return
-        self.set("pipeline", "one_step_off" if self.mode() == "one_step_off" else "fully_async")
-        if self.is_fully_async():
+        self.set("pipeline", "one_step_off" if self.mode == "one_step_off" else "fully_async")
+        if self.has("fully_async"):
             self.set("staleness.policy", "threshold_fraction")
-        elif self.mode() == "separate_async":
+        elif self.mode == "separate_async":
             self.set("staleness.max_staleness", self.whole("trainer.v1.sampler.max_off_policy_threshold"))
         if not self.at("algorithm.correction"):
             self.set("algorithm.old_logprobs", "rollout")

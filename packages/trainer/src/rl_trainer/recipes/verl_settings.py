@@ -27,23 +27,45 @@ _REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^}]*))?\}$")
 
 
 @dataclass(slots=True)
-class Settings:
-    """What a user gave, all in one mapping."""
+class Conversion:
+    """A recipe, and what did not become part of it."""
+
+    program: str = "rl-train"
+    """Program that the recipe is for: rl-train, or rl-sft."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Our configuration, as a recipe file holds it."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Reason by verl's key: no equivalent here."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Reason by verl's key: verl itself does not read it with these settings."""
+    needless: dict[str, str] = field(default_factory=dict)
+    """Reason by verl's key: without effect here."""
+    assumed: dict[str, str] = field(default_factory=dict)
+    """Assumptions under which a script was read, and complaints of bash."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Value by verl's key; None where it is deleted."""
+    """Value by verl's key, as given; None where it is deleted."""
     entry: Mapping[str, Any] = field(default_factory=dict)
     """Row of the program in the table `entries`; empty for main_ppo."""
-    missing: dict[str, str] = field(default_factory=dict)
-    needless: dict[str, str] = field(default_factory=dict)
-    assumed: dict[str, str] = field(default_factory=dict)
-    """Notes, as those of `Conversion`."""
+
+    def text(self) -> str:
+        """The recipe as YAML, the rest as comments above it."""
+        lines = [f"# Made from verl's settings by rl-train --from-verl, for {self.program}."]
+        for title, notes in (
+            ("No equivalent here", self.missing),
+            ("Ignored by verl too", self.ignored),
+            ("Nothing to set here", self.needless),
+            ("Assumed when the script was read", self.assumed),
+        ):
+            if notes:
+                lines += ["#", f"# {title}:", *(f"#   {k}: {why}".replace("\n", " ") for k, why in notes.items())]
+        return "\n".join([*lines, yaml.safe_dump(self.recipe, sort_keys=False, width=110)])
 
 
-def read_settings(arguments: Sequence[str]) -> Settings:
+def read_settings(arguments: Sequence[str]) -> Conversion:
     """Read the settings of a command line: see `convert`."""
     chosen = next((word.partition("=")[2] for word in arguments if word.startswith("--launch=")), "")
-    words, found, unknown = [word for word in arguments if not word.startswith("--launch=")], Settings(), {}
+    words, found, unknown = [word for word in arguments if not word.startswith("--launch=")], Conversion(), {}
     is_file = bool(words) and (words[0].endswith((".sh", ".yaml", ".yml")) or Path(words[0]).exists())
     file = Path(words[0]) if is_file and "=" not in words[0] else None
     folders = [Path.cwd()]
@@ -69,7 +91,7 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     return found
 
 
-def _launch(file: Path, arguments: Sequence[str], chosen: str, found: Settings) -> tuple[Launch, Launches]:
+def _launch(file: Path, arguments: Sequence[str], chosen: str, found: Conversion) -> tuple[Launch, Launches]:
     """Launch of a script, or of a folder that a user's own run recorded, and the row of its program."""
     try:
         reader = create_script_reader()
@@ -111,7 +133,7 @@ def _entry(module: str) -> Mapping[str, Any] | None:
     return next((row for row in tables()["entries"] if fnmatchcase(module, row["module"])), None)
 
 
-def _values(words: Sequence[str], folders: Sequence[Path], found: Settings) -> dict[str, Any]:
+def _values(words: Sequence[str], folders: Sequence[Path], found: Conversion) -> dict[str, Any]:
     """Settings of words in Hydra's syntax, on top of the configuration that they name."""
     values, config, left = dict[str, Any](), dict[str, str](), list(words)
     while left:
@@ -149,7 +171,7 @@ def _values(words: Sequence[str], folders: Sequence[Path], found: Settings) -> d
     return values
 
 
-def _composed(file: Path, found: Settings, package: str = "") -> dict[str, Any]:
+def _composed(file: Path, found: Conversion, package: str = "") -> dict[str, Any]:
     """Settings of a YAML file, with those of its `defaults` that are there; verl's own are those of the table."""
     try:
         tree = yaml.safe_load(file.read_text())
