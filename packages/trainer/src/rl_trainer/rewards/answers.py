@@ -217,16 +217,20 @@ def _spans(text: str) -> list[tuple[int, int, str, str]]:
 
 def exactly(content: str) -> Answer:
     """Answer that is the whole content, as of a box: a number with its unit, or else an expression."""
-    content = content.strip().strip("$").strip()
+    content = content.strip().strip("$").rstrip("\\ \n\t").lstrip()
     tokens = tokens_of(plain(re.sub(r"^\s*([-+])\s+(?=[\d.\\$])", r"\1", content)))
     terms = _terms(tokens, is_exact=True)
     answer = Answer(content, is_exact=True)
     right = [term for term in terms if not term.is_left]
     if len(right) == 1 and right[0].value is not None and not right[0].is_denied:
         term = right[0]
-        rest = [*tokens[: term.start], *tokens[term.end :]] if not terms[0].is_left else tokens[term.end :]
-        if all(t.kind in ("word", "currency", "end", "name") or t.text in "=≈()[]$,*/\"':~" for t in rest) and not (
-            any(t.text.lower() in ("or", "and", "to", "not") for t in rest)
+        before = [] if terms[0].is_left else tokens[: term.start]
+        rest = [*before, *tokens[terms[-1].end if terms[-1].is_left else term.end :]]
+        is_open = bool(rest) and rest[-1].text == "="
+        if (
+            not is_open
+            and all(t.kind in ("word", "currency", "end", "name") or t.text in "=≈()[]$,*/\"':~`" for t in rest)
+            and not (any(t.text.lower() in ("or", "and", "to", "not") for t in rest))
         ):
             return replace(answer, number=term.value, is_percent=term.is_percent)
     if not terms and (number := number_in_words(content)) is not None:
@@ -333,6 +337,13 @@ def _is_scaled(tokens: list[Token], start: int, end: int, *, is_exact: bool) -> 
     """Whether a number is the coefficient of something (`4x`, `x^4`), or its own sign is not certain."""
     if start and tokens[start - 1].text in ("^", "_", "\\"):
         return True
+    if (
+        start > 1
+        and tokens[start - 1].text == "("
+        and tokens[start - 2].kind == "word"
+        and not tokens[start - 1].has_space
+    ):
+        return is_exact  # such as f(4)
     after = tokens[end] if end < len(tokens) else None
     if after is None:
         return False

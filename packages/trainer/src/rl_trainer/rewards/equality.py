@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from rl_trainer.errors import RewardError
 from rl_trainer.rewards.answers import exactly
-from rl_trainer.rewards.numbers import plain
+from rl_trainer.rewards.numbers import CHARACTERS, plain
 
 if TYPE_CHECKING:
     from rl_trainer.rewards.answers import Answer
 
 _BOUND = re.compile(
-    r"[<>≤≥≠±…]|\\(?:in|not|cup|cap|ldots|dots)\b|\.\.\.|(?i:\b(?:or|and|not|to|from|between)\b)|[,;]|\\\{|[-+]\s*[-+]|\d\s*_|\b(?:is|wrong|incorrect|false)\b|"
+    r"[<>≤≥≠±…]|\\(?:in|not|cup|cap|ldots|dots)\b|\.\.\.|(?i:\b(?:or|and|not|to|from|between)\b)|[,;]|\\\{|[-+]\s*[-+]|\d\s*_|\\p?b?mod\b|\b(?:is|wrong|incorrect|false)\b|"
     r"(?<!\\)\b[A-Za-z]{2,}.*\d"
 )
 _NAME = re.compile(r"^\s*[^=\d,]*=(?!.*=)")
@@ -130,4 +130,4 @@ def _parsed(truth: str) -> Any:
 def _verified(truth: str, content: str) -> bool:
     from math_verify import parse, verify
 
-    return bool(verify(_parsed(truth), parse(f"\\boxed{{{content}}}")))
+    return bool(verify(_parsed(truth), parse(f"\\boxed{{{content.translate(CHARACTERS)}}}")))

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 _MAX_DIGITS, _MAX_EXPONENT = 400, 400
 """Largest numbers; beyond them a few characters would take all memory."""
-_CHARACTERS = str.maketrans(
+CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2212\u2012\u2013\u2014\ufe63\uff0d\u207b", "-"),
         **{chr(code): " " for code in (0xA0, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000)},
@@ -40,7 +40,8 @@ _SPELLINGS = tuple(
         (r"\^\s*\{?\s*\\?(?:circ|degree)\b\s*\}?|\\degree|°", " ~degrees~ "),
         (r"\{\s*([-+]?[\d.,]+)\s*\}", r"\1"),
         (r"\\(?:left|right|displaystyle|quad|qquad|boldsymbol|bm)(?![a-zA-Z])|\\[,;:!()\[\] ]", " "),
-        (r"\\(?:neq|ne)(?![a-zA-Z])|!=|=/=", " ≠ "),
+        (r"\{\s*([-+])\s*\}", r"\1"),
+        (r"\\(?:neq|ne)(?![a-zA-Z])|\\not\s*=|!=|=/=", " ≠ "),
         (r"\\(?:geq|geqslant|ge)(?![a-zA-Z])|>=", " ≥ "),
         (r"\\(?:leq|leqslant|le)(?![a-zA-Z])|<=", " ≤ "),
         (r"\\gt(?![a-zA-Z])", " > "),
@@ -99,7 +100,7 @@ def plain(text: str) -> str:
     """Text with one spelling of digits, signs, spaces, fractions and relations."""
     text = re.sub("[¼½¾⅐-⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0])} ", text)
     text = "".join(str(unicodedata.decimal(c)) if c > "\x7f" and c.isdecimal() else c for c in text)
-    text = text.translate(_CHARACTERS)
+    text = text.translate(CHARACTERS)
     for pattern, new in _SPELLINGS:
         text = pattern.sub(new, text)
     return text
