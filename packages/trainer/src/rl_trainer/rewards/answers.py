@@ -226,7 +226,7 @@ def exactly(content: str) -> Answer:
         term = right[0]
         before = [] if terms[0].is_left else tokens[: term.start]
         rest = [*before, *tokens[terms[-1].end if terms[-1].is_left else term.end :]]
-        is_open = bool(rest) and rest[-1].text == "="
+        is_open = tokens[-1].text == "="
         if (
             not is_open
             and all(t.kind in ("word", "currency", "end", "name") or t.text in "=≈()[]$,*/\"':~`" for t in rest)
