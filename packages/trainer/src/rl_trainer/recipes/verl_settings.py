@@ -77,18 +77,22 @@ def read_settings(arguments: Sequence[str]) -> Conversion:
         given, unknown = words[1:], all_.unknown
         folders = [Path(launch.folder), file.resolve().parent]
         folders += [Path(launch.folder, *launch.module.split(".")[:-1])]
-        words = [*launch.arguments, *(word for word in given if "=" in word and word not in launch.arguments)]
+        words = [*launch.arguments, *(w for w in given if _OVERRIDE.fullmatch(w) and w not in launch.arguments)]
+    _check_known({word: "" for word in words if not _OVERRIDE.fullmatch(word)}, unknown)
     given = found.values | _values(words, folders, found)
+    _check_known(given, unknown)
     usual = tables()["engines"].get(str(given.get("model_engine")), {})
-    found.values = usual | found.entry.get("usual", {}) | given
-    for key, value in found.values.items():
-        for number, command in unknown.items():
-            if f"@unknown{number}@" in str(value):
-                raise ConfigError(
-                    f"--from-verl {file}: {key}: value unknown: $({command}); give {key}=... after the script"
-                )
-    found.values = _resolved(found.values)
+    found.values = _resolved(usual | found.entry.get("usual", {}) | given)
     return found
+
+
+def _check_known(values: Mapping[str, Any], unknown: Mapping[str, str]) -> None:
+    """Refuse what holds the output of a command that was not run."""
+    for key, value in values.items():
+        for number, command in unknown.items():
+            if (marker := f"@unknown{number}@") in f"{key}={value}":
+                where = key.replace(marker, "...")
+                raise ConfigError(f"--from-verl: {where}: value unknown: $({command}); give it after the script")
 
 
 def _launch(file: Path, arguments: Sequence[str], chosen: str, found: Conversion) -> tuple[Launch, Launches]:
