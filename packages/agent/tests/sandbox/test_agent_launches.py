@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 from rl_agent.errors import SandboxError, ScriptError
 from rl_agent.registry import create_script_reader
+from rl_agent.sandbox import launches
 from rl_agent.sandbox.launches import ScriptLimits, ScriptReader
 
 pytestmark = pytest.mark.process
@@ -209,3 +211,19 @@ def test_a_script_is_read_by_a_user_who_is_not_root(tmp_path):
     assert ScriptReader(ScriptLimits(wall_s=4.0))._limits.num_processes == 64
     with pytest.raises(ScriptError, match="processes|ran for more"):
         ScriptReader(ScriptLimits(wall_s=4.0)).read(file)
+
+
+def test_a_kernel_without_overlays_reads_scripts_too(tmp_path, monkeypatch):
+    """What is in the folder can be read and not changed; new files are in the scratch folder."""
+    program = shutil.copytree(launches.PROGRAM, tmp_path / "process")
+    isolation = program / "isolation.py"
+    isolation.write_text(isolation.read_text().replace('"overlay"', '"no_such_filesystem"'))
+    monkeypatch.setattr(launches, "PROGRAM", program)
+    file = script(tmp_path, 'cd "$(dirname "$0")"\necho 9 > n.txt\npython3 -m m n=$(cat n.txt) l=$(cat link) > log\n')
+    (file.parent / "n.txt").write_text("4")
+    (file.parent / "link").symlink_to("n.txt")
+    before = state(file.parent)
+    found = create_script_reader().read(file)
+    assert found.launches[0].arguments == ("n=4", "l=4")
+    assert "Read-only file system" in found.complaints[0]
+    assert state(file.parent) == before

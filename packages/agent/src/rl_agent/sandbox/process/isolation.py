@@ -391,7 +391,7 @@ def launch_root(
     """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     opened = {path: os.open(path, os.O_PATH) for path in (*programs, *_DEVICES)}
-    below = os.open(folder, os.O_PATH)
+    below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     flags = _MS_NOSUID | _MS_NODEV
     _mount("tmpfs", _OVER, "tmpfs", flags, "size=4m,mode=755")
     for path, descriptor in opened.items():
@@ -428,12 +428,28 @@ def launch_root(
         try:
             layers = f"lowerdir=/proc/self/fd/{below},upperdir={upper},workdir={work},userxattr"
             _mount("overlay", _OVER + path, "overlay", flags | _MS_NOEXEC, layers)
-        except OSError:  # a kernel without: nothing can be written there
-            _bind(below, _OVER + path, is_folder=True, is_writable=False)
-            _mount("none", _OVER + path, None, flags | _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOEXEC)
+        except (
+            OSError
+        ):  # a kernel without overlays for this user: what is there cannot be changed, new files can be made
+            _mount(upper, _OVER + path, None, _MS_BIND)
+            _bind_entries(below, _OVER + path)
     for descriptor in (*opened.values(), below):
         os.close(descriptor)
     _pivot(_MS_NOEXEC)
+
+
+def _bind_entries(folder: int, target: str) -> None:
+    """Bind everything in a folder, read-only and not executable, into another one."""
+    for name in os.listdir(folder):
+        if os.path.islink(f"/proc/self/fd/{folder}/{name}"):
+            os.symlink(os.readlink(name, dir_fd=folder), f"{target}/{name}")
+            continue
+        entry = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=folder)
+        is_folder = os.path.isdir(f"/proc/self/fd/{entry}")
+        _bind(entry, f"{target}/{name}", is_folder=is_folder, is_writable=False)
+        flags = _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+        _mount("none", f"{target}/{name}", None, flags)
+        os.close(entry)
 
 
 def _link_streams() -> None:
