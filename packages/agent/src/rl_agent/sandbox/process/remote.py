@@ -152,6 +152,9 @@ _ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "div
 for _name in _ARITHMETIC:
     OPERATIONS[_name] = divmod if _name == "divmod" else getattr(operator, _name)
     OPERATIONS[f"r{_name}"] = lambda target, other, do=OPERATIONS[_name]: do(other, target)
+    OPERATIONS[f"i{_name}"] = getattr(operator, f"i{_name.strip('_')}", divmod)
+MAKING = frozenset({"make", "copy", "deepcopy", *(f"i{name}" for name in _ARITHMETIC)})
+"""Operations whose result is an object under test, even if it is a container."""
 
 _TELLING = frozenset(
     {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "difference", "symmetric_difference", "union",
@@ -410,14 +413,14 @@ def _comparing(name: str) -> Any:
     return method
 
 
-def _operating(name: str, *, is_reflected: bool) -> Any:
+def _operating(name: str, prefix: str = "") -> Any:
     """Operator: the result with a plain value is an object of the solution's, and no measure of that value."""
     plain = divmod if name == "divmod" else getattr(operator, name)
-    asked = f"r{name}" if is_reflected else name
+    asked = f"{prefix}{name}"
 
     def method(self: Remote, other: Any) -> Any:
-        if type(other) is not Remote and _has_base(self):
-            return plain(other, _plain(self)) if is_reflected else plain(_plain(self), other)
+        if type(other) is not Remote and _has_base(self) and not (prefix == "i" and _is_made(self)):
+            return plain(other, _plain(self)) if prefix == "r" else plain(_plain(self), other)
         found, peer = _ask(self, asked, other), _peer_of(self)
         if type(other) is Remote:
             return found
@@ -439,5 +442,5 @@ for _dunder, _name in (("setitem", "set item"), ("delitem", "unset item")):
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_name}__", _comparing(_name))
 for _name in _ARITHMETIC:
-    setattr(Remote, f"__{_name.strip('_')}__", _operating(_name, is_reflected=False))
-    setattr(Remote, f"__r{_name.strip('_')}__", _operating(_name, is_reflected=True))
+    for _prefix in ("", "r", "i"):
+        setattr(Remote, f"__{_prefix}{_name.strip('_')}__", _operating(_name, _prefix))

@@ -186,7 +186,7 @@ class Peer:
             sent.adopt(got)
             before = [self._content(value, sent) for value in got]
             value = self._do(frame["do"], frame["to"], given, named)
-            is_made = frame["do"] in ("make", "copy", "deepcopy") and type(value) not in _MUTABLE
+            is_made = frame["do"] in remote.MAKING and type(value) not in _MUTABLE
             is_kept = is_made and isinstance(value, _MUTABLE)
             answer["value"] = self._export(value) if is_kept else self.encode(value, sent)
         except BrokenPipeOfValuesError:
