@@ -13,7 +13,7 @@ def config_of(changes, rate):
 @pytest.mark.parametrize(
     ("changes", "rate", "sentence"),
     [
-        ({"precision": "fp8"}, {}, r"precision is 'fp8'; allowed are float32, bfloat16, float64\."),
+        ({"precision": "fp8"}, {}, r"precision is 'fp8'; allowed are float32, bfloat16, float64, auto\."),
         ({"matmul_precision": "low"}, {}, r"matmul_precision is 'low'; allowed are highest, high, medium\."),
         ({"head": "critic"}, {}, r"head is 'critic'; allowed are lm, value, reward\."),
         ({"init": "zeros"}, {}, "init is 'zeros'"),

@@ -11,7 +11,8 @@ BackendError BatchCounts BatchError CheckpointError ConfigError DataError Engine
 EngineConfig EngineError EngineOutput Fp8 Head LoraConfig LoraExport LossFunction MatmulPrecision ModelFolderError
 ModelInit ModelOutput Mtp NonFiniteError OptimizerConfig OptimizerKind ParallelConfig PeftConfig Precision ShardSpec
 StepOutcome TrainingWorker
-check create_engine digest_files find_damage hold_lock model_folder FolderInUseError read_manifest write_manifest
+auto_precision check create_engine digest_files
+find_damage for_this_machine hold_lock model_folder FolderInUseError read_manifest write_manifest
 """
 
 

@@ -123,7 +123,7 @@ def test_the_number_of_keys_does_not_grow_unnoticed():
     for section, component in (("engine", EngineConfig), ("rollout", ServerConfig)):
         for field in fields(component):
             tree[section].pop(field.name, None)
-    assert count(tree) <= 107
+    assert count(tree) <= 108
 
 
 def test_the_tree_that_is_printed_is_read_again(tmp_path):
@@ -154,3 +154,17 @@ def test_the_quickstart_is_one_process_unless_more_are_asked_for(overrides, runt
     assert load_config("quickstart", overrides).runtime == runtime
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert load_config("quickstart", overrides).runtime == "ray", "a cluster that is named is used"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["batch.batch_size=16"], (16, 8)),
+        (["batch.batch_size=7"], (7, 7)),
+        (["batch.batch_size=16", "batch.mini_batch_size=4"], (16, 4)),
+        ([], (64, 32)),
+    ],
+)
+def test_mini_batch_size_follows_a_changed_batch_size(overrides, wanted):
+    batch = load_config("gsm8k", overrides).batch
+    assert (batch.batch_size, batch.mini_batch_size) == wanted

@@ -256,6 +256,7 @@ def test_8b_with_lora_fits_one_gpu_and_without_it_does_not(tmp_path):
     sizes = shape(4096, 36, 32, 8, 12288, model_type="qwen3", vocab_size=151_936, head_dim=128)
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     overrides = ["data.path=there", f"model.path={tmp_path}", "rollout.colocated=true"]
+    overrides += ["engine.precision=bfloat16", "engine.activation_checkpointing=true"]  # as on a GPU
     lora = load_config("lora", overrides)
     for gib, verdict in ((139.8, "of 139.8: it fits"), (79.6, "of 79.6: it fits"), (40, "of 40.0: too much")):
         assert verdict in dict(memory_facts(lora, there=gib))["a GPU at its fullest"]

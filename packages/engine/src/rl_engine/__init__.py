@@ -21,7 +21,7 @@ from rl_engine.errors import (
     ModelFolderError,
     NonFiniteError,
 )
-from rl_engine.registry import check, create_engine
+from rl_engine.registry import auto_precision, check, create_engine, for_this_machine
 from rl_engine.types import (
     BatchCounts,
     EngineConfig,
@@ -74,10 +74,12 @@ __all__ = [
     "ShardSpec",
     "StepOutcome",
     "TrainingWorker",
+    "auto_precision",
     "check",
     "create_engine",
     "digest_files",
     "find_damage",
+    "for_this_machine",
     "hold_lock",
     "model_folder",
     "read_manifest",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_engine.errors import BackendError, ConfigError
+from rl_engine.types import Precision
 
 if TYPE_CHECKING:
     from rl_engine.base import Engine
     from rl_engine.types import EngineConfig
 
 _GROUP = "rl_engine.backends"
+_BFLOAT16_FLAGS = frozenset(["avx512_bf16", "amx_bf16", "bf16"])
+"""Flags in /proc/cpuinfo of processors that multiply bfloat16: Intel and AMD, AMX, ARM."""
 
 
 def check(backend: str, config: EngineConfig, world_size: int = 1) -> dict[str, str]:
@@ -48,4 +54,43 @@ def create_engine(backend: str, config: EngineConfig) -> Engine:
         raise BackendError(
             f"Engine backend {backend!r} cannot be imported: {error}. Run: pip install 'rl-engine[{backend}]'"
         ) from error
-    return module.create(config)
+    return module.create(for_this_machine(config))
+
+
+def for_this_machine(config: EngineConfig) -> EngineConfig:
+    """Fill in the settings of a configuration that are left to the machine."""
+    precision, checkpointing = config.precision, config.activation_checkpointing
+    if precision == Precision.AUTO:
+        precision = auto_precision()[0]
+    if checkpointing is None:
+        checkpointing = _has_gpu()
+    return replace(config, precision=precision, activation_checkpointing=checkpointing)
+
+
+def auto_precision() -> tuple[Precision, str]:
+    """Number format for `precision=auto` on this machine, and the reason: bfloat16 that is emulated is slow."""
+    import torch
+
+    if _has_gpu():
+        is_native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return (Precision.BFLOAT16, "the GPU multiplies it") if is_native else (Precision.FLOAT32, "an older GPU")
+    if _processor_flags() & _BFLOAT16_FLAGS:
+        return Precision.BFLOAT16, "this processor multiplies it"
+    return Precision.FLOAT32, "this processor only emulates bfloat16"
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@cache
+def _processor_flags() -> frozenset[str]:
+    """Features of the processor as Linux names them; none where there is no /proc/cpuinfo."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(found.partition(":")[2].split())

@@ -29,6 +29,8 @@ class Precision(StrEnum):
     """Activations and gathered parameters; the optimizer's copy stays float32."""
     FLOAT64 = "float64"
     """For oracles and property tests."""
+    AUTO = "auto"
+    """bfloat16 where the device multiplies it, else float32: see `rl_engine.auto_precision`."""
 
 
 class MatmulPrecision(StrEnum):
@@ -268,8 +270,8 @@ class EngineConfig:
     `candidate_logprobs`, with this many of each per token, the likeliest first."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Layout of the model over ranks."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass."""
+    activation_checkpointing: bool | None = False
+    """Recompute each layer in the backward pass. None: on a GPU, whose memory is scarce, and not on a CPU."""
     activation_offload: bool = False
     """Keep what the backward pass needs of the forward pass in page-locked memory of the CPU, parameters excepted (with
     `activation_checkpointing` the inputs of layers). Refused without a GPU."""

@@ -27,7 +27,7 @@ def test_every_recipe_belongs_to_a_program():
 def test_a_recipe_gives_values_and_the_command_line_wins(name):
     program, kind = f"rl-{name}", PROGRAMS[name]
     config = parse_config(kind, [name, *NEEDED, "lr=0.5"], program=program)
-    assert (config.epochs, config.precision, config.activation_checkpointing) == (1, "bfloat16", True)
+    assert (config.epochs, config.precision, config.activation_checkpointing) == (1, "auto", None)
     assert config.lr == 0.5
     _refuse_idle(config)
     shorter = parse_config(kind, [name, *NEEDED, "steps=7"], program=program)

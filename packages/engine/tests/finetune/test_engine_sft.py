@@ -239,7 +239,7 @@ def test_keys_are_parsed_by_the_type_of_their_field():
         (["seed=1", "steps"], "Argument 'steps' is not key=value."),
         (["steps"], "there is no recipe 'steps' of rl-sft: give sft, or a .yaml file, or key=value."),
         (["steps=many"], "steps is 'many'; wanted a whole number."),
-        (["precision=int4"], "precision is 'int4'; wanted float32, bfloat16, float64."),
+        (["precision=int4"], "precision is 'int4'; wanted float32, bfloat16, float64, auto."),
         (["seed=1", "seed=2"], "Key 'seed' is given twice."),
         (["seed=1"], "model.path and data.path and output_dir must be given"),
         (["model.path=x", "data.path=/no/file", "output_dir=o"], "Data file /no/file does not exist."),

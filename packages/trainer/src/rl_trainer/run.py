@@ -27,7 +27,7 @@ from rl_trainer.output_dir import locked_output_dir
 from rl_trainer.pipeline.elastic import Elastic
 from rl_trainer.pipeline.rollout_source import StopRequestedError
 from rl_trainer.planning import preflight
-from rl_trainer.planning.gpus import count_gpus, gpu_facts, gpu_gib, settle
+from rl_trainer.planning.gpus import count_gpus, gpu_facts, gpu_gib, precision_facts, settle
 from rl_trainer.planning.memory import checkpoint_facts, memory_facts, memory_of_pools
 from rl_trainer.planning.placement import placement_facts
 from rl_trainer.planning.plan import show_plan
@@ -231,6 +231,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
     return [
         ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
         ("components", f"{components}, weights by {config.weights_transport}, samples by {storage}"),
+        *precision_facts(config),
         *gpu_facts(config),
         *placement_facts(config, memory_of_pools(config), gpus=count_gpus(config)),
         *memory_facts(config, there=gpu_gib()),

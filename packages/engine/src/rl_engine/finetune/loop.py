@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -92,8 +94,8 @@ class RunConfig(ABC):
     """Number format of parameters and activations."""
     matmul_precision: MatmulPrecision = MatmulPrecision.MEDIUM
     """Precision of float32 matrix products."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass."""
+    activation_checkpointing: bool | None = False
+    """Recompute each layer in the backward pass. None: on a GPU alone."""
     lora_rank: int = 0
     """Train a low-rank adapter of so many columns; 0: the whole model."""
     lora_alpha: float = 32.0
@@ -255,9 +257,59 @@ def train(config: RunConfig, report: Callable[[str], None] = print) -> RunReport
     if config.epochs:
         config = replace(config, steps=math.ceil(config.epochs * files[0].num_items / config.batch_size))
     config.score_files(files)
-    with TrainingWorker(config.engine, config.backend) as worker:
+    with SignsOfLife(report, config.steps) as alive, TrainingWorker(config.engine, config.backend) as worker:
         data, *held_out = [config.prepare(worker, rows) for rows in files]
-        return _run(config, worker, data, held_out[0] if held_out else None, report, started)
+        return _run(config, worker, data, held_out[0] if held_out else None, report, started, alive)
+
+
+class SignsOfLife:
+    """Progress lines every ten seconds of a run without any: what it is at, and about how long it will take.
+
+    Args:
+        report: Takes a line; on rank 0 alone.
+        num_steps: Steps of the run.
+    """
+
+    interval_s = 10.0
+
+    def __init__(self, report: Callable[[str], None], num_steps: int) -> None:
+        self._report, self._num_steps = report, num_steps
+        self._since = self._begun = time.perf_counter()
+        self._first = self._step = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="signs-of-life", daemon=True)
+
+    def __enter__(self) -> Self:
+        has_bar = self._report is print and sys.stderr.isatty()
+        if os.environ.get("RANK", "0") == "0" and not has_bar:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def begin(self, step: int) -> None:
+        """Note that a step begins."""
+        self._since = time.perf_counter()
+        if self._step == 0:
+            self._first, self._begun = step, self._since
+        self._step = step
+
+    def line(self, now: float) -> str:
+        """Progress line at a time of `time.perf_counter`."""
+        if self._step == 0:
+            return f"loading model and data, {now - self._since:.0f} s"
+        done, left = self._step - self._first, self._num_steps - self._step + 1
+        each = (self._since - self._begun) / done if done else now - self._since
+        bound = "" if done else "at least "
+        to_go = f"{bound}{each * left / 60:.1f} min to go"
+        return f"step {self._step}/{self._num_steps}, {now - self._since:.0f} s; {to_go}"
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self.interval_s):
+            self._report(self.line(time.perf_counter()))
 
 
 def _check(config: RunConfig) -> None:
@@ -333,6 +385,7 @@ def _run(
     held_out: Rows | None,
     report: Callable[[str], None],
     started: float,
+    alive: SignsOfLife,
 ) -> RunReport:
     """Learn from `data` for `config.steps` steps, or until `config.is_reached`; write the model folder."""
     rank, size = rank_and_size()
@@ -358,6 +411,7 @@ def _run(
         if step <= done:
             continue
         step_started = time.perf_counter()
+        alive.begin(step)
         chosen = rows_of(items[rank::size], data.rows_per_item)
         mine = config.complete(worker, data, chosen, _taken(source, chosen, data.rows_per_item))
         recent.append(worker.forward_backward(mine, config.loss_function).metrics)

@@ -51,6 +51,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
             _set(tree, key.strip(), yaml.safe_load(value))
         except yaml.YAMLError as error:
             raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from error
+    _keep_ratio(tree, recipe, given)
     try:
         return TypeAdapter(Config).validate_python(_with_absolute_files(tree))
     except ValidationError as error:
@@ -62,6 +63,17 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(unknown_key(".".join(map(str, unknown[0])))) from None
         problems = "; ".join(_problem(each) for each in error.errors())
         raise ConfigError(f"the configuration cannot be used: {problems}") from error
+
+
+def _keep_ratio(tree: dict[str, Any], recipe: str, given: Sequence[str]) -> None:
+    """Let `mini_batch_size` follow a `batch_size` that was given alone: as many updates a step as in the recipe."""
+    if "batch.batch_size" not in given or "batch.mini_batch_size" in given:
+        return
+    batch, before = tree["batch"], _read_recipe(recipe).get("batch") or {}
+    size, mini, new = before.get("batch_size", 0), before.get("mini_batch_size", 0), batch["batch_size"]
+    if all(isinstance(each, int) and each > 0 for each in (size, mini, new)):
+        num_updates = max(size // mini, 1)
+        batch["mini_batch_size"] = new // num_updates if new % num_updates == 0 else new
 
 
 def layers(recipe: str, overrides: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from rl_engine import Precision, auto_precision, for_this_machine
 from rl_trainer.errors import ConfigError
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.memory import cache_beside_engine
@@ -26,11 +27,19 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def settle(config: Config) -> Config:
     """Settle the keys that a configuration leaves to the machine; keys that are set stay.
 
+    - `engine.precision`, `engine.activation_checkpointing`: by the device, see `rl_engine.auto_precision`; a run with
+      GPUs of a cluster computes in bfloat16.
     - `rollout.colocated`: servers share the engine's GPUs where the roles ask for more GPUs than there are, and where
       they can have them in turn.
     - `rollout.sleep`: not where this machine's GPUs have room for both; `rollout.kv_cache_bytes` is the server's then.
     - `weights_transport`: `cuda-ipc` between engine and server that share a GPU of this machine, else `shm`.
     """
+    engine = config.engine
+    if engine.precision == Precision.AUTO and count_gpus(config) > local_gpus():
+        engine = replace(engine, precision=Precision.BFLOAT16)
+    if engine.activation_checkpointing is None:
+        engine = replace(engine, activation_checkpointing=count_gpus(config) > 0)
+    config = replace(config, engine=for_this_machine(engine))
     if config.rollout.colocated is None:
         wanted, there = sum(gpu_pools(config, colocated=False).values()), count_gpus(config)
         is_shared = 0 < there < wanted and why_apart(config, there) is None
@@ -144,6 +153,17 @@ def check_ipc(config: Config) -> None:
                 f"weights_transport={config.weights_transport} is for engine and server on one GPU, and {why}; leave "
                 "it out"
             )
+
+
+def precision_facts(config: Config) -> list[tuple[str, str]]:
+    """Line of the plan: the number format of engine and servers, and what it costs on this processor."""
+    precision, (best, reason) = config.engine.precision, auto_precision()
+    if count_gpus(config) or precision not in (Precision.FLOAT32, Precision.BFLOAT16):
+        return [("precision", str(precision))]
+    if precision == best:
+        return [("precision", f"{precision}: {reason}")]
+    slow = "; expect a tenth of the speed of float32" if precision == Precision.BFLOAT16 else ""
+    return [("precision", f"{precision}, though {best} would suit: {reason}{slow}")]
 
 
 def gpu_facts(config: Config) -> list[tuple[str, str]]:

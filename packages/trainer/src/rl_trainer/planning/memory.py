@@ -107,7 +107,7 @@ def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int
     """
     count = count_parameters(model) if num_parameters is None else num_parameters
     engine, layers = config.engine, _num_layers(model)
-    precision = _BYTES[str(engine.precision)]
+    precision = _BYTES.get(str(engine.precision), 2)
     parts = _learner(engine, model, count)
     tokens = max(engine.max_tokens_per_gpu, longest_sequence(config)[0] / _token_cut(engine)) / _GIB
     inputs, block = layers * precision * model["hidden_size"], block_activations(model, precision)
@@ -159,7 +159,7 @@ def _share(engine: EngineSection, model: Mapping[str, Any], count: int) -> tuple
 
 def _learner(engine: EngineSection, model: Mapping[str, Any], count: int) -> dict[str, float]:
     """GiB of a rank that learns: weights, gradients, optimizer, gathered blocks, and an adapter."""
-    precision = _BYTES[str(engine.precision)]
+    precision = _BYTES.get(str(engine.precision), 2)
     wide, held, stepped = max(precision, 4), *_share(engine, model, count)
     if engine.backend == "megatron":  # its weights are in the number format of the passes, beside a wider copy
         weights, copies, gathered = precision * held, 2 + (precision < wide), 0.0
@@ -191,9 +191,9 @@ def _roles(config: Config, model: Mapping[str, Any], count: int) -> Iterator[tup
             parts = _learner(replace(own, lora=None), model, count)
             yield role, sum(each for name, each in parts.items() if name != "gathered blocks")
         elif role == "reference":
-            yield role, _BYTES[str(own.precision)] * _share(own, model, count)[0] / _GIB
+            yield role, _BYTES.get(str(own.precision), 2) * _share(own, model, count)[0] / _GIB
         elif sizes := [stored_parameters(folder) or 0 for folder in teacher_folders(config.teacher).values()]:
-            yield role, _BYTES[str(own.precision)] * sum(sizes) / own.world_size / _GIB
+            yield role, _BYTES.get(str(own.precision), 2) * sum(sizes) / own.world_size / _GIB
 
 
 def block_activations(model: Mapping[str, Any], itemsize: int) -> int:
@@ -332,7 +332,7 @@ def checkpoint_facts(config: Config) -> list[tuple[str, str]]:
     engine = config.engine
     lora = engine.lora
     stepped = count if lora is None else adapter_parameters(model, lora.rank, lora.target_modules)
-    gb = (12 * stepped + _BYTES[str(engine.precision)] * count) / 1e9
+    gb = (12 * stepped + _BYTES.get(str(engine.precision), 2) * count) / 1e9
     speed = _write_gb_s(Path(config.output_dir or "."))
     seconds = "" if speed is None else f", about {max(gb / speed, 1.0):.0f} s at {speed:.1f} GB/s"
     return [("a checkpoint", f"{gb:.2f} GB{seconds}")]
