@@ -54,7 +54,7 @@ _ASSUMED = re.compile(
     r"(?:the |my |this |its )?(?:final |correct )?$",
     re.IGNORECASE,
 )
-_NAMED = re.compile(r"[*_(]*[A-Z]")
+_NAMED = re.compile(r"[*_(]*(?:[A-Z]|(?:yes|no|true|false|none|option|choice)\b)")
 _WITHDRAWN = re.compile(
     r"\b(?:wait|oops|scratch that|hold on|my mistake|i made an? (?:mistake|error)|let me (?:redo|correct|fix)|i mean|"
     r"on second thought|or rather)\b|(?:^|[.!?\n*]\s*)(?:actually|no|correction|sorry|hmm+)\b"
@@ -75,7 +75,8 @@ _BOX = re.compile(
 _JOINT = re.compile(r"[\s$]*(?:,|or|and|, or|, and|\\text\{ ?(?:or|and) ?\})[\s$]*(?:[a-z]\s?=\s?)?")
 _HASHES = re.compile(r"(?<!#)####(?!#)\s*(?=\S)(?!\**\d+[.):]\s+[A-Za-z])(?=[-+−$€£.*(\\]*\s*[\d\\]|[a-zA-Z] ?=)")
 _PHRASE = re.compile(
-    r"\b(?:answers?(?: to (?:this|the) \w+)?|(?:correct|right) (?:option|choice)|solutions?(?= (?:is|are)\b:? *[$\\(]*"
+    r"\b(?:answers?(?: to (?:this|the) \w+)?|(?:correct|right) (?:option|choice)|"
+    r"(?:solution|root|value)s?(?= (?:is|are)\b:? *[$\\(]*"
     r"(?:[a-z] ?=|[-−.]?\d)))[*_`\"' ]*(?:\b(?:is|are|was|would be|should be|must be|equals)\b|=|[:：])"
     r"(?:[ ,]+(?:therefore|thus|simply|then|hence|indeed|just|found to be)\b)?[*_`\s:：]*|答案[是为為：:]+\s*",
     re.IGNORECASE,

@@ -19,8 +19,9 @@ _BOUND = re.compile(
 _NAME = re.compile(r"^\s*[^=\d,]*=(?!.*=)")
 _DECIMAL_COMMA = re.compile(r"(?<!\d)\d+,(?:\d{1,2}|\d{4,})(?!\d)")
 _BRACKETS = re.compile(r"([(\[]).*,.*([)\]])$", re.DOTALL)
+_METRIC = frozenset(("mm", "cm", "dm", "m", "km", "mg", "g", "kg", "ml", "l", "s", "min", "h"))
 _CHOICE = re.compile(
-    r"^\W*(?:(?:option|choice|answer)\s*)?\(?([A-J])(?:[).:]|\s*$|~?\s*\)|,? (?:not|because|since|which)\b)"
+    r"^\W*(?:(?i:option|choice|answer)\s*)?\(?([A-J])(?:[).:]|\s*$|~?\s*\)|,? (?:not|because|since|which)\b)"
 )
 
 
@@ -36,7 +37,7 @@ def equals(answer: Answer | None, truth: str) -> bool:
     if answer is not None and answer.is_exact and answer.number is not None and "≈" in plain(answer.content):
         return any(equals(exactly(side), truth) for side in plain(answer.content).split("≈") if side.strip())
     if gold.number is not None and not _DECIMAL_COMMA.search(truth):
-        return answer is not None and _equals_number(answer, gold, truth)
+        return answer is not None and _equals_number(answer, gold, truth) and _same_unit(answer.content, truth)
     if answer is None or not answer.content:
         _parsed(truth)
         return False
@@ -63,6 +64,8 @@ def _equals_expression(answer: Answer, truth: str) -> bool:
     given, wanted = plain(content), plain(truth)
     is_list, are_many = _is_list(given), _is_list(wanted) or wanted.lstrip().startswith("\\{")
     if are_many:
+        content = re.sub(r"^\s*\\text\s*\{([^{}]*)\}\s*$", r"\1", content)
+        content = re.sub(r"\\text\s*\{\s*,\s*\}", ", ", content)
         content = re.sub(r"\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b", ", ", content)
     mine, theirs = _BRACKETS.match(_bare(content)), _BRACKETS.match(_bare(truth))
     if theirs is not None and mine is None and (named := _named_in_order(given)) is not None:
@@ -84,7 +87,14 @@ def _equals_expression(answer: Answer, truth: str) -> bool:
             return False
         if mine is None and is_list:
             content = f"({content})"  # of a pair, whose order counts
-    return _verified(truth, content)
+    is_same = _verified(truth, content)
+    return is_same or (answer.number is not None and answer.is_exact and _verified(truth, str(answer.number)))
+
+
+def _same_unit(content: str, truth: str) -> bool:
+    """Whether units of the metric system, if both have one, are the same."""
+    said, wanted = ({*re.findall(r"[a-z]+", plain(text))} & _METRIC for text in (content, truth))
+    return not said or not wanted or said == wanted
 
 
 def _named_in_order(given: str) -> str | None:

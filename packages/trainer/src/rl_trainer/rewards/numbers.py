@@ -156,8 +156,8 @@ def _value(found: re.Match[str]) -> Fraction | None:
         return None
     whole, comma, rest = digits.rpartition(",")
     if comma and (len(rest.partition(".")[0]) != 3 or whole.startswith("0")):
-        if "." in digits or "," in whole:
-            return None
+        if "." in digits or "," in whole or (len(rest) == 1 and whole != "0"):
+            return None  # or a list
         digits = f"{whole}.{rest}"  # a decimal comma
     digits = digits.replace(",", "")
     if re.fullmatch(r"\d{1,3}(?:\.\d{3}){2,}", digits):
