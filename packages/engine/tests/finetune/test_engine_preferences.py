@@ -341,7 +341,7 @@ def pads_with(folder, token, *, in_config):
     ("token", "in_config", "want"),
     [("<eos>", 1, "<assistant>"), (None, None, "<assistant>"), ("<pad>", 1, "<pad>"), ("<pad>", 0, "<pad>")],
 )
-def test_transformers_scores_rows_as_the_engine_does_padded_or_not(tmp_path, token, in_config, want):
+def test_transformers_scores_rows_as_we_do_padded_or_not(tmp_path, token, in_config, want):
     folder, out = write_tiny_model(tmp_path / "model"), tmp_path / "out"
     pads_with(folder, token, in_config=in_config)
     data = vowels_are_better(tmp_path / "train.jsonl", 32, 0)
@@ -364,7 +364,7 @@ def test_transformers_scores_rows_as_the_engine_does_padded_or_not(tmp_path, tok
     assert judge.config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_an_adapter_alone_of_a_model_that_pads_with_eos_is_refused(tmp_path, capsys):
+def test_an_adapter_alone_where_eos_is_padding_is_refused(tmp_path, capsys):
     folder = write_tiny_model(tmp_path / "model")
     pads_with(folder, "<eos>", in_config=1)
     arguments = [f"model.path={folder}", "data.path=no.jsonl", f"output_dir={tmp_path / 'out'}", "lora.rank=2"]

@@ -226,7 +226,7 @@ def test_time_is_refused_where_the_text_tells_it(tmp_path):
     engine.close()
 
 
-def test_a_model_whose_layers_mix_tokens_is_trained_whole_and_without_images(tmp_path):
+def test_qwen3_5_is_trained_whole_and_without_images(tmp_path):
     """Qwen3.5: as the causal LM that transformers has for its kind it would lose its vision tower."""
     text = {**TEXT, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
     text |= {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
