@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rl_trainer.config import DataConfig, load_config
-from rl_trainer.data import load_datasets
+from rl_trainer.data import Datasets, load_datasets
 from rl_trainer.data.datasets import Record, Source, StreamedRows
-from rl_trainer.data.sampler import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder, make_prompts, short_enough
+from rl_trainer.data.sampler import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder, make_prompts
 from rl_trainer.errors import ConfigError, DataError, InputError
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
@@ -141,9 +141,27 @@ def test_a_curriculum_is_made_as_it_is_configured():
 
 def test_prompts_that_are_too_long_are_left_out():
     rows = [row(0, 2), row(1, 3), row(2, 4), row(3, 1)]
-    assert short_enough(rows, measure, 3) == [rows[0], rows[1], rows[3]]
+    config = load_config("quickstart", ["data.max_prompt_tokens=3"])
+    data = Datasets(train=rows, eval=rows[:1])
+    prompts = make_prompts(config, data, measure, position=0, returned=())
+    assert (prompts.rows, prompts.num_too_long) == ([rows[0], rows[1], rows[3]], 1)
     with pytest.raises(InputError, match=r"none of 1 prompts has at most data.max_prompt_tokens=3 tokens; .* has 4"):
-        short_enough(rows[2:3], measure, 3)
+        make_prompts(config, Datasets(train=rows[2:3], eval=rows[:1]), measure, position=0, returned=())
+
+
+def test_rows_that_cannot_be_asked_are_named_or_dropped():
+    rows = [row(n) for n in range(9)]
+    data = Datasets(train=rows, eval=rows[:1], numbers=([f"f.jsonl, row {n + 1}" for n in range(9)], []))
+
+    def refuse(asked):
+        return ["no role" if each["reward_model"]["ground_truth"] in "124567" else 1 for each in asked]
+
+    config = load_config("quickstart", [])
+    with pytest.raises(DataError, match=r"6 of 10 rows cannot be used: f.jsonl, row 2: no role; .* 7: .*; and 1 more"):
+        make_prompts(config, data, refuse, position=0, returned=())
+    config = load_config("quickstart", ["data.on_bad_row=drop"])
+    prompts = make_prompts(config, data, refuse, position=0, returned=())
+    assert (prompts.num_bad, prompts.num_too_long, list(prompts.rows)) == (6, 0, [rows[0], rows[3], rows[8]])
 
 
 def write(path, rows):

@@ -100,11 +100,15 @@ def data_url(image: Any) -> str:
     """Encode an image as a data URL (RFC 2397), its bytes unchanged.
 
     Args:
-        image: A data URL, the bytes of a PNG, JPEG, GIF or WebP file, or the path of one.
+        image: A data URL, the bytes of a PNG, JPEG, GIF or WebP file, the path of one, or `{"bytes", "path"}` with
+            one of these, as the datasets package stores images.
 
     Raises:
         RowError: it is none of these.
     """
+    if isinstance(image, Mapping):  # an image column of the datasets package
+        fields = cast("Mapping[str, Any]", image)
+        image = fields.get("bytes") or fields.get("path")
     if isinstance(image, str) and image.startswith("data:image/"):
         return image
     if isinstance(image, bytes):

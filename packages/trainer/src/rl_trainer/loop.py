@@ -81,6 +81,8 @@ class Components:
     """Resumed groups: in the queue, finished by an earlier process that did not learn from them."""
     num_too_long: int = 0
     """Rows that were left out because their prompts are longer than `data.max_prompt_tokens`."""
+    num_bad: int = 0
+    """Rows that were left out because they cannot be asked (`data.on_bad_row=drop`)."""
     pools: Mapping[str, str] = field(default_factory=dict[str, str])
     """By scoring stage, the pool that computes it, of those that have one of their own; the others have the actor's."""
 

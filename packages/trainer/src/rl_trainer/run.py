@@ -31,7 +31,7 @@ from rl_trainer.planning.gpus import count_gpus, gpu_facts, gpu_gib, precision_f
 from rl_trainer.planning.memory import checkpoint_facts, memory_facts, memory_of_pools
 from rl_trainer.planning.placement import placement_facts
 from rl_trainer.planning.plan import show_plan
-from rl_trainer.planning.rehearsal import rehearse, reward_source
+from rl_trainer.planning.rehearsal import check_rows, rehearse, reward_source
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.runtime import create_runtime
@@ -100,7 +100,9 @@ def _planned(config: Config, counts: BatchPlan, console: Console, *, resume: Res
     others_facts = [("changed", f"{name}: not as in the checkpoint's run (resume=anyway)") for name in others]
     backends = preflight.check_backends(config)
     rehearsed = rehearse(config, datasets.train or datasets.eval) if is_rehearsed else []
-    show_plan(console, counts, [*_facts(config, datasets), *_resumed(config), *others_facts, *backends, *rehearsed])
+    checked = check_rows(config, datasets)
+    facts = [*_facts(config, datasets), *checked, *_resumed(config), *others_facts, *backends, *rehearsed]
+    show_plan(console, counts, facts)
     return datasets
 
 
@@ -237,6 +239,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         *memory_facts(config, there=gpu_gib()),
         *checkpoint_facts(config),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
+        *([("rows left out", f"{datasets.num_bad}: {'; '.join(datasets.bad)}")] if datasets.num_bad else []),
         ("reward", reward_source(config.reward, [*datasets.train, *datasets.eval])),
         *sandbox_facts(config.reward, config.agent),
         *preflight.folder_facts(config),
@@ -276,6 +279,8 @@ class _Outcome:
     """Seconds until every worker had started."""
     num_too_long: int
     """Rows that were left out."""
+    num_bad: int
+    """Rows that were left out because they cannot be used."""
 
 
 def _train(
@@ -313,6 +318,7 @@ def _train(
         "interrupted": run.stop.is_set(),
         "restarts": num_restarts,
         "rows_too_long": outcome.num_too_long,
+        "rows_bad": outcome.num_bad,
         "checkpoint": str(outcome.checkpoint),
         "output_dir": str(output_dir),
     }
@@ -362,6 +368,8 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
                 f"left out {components.num_too_long} rows whose prompts are longer than data.max_prompt_tokens="
                 f"{config.data.max_prompt_tokens}"
             )
+        if num_bad := datasets.num_bad + components.num_bad:
+            console.print(f"left out {num_bad} rows that cannot be used (data.on_bad_row=drop)")
         if config.resume_from is not None:
             checkpoints.load(components, Path(config.resume_from))
         start_s = time.perf_counter() - start
@@ -402,6 +410,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
             checkpoint=checkpoint,
             start_s=start_s,
             num_too_long=components.num_too_long + components.source.num_too_long,
+            num_bad=num_bad + components.source.order.num_bad,
         )
 
 

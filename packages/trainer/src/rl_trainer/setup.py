@@ -220,6 +220,7 @@ def place(
         eval_rows=prompts.eval_rows,
         samples=samples,
         num_too_long=prompts.num_too_long,
+        num_bad=prompts.num_bad,
         pools=scoring_pools(config),
     )
 

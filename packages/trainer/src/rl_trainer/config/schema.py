@@ -265,6 +265,8 @@ class DataConfig:
     """Skip rows that taught nothing lately; None takes every row once per epoch."""
     max_prompt_tokens: Positive = 1024
     """Longer prompts are left out, and counted."""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """`drop`: leave out rows that cannot be used, and count them; `error`: end before the first step, and name them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,17 @@ class Datasets:
     """Rows that are never trained on."""
     stream: StreamedRows | None = None
     """Rows to learn from that are read as they are needed."""
+    num_bad: int = 0
+    """Rows that were left out with `data.on_bad_row=drop`."""
+    bad: tuple[str, ...] = ()
+    """The first of them: file, number and reason."""
+    numbers: tuple[Sequence[str], Sequence[str]] = ((), ())
+    """File and number of each training and each held-out row; empty where they have none."""
+
+    def where(self, index: int, *, is_eval: bool = False) -> str:
+        """Location of a row, for messages."""
+        numbers = self.numbers[is_eval]
+        return numbers[index] if numbers else f"{'held-out' if is_eval else 'training'} row {index + 1}"
 
 
 def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
@@ -70,9 +81,11 @@ def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
         return _custom(config, seed)
     train_source, eval_source = sources(config)
     make = row_maker(config)
-    held_out: list[Row] = []
+    complaints = Complaints(is_error=config.on_bad_row == "error")
+    read = partial(_rows, make=make, complaints=complaints)
+    held_out, held = list[Row](), list[str]()
     if eval_source is not None:
-        held_out = _rows(itertools.islice(eval_source.records(), config.eval_size), make)
+        held_out, held = read(itertools.islice(eval_source.records(), config.eval_size))
     buffer_size = record_options(config).stream_buffer
     if buffer_size is not None:
         if eval_source is None:
@@ -81,39 +94,75 @@ def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
                 "a stream has not read; give data.eval_path, or a folder or dataset with a part for tests"
             )
         stream = StreamedRows(train_source, make, seed=seed, buffer_size=buffer_size)
-        return Datasets(train=[], eval=held_out, stream=stream)
-    train = _rows(train_source.records(), make)
+        complaints.check(len(held_out))
+        return Datasets(
+            train=[],
+            eval=held_out,
+            stream=stream,
+            numbers=((), held),
+            num_bad=complaints.count,
+            bad=tuple(complaints.first),
+        )
+    train, numbers = read(train_source.records())
+    complaints.check(len(train) + len(held_out))
     if eval_source is not None:
-        return Datasets(train=train, eval=held_out)
+        return Datasets(
+            train=train, eval=held_out, numbers=(numbers, held), num_bad=complaints.count, bad=tuple(complaints.first)
+        )
     if len(train) < 2:
         raise DataError(f"{train_source.name} has {len(train)} rows, too few to hold one out; give data.eval_path")
     size = min(config.eval_size, max(len(train) // 10, 1))
-    return Datasets(train=train[:-size], eval=train[-size:])
+    split = (numbers[:-size], numbers[-size:])
+    return Datasets(
+        train=train[:-size], eval=train[-size:], numbers=split, num_bad=complaints.count, bad=tuple(complaints.first)
+    )
 
 
-_MOST_COMPLAINTS = 3
+class Complaints:
+    """Rows that cannot be used: the first five, and how many there are."""
+
+    most = 5
+
+    def __init__(self, *, is_error: bool) -> None:
+        self._is_error = is_error
+        self.count, self.first, self.example = 0, list[str](), ""
+
+    def add(self, sentence: str) -> None:
+        """Add one, which names file and row."""
+        self.count += 1
+        if len(self.first) < self.most:
+            self.first.append(sentence)
+
+    def check(self, num_good: int, *, of_all: str = "") -> None:
+        """Raise what was added, unless `data.on_bad_row=drop`.
+
+        Raises:
+            DataError: rows cannot be used; names five of them, and says how many there are.
+        """
+        if not self.count or not self._is_error:
+            return
+        if self.count == 1:
+            raise DataError(f"{self.first[0]}{self.example}")
+        more = f"; and {self.count - self.most} more" if self.count > self.most else ""
+        raise DataError(
+            f"{self.count} of {num_good + self.count} {of_all}rows cannot be used: {'; '.join(self.first)}{more}; mend "
+            f"them, or leave them out with data.on_bad_row=drop{self.example}"
+        )
 
 
-def _rows(records: Iterable[Record], make: Callable[[Mapping[str, Any], str], Row]) -> list[Row]:
-    """Rows of records, one each.
-
-    Raises:
-        DataError: of some there is none; names the first, and says how many there are.
-    """
-    rows, complaints, first = list[Row](), list[str](), ""
+def _rows(
+    records: Iterable[Record], make: Callable[[Mapping[str, Any], str], Row], complaints: Complaints
+) -> tuple[list[Row], list[str]]:
+    """Rows of records and their locations, one each; those that are no row are added to the complaints."""
+    rows, numbers = list[Row](), list[str]()
     for record in records:
         try:
             rows.append(make(record.read(), record.where))
+            numbers.append(record.where)
         except DataError as error:
-            first = first or _shown(record)
-            complaints.append(str(error))
-    if len(complaints) == 1:
-        raise DataError(f"{complaints[0]}{first}")
-    if complaints:
-        more = f"; and {len(complaints) - _MOST_COMPLAINTS} more" if len(complaints) > _MOST_COMPLAINTS else ""
-        told = "; ".join(complaints[:_MOST_COMPLAINTS])
-        raise DataError(f"{len(complaints)} of {len(rows) + len(complaints)} rows cannot be used: {told}{more}{first}")
-    return rows
+            complaints.example = complaints.example or _shown(record)
+            complaints.add(str(error))
+    return rows, numbers
 
 
 def _shown(record: Record) -> str:
@@ -159,7 +208,8 @@ def check_data(data: DataConfig) -> None:
 def _mixture(config: DataConfig, seed: int) -> Datasets:
     """Mixture: rows of every part, marked with its name; held-out rows in proportion to the weights."""
     total = sum(part.weight for part in config.mixture.values())
-    train, held_out = list[Row](), list[Row]()
+    train, held_out, numbers, held = list[Row](), list[Row](), list[str](), list[str]()
+    num_bad, bad = 0, list[str]()
     for name, part in config.mixture.items():
         size = max(round(config.eval_size * part.weight / total), 1)
         options = config.options if part.options is None else part.options
@@ -169,7 +219,12 @@ def _mixture(config: DataConfig, seed: int) -> Datasets:
         found = load_datasets(own, seed=seed)
         train += [{**row, PART: name} for row in found.train]
         held_out += [{**row, PART: name} for row in found.eval]
-    return Datasets(train=train, eval=held_out)
+        numbers += [found.where(index) for index in range(len(found.train))]
+        held += [found.where(index, is_eval=True) for index in range(len(found.eval))]
+        num_bad, bad = num_bad + found.num_bad, [*bad, *found.bad]
+    return Datasets(
+        train=train, eval=held_out, numbers=(numbers, held), num_bad=num_bad, bad=tuple(bad[: Complaints.most])
+    )
 
 
 def _custom(config: DataConfig, seed: int) -> Datasets:
@@ -177,11 +232,16 @@ def _custom(config: DataConfig, seed: int) -> Datasets:
     for part in ("train", "eval"):
         if not getattr(made, part, None):
             raise DataError(f"data.format={config.format} gave no rows as {part!r}; it must give both train and eval")
-    train, held_out = (
-        [checked(row, f"data.format={config.format}, {part} row {n}") for n, row in enumerate(getattr(made, part), 1)]
+    complaints = Complaints(is_error=config.on_bad_row == "error")
+    (train, numbers), (held_out, held) = (
+        _rows(_numbered(f"data.format={config.format}, {part}", getattr(made, part)), checked, complaints)
         for part in ("train", "eval")
     )
-    return Datasets(train=train, eval=held_out[: config.eval_size])
+    complaints.check(len(train) + len(held_out))
+    size, bad = config.eval_size, tuple(complaints.first)
+    return Datasets(
+        train=train, eval=held_out[:size], numbers=(numbers, held[:size]), num_bad=complaints.count, bad=bad
+    )
 
 
 HUB = "hf:"

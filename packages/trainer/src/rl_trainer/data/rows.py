@@ -7,18 +7,23 @@ before it is used.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from decimal import Decimal
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, cast
+from uuid import UUID
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from rl_agent.types import readable
 from rl_trainer.errors import ConfigError, DataError, PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from rl_trainer.config import DataConfig
 
@@ -37,8 +42,76 @@ def row_maker(config: DataConfig) -> Callable[[Mapping[str, Any], str], Row]:
     """
     options = record_options(config)
     if config.format == "gsm8k":
-        return lambda record, where: _from_gsm8k(record, where, options.prompt_template)
+        return lambda record, where: _from_gsm8k(plain(record, where), where, options.prompt_template)
     return lambda record, where: checked(completed(renamed(record, options.columns, where)), where)
+
+
+def plain(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Record as values that JSON has, and bytes; texts without lone surrogates.
+
+    Dates and times become ISO 8601 texts, durations seconds, decimals numbers, UUIDs texts, numpy's arrays and scalars
+    Python's. In chats and tools fields without a value are left out: Arrow fills in those that other rows have.
+
+    Raises:
+        DataError: a field holds something else; names its type.
+    """
+    made: dict[str, Any] = {}
+    for name, value in record.items():
+        try:
+            made[str(name)] = _plain(value)
+        except TypeError as error:
+            raise DataError(
+                f"{where}: field {name!r} holds {error}, which JSON has no value for; convert it, or leave it out"
+            ) from error
+        if name in CHATS or name == "tools":
+            made[name] = without_nulls(made[name])
+    return made
+
+
+CHATS = ("prompt", "messages", "completion", "chosen", "rejected")
+"""Fields that hold chats."""
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop fields without a value, at any depth; a message's `content` stays, which may be null next to tool calls."""
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        return {
+            name: without_nulls(each)
+            for name, each in fields.items()
+            if each is not None or (name == "content" and "role" in fields)
+        }
+    if isinstance(value, list):
+        return [without_nulls(each) for each in cast("list[Any]", value)]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Raises TypeError with the name of a type that has no JSON value."""
+    if value is None or type(value) in (bool, int, float, bytes):
+        return value
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if hasattr(value, "tolist"):  # numpy's; its times have no Python value in nanoseconds
+        is_time = getattr(getattr(value, "dtype", None), "kind", "") == "M"
+        return _plain((value.astype(str) if is_time else value).tolist())
+    if isinstance(value, str):
+        return readable(str(value))
+    if isinstance(value, Mapping):
+        return {str(_plain(name)): _plain(each) for name, each in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in cast("list[Any]", value)]
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal):
+        return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
+    if isinstance(value, UUID):
+        return str(value)
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
 
 
 OWN = "rows"
@@ -69,7 +142,12 @@ def completed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(record: Mapping[str, Any], where: str) -> Row:
-    """Check that a record is a row, and return it."""
+    """Check that a record is a row, and return it with plain values.
+
+    Raises:
+        DataError: it is not.
+    """
+    record = plain(record, where)
     for name in ("prompt", "data_source", "reward_model"):
         if name not in record:
             have = ", ".join(str(each) for each in record if each not in ("data_source", "reward_model"))
@@ -95,7 +173,7 @@ def checked(record: Mapping[str, Any], where: str) -> Row:
         raise DataError(
             f"{where}: 'reward_model' must be an object with 'ground_truth', got {record['reward_model']!r:.80}"
         )
-    return dict(record)
+    return record
 
 
 def shows_images(row: Row) -> bool:

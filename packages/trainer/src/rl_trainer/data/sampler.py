@@ -6,10 +6,12 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rl_trainer.data.datasets import PART
+from rl_trainer.data.datasets import PART, Complaints
+from rl_trainer.data.rows import Row
 from rl_trainer.errors import DataError, InputError
 from rl_trainer.inputs import digest_rows
 
@@ -18,9 +20,8 @@ if TYPE_CHECKING:
 
     from rl_trainer.config import Config
     from rl_trainer.data.datasets import Datasets, StreamedRows
-    from rl_trainer.data.rows import Row
 
-    Measure = Callable[[list[Any]], list[int]]
+    Measure = Callable[[list[Any]], list[int | str]]
 
 
 class Order(ABC):
@@ -35,7 +36,7 @@ class Order(ABC):
     def __init__(self, *, position: int = 0, returned: Sequence[int] = ()) -> None:
         self.position = position
         self.returned = list(returned)
-        self.num_too_long = 0
+        self.num_too_long = self.num_bad = 0
 
     def take(self, count: int) -> list[int]:
         """Draw the next `count` indices."""
@@ -201,6 +202,7 @@ class StreamOrder(Order):
         rows: The rows, in their own order.
         measure: Tokens of each prompt.
         longest: Longer prompts are passed over and counted in `num_too_long`.
+        drops: Pass over rows that cannot be used, and count them in `num_bad`.
         position: Rows gone through so far.
         returned: As for every order.
 
@@ -215,14 +217,15 @@ class StreamOrder(Order):
         self,
         *,
         rows: StreamedRows,
-        measure: Callable[[list[Any]], list[int]],
+        measure: Measure,
         longest: int,
+        drops: bool = False,
         position: int = 0,
         returned: Sequence[int] = (),
     ) -> None:
         super().__init__(position=position, returned=returned)
-        self._stream, self._measure, self._longest = rows, measure, longest
-        self._read: dict[int, tuple[Row, bool]] = {}
+        self._stream, self._measure, self._longest, self._drops = rows, measure, longest, drops
+        self._read: dict[int, tuple[Row, int | str]] = {}
         self._given: dict[int, Row] = {}
         self._digests: deque[tuple[int, str]] = deque(maxlen=self._REMEMBERED)
 
@@ -235,25 +238,41 @@ class StreamOrder(Order):
         while True:
             index = self.position
             if index not in self._read:
-                rows = [self._stream[i] for i in range(index, index + self._AHEAD)]
-                lengths = self._measure(rows)
-                self._read = {
-                    index + i: (row, length <= self._longest)
-                    for i, (row, length) in enumerate(zip(rows, lengths, strict=True))
-                }
-            row, is_short = self._read.pop(index)
+                self._read_ahead(index)
+            row, length = self._read.pop(index)
             self._digests.append((index, digest_rows([row])))
             self.position += 1
-            if is_short:
+            if isinstance(length, int) and length <= self._longest:
                 self._given[index] = row
                 return index
-            self.num_too_long += 1
+            self.num_too_long += isinstance(length, int)
+            self.num_bad += not isinstance(length, int)
             num_passed += 1
             if self._stream.epoch_size is not None and num_passed >= self._stream.epoch_size:
                 raise DataError(
                     f"none of the {self._stream.epoch_size} rows of the stream has a prompt of at most "
                     f"data.max_prompt_tokens={self._longest} tokens"
                 )
+
+    def _read_ahead(self, index: int) -> None:
+        """Read and measure the next rows; complaints stand for the lengths of those that cannot be used.
+
+        Raises:
+            DataError: there are such, and they are not to be left out.
+        """
+        rows: dict[int, Row] = {}
+        complaints = Complaints(is_error=not self._drops)
+        for at in range(index, index + self._AHEAD):
+            try:
+                rows[at] = self._stream[at]
+            except DataError as error:
+                self._read[at] = ({}, str(error))
+                complaints.add(str(error))
+        for (at, row), length in zip(rows.items(), self._measure([*rows.values()]), strict=True):
+            self._read[at] = (row, length)
+            if not isinstance(length, int):
+                complaints.add(f"row {at + 1} of the stream: {length}")
+        complaints.check(self._AHEAD - complaints.count)
 
     def __getitem__(self, index: int) -> Row:
         """The row of an index that was taken: once at no cost, later by reading it again."""
@@ -272,6 +291,8 @@ class Prompts:
     """Held-out rows."""
     num_too_long: int
     """Rows that were left out already; a stream counts on."""
+    num_bad: int = 0
+    """Rows that were left out because they cannot be asked."""
 
 
 def make_prompts(
@@ -283,14 +304,20 @@ def make_prompts(
         InputError: no training or no held-out prompt is short enough, or none of a part of the mixture.
     """
     data, longest = config.data, config.data.max_prompt_tokens
-    eval_rows = short_enough(datasets.eval, measure, longest)
-    num_too_long = len(datasets.eval) - len(eval_rows)
+    drops = data.on_bad_row == "drop"
+    complaints = Complaints(is_error=not drops)
+    fitting = partial(_fitting, datasets, measure, longest, complaints)
+    eval_rows = fitting(datasets.eval, is_eval=True)
     where: dict[str, Any] = {"position": position, "returned": returned}
     if datasets.stream is not None:
-        order = StreamOrder(rows=datasets.stream, measure=measure, longest=longest, **where)
-        return Prompts(rows=order, order=order, eval_rows=eval_rows, num_too_long=num_too_long)
-    rows = short_enough(datasets.train, measure, longest)
-    num_too_long += len(datasets.train) - len(rows)
+        order = StreamOrder(rows=datasets.stream, measure=measure, longest=longest, drops=drops, **where)
+        complaints.check(len(datasets.eval) - complaints.count)
+        left_out = len(datasets.eval) - len(eval_rows) - complaints.count
+        return Prompts(rows=order, order=order, eval_rows=eval_rows, num_too_long=left_out, num_bad=complaints.count)
+    rows = fitting(datasets.train)
+    num_rows = len(datasets.train) + len(datasets.eval)
+    complaints.check(num_rows - complaints.count)
+    num_too_long = num_rows - len(rows) - len(eval_rows) - complaints.count
     if data.mixture:
         parts = [row[PART] for row in rows]
         if lost := set(data.mixture) - set(parts):
@@ -307,20 +334,33 @@ def make_prompts(
         )
     else:
         order = PromptOrder(num_rows=len(rows), seed=config.seed, **where)
-    return Prompts(rows=rows, order=order, eval_rows=eval_rows, num_too_long=num_too_long)
+    return Prompts(rows=rows, order=order, eval_rows=eval_rows, num_too_long=num_too_long, num_bad=complaints.count)
 
 
-def short_enough(rows: Sequence[Row], measure: Measure, longest: int) -> list[Row]:
-    """The rows whose prompts have at most `longest` tokens.
+def _fitting(
+    datasets: Datasets,
+    measure: Measure,
+    longest: int,
+    complaints: Complaints,
+    rows: Sequence[Row],
+    *,
+    is_eval: bool = False,
+) -> list[Row]:
+    """The rows whose prompts have at most `longest` tokens; rows that cannot be asked are added to `complaints`.
 
     Raises:
         InputError: there is none.
     """
-    lengths = measure(list(rows))
-    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= longest]
+    kept, lengths = list[Row](), list[int]()
+    for index, (row, length) in enumerate(zip(rows, measure(list(rows)), strict=True)):
+        if not isinstance(length, int):
+            complaints.add(f"{datasets.where(index, is_eval=is_eval)}: {length}")
+            continue
+        lengths.append(length)
+        if length <= longest:
+            kept.append(row)
     if not kept:
-        raise InputError(
-            f"none of {len(rows)} prompts has at most data.max_prompt_tokens={longest} tokens; the shortest has "
-            f"{min(lengths)}"
-        )
+        complaints.check(len(lengths))
+        shortest = f"the shortest has {min(lengths)}" if lengths else f"none can be asked: {complaints.first[0]}"
+        raise InputError(f"none of {len(rows)} prompts has at most data.max_prompt_tokens={longest} tokens; {shortest}")
     return kept

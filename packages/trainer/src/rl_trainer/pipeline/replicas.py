@@ -58,8 +58,8 @@ class AgentReplicas:
         self._reward_urls = urls
         self._members()
 
-    def prompt_lengths(self, rows: list[Row]) -> list[int]:
-        """Tokens of each prompt as the chat template renders it."""
+    def prompt_lengths(self, rows: list[Row]) -> list[int | str]:
+        """Tokens of each prompt as it is sent, or why a row cannot be used."""
         return self._map(AgentWorker.prompt_lengths, rows)
 
     def evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import ast
 import asyncio
 import importlib.util
+import random
 import shutil
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import rl_agent
 from rl_agent.errors import AgentError
-from rl_trainer.errors import ConfigError, InputError, RewardError
+from rl_trainer.data.datasets import Complaints
+from rl_trainer.data.rows import Row
+from rl_trainer.errors import ConfigError, DataError, InputError, RewardError
 from rl_trainer.rewards import Scorer, resolve_reward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from rl_agent.base import Generator
     from rl_trainer.config import Config, RewardSection
-    from rl_trainer.data import Row
+    from rl_trainer.data import Datasets
 
 _PROGRAMS = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt_llm"}
 """Package that a rollout backend's server is started from, unless rollout.options.command names a program."""
@@ -36,7 +41,7 @@ def rehearse(config: Config, rows: Iterable[Row]) -> list[tuple[str, str]]:
     if row is None:
         return found
     if config.model.path is not None:
-        found.append(("chat template", _tokens(Path(config.model.path), row, config.data.max_prompt_tokens)))
+        found.append(("chat template", _tokens(config, row)))
     served = [name for name, part in config.reward.parts.items() if part.kind in ("judge", "classifier", "loop")]
     if not served and (config.reward.path or config.reward.parts or config.agent.loop == "single_turn"):
         found.append(("reward tried", asyncio.run(_reward(config.reward, row))))
@@ -100,17 +105,98 @@ def _program(config: Config) -> str:
     return place
 
 
-def _tokens(folder: Path, row: Row, longest: int) -> str:
+_SAMPLE_S = 5.0
+"""Seconds for which rows are checked before anything starts; agent workers check the others before the first step."""
+_STREAM_SAMPLE = 256
+
+
+def check_rows(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
+    """Check that rows can be asked, in random order: all of a small dataset, else as many as five seconds allow.
+
+    Returns:
+        Line of the plan: how many were checked, and how many are left out.
+
+    Raises:
+        InputError: rows cannot be used (names five), or the prompts of all are too long.
+    """
+    if config.model.path is None:  # the small model that is made takes the rows that it learns from
+        return []
+    complaints, longest = Complaints(is_error=config.data.on_bad_row == "error"), config.data.max_prompt_tokens
+    rows, places = list[Row](), list[str]()
+    if datasets.stream is not None:
+        for index in range(_STREAM_SAMPLE):
+            try:
+                rows.append(datasets.stream[index])
+                places.append(f"row {index + 1} of the shuffled stream")
+            except DataError as error:
+                complaints.add(str(error))
+            if datasets.stream.epoch_size is not None:
+                break
+    order = [(False, index) for index in range(len(datasets.train))]
+    order += [(True, index) for index in range(len(datasets.eval))]
+    random.Random(config.seed).shuffle(order)
+    rows += [(datasets.eval if is_eval else datasets.train)[index] for is_eval, index in order]
+    lengths = _measured(config, rows, _SAMPLE_S)
+    for at, length in enumerate(lengths):
+        if not isinstance(length, int):
+            place = at - len(places)
+            where = places[at] if place < 0 else datasets.where(order[place][1], is_eval=order[place][0])
+            complaints.add(f"{where}: {length}")
+    fitting = [length for length in lengths if isinstance(length, int)]
+    complaints.check(len(fitting), of_all="checked ")
+    num_long = sum(length > longest for length in fitting)
+    if num_long == len(fitting) == len(rows) and rows:
+        raise InputError(
+            f"none of {len(rows)} prompts has at most data.max_prompt_tokens={longest} tokens; the shortest has "
+            f"{min(fitting)}"
+        )
+    total = "a stream" if datasets.stream is not None else f"{len(rows):,}"
+    told = f"{len(lengths):,} of {total} checked; {num_long:,} have more than data.max_prompt_tokens={longest}"
+    bad = f", {complaints.count:,} cannot be used; for example {complaints.first[0]}" if complaints.count else ""
+    return [("rows", f"{told}{bad}")]
+
+
+def _measured(config: Config, rows: Sequence[Row], seconds: float) -> list[int | str]:
+    """Prompt lengths as their agent loops send them, or why a row cannot be asked, of as many rows as time allows.
+
+    Raises:
+        InputError: the tokenizer, its chat template or an agent loop cannot be used.
+    """
+    from rl_trainer.workers.agent import create_runner
+    from rl_trainer.workers.columns import takes_images
+
+    folder, until = Path(str(config.model.path)), time.monotonic() + seconds
+    has_images = takes_images(folder)
+
+    async def measure(tokenizer: Any) -> list[int | str]:
+        runner = create_runner(config.agent, cast("Generator", None), tokenizer)  # nothing is generated
+        found: list[int | str] = []
+        try:
+            while len(found) < len(rows) and (not found or time.monotonic() < until):
+                for prompt in await runner.prompts(rows[len(found) : len(found) + 64]):
+                    if isinstance(prompt, rl_agent.Failure):
+                        found.append(f"the prompt cannot be asked: {prompt.message}")
+                    elif prompt[1] and not has_images:
+                        found.append("the prompt has images, and the model takes none; take it out")
+                    else:
+                        found.append(len(prompt[0]))
+        finally:
+            await runner.close()
+        return found
+
     try:
-        tokenizer = rl_agent.load_tokenizer(str(folder))
-        ids, _ = rl_agent.tokenize_prompt(tokenizer, dict(row))
+        return asyncio.run(measure(rl_agent.load_tokenizer(str(folder))))
     except (AgentError, ValueError, OSError) as error:
         told = str(error).splitlines()[0]
-        raise InputError(
-            f"the first row cannot be written by the chat template of model.path={folder}: {told}"
-        ) from error
-    told = f"the first prompt has {len(ids)} tokens"
-    return told if len(ids) <= longest else f"{told}, more than data.max_prompt_tokens={longest}: it would be left out"
+        raise InputError(f"prompts cannot be made by the tokenizer of model.path={folder}: {told}") from error
+
+
+def _tokens(config: Config, row: Row) -> str:
+    (length,), longest = _measured(config, [row], _SAMPLE_S), config.data.max_prompt_tokens
+    if not isinstance(length, int):
+        raise InputError(f"the first row cannot be used: {length}")
+    told = f"the first prompt has {length} tokens"
+    return told if length <= longest else f"{told}, more than data.max_prompt_tokens={longest}: it would be left out"
 
 
 async def _reward(section: RewardSection, row: Row) -> str:

@@ -237,10 +237,10 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
 def _check_pipeline(config: Config) -> None:
     """Check the schedule, and what learning from older weights or another distribution needs."""
     algorithm = config.algorithm
-    if config.rollout.top_p < 1.0 and algorithm.old_logprobs == "recompute":
+    if config.rollout.top_p < 1.0:
         raise PlanError(
-            "rollout.top_p < 1 makes the sampler's distribution differ from the one the engine scores; set top_p=1, "
-            "or algorithm.old_logprobs=rollout"
+            f"rollout.top_p={config.rollout.top_p:g} samples from a part of the vocabulary and the engine scores "
+            "all of it, so that their log-probs never agree; set top_p=1"
         )
     if config.pipeline in ("sync", "one_step_off") and config.staleness not in (
         StalenessSection(),

@@ -407,10 +407,8 @@ class _Ppo(_Converter):
     def _rollout(self) -> None:
         longest = self.at("data.max_prompt_tokens") + self.at("rollout.max_new_tokens")
         self.set("rollout.max_model_len", max(self.whole(f"{_R}.max_model_len"), longest))
-        if (top_p := float(self.number(f"{_R}.top_p"))) < 1:
-            self.set("rollout.top_p", top_p)
-            self.set("algorithm.old_logprobs", "rollout")
-            self.miss(f"{_R}.top_p", "the engine scores the whole distribution: algorithm.old_logprobs=rollout is set")
+        if float(self.number(f"{_R}.top_p")) < 1:
+            self.miss(f"{_R}.top_p", "tokens are drawn from the whole vocabulary, which is what the engine scores")
         if (count := self.whole(f"{_R}.val_kwargs.n")) > 1 and self.at("rollout.eval_temperature"):
             self.set("rollout.eval_samples", count)
         elif count > 1:

@@ -32,7 +32,7 @@ from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.queue import write_step
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
     from rl_agent.base import Generator
@@ -185,32 +185,30 @@ class AgentWorker:
         self._loop.run(self._replicas.use(servers), self._timeout_s)
         self._scorer.use(reward_urls)
 
-    def prompt_lengths(self, rows: list[Row]) -> list[int]:
-        """Prompt lengths: tokens of each row under the chat template, those of its images included.
+    def prompt_lengths(self, rows: list[Row]) -> list[int | str]:
+        """Lengths of the prompts that the rows' loops start with, images included; or why a row cannot be used."""
+        prompts = self._loop.run(self._runner.prompts(rows), self._timeout_s)
+        return [self._prompt_length(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
-        Raises:
-            DataError: a prompt cannot be rendered, or has images that the model cannot be shown.
-        """
-        prompts = rl_agent.tokenize_prompts(self._tokenizer, rows)
-        return [self._prompt_length(row, prompts) for row in rows]
-
-    def _prompt_length(self, row: Row, prompts: Iterator[tuple[tuple[int, ...], tuple[str, ...]]]) -> int:
-        try:
-            ids, images = next(prompts)
-        except RowError as error:
-            raise DataError(f"a prompt of {row['data_source']!r} cannot be asked: {error}") from error
+    def _prompt_length(self, row: Row, prompt: tuple[tuple[int, ...], tuple[str, ...]] | Failure) -> int | str:
+        if isinstance(prompt, Failure):
+            return f"the prompt cannot be asked: {prompt.message}"
+        ids, images = prompt
         for text in row.get("given", ())[: self._num_given]:
             if (length := len(given_tokens(self._tokenizer, text, self._tokens))) > self._max_new_tokens:
-                raise DataError(
-                    f"a completion that a row of {row['data_source']!r} gives has {length} tokens, more than "
-                    f"rollout.max_new_tokens={self._max_new_tokens}; take it out, or raise that"
+                return (
+                    f"a completion that the row gives has {length} tokens, more than rollout.max_new_tokens="
+                    f"{self._max_new_tokens}; take it out, or raise that"
                 )
         if self._teacher is not None and self._teacher.context is not None:
-            return len(self._teacher_prompt(row, self._teacher.context))  # the longer one
+            try:
+                return len(self._teacher_prompt(row, self._teacher.context))  # the longer one
+            except (DataError, RowError) as error:
+                return str(error)
         if not images:
             return len(ids)
         if self._reader is None:
-            raise DataError(f"a prompt of {row['data_source']!r} has images, and the model takes none; take it out")
+            return "the prompt has images, and the model takes none; take it out"
         return len(ids) + self._reader.num_added(images)
 
     def _teacher_prompt(self, row: Row, context: str) -> tuple[int, ...]:
