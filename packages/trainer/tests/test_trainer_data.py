@@ -1,6 +1,9 @@
+import datetime
 import itertools
 import json
+from decimal import Decimal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from rl_trainer.config import DataConfig
 from rl_trainer.data import PromptOrder, load_datasets
+from rl_trainer.data.rows import plain
 from rl_trainer.errors import DataError
 
 ROW = {
@@ -52,7 +56,8 @@ def test_all_complaints_about_a_file_are_told_at_once(tmp_path):
     told = str(error.value)
     assert "4 of 6 rows cannot be used" in told
     assert "row 2:" in told
-    assert "and 1 more" in told
+    assert "row 6 has no field" in told
+    assert "leave them out with data.on_bad_row=drop" in told
     assert told.endswith('The first of them is {"prompt": 1}')
 
 
@@ -174,3 +179,49 @@ def test_a_shuffled_stream_of_datasets_that_goes_on_loses_rows(tmp_path):
     rest = [row["n"] for row in resumed]
     assert len({*range(2000)} - {*first, *rest}) > 0, "lost"
     assert len({*first} & {*rest}) > 0, "given twice"
+
+
+def test_bad_rows_are_dropped_and_counted_when_asked(tmp_path):
+    rows = [ROW, {"prompt": 1}, *[ROW] * 10, {"text": 1}]
+    data = load_datasets(DataConfig(path=write(tmp_path / "all.jsonl", rows), on_bad_row="drop"), seed=0)
+    assert (len(data.train) + len(data.eval), data.num_bad) == (11, 2)
+    assert "all.jsonl, row 2: " in data.bad[0]
+    assert data.where(1).endswith("all.jsonl, row 3")
+
+
+def test_values_of_parquet_become_json_values(tmp_path):
+    stamp = datetime.datetime(2026, 11, 28, 4, 5, 6)
+    values = {"day": stamp.date(), "at": stamp, "price": Decimal("12.50"), "count": Decimal("3"), "sampling_params": 1}
+    parquet.write_table(
+        pa.Table.from_pylist([{**ROW, "extra_info": {"n": 1}, **values}] * 20), tmp_path / "all.parquet"
+    )
+    row = load_datasets(DataConfig(path=str(tmp_path / "all.parquet")), seed=0).train[0]
+    assert json.loads(json.dumps(row)) == row
+    assert (row["day"], row["at"], row["price"], row["count"]) == ("2026-11-28", "2026-11-28T04:05:06", 12.5, 3)
+
+
+def test_numpy_values_become_json_values():
+    given = {"a": np.float32(0.5), "b": np.arange(3), "c": np.bool_(True), "d": np.datetime64("2026-11-28", "ns")}
+    made = plain(given, "f, row 1")
+    assert made == {"a": 0.5, "b": [0, 1, 2], "c": True, "d": "2026-11-28T00:00:00.000000000"}
+    assert json.loads(json.dumps(made)) == made
+
+
+def test_values_without_a_json_value_are_refused_by_row():
+    with pytest.raises(DataError, match="f, row 7: field 'x' holds a builtins.set"):
+        plain({"x": {1, 2}}, "f, row 7")
+
+
+def test_fields_that_arrow_fills_in_are_dropped_from_chats(tmp_path):
+    calls = [{"name": "a", "arguments": {"city": "paris"}}, {"name": "b", "arguments": {"expr": "1+1"}}]
+    messages = [[*ROW["prompt"], {"role": "assistant", "content": None, "tool_calls": [call]}] for call in calls]
+    table = pa.Table.from_pylist([{**ROW, "extra_info": {"n": 1}, "prompt": each} for each in messages] * 10)
+    parquet.write_table(table, tmp_path / "all.parquet")
+    data = load_datasets(DataConfig(path=str(tmp_path / "all.parquet")), seed=0)
+    assert data.train[0]["prompt"] == messages[0]
+
+
+def test_lone_surrogates_of_a_row_are_replaced(tmp_path):
+    rows = [{"prompt": "a\ud800", "answer": "4"}] * 20
+    row = load_datasets(DataConfig(path=write(tmp_path / "all.jsonl", rows)), seed=0).train[0]
+    assert row["prompt"][0]["content"] == "a\ufffd"

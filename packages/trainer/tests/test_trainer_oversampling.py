@@ -100,6 +100,8 @@ class Loop(rl_agent.AgentLoop):
 
 
 class Scorer:
+    step = 0
+
     async def score(self, text, row, reward):
         return Score(reward=1.0)
 

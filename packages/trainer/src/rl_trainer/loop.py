@@ -428,5 +428,5 @@ def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def part_means(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Means of reward components, unweighted, as `reward/NAME`; empty where rewards have none."""
-    names = tags[0].get("parts", {}) if tags else {}  # every sample has the same ones
-    return {f"reward/{name}": fmean(tag["parts"][name] for tag in tags) for name in names}
+    names = dict.fromkeys(name for tag in tags for name in tag.get("parts", {}))  # a sample lacks what does not apply
+    return {f"reward/{name}": fmean(t["parts"][name] for t in tags if name in t["parts"]) for name in names}

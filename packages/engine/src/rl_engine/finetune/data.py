@@ -51,6 +51,36 @@ class ChatTokenizer:
         self._loaded: Any = None
         self._tokens: FolderTokens | None = None
 
+    def with_tools(self, tools: str | Sequence[Any] | None) -> ChatTokenizer:
+        """This tokenizer, whose chats tell the model of a row's `tools`: JSON schemas, or their JSON text.
+
+        Raises:
+            DataError: they are no list.
+        """
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except ValueError as error:
+                raise DataError(f"tools is no JSON: {error}") from error
+        if not tools:
+            return self
+        if not isinstance(tools, list):
+            raise DataError(f"tools is a {type(tools).__name__}; wanted a list of JSON schemas of functions")
+        made = ChatTokenizer(self._model_path)
+        made._loaded, made._tokens = _ToolTokenizer(self._tokenizer(), without_nulls(tools)), self._tokens
+        return made
+
+    def text(self, text: str) -> tuple[list[int], list[int]]:
+        """Raw text without a chat template, as its first token and the others, ended by the tokenizer's eos."""
+        loaded = _loaded_tokenizer(self._model_path) if self._loaded is None else self._loaded
+        if loaded.eos_token_id is None:
+            raise DataError(f"The tokenizer of {self._model_path} has no eos token, which ends a text; add one.")
+        if loaded.chat_template is not None:
+            self._loaded = loaded
+        ids: list[int] = loaded(text)["input_ids"]
+        ids = ids if ids[-1:] == [loaded.eos_token_id] else [*ids, loaded.eos_token_id]
+        return ids[:1], ids[1:]
+
     def prompt(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """A chat up to where the assistant speaks; text alone is what the user says."""
         return self.ids(self._render(_as_chat(messages), is_open=True))
@@ -138,6 +168,46 @@ class ChatTokenizer:
         return self._tokens
 
 
+class _ToolTokenizer:
+    """Tokenizer whose chat template is given tools."""
+
+    def __init__(self, tokenizer: Any, tools: list[Any]) -> None:
+        self._tokenizer, self._tools = tokenizer, tools
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tokenizer(*args, **kwargs)
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        return self._tokenizer.apply_chat_template(conversation, tools=self._tools, **kwargs)
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop fields without a value, which Arrow fills in, and lone surrogates; `content` of a message may be null."""
+    if isinstance(value, dict):
+        return {  # pyright: ignore[reportUnknownVariableType]
+            name: without_nulls(each)
+            for name, each in value.items()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+            if each is not None or (name == "content" and "role" in value)
+        }
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return value
+
+
+_CHATS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "text")
+
+
+def _cleaned(row: Any) -> Any:
+    if not isinstance(row, dict):
+        return row
+    return {name: without_nulls(value) if name in _CHATS else value for name, value in row.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+
+
 def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mapping[str, Any]]:
     """The rows of a .jsonl or .parquet file, or of a dataset `hf:NAME[:SPLIT]`, each with all fields of a shape.
 
@@ -151,7 +221,7 @@ def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mappi
         if not path.is_file():
             raise DataError(f"Data file {path} does not exist.")
         found = (_parquet_rows if path.suffix == ".parquet" else _jsonl_rows)(path)
-    rows = [_checked(row, path, number, shapes) for number, row in found]
+    rows = [_checked(_cleaned(row), path, number, shapes) for number, row in found]
     if not rows:
         raise DataError(f"Data file {path} has no rows.")
     return rows
@@ -281,6 +351,7 @@ _EITHER = (_is_chat_or_text, f"text or {_CHAT[1]}")
 _IDS = (_list_of(lambda one: type(one) is int), "a list of whole numbers")
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "messages": _CHAT,
+    "text": (_is_text, "text"),
     **dict.fromkeys(("prompt", "completion", "chosen", "rejected"), _EITHER),
     **{f"{name}_token_ids": _IDS for name in ("prompt", "completion", "chosen", "rejected")},
     "loss_mask": (_list_of(lambda one: type(one) is int and one in (0, 1)), "a list of 0 and 1"),
@@ -292,16 +363,20 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 
 
-def _tokenizer(model_path: str | Path) -> Any:
+def _loaded_tokenizer(model_path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     lack = f"Model folder {model_path} has no tokenizer that transformers can load; give one, or pre-tokenised rows."
     if not any(file for pattern in _VOCABULARIES for file in Path(model_path).glob(pattern)):
         raise DataError(lack)  # transformers would make an empty one
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(lack) from error
+
+
+def _tokenizer(model_path: str | Path) -> Any:
+    tokenizer = _loaded_tokenizer(model_path)
     if tokenizer.chat_template is None or folder_tokens(model_path).turn_end_id is None:
         lack = "chat template" if tokenizer.chat_template is None else "eos token"
         raise DataError(f"The tokenizer of {model_path} has no {lack}; add one, or give pre-tokenised rows.")

@@ -1,8 +1,9 @@
 """Supervised fine-tuning on prompt-completion pairs or whole chats, with nothing but an engine.
 
 A data row is `{"prompt": [chat messages], "completion": "text"}`, `{"messages": [chat messages]}` (every assistant turn
-is learned), or has `prompt_token_ids`, `completion_token_ids` and perhaps `loss_mask`. The loss is the token negative
-log-likelihood. Packing, data parallelism (start with torchrun) and accumulation are the engine's business.
+is learned), `{"text": "raw text"}` (all of it is learned, without a chat template), or has `prompt_token_ids`,
+`completion_token_ids` and perhaps `loss_mask`. `tools` of a chat are shown to the template. The loss is the token
+negative log-likelihood. Packing, data parallelism (start with torchrun) and accumulation are the engine's business.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SftConfig", "tokenize_file", "train"]
 
-_SHAPES = (("prompt", "completion"), ("messages",), ("prompt_token_ids", "completion_token_ids"))
+_SHAPES = (("prompt", "completion"), ("messages",), ("text",), ("prompt_token_ids", "completion_token_ids"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +91,15 @@ def tokenize_file(path: str | Path, model_path: str | Path) -> TensorDict:
             if mask is not None and len(mask) != len(completion):
                 raise DataError(f"{path}: row {number} has {len(mask)} of loss_mask for {len(completion)} tokens.")
             columns.add(row["prompt_token_ids"], completion, mask)
-        elif "messages" in row:
-            try:
-                columns.add(*tokenizer.conversation(row["messages"]))
-            except DataError as error:
-                raise DataError(f"{path}: row {number}: {error}.") from error
-        else:
-            columns.add(*tokenizer.turn(row["prompt"], row["completion"]))
+            continue
+        try:
+            if "messages" in row:
+                columns.add(*tokenizer.with_tools(row.get("tools")).conversation(row["messages"]))
+            elif "text" in row:
+                columns.add(*tokenizer.text(row["text"]))
+            else:
+                columns.add(*tokenizer.with_tools(row.get("tools")).turn(row["prompt"], row["completion"]))
+        except DataError as error:
+            raise DataError(f"{path}: row {number}: {error}.") from error
     refuse_empty(path, columns)
     return columns.batch()

@@ -79,13 +79,16 @@ def check_signature(path: str, key: str) -> None:
     if found is None or found.decorator_list or found.args.vararg is not None:
         return
     names = [each.arg for each in (*found.args.posonlyargs, *found.args.args)]
+    if {"prompts", "completions"} & {*names, *(each.arg for each in found.args.kwonlyargs)} and "text" not in names:
+        return  # as TRL calls it
     if {"data_source", "solution_str", "ground_truth"} <= {*names, *(each.arg for each in found.args.kwonlyargs)}:
         return
     needed = len(names) - len(found.args.defaults)
     if not needed <= 2 <= len(names):
         raise ConfigError(
-            f"{key}={path} takes ({', '.join(names)}); a reward is called with (text, row), or as verl does with "
-            "(data_source, solution_str, ground_truth, extra_info)"
+            f"{key}={path} takes ({', '.join(names)}); a reward is called with (text, row), as verl does with "
+            "(data_source, solution_str, ground_truth, extra_info), or as TRL does with (prompts, completions, "
+            "**columns)"
         )
 
 

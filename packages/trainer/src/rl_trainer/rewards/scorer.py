@@ -20,6 +20,7 @@ from rl_trainer.rewards.completions import Thinking
 from rl_trainer.rewards.process_pool import FunctionPool
 from rl_trainer.rewards.rules import ISOLATED, RULES, isolated, resolve_reward
 from rl_trainer.rewards.served import ServedReward
+from rl_trainer.rewards.worker import STEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,7 +39,9 @@ class Score:
     components: Mapping[str, float] = field(default_factory=dict)
     """The parts by name, not weighted; empty where the reward has none."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weight of each component."""
+    """Weight of each component; 0 of those that do not apply."""
+    missing: frozenset[str] = frozenset()
+    """Components that do not apply to this row; they are 0 among the others."""
     is_right: bool | None = None
     """Whether the answer is correct: full marks, 1 or more, of what judges it; None: nothing says so."""
 
@@ -49,13 +52,14 @@ class Score:
         return Score(
             reward=self.reward - penalty,
             is_right=self.is_right,
+            missing=self.missing,
             components={**self.components, "overlong": -penalty},
             weights={**self.weights, "overlong": 1.0},
         )
 
 
 class _Source(Protocol):
-    async def call(self, text: str, row: Mapping[str, Any]) -> float | dict[str, float]: ...
+    async def call(self, text: str, row: Mapping[str, Any]) -> float | dict[str, float] | None: ...
     async def close(self) -> None: ...
 
 
@@ -84,6 +88,8 @@ class Scorer:
         self._parts = {"": RewardPart(kind="function", path=self._section.path)} if self._section.path else dict(parts)
         self._sources = {name: self._source(name, part) for name, part in self._parts.items()}
         self._names: dict[str, frozenset[str]] = {}
+        self.step = 0
+        """Step of the run, for functions that ask for `trainer_state`: the newest weight version that was graded."""
 
     def _source(self, name: str, part: RewardPart) -> _Source | None:
         if part.kind in ("judge", "classifier"):
@@ -137,16 +143,25 @@ class Scorer:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         components: dict[str, float] = {}
+        missing = set[str]()
         weights: dict[str, float] = {}
         for name, task in tasks.items():
-            named = self._named(name, task.result())
+            value = task.result()
+            if value is None:  # it does not apply to this row
+                missing.add(name or "reward")
+                components[name or "reward"] = weights[name or "reward"] = 0.0
+                continue
+            named = self._named(name, value)
             components.update(named)
             weights.update(dict.fromkeys(named, self._parts[name].weight))
+        if len(missing) == len(components):
+            raise RewardError("no reward function applies to this completion: all of them gave None")
         return Score(
             reward=sum(weights[name] * value for name, value in components.items()),
             components=components,
             weights=weights,
-            is_right=self._is_right(components),
+            missing=frozenset(missing),
+            is_right=self._is_right({n: v for n, v in components.items() if n not in missing}),
         )
 
     def _is_right(self, components: Mapping[str, float]) -> bool | None:
@@ -164,10 +179,12 @@ class Scorer:
 
     async def _value(
         self, name: str, text: str, row: Mapping[str, Any], loop_reward: float | None
-    ) -> float | dict[str, float]:
+    ) -> float | dict[str, float] | None:
         source, part = self._sources[name], self._parts[name]
         if part.kind == "rule" and not reads_thinking(part):
             text = self._thinking.answer(text)
+        if isinstance(source, FunctionPool):
+            return await source.call(text, {**row, STEP: self.step})
         if source is not None:
             return await source.call(text, row)
         if part.kind == "rule":

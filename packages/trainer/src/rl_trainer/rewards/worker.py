@@ -19,7 +19,8 @@ import queue
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import IO, Any, cast
 
 from rl_trainer.plugins import Serialized, find
@@ -83,6 +84,8 @@ def of_text_and_row(function: Callable[..., Any]) -> Callable[[str, Mapping[str,
         names = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a builtin
         return function
+    if is_batched(names.values()):
+        return _of_one(function, names)
     if not all(name in names for name in _VERL):
         return function
 
@@ -103,6 +106,63 @@ def of_text_and_row(function: Callable[..., Any]) -> Callable[[str, Mapping[str,
     return lambda text, row: score_of(function(**arguments(text, row)))
 
 
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns of a row that TRL does not pass on."""
+
+
+def is_batched(parameters: Iterable[inspect.Parameter]) -> bool:
+    """Whether a function is called as TRL calls reward functions: `f(prompts, completions, **columns)`, lists each."""
+    named = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    return any(each.name in ("prompts", "completions") for each in named) and "text" not in {e.name for e in named}
+
+
+def _of_one(
+    function: Callable[..., Any], names: Mapping[str, inspect.Parameter]
+) -> Callable[[str, Mapping[str, Any]], Any]:
+    """TRL's reward function, called with lists of one; None means that it does not apply."""
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
+
+    def arguments(text: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        prompt = row.get("prompt")
+        is_chat = not isinstance(prompt, str)
+        given: dict[str, Any] = {name: [value] for name, value in row.items() if name not in _NOT_COLUMNS}
+        given["prompts"] = [prompt]
+        given["completions"] = [[{"role": "assistant", "content": text}] if is_chat else text]
+        given |= {"trainer_state": SimpleNamespace(global_step=_NOW["step"]), "log_extra": _log, "log_metric": _log}
+        if lacking := [n for n, p in names.items() if _is_needed(p) and n not in given]:
+            raise TypeError(f"it takes {', '.join(lacking)}, and the row has {', '.join(map(str, row))}")
+        return given if takes_all else {name: given[name] for name in names if name in given}
+
+    def one(values: Any) -> Any:
+        found = list(values)
+        if len(found) != 1:
+            raise ValueError(f"it gave {len(found)} rewards for one completion")
+        return found[0]
+
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+
+        async def score(text: str, row: Mapping[str, Any]) -> Any:
+            return one(await function(**arguments(text, row)))
+
+        return score
+    return lambda text, row: one(function(**arguments(text, row)))
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return parameter.default is parameter.empty and parameter.kind not in variadic
+
+
+STEP = "\0step"
+"""Field of a row that is the step of the run, for `trainer_state`; no function sees it in its row."""
+_NOW = {"step": 0}
+
+
+def _log(name: str, value: Any) -> None:
+    """`log_extra` and `log_metric`: a line of the process's output."""
+    sys.stderr.write(f"reward: {name}={value}\n")
+
+
 def _read_aside(requests: IO[bytes], deliver: Callable[[Request], object]) -> None:
     """Read requests in a thread, so that this process ends with its parent, even inside a stuck function."""
 
@@ -121,6 +181,7 @@ async def _serve_together(function: Callable[..., Any], requests: IO[bytes], ans
 
     async def answer(request: Request) -> None:
         number, text, row, timeout_s = request
+        row = _of_step(row)
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
@@ -138,19 +199,28 @@ async def _serve_together(function: Callable[..., Any], requests: IO[bytes], ans
     await asyncio.Event().wait()
 
 
+def _of_step(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without the step of the run, which becomes the process's."""
+    _NOW["step"] = row.get(STEP, 0)
+    return {name: value for name, value in row.items() if name != STEP}
+
+
 def _call(function: Callable[..., Any], text: str, row: Mapping[str, Any]) -> tuple[str, Any]:
+    row = _of_step(row)
     try:
         return "ok", checked(function(text, row))
     except BaseException as error:  # noqa: BLE001 - it is told; SystemExit as well
         return "error", f"{type(error).__name__}: {error}"
 
 
-def checked(value: Any) -> float | dict[str, float]:
-    """Check what a function returned: a finite number, or such numbers by name.
+def checked(value: Any) -> float | dict[str, float] | None:
+    """Check what a function returned: a finite number, such numbers by name, or None if it does not apply.
 
     Raises:
         ValueError: it is not.
     """
+    if value is None:
+        return None
     if isinstance(value, Mapping):
         named = cast("Mapping[Any, Any]", value)
         if not named:

@@ -462,6 +462,7 @@ def grading(
     async def grade(result: RolloutResult) -> RolloutResult:
         outputs, row = result.outputs, rows[result.row_index]
         assert not isinstance(outputs, Failure), "those are not graded"
+        scorer.step = max(scorer.step, *(max(output.weight_versions) for output in outputs))
         try:
             scores = await asyncio.gather(*(scorer.score(o.text, row, o.reward) for o in outputs))
         except Exception as error:  # noqa: BLE001 - a scorer is a plug-in: whatever it raises is a counted failure

@@ -105,7 +105,7 @@ def to_columns(
         {
             "group_id": group_id,
             "reward": score.reward,
-            "parts": dict(score.components),
+            "parts": {name: value for name, value in score.components.items() if name not in score.missing},
             "num_tokens": len(o.completion_token_ids),
             **({"num_unknown": unknown} if (unknown := _num_unknown(o, num_known)) else {}),
             "weight_version_min": min(v),
