@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rl_trainer.errors import RewardError
-from rl_trainer.rewards.worker import checked, of_text_and_row
+from rl_trainer.rewards.worker import NOT_APPLICABLE, checked, of_text_and_row
 
 ROW = {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4", "data_source": "mine"}
 
@@ -35,7 +35,7 @@ async def coroutine(prompts, completions, answer, **kwargs):
 
 @pytest.mark.parametrize(
     ("function", "wanted"),
-    [(by_column, 1.0), (without_kwargs, 2.0), (not_applicable, None), (logging, 0.5)],
+    [(by_column, 1.0), (without_kwargs, 2.0), (not_applicable, {NOT_APPLICABLE: 0.0}), (logging, 0.5)],
 )
 def test_a_function_of_trl_is_called_as_there(function, wanted):
     assert checked(of_text_and_row(function)("it is 4", ROW)) == wanted

@@ -63,7 +63,7 @@ class FunctionPool:
         """
         await self._give_back(await self._take())
 
-    async def call(self, text: str, row: Mapping[str, Any]) -> float | dict[str, float] | None:
+    async def call(self, text: str, row: Mapping[str, Any]) -> float | dict[str, float]:
         """Call the function on a completion.
 
         Raises:
@@ -190,7 +190,7 @@ class _Process:
         self._is_async = bool(told)
         self.capacity = _MAX_TOGETHER if told else 1
 
-    async def call(self, text: str, row: Mapping[str, Any], timeout_s: float) -> float | dict[str, float] | None:
+    async def call(self, text: str, row: Mapping[str, Any], timeout_s: float) -> float | dict[str, float]:
         assert self._process is not None, "it was started"
         assert self._process.stdin is not None, "it is a pipe"
         number = next(self._numbers)

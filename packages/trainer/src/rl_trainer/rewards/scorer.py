@@ -20,7 +20,7 @@ from rl_trainer.rewards.completions import Thinking
 from rl_trainer.rewards.process_pool import FunctionPool
 from rl_trainer.rewards.rules import ISOLATED, RULES, isolated, resolve_reward
 from rl_trainer.rewards.served import ServedReward
-from rl_trainer.rewards.worker import STEP
+from rl_trainer.rewards.worker import NOT_APPLICABLE, STEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ class Score:
 
 
 class _Source(Protocol):
-    async def call(self, text: str, row: Mapping[str, Any]) -> float | dict[str, float] | None: ...
+    async def call(self, text: str, row: Mapping[str, Any]) -> float | dict[str, float]: ...
     async def close(self) -> None: ...
 
 
@@ -147,7 +147,7 @@ class Scorer:
         weights: dict[str, float] = {}
         for name, task in tasks.items():
             value = task.result()
-            if value is None:  # it does not apply to this row
+            if isinstance(value, dict) and NOT_APPLICABLE in value:  # it does not apply to this row
                 missing.add(name or "reward")
                 components[name or "reward"] = weights[name or "reward"] = 0.0
                 continue
@@ -179,7 +179,7 @@ class Scorer:
 
     async def _value(
         self, name: str, text: str, row: Mapping[str, Any], loop_reward: float | None
-    ) -> float | dict[str, float] | None:
+    ) -> float | dict[str, float]:
         source, part = self._sources[name], self._parts[name]
         if part.kind == "rule" and not reads_thinking(part):
             text = self._thinking.answer(text)

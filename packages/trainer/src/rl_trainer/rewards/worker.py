@@ -106,6 +106,8 @@ def of_text_and_row(function: Callable[..., Any]) -> Callable[[str, Mapping[str,
     return lambda text, row: score_of(function(**arguments(text, row)))
 
 
+NOT_APPLICABLE = "\0none"
+"""The name of a reward of TRL's functions that is None."""
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a row that TRL does not pass on."""
 
@@ -137,7 +139,7 @@ def _of_one(
         found = list(values)
         if len(found) != 1:
             raise ValueError(f"it gave {len(found)} rewards for one completion")
-        return found[0]
+        return {NOT_APPLICABLE: 0.0} if found[0] is None else found[0]
 
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
 
@@ -213,14 +215,12 @@ def _call(function: Callable[..., Any], text: str, row: Mapping[str, Any]) -> tu
         return "error", f"{type(error).__name__}: {error}"
 
 
-def checked(value: Any) -> float | dict[str, float] | None:
-    """Check what a function returned: a finite number, such numbers by name, or None if it does not apply.
+def checked(value: Any) -> float | dict[str, float]:
+    """Check what a function returned: a finite number, or such numbers by name.
 
     Raises:
         ValueError: it is not.
     """
-    if value is None:
-        return None
     if isinstance(value, Mapping):
         named = cast("Mapping[Any, Any]", value)
         if not named:
