@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 _ANCHOR = "ANCHORanchorANCHOR"  # letters only: no template escapes, trims or splits it
 _GENERATION, _CONFIG, _TOKENIZER, _TEMPLATE = "generation_config.json", "config.json", "tokenizer", "chat template"
 
+_SIZES = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 100_000,
+    "num_key_value_heads": 100_000,
+    "head_dim": 100_000,
+    "hidden_size": 10_000_000,
+    "intermediate_size": 10_000_000,
+    "vocab_size": 100_000_000,
+    "max_position_embeddings": 10**10,
+}
+"""Sizes in config.json, with the highest value that is not a mistake."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderTokens:
@@ -141,6 +153,34 @@ def read_folder_tokens(folder: str | Path) -> FolderTokens:
         ids_by_role=roles,
         num_tokens=max(ids.values()) + 1 if vocabulary else None,
     )
+
+
+def read_model_config(folder: str | Path) -> dict[str, Any]:
+    """Read a model folder's `config.json`, and check the folder before a library that would fail inside takes it.
+
+    Raises:
+        ValueError: a size is not a number that a model can have, a tokenizer's file is not one, or weights are not a
+            regular file (reading a pipe waits for ever); names file, key and value.
+    """
+    folder = Path(folder)
+    file = folder / _CONFIG
+    config = _read(file)
+    for values in (config, config.get("text_config") or {}):
+        for key, most in _SIZES.items():
+            size = values.get(key)
+            if size is not None and (type(size) is not int or not 1 <= size <= most):
+                raise ValueError(f"{file} has {key}={size!r}; it must be a whole number from 1 to {most:,}")
+    if not isinstance(config.get("model_type", ""), str):
+        raise ValueError(f"{file} has model_type={config['model_type']!r}; it must be a name")
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.exists() and not isinstance(_read(tokenizer).get("model"), dict):
+        raise ValueError(f"{tokenizer} has no section `model`, so it is no tokenizer; download the folder again")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", _GENERATION):
+        _read(folder / name)
+    for weights in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        if not weights.is_file():
+            raise ValueError(f"{weights} is not a regular file; download the folder again")
+    return config
 
 
 def _read(file: Path) -> dict[str, Any]:

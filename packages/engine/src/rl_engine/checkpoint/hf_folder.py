@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_csrc.inference.folder_tokens import FolderTokens, read_folder_tokens
+from rl_csrc.inference.folder_tokens import FolderTokens, read_folder_tokens, read_model_config
 from rl_engine.errors import ModelFolderError
 from rl_engine.types import EngineConfig, Head, ModelInit, Mtp, Precision
 
@@ -100,6 +100,11 @@ def load_model(
     refuse_tensors(folder, "lacks", missing)
     refuse_tensors(folder, "has, beyond what the architecture takes,", unexpected)
     refuse_tensors(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
+    broken = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor.sum())]
+    if broken:
+        raise ModelFolderError(
+            f"{folder} has NaN or infinite values in {', '.join(broken[:3])} ({len(broken)} tensors)."
+        )
     return _finished(model, has_dropout)
 
 
@@ -300,8 +305,12 @@ def read_config(folder: Path, *, has_dropout: bool = False) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
     try:
+        read_model_config(folder)
+    except ValueError as error:
+        raise ModelFolderError(str(error)) from error
+    try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:
         raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
     if vars(config).pop("quantization_config", None) is not None:
         block_size(folder)
@@ -373,7 +382,7 @@ def _build(folder: Path, build: Any) -> Any:
     logging.set_verbosity_error()  # what it warns of is an error here, or a scalar head that is meant to be new
     try:
         return build()
-    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, OSError, RuntimeError, SafetensorError) as error:
         raise ModelFolderError(f"transformers cannot build a causal LM from {folder}: {_first_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)

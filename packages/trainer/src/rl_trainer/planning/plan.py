@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from rl_engine.types import EngineConfig, Head, LoraExport, Mtp, OptimizerConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named, loss_named
 from rl_trainer.config.schema import ADAPTER, ENGINE_POOL
-from rl_trainer.errors import PlanError
+from rl_trainer.errors import InputError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -211,7 +210,12 @@ def has_process_rewards(config: Config) -> bool:
 
 def model_config(folder: Path) -> dict[str, Any]:
     """Configuration of the language model in a model's `config.json`, nested in that of a multimodal one."""
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    from rl_csrc.inference.folder_tokens import read_model_config  # imports torch
+
+    try:
+        values = read_model_config(folder)
+    except ValueError as error:
+        raise InputError(str(error)) from error
     return values | values.get("text_config", {})
 
 
