@@ -104,7 +104,7 @@ def test_whatever_the_model_emits_stays_and_every_prompt_extends_the_one_before(
     says = iter([*turn, stop_id(tokenizer, family)] for turn in turns)
     server = FakeGenerator(lambda _: next(says))
     loop = create_loop("gym", server, tokenizer, environments={"talk": Talk}, max_turns=3)
-    output = asyncio.run(loop.run({"max_new_tokens": 16}))
+    output = asyncio.run(loop.run({"max_new_tokens": 16}, {}))
     validate_output(output)
     ids = (*output.prompt_token_ids, *output.completion_token_ids)
     for request, answer in zip(server.requests, server.outputs, strict=True):

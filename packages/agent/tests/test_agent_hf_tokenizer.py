@@ -35,7 +35,7 @@ def model_path(tmp_path_factory):
 
 def run(tokenizer, messages):
     loop = create_loop("single_turn", FakeGenerator(lambda _: [4, 5, 6, 3]), tokenizer)
-    return asyncio.run(loop.run({}, prompt=messages))
+    return asyncio.run(loop.run({}, {"prompt": messages}))
 
 
 def test_the_prompt_is_what_the_template_renders(model_path):

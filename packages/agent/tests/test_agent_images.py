@@ -84,18 +84,22 @@ def test_places_take_the_images_of_the_row_in_order_and_the_numbers_have_to_agre
 def test_images_of_the_prompt_reach_the_server_and_the_trajectory(name):
     server = says("a cat")
     loop = create_loop(name, server, TOKENIZER, **({"tools": [Camera()]} if name == "tool" else {}))
-    output = asyncio.run(loop.run({"max_new_tokens": 64}, prompt=[user({"type": "image"}, "what?")], images=[PNG]))
+    output = asyncio.run(
+        loop.run({"max_new_tokens": 64}, {"prompt": [user({"type": "image"}, "what?")], "images": [PNG]})
+    )
     validate_output(output)
     assert output.images == server.requests[0].images == (data_url(PNG),)
     assert TOKENIZER.decode(output.prompt_token_ids).count(TOKENIZER.image) == 1
     with pytest.raises(RowError, match="the row has 1 images"):
-        asyncio.run(loop.run({}, prompt=[user("what?")], images=[PNG]))
+        asyncio.run(loop.run({}, {"prompt": [user("what?")], "images": [PNG]}))
 
 
 def test_images_that_tools_answer_are_appended_and_stay_inputs():
     server = says(LOOK, LOOK + LOOK, "a cat")
     loop = create_loop("tool", server, TOKENIZER, tools=[Camera(JPEG)])
-    output = asyncio.run(loop.run({"max_new_tokens": 512}, prompt=[user({"type": "image", "image": PNG}, "what?")]))
+    output = asyncio.run(
+        loop.run({"max_new_tokens": 512}, {"prompt": [user({"type": "image", "image": PNG}, "what?")]})
+    )
     validate_output(output)
     assert [len(request.images) for request in server.requests] == [1, 2, 4]
     assert output.images == (data_url(PNG), *[data_url(JPEG)] * 3)
@@ -110,14 +114,14 @@ def test_images_that_tools_answer_are_appended_and_stay_inputs():
 
 def test_an_image_that_came_after_the_last_generation_is_no_part_of_the_trajectory():
     loop = create_loop("tool", says(LOOK), TOKENIZER, tools=[Camera(JPEG)], max_completion_tokens=len(LOOK) + 2)
-    output = asyncio.run(loop.run({"max_new_tokens": 512}, prompt=[user("what?")]))
+    output = asyncio.run(loop.run({"max_new_tokens": 512}, {"prompt": [user("what?")]}))
     assert (output.extra_fields["end"], output.images) == ("max_completion_tokens", ())
 
 
 def test_a_tool_that_answers_no_image_is_an_error_for_the_model():
     server = says(LOOK, "well")
     loop = create_loop("tool", server, TOKENIZER, tools=[Camera(b"junk")])
-    output = asyncio.run(loop.run({"max_new_tokens": 512}, prompt=[user("what?")]))
+    output = asyncio.run(loop.run({"max_new_tokens": 512}, {"prompt": [user("what?")]}))
     assert output.metrics["num_tool_error"] == 1.0
     assert "error: an image starts with b'junk'" in TOKENIZER.decode(output.completion_token_ids)
 
@@ -178,7 +182,7 @@ def test_a_vision_language_model_sees_images_of_the_prompt_and_of_tools_as_they_
         stops = tuple(range(2, 50))  # a random model stops soon
         loop = create_loop("tool", recorded, tokenizer, tools=[Camera(image)], parser=parse, max_turns=3)
         params = {"max_new_tokens": 32, "temperature": 0.0, "stop_token_ids": stops}
-        output = await loop.run(params, prompt=[user({"type": "image"}, "1")], images=[before])
+        output = await loop.run(params, {"prompt": [user({"type": "image"}, "1")], "images": [before]})
         validate_output(output)
         return output, recorded.requests
 

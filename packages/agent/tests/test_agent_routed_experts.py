@@ -65,8 +65,12 @@ def test_every_token_of_a_trajectory_has_the_experts_of_a_forward_pass(model_pat
         await server.start()
         try:
             asking = Asking(server)
-            asked = await create_loop(name, asking, tokenizer, **options).run(params, prompt=PROMPT)
-            return asked, asking.told, await create_loop(name, server, tokenizer, **options).run(params, prompt=PROMPT)
+            asked = await create_loop(name, asking, tokenizer, **options).run(params, {"prompt": PROMPT})
+            return (
+                asked,
+                asking.told,
+                await create_loop(name, server, tokenizer, **options).run(params, {"prompt": PROMPT}),
+            )
         finally:
             await server.stop()
 

@@ -100,7 +100,7 @@ def test_frames_reach_the_server_and_the_trajectory(name):
     server = FakeGenerator(lambda _: [*TOKENIZER.encode("a cat"), 1])
     loop = create_loop(name, server, TOKENIZER, **({"tools": [calculator]} if name == "tool" else {}))
     prompt = [{"role": "user", "content": [{"type": "video", "nframes": 3}, {"type": "text", "text": "what?"}]}]
-    output = asyncio.run(loop.run({"max_new_tokens": 64}, prompt=prompt, videos=[FRAMES]))
+    output = asyncio.run(loop.run({"max_new_tokens": 64}, {"prompt": prompt, "videos": [FRAMES]}))
     validate_output(output)
     assert output.images == server.requests[0].images == frame_urls(FRAMES, 3)
     assert TOKENIZER.decode(output.prompt_token_ids).count(TOKENIZER.image) == 3

@@ -164,6 +164,7 @@ def test_what_verl_ignores_is_told():
     assert "has no critic" in made.ignored["critic.optim.lr"]
 
 
+@pytest.mark.process
 def test_a_script_is_read_and_not_run(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(

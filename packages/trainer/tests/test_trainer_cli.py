@@ -29,7 +29,7 @@ def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"max_position_embeddings": 4096}')
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     (folder / "model.safetensors").touch()
     return folder
 

@@ -54,6 +54,7 @@ def test_the_keys_that_are_others_than_before_are_told():
     other = load_config("quickstart", ["engine.optimizer.lr=0.5", "batch.batch_size=64"])
     assert set(state.changes(other)) == {
         "batch.batch_size=64 (was 128)",
+        "batch.mini_batch_size=32 (was 64)",
         "engine.optimizer.lr=0.5 (was 0.0006)",
         "algorithm.advantage=grpo (was gae)",
         *(f"critic.{key}=None (was {value})" for key, value in as_tree(first)["critic"].items() if value is not None),

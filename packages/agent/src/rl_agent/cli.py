@@ -55,7 +55,7 @@ async def _play(given: argparse.Namespace) -> int:
             await _chat(server, tokenizer, params)
             return 0
         loop = create_loop(given.loop, server, tokenizer, **json.loads(given.options))
-        made = await loop.run(params, **json.loads(given.row))
+        made = await loop.run(params, json.loads(given.row))
         for output in [made] if isinstance(made, AgentLoopOutput) else made:
             validate_output(output)
             print("\n".join(describe(output, tokenizer)))
