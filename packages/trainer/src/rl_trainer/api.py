@@ -103,7 +103,8 @@ class Run:
         console: Console | None = None,
     ) -> None:
         self.config = config
-        self._callback, self._resume, self._console = callback, resume, console
+        self._callback, self._console = callback, console
+        self._resume: Resume = resume
         self._records: dict[int, StepRecord] = {}
         self._changed, self._is_over = threading.Condition(), False
         self._stop, self._thread = threading.Event(), None
