@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import string
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
@@ -96,33 +95,13 @@ def math_equal(text: str, row: Mapping[str, Any]) -> float:
     return float(equals(final_answer(Thinking().answer(text)), _truth(row)))
 
 
-def question_answer(text: str, row: Mapping[str, Any]) -> float:
-    """1 when the text in the last `<answer>` tags is one of the accepted answers, else 0.
-
-    Case, punctuation and articles do not count. The ground truth is a text, a list of texts, or `{"target": ...}`.
-    """
-    truth = row["reward_model"]["ground_truth"]
-    truth = truth["target"] if isinstance(truth, Mapping) else truth
-    accepted: list[Any] = [truth] if isinstance(truth, str) else list(truth) if truth is not None else []
-    if not accepted:
-        raise RewardError("the row has no ground truth to compare with: it is null or empty")
-    said = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return float(bool(said) and _bare(said[-1]) in {_bare(str(each)) for each in accepted})
-
-
-def _bare(text: str) -> str:
-    """Text without case, punctuation and articles, as SQuAD's exact match compares it."""
-    kept = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
-
-
 RULES: Mapping[str, Rule] = {
     "exact_match": exact_match,
     "format": has_format,
     "regex": regex,
     "math": math_equal,
     "gsm8k": math_equal,
-    "qa": question_answer,
+    "qa": verl.question_answer,
     **verl.RULES,
 }
 """Rules by name. (`code` is one too, and runs what the policy wrote: `rl_trainer.rewards.code`.)"""

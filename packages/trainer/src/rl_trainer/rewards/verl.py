@@ -6,15 +6,14 @@ They see the whole completion, thinking included, as verl's do.
 from __future__ import annotations
 
 import re
+import string
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rl_trainer.errors import DataError
+from rl_trainer.errors import DataError, RewardError
 from rl_trainer.rewards.answers import final_answer, last_box
 from rl_trainer.rewards.equality import equals
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _CLIP = 300
 """Characters at the end of a completion that `gsm8k` and `math_dapo` look at."""
@@ -69,10 +68,28 @@ def geo3k(text: str, row: Mapping[str, Any]) -> float:
     return 0.9 * is_right + 0.1 * has_format
 
 
+def question_answer(text: str, row: Mapping[str, Any]) -> float:
+    """1 when the text in the last `<answer>` tags is one of the accepted answers, else 0.
+
+    Case, punctuation and articles do not count. The ground truth is a text, a list of texts, or `{"target": ...}`.
+    """
+    truth = row["reward_model"]["ground_truth"]
+    truth = truth["target"] if isinstance(truth, Mapping) else truth
+    accepted: list[Any] = [truth] if isinstance(truth, str) else list(truth) if truth is not None else []
+    if not accepted:
+        raise RewardError("the row has no ground truth to compare with: it is null or empty")
+    said = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return float(bool(said) and _bare(said[-1]) in {_bare(str(each)) for each in accepted})
+
+
+def _bare(text: str) -> str:
+    """Text without case, punctuation and articles, as SQuAD's exact match compares it."""
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
 def search_r1(text: str, row: Mapping[str, Any]) -> float:
     """As `qa`; a quarter of the reward with more than ten `<answer>` or `</answer>`."""
-    from rl_trainer.rewards.rules import question_answer
-
     is_spam = text.count("<answer>") > 10 or text.count("</answer>") > 10
     return question_answer(text, row) / (4 if is_spam else 1)
 
