@@ -102,7 +102,7 @@ def test_a_servers_tools_are_called_and_its_death_is_a_failure(reach):
             turns = iter(turns)
             model = FakeGenerator(lambda _: [*TOKENIZER.encode(next(turns)), 1])
             loop = ToolLoop(model, TOKENIZER, tools=tools, tool_timeout_s=120)
-            return await loop.run({"max_new_tokens": 4096}, prompt=[{"role": "user", "content": "go"}])
+            return await loop.run({"max_new_tokens": 4096}, {"prompt": [{"role": "user", "content": "go"}]})
 
         output = await run(call("add", a=1, b=2) + call("fail"), "well")
         with pytest.raises(FailureError, match="MCP server of tool 'die' is gone") as caught:
