@@ -27,6 +27,13 @@ ORDERS = {"ascending": 0, "descending": 1, "shuffled": 2}
 """In which order the emulated threads and blocks run. The last two also let what is sent asynchronously arrive late."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark `process` what asks for the emulated kernels by name: its first test compiles them."""
+    for item in items:
+        if not {"emulated", "emulated_module"}.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("process")
+
+
 @pytest.fixture(params=DEVICES)
 def kernels(request: pytest.FixtureRequest) -> Implementation:
     """The kernels of each device, and those of CUDA on an emulated one: the CPU runs are the twins of the GPU runs."""
