@@ -62,6 +62,12 @@ def test_a_long_tmpdir_is_named(monkeypatch, tmp_path):
         check_limits()
 
 
+def test_rays_own_folder_counts_in_place_of_tmpdir(limit, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / ("a" * 100)))
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    check_limits()
+
+
 @pytest.fixture
 def limit(monkeypatch):
     """Set a limit of this process, soft and hard, as far as `resource` reports it."""

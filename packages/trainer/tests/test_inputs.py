@@ -36,7 +36,7 @@ def files(tmp_path):
     return tmp_path
 
 
-def checkpoint(files, *overrides):
+def checkpoint(files, *overrides, drops=False):
     """The configuration of a run that resumes from a checkpoint of step 2, after 8 prompts."""
     config = load_config(
         "gsm8k",
@@ -50,7 +50,7 @@ def checkpoint(files, *overrides):
     if datasets.stream is not None:
         from rl_trainer.data.sampler import StreamOrder
 
-        sampler = StreamOrder(rows=datasets.stream, measure=lambda rows: [1 for _ in rows], longest=9)
+        sampler = StreamOrder(rows=datasets.stream, measure=lambda rows: [1 for _ in rows], longest=9, drops=drops)
         sampler.take(8)
         order = sampler.state_dict()
     state = {"step": 2, "position": 8, "num_rows": len(datasets.train), "seed": config.seed, "order": order}
@@ -127,4 +127,12 @@ def test_a_checkpoint_without_digests_passes(files):
     config = checkpoint(files)
     write_manifest(files / "checkpoint-2" / "trainer_state.json", {"step": 2, "num_rows": 40, "seed": 0}, {})
     reorder(files)
+    assert check_inputs(config, load_datasets(config.data, seed=config.seed)) == []
+
+
+def test_a_stream_with_rows_that_were_dropped_resumes(files):
+    rows = [chat(n) for n in range(40)]
+    rows[2] = {"prompt": 7}
+    write(files / "data" / "train.jsonl", rows)
+    config = checkpoint(files, "data.options.stream_buffer=1", "data.on_bad_row=drop", drops=True)
     assert check_inputs(config, load_datasets(config.data, seed=config.seed)) == []

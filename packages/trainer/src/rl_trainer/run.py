@@ -185,7 +185,9 @@ def run(
             return {"interrupted": False, "checkpoint": config.resume_from, "output_dir": config.output_dir}
         config = settle(config)
         datasets = plan(config, console, resume=resume)
-        config = preflight.with_models(config)
+        named, config = config, preflight.with_models(config)
+        if config.model.path != named.model.path:  # of the hub: the plan had no weights to compare
+            checkpoints.check_inputs(config, datasets, is_forced=resume == "anyway")
         preflight.check_model(config)
         try:
             hooks = _Hooks(on_step=on_step or (lambda record: None), stop=stop or threading.Event())

@@ -145,7 +145,7 @@ class Complaints:
             raise DataError(f"{self.first[0]}{self.example}")
         more = f"; and {self.count - self.most} more" if self.count > self.most else ""
         raise DataError(
-            f"{self.count} of {num_good + self.count} {of_all}rows cannot be used: {'; '.join(self.first)}{more}; mend "
+            f"{self.count} of {num_good + self.count} {of_all}rows cannot be used: {'; '.join(self.first)}{more}; fix "
             f"them, or leave them out with data.on_bad_row=drop{self.example}"
         )
 

@@ -22,14 +22,15 @@ def check_limits() -> None:
     Raises:
         PlacementError: names the limit, its value, and what to do.
     """
-    folder = tempfile.gettempdir()
+    variable = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"  # in the order in which Ray looks
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     if len(os.fsencode(folder)) + _RAY_PATH > _SOCKET_PATH:
         raise PlacementError(
-            f"TMPDIR={folder} has {len(os.fsencode(folder))} characters, too many for the sockets that Ray makes in it "
-            f"(at most {_SOCKET_PATH - _RAY_PATH}); set TMPDIR to a shorter folder, such as /tmp"
+            f"{variable}={folder} has {len(os.fsencode(folder))} characters, too many for the sockets that Ray has in "
+            f"it (at most {_SOCKET_PATH - _RAY_PATH}); set {variable} to a shorter folder, such as /tmp"
         )
     if not os.access(folder, os.W_OK):
-        raise PlacementError(f"TMPDIR={folder} cannot be written; set TMPDIR to a folder that can, such as /tmp")
+        raise PlacementError(f"{variable}={folder} cannot be written; set it to a folder that can, such as /tmp")
     if not os.access(_SHARED_MEMORY, os.W_OK):
         raise PlacementError(f"{_SHARED_MEMORY} cannot be written, where Ray and the weights have their shared memory")
     files = _raised_files()
