@@ -155,3 +155,15 @@ def test_groups_come_as_they_end_and_leaving_early_stops_the_rest():
 def test_a_policy_that_cannot_be_is_refused(policy, sentence):
     with pytest.raises(ValueError, match=sentence):
         groups(Scripted({}), **policy)
+
+
+def test_a_group_is_completed_once_its_last_rollout_ends():
+    async def complete(group):
+        completed.append(group.row_index)
+        return replace(group, failures=(*group.failures, "seen"))
+
+    completed = []
+    found = groups(Scripted({"1": [1]}), on_failure="drop", complete=complete)
+    assert sorted(completed) == [0, 2], "a dropped group has nothing to compare"
+    assert [len(found[row].failures) for row in range(3)] == [1, 1, 1]
+    assert found[0].failures == ("seen",)

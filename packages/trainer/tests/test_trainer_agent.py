@@ -11,13 +11,9 @@ from rl_agent.types import AgentLoopOutput
 from rl_trainer.errors import TrainerError
 from rl_trainer.loop import completion_metrics, part_means
 from rl_trainer.rewards import Score
-from rl_trainer.workers.agent import (
-    _GroupWriter,
-    grading,
-    overlong_penalty,
-    scored,
-)
+from rl_trainer.workers.agent import _GroupWriter
 from rl_trainer.workers.columns import to_columns
+from rl_trainer.workers.grading import Grading, overlong_penalty, scored
 
 NOTHING, HALF, ONE = (Score(reward=reward) for reward in (0.0, 0.5, 1.0))
 
@@ -106,14 +102,17 @@ class Slow:
     def __init__(self):
         self.num_running = self.max_running = 0
 
-    async def score(self, text, row, loop_reward):
+    async def values(self, completion, row):
         self.num_running += 1
         self.max_running = max(self.max_running, self.num_running)
         await asyncio.sleep(0.05)
         self.num_running -= 1
-        if text == "bad":
+        if completion.text == "bad":
             raise TimeoutError("too slow")
-        return Score(reward=len(text) + (loop_reward or 0.0))
+        return len(completion.text) + (completion.loop_reward or 0.0)
+
+    async def scores(self, completions, values, row):
+        return [Score(reward=value) for value in values]
 
 
 @pytest.mark.process
@@ -127,8 +126,9 @@ def test_rollouts_are_scored_side_by_side_as_they_finish_and_a_score_that_fails_
 
     async def main():
         runner = rl_agent.AgentRunner(lambda _: Loop(None, None))
-        grade = grading(rows, scorer, penalty=lambda num_tokens: num_tokens / 8)
-        return {g.row_index: g async for g in runner.run_groups(rows, {}, group_size=4, grade=grade)}
+        grading = Grading(rows, scorer, penalty=lambda num_tokens: num_tokens / 8)
+        hooks = {"grade": grading.grade, "complete": grading.complete}
+        return {g.row_index: g async for g in runner.run_groups(rows, {}, group_size=4, **hooks)}
 
     groups = asyncio.run(main())
     assert [[s.reward for _, s in scored(rollout)] for rollout in groups[0].rollouts] == [[0.75]] * 4

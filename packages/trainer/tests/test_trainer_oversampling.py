@@ -102,8 +102,11 @@ class Loop(rl_agent.AgentLoop):
 class Scorer:
     step = 0
 
-    async def score(self, text, row, reward):
-        return Score(reward=1.0)
+    async def values(self, completion, row):
+        return {"": 1.0}
+
+    async def scores(self, completions, values, row):
+        return [Score(reward=value[""]) for value in values]
 
 
 def worker_of(put, loop, *, has_baseline=False):
@@ -176,8 +179,8 @@ class Greedy(rl_agent.AgentLoop):
 
 
 class Own(Scorer):
-    async def score(self, text, row, reward):
-        return Score(reward=reward)
+    async def values(self, completion, row):
+        return {"": completion.loop_reward}
 
 
 def test_a_group_has_its_greedy_completion_s_reward_and_fails_with_it():

@@ -17,13 +17,14 @@ from rl_agent.errors import (
     ToolError,
 )
 from rl_agent.registry import create_loop, create_script_reader
-from rl_agent.runner import AgentRunner, GroupResult, OnFailure
+from rl_agent.runner import AgentRunner, OnFailure
 from rl_agent.sandbox import CodeResult, Grader, SandboxLimits, SandboxReport
 from rl_agent.tools.base import FunctionTool, Tool
 from rl_agent.types import (
     AgentLoopOutput,
     Failure,
     FailureKind,
+    GroupResult,
     Message,
     ParsedTurn,
     RolloutResult,

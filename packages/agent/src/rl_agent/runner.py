@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,7 +25,7 @@ from rl_agent.errors import (
     ToolDefinitionError,
 )
 from rl_agent.text import described, well_formed
-from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RolloutResult
+from rl_agent.types import AgentLoopOutput, Failure, FailureKind, GroupResult, RolloutResult
 from rl_agent.validation import validate_output
 from rl_rollout.errors import OverloadedError, RolloutError, WeightUpdateError
 
@@ -52,28 +51,6 @@ class OnFailure(StrEnum):
     """Drop the group: it has no trajectories, and its remaining rollouts are not started."""
     MASK = "mask"
     """Keep the group without it, if enough rollouts are left; else as `drop`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupResult:
-    """Result of one row's group."""
-
-    row_index: int
-    """Index of the row in the batch."""
-    rollouts: tuple[tuple[AgentLoopOutput, ...], ...]
-    """Trajectories of each successful rollout, in order; empty where the group is dropped."""
-    failures: tuple[Failure, ...]
-    """Failed rollouts, those included that were replaced."""
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether the group has no trajectories."""
-        return not self.rollouts
-
-    @property
-    def num_failures(self) -> dict[FailureKind, int]:
-        """Number of failed rollouts by kind."""
-        return dict(Counter(failure.kind for failure in self.failures))
 
 
 @dataclass(slots=True)
@@ -182,6 +159,7 @@ class AgentRunner:
         max_refills: int = 2,
         min_group_size: int = 2,
         grade: Callable[[RolloutResult], Awaitable[RolloutResult]] | None = None,
+        complete: Callable[[GroupResult], Awaitable[GroupResult]] | None = None,
         positions: Sequence[int] | None = None,
     ) -> AsyncGenerator[GroupResult, None]:
         """Run a batch by groups; yields each as its last rollout ends. Failed rollouts contribute no trajectory.
@@ -195,6 +173,7 @@ class AgentRunner:
             min_group_size: Rollouts that have to be left, with `mask`; a baseline needs two.
             grade: Gives the rewards of a rollout that ended well, or the `Failure` to give them; that counts as the
                 rollout's own.
+            complete: Called with each group that has rollouts; its answer is yielded. It may compare them.
             positions: See `run`.
 
         Raises:
@@ -210,8 +189,8 @@ class AgentRunner:
         loops = [self._loop_of(row) for row in rows]
         groups = [_Group(num_refills=max_refills, num_started=group_size, num_left=group_size) for _ in rows]
 
-        async def fill(row: int, index: int) -> int:
-            """Run one rollout of a group, and replacements while it fails and any are allowed."""
+        async def fill(row: int, index: int) -> GroupResult | None:
+            """Run one rollout of a group, and replacements while it fails; the last one returns the group."""
             group, seed_index = groups[row], index
             while not (group.failures and on_failure is OnFailure.DROP):
                 params = seeded(sampling_params, positions[row], seed_index)
@@ -226,18 +205,20 @@ class AgentRunner:
                     break
                 group.num_refills -= 1
                 seed_index, group.num_started = group.num_started, group.num_started + 1
-            return row
+            group.num_left -= 1
+            if group.num_left:
+                return None
+            whole = sorted(group.ended.items()) if len(group.ended) >= needed else ()
+            rollouts = tuple(outputs for _, outputs in whole)
+            found = GroupResult(row_index=row, rollouts=rollouts, failures=tuple(group.failures))
+            return found if complete is None or not rollouts else await complete(found)
 
-        work = (fill(row, index) for row in range(len(rows)) for index in range(group_size))
         needed = min_group_size if on_failure is OnFailure.MASK else group_size
+        work = (fill(row, index) for row in range(len(rows)) for index in range(group_size))
         async with aclosing(as_finished(work, self._max_concurrent)) as finished:
-            async for row in finished:
-                group = groups[row]
-                group.num_left -= 1
-                if not group.num_left:
-                    whole = sorted(group.ended.items()) if len(group.ended) >= needed else ()
-                    rollouts = tuple(outputs for _, outputs in whole)
-                    yield GroupResult(row_index=row, rollouts=rollouts, failures=tuple(group.failures))
+            async for group in finished:
+                if group is not None:
+                    yield group
 
     async def close(self) -> None:
         """Close the loops."""

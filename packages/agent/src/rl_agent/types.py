@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -146,6 +147,28 @@ class RolloutResult:
     """Number of attempts."""
     wall_s: float
     """Seconds from the first start to the end, retries included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """Result of one row's group."""
+
+    row_index: int
+    """Index of the row in the batch."""
+    rollouts: tuple[tuple[AgentLoopOutput, ...], ...]
+    """Trajectories of each successful rollout, in order; empty where the group is dropped."""
+    failures: tuple[Failure, ...]
+    """Failed rollouts, those included that were replaced."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the group has no trajectories."""
+        return not self.rollouts
+
+    @property
+    def num_failures(self) -> dict[FailureKind, int]:
+        """Number of failed rollouts by kind."""
+        return dict(Counter(failure.kind for failure in self.failures))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

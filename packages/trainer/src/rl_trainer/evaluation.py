@@ -18,7 +18,8 @@ from rl_trainer.pipeline.rollout_source import hash_seed
 from rl_trainer.planning.plan import server_config
 from rl_trainer.rewards import Scorer, answer_of
 from rl_trainer.samples import Order, Shown
-from rl_trainer.workers.agent import create_runner, grading, scored, thinking_of
+from rl_trainer.workers.agent import create_runner, thinking_of
+from rl_trainer.workers.grading import Grading, scored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -138,8 +139,15 @@ async def sample(
         }
         samples: list[list[tuple[str, str, Score]]] = [[] for _ in rows]
         failed = [0] * len(rows)
+        grading = Grading(rows, scorer)
         groups = runner.run_groups(
-            rows, sampling, group_size=num_samples, on_failure="mask", min_group_size=1, grade=grading(rows, scorer)
+            rows,
+            sampling,
+            group_size=num_samples,
+            on_failure="mask",
+            min_group_size=1,
+            grade=grading.grade,
+            complete=grading.complete,
         )
         async for group in groups:
             failed[group.row_index] = len(group.failures)

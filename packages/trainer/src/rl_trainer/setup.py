@@ -286,6 +286,7 @@ def create_agents(
         max_new_tokens=config.rollout.max_new_tokens,
         asks_experts=config.engine.router_replay,
         has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).needs,
+        num_steps=config.steps,
         num_given=config.batch.given,
         teacher=config.teacher,
         model_path=str(model_path),

@@ -132,13 +132,18 @@ def renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -
     return {**record, **{ours: record[theirs] for ours, theirs in columns.items()}}
 
 
+TEXT_PROMPT = "is_text_prompt"
+"""Field that marks a row whose prompt was a text: TRL's standard format, whose functions get completions as texts."""
+
+
 def completed(record: Mapping[str, Any]) -> dict[str, Any]:
     """Complete a row's short form: a text as prompt is one message, `answer` is the ground truth of rules."""
     prompt = record.get("prompt")
     defaults: dict[str, Any] = {"data_source": OWN}
     defaults["reward_model"] = {"style": "rule", "ground_truth": record.get("answer")}
-    messages = {"prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else {}
-    return {**defaults, **record, **messages}
+    if isinstance(prompt, str):
+        return {**defaults, **record, "prompt": [{"role": "user", "content": prompt}], TEXT_PROMPT: True}
+    return {**defaults, **record}
 
 
 def checked(record: Mapping[str, Any], where: str) -> Row:

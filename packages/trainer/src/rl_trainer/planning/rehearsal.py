@@ -79,7 +79,10 @@ def check_signature(path: str, key: str) -> None:
     if found is None or found.decorator_list or found.args.vararg is not None:
         return
     names = [each.arg for each in (*found.args.posonlyargs, *found.args.args)]
-    if {"prompts", "completions"} & {*names, *(each.arg for each in found.args.kwonlyargs)} and "text" not in names:
+    if {"prompts", "completions", "completion_ids"} & {
+        *names,
+        *(each.arg for each in found.args.kwonlyargs),
+    } and "text" not in names:
         return  # as TRL calls it
     if {"data_source", "solution_str", "ground_truth"} <= {*names, *(each.arg for each in found.args.kwonlyargs)}:
         return

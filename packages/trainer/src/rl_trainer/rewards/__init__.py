@@ -3,6 +3,15 @@
 from rl_trainer.rewards.answers import answer_of
 from rl_trainer.rewards.completions import Thinking
 from rl_trainer.rewards.rules import RewardFunction, check_packages, resolve_reward
-from rl_trainer.rewards.scorer import Score, Scorer
+from rl_trainer.rewards.scorer import Completion, Score, Scorer
 
-__all__ = ["RewardFunction", "Score", "Scorer", "Thinking", "answer_of", "check_packages", "resolve_reward"]
+__all__ = [
+    "Completion",
+    "RewardFunction",
+    "Score",
+    "Scorer",
+    "Thinking",
+    "answer_of",
+    "check_packages",
+    "resolve_reward",
+]

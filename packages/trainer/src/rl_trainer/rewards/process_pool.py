@@ -15,15 +15,18 @@ import itertools
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_trainer.errors import RewardError
 from rl_trainer.plugins import Serialized
+from rl_trainer.rewards.trl import Batch, BatchRewards, batch_rewards
 from rl_trainer.rewards.worker import HEADER, MAX_ANSWER_BYTES, OBJECT, checked, decoded, framed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+T = TypeVar("T")
 _START_TIMEOUT_S = 300.0
 """Seconds until a process has started, imports included, on a starved machine."""
 _GRACE_S = 5.0
@@ -54,6 +57,7 @@ class FunctionPool:
         self._changed = asyncio.Condition()
         self._num_alone = 0
         self._is_closed = False
+        self._takes_batch: bool | None = None
 
     async def start(self) -> None:
         """Start a process now.
@@ -61,7 +65,19 @@ class FunctionPool:
         Raises:
             RewardError: the function cannot be loaded.
         """
-        await self._give_back(await self._take())
+        process = await self._take()
+        self._takes_batch = process.is_batched
+        await self._give_back(process)
+
+    async def takes_batch(self) -> bool:
+        """Whether the function judges the completions of a prompt together, by `call_batch`.
+
+        Raises:
+            RewardError: the function cannot be loaded.
+        """
+        if self._takes_batch is None:
+            await self.start()
+        return bool(self._takes_batch)
 
     async def call(self, text: str, row: Mapping[str, Any]) -> float | dict[str, float]:
         """Call the function on a completion.
@@ -70,9 +86,24 @@ class FunctionPool:
             RewardError: it raised, gave something else than numbers, or its process ended.
             TimeoutError: it did not end before its deadline.
         """
+        return await self._checked(checked, text, row)
+
+    async def call_batch(self, batch: Batch, row: Mapping[str, Any]) -> BatchRewards:
+        """Call the function on the completions of a prompt. Raises as `call`."""
+        return await self._checked(lambda answer: batch_rewards(answer, len(batch.texts)), asdict(batch), row)
+
+    async def _checked(self, check: Callable[[Any], T], given: Any, row: Mapping[str, Any]) -> T:
+        try:
+            return check(await self._called(given, row))
+        except ValueError as error:
+            raise RewardError(
+                f"the process of reward {self._path!r} gave an answer that is none; does its function print?"
+            ) from error
+
+    async def _called(self, given: Any, row: Mapping[str, Any]) -> Any:
         process = await self._take()
         try:
-            return await process.call(text, row, self._timeout_s)
+            return await process.call(given, row, self._timeout_s)
         except _EndedError:
             if process.capacity == 1:
                 raise self._ended() from None
@@ -80,7 +111,7 @@ class FunctionPool:
             await self._give_back(process)
         process = await self._take(is_alone=True)
         try:
-            return await process.call(text, row, self._timeout_s)
+            return await process.call(given, row, self._timeout_s)
         except _EndedError:
             raise self._ended() from None
         finally:
@@ -161,6 +192,7 @@ class _Process:
         """Whether it has not ended, and has not been started."""
         self.is_taken = False
         """Whether one call has it for itself."""
+        self._is_async = self.is_batched = False
 
     async def start(self) -> None:
         self.is_new = False
@@ -187,16 +219,16 @@ class _Process:
             raise RewardError(f"the process of reward {self._path!r} ended while it started; see its output") from None
         if kind != "ok":
             raise RewardError(f"reward {self._path!r} cannot be loaded: {told}")
-        self._is_async = bool(told)
-        self.capacity = _MAX_TOGETHER if told else 1
+        self._is_async, self.is_batched = bool(told["is_async"]), bool(told["is_batched"])
+        self.capacity = _MAX_TOGETHER if self._is_async else 1
 
-    async def call(self, text: str, row: Mapping[str, Any], timeout_s: float) -> float | dict[str, float]:
+    async def call(self, given: Any, row: Mapping[str, Any], timeout_s: float) -> Any:
         assert self._process is not None, "it was started"
         assert self._process.stdin is not None, "it is a pipe"
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            data = framed((number, text, dict(row), timeout_s))
+            data = framed((number, given, dict(row), timeout_s))
         except (TypeError, ValueError) as error:
             del self._waiting[number]
             raise RewardError(f"the row of reward {self._path!r} cannot be sent to its process: {error}") from error
@@ -210,7 +242,7 @@ class _Process:
             await self.kill()
             if is_another_s:
                 raise _EndedError from None
-            raise self._late(text, timeout_s) from None
+            raise self._late(given, timeout_s) from None
         except ConnectionError:
             raise _EndedError from None
         except asyncio.CancelledError:
@@ -220,25 +252,16 @@ class _Process:
         finally:
             self._waiting.pop(number, None)
         if kind == "timeout":
-            raise self._late(text, timeout_s)
+            raise self._late(given, timeout_s)
         if kind == "error":
             raise RewardError(f"reward {self._path!r} raised {told}")
         if kind != "ok":
-            raise self._strange()
-        try:
-            return checked(told)
-        except ValueError as error:
-            raise self._strange() from error
+            raise ValueError(f"{kind!r} is no kind of answer")
+        return told
 
-    def _strange(self) -> RewardError:
-        return RewardError(
-            f"the process of reward {self._path!r} gave an answer that is none; does its function print?"
-        )
-
-    def _late(self, text: str, timeout_s: float) -> TimeoutError:
-        return TimeoutError(
-            f"reward {self._path!r} did not score a text of {len(text)} characters within {timeout_s:g} s"
-        )
+    def _late(self, given: Any, timeout_s: float) -> TimeoutError:
+        what = f"a text of {len(given)} characters" if isinstance(given, str) else f"{len(given['texts'])} completions"
+        return TimeoutError(f"reward {self._path!r} did not score {what} within {timeout_s:g} s")
 
     async def _read(self) -> None:
         assert self._process is not None, "it was started"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,12 +20,16 @@ from rl_trainer.rewards.completions import Thinking
 from rl_trainer.rewards.process_pool import FunctionPool
 from rl_trainer.rewards.rules import ISOLATED, RULES, isolated, resolve_reward
 from rl_trainer.rewards.served import ServedReward
-from rl_trainer.rewards.worker import NOT_APPLICABLE, STEP
+from rl_trainer.rewards.trl import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
+    from rl_trainer.rewards.trl import BatchRewards
 
+T = TypeVar("T")
+Value = float | dict[str, float] | None
+"""What a part gives for a completion: a number, numbers by name, or None where it does not apply."""
 _CORRECTNESS = ("accuracy", "acc")
 """What reward functions call the component that says whether an answer is correct."""
 
@@ -44,18 +48,39 @@ class Score:
     """Components that do not apply to this row; they are 0 among the others."""
     is_right: bool | None = None
     """Whether the answer is correct: full marks, 1 or more, of what judges it; None: nothing says so."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What TRL's functions gave to `log_metric`, by name."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What they gave to `log_extra` for this completion, by column."""
 
     def less(self, penalty: float) -> Score:
         """Subtract a penalty, which is a part of its own where there are parts."""
         if not self.components:
-            return Score(reward=self.reward - penalty, is_right=self.is_right)
-        return Score(
+            return replace(self, reward=self.reward - penalty)
+        return replace(
+            self,
             reward=self.reward - penalty,
-            is_right=self.is_right,
-            missing=self.missing,
             components={**self.components, "overlong": -penalty},
             weights={**self.weights, "overlong": 1.0},
         )
+
+    def with_logs(self, batches: Iterable[BatchRewards], index: int) -> Score:
+        """Add what functions logged for the completion of this index in its batch."""
+        metrics = {name: value for batch in batches for name, value in batch.metrics.items()}
+        extra = {name: values[index] for batch in batches for name, values in batch.extra.items()}
+        return replace(self, metrics=metrics, extra=extra)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Completion to score."""
+
+    text: str
+    """Its text."""
+    token_ids: Sequence[int] = ()
+    """Its token ids, for TRL's functions."""
+    loop_reward: float | None = None
+    """Reward of its agent loop."""
 
 
 class _Source(Protocol):
@@ -74,11 +99,18 @@ class Scorer:
         section: Where rewards come from.
         num_sharing: Processes that share the rate limits of served models.
         thinking: Marks of the policy's thinking, which rules that compare answers do not see.
+        num_steps: Steps of the run, for functions that ask for `trainer_state`.
     """
 
     def __init__(
-        self, section: RewardSection | None = None, *, num_sharing: int = 1, thinking: Thinking | None = None
+        self,
+        section: RewardSection | None = None,
+        *,
+        num_sharing: int = 1,
+        thinking: Thinking | None = None,
+        num_steps: int = 0,
     ) -> None:
+        self._num_steps = num_steps
         self._section = section or RewardSection()
         self._thinking = thinking or Thinking()
         self._graders: dict[str, CodeTests] = {}
@@ -123,7 +155,7 @@ class Scorer:
             source.url = url
 
     async def score(self, text: str, row: Mapping[str, Any], loop_reward: float | None = None) -> Score:
-        """Score a completion.
+        """Score a completion: `values` and `scores` of one.
 
         Args:
             text: The completion.
@@ -133,21 +165,65 @@ class Scorer:
         Raises:
             RewardError, TimeoutError: there is no score, which is not a score of zero.
         """
+        completion = Completion(text=text, loop_reward=loop_reward)
+        return (await self.scores([completion], [await self.values(completion, row)], row))[0]
+
+    async def values(self, completion: Completion, row: Mapping[str, Any]) -> dict[str, Value]:
+        """What each part gives for a completion, but those that judge the completions of a prompt together.
+
+        Raises:
+            RewardError, TimeoutError: a part has no value, which is not a value of zero.
+        """
         if not self._parts:
-            answer = self._thinking.answer(text)
-            reward = await self._rule(None, {}, answer, row) if loop_reward is None else loop_reward
-            return Score(reward=reward, is_right=reward >= 1)
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {n: group.create_task(self._value(n, text, row, loop_reward)) for n in self._parts}
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            answer, reward = self._thinking.answer(completion.text), completion.loop_reward
+            return {"": await self._rule(None, {}, answer, row) if reward is None else reward}
+        alone = [name for name in self._parts if not await self._takes_batch(name)]
+        return await _all({name: self._value(name, completion, row) for name in alone})
+
+    async def scores(
+        self, completions: Sequence[Completion], values: Sequence[Mapping[str, Value]], row: Mapping[str, Any]
+    ) -> list[Score]:
+        """Scores of completions of one prompt.
+
+        Args:
+            completions: All that are compared with each other.
+            values: `values` of each.
+            row: Their dataset row.
+
+        Raises:
+            RewardError, TimeoutError: there are no scores.
+        """
+        if not self._parts:
+            rewards = [value[""] for value in values]
+            return [Score(reward=reward, is_right=reward >= 1) for reward in rewards if isinstance(reward, float | int)]
+        batch = Batch(
+            texts=[each.text for each in completions],
+            token_ids=[[*each.token_ids] for each in completions],
+            step=self.step,
+            num_steps=self._num_steps,
+        )
+        pools = {n: source for n, source in self._sources.items() if isinstance(source, FunctionPool)}
+        pools = {name: pool for name, pool in pools.items() if await pool.takes_batch()}
+        together = await _all({name: pool.call_batch(batch, row) for name, pool in pools.items()})
+        return [
+            self._combined({**value, **{name: found.rewards[index] for name, found in together.items()}}).with_logs(
+                together.values(), index
+            )
+            for index, value in enumerate(values)
+        ]
+
+    async def _takes_batch(self, name: str) -> bool:
+        source = self._sources[name]
+        return isinstance(source, FunctionPool) and await source.takes_batch()
+
+    def _combined(self, values: Mapping[str, Value]) -> Score:
+        """Score of the values of all parts."""
         components: dict[str, float] = {}
         missing = set[str]()
         weights: dict[str, float] = {}
-        for name, task in tasks.items():
-            value = task.result()
-            if isinstance(value, dict) and NOT_APPLICABLE in value:  # it does not apply to this row
+        for name in self._parts:  # in their order, which is that of the components
+            value = values[name]
+            if value is None:
                 missing.add(name or "reward")
                 components[name or "reward"] = weights[name or "reward"] = 0.0
                 continue
@@ -177,21 +253,17 @@ class Scorer:
         values = [v for n, v in found.items() if n.rpartition("/")[2] in _CORRECTNESS] or [*found.values()]
         return values[0] >= 1 if len(values) == 1 else None
 
-    async def _value(
-        self, name: str, text: str, row: Mapping[str, Any], loop_reward: float | None
-    ) -> float | dict[str, float]:
-        source, part = self._sources[name], self._parts[name]
+    async def _value(self, name: str, completion: Completion, row: Mapping[str, Any]) -> Value:
+        source, part, text = self._sources[name], self._parts[name], completion.text
         if part.kind == "rule" and not reads_thinking(part):
             text = self._thinking.answer(text)
-        if isinstance(source, FunctionPool):
-            return await source.call(text, {**row, STEP: self.step})
         if source is not None:
             return await source.call(text, row)
         if part.kind == "rule":
             return await self._rule(part.rule, part.options, text, row)
-        if loop_reward is None:
+        if completion.loop_reward is None:
             raise RewardError(f"reward.parts.{name} is the agent loop's own reward, and the loop gave none")
-        return loop_reward
+        return completion.loop_reward
 
     async def _rule(self, name: str | None, options: Mapping[str, Any], text: str, row: Mapping[str, Any]) -> float:
         name = name or resolve_reward(row["data_source"])
@@ -223,6 +295,16 @@ class Scorer:
         for source in (*self._sources.values(), *self._graders.values(), self._isolated):
             if source is not None:
                 await source.close()
+
+
+async def _all(work: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
+    """Results by name; the first error is raised and cancels the rest."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = {name: group.create_task(each) for name, each in work.items()}
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return {name: task.result() for name, task in tasks.items()}
 
 
 def compares(part: RewardPart) -> bool:

@@ -19,11 +19,11 @@ import queue
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
 from typing import IO, Any, cast
 
 from rl_trainer.plugins import Serialized, find
+from rl_trainer.rewards.trl import is_batched, of_batch
 
 HEADER = struct.Struct("<Q")
 """Bytes of the JSON that follows."""
@@ -34,11 +34,11 @@ OBJECT = "-"
 """Argument in place of a function's name: the function itself is the first message."""
 _BYTES = "\0bytes"
 """The key of an object that stands for bytes."""
-Request = tuple[int, str, Mapping[str, Any], float]
-"""Number, completion text, row, and deadline in seconds, which a coroutine function is held to here."""
+Request = tuple[int, Any, Mapping[str, Any], float]
+"""Number, completion text (or the fields of a `Batch`), row, and deadline in seconds of a coroutine function."""
 Answer = tuple[int, str, Any]
-"""Number, `ok`, `error` or `timeout`, and the value or the sentence. The first has number -1: `ok` with whether the
-function is a coroutine function, or `error`."""
+"""Number, `ok`, `error` or `timeout`, and the value or the sentence. The first has number -1: `ok` with `is_async` and
+`is_batched`, or `error`."""
 
 
 def main() -> None:
@@ -53,20 +53,20 @@ def main() -> None:
         function = find(name, GROUP, key="reward.path")
         if not callable(function):
             raise TypeError(f"{function!r} is no function of the completion's text and the row")
-        function = of_text_and_row(function)
+        function, takes_batch = adapted(function)
     except BaseException as error:  # noqa: BLE001 - a file of the user's may raise anything
         _write(answers, (-1, "error", f"{type(error).__name__}: {error}"))
         return
     is_async = inspect.iscoroutinefunction(function)
-    _write(answers, (-1, "ok", is_async))
+    _write(answers, (-1, "ok", {"is_async": is_async, "is_batched": takes_batch}))
     if is_async:
         asyncio.run(_serve_together(function, requests, answers))
         return
     inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
     _read_aside(requests, inbox.put)
     while True:
-        number, text, row, _ = inbox.get()
-        kind, told = _call(function, text, row)
+        number, given, row, _ = inbox.get()
+        kind, told = _call(function, given, row)
         _write(answers, (number, kind, told))
 
 
@@ -74,20 +74,36 @@ _VERL = ("data_source", "solution_str", "ground_truth")
 """Parameters of a `compute_score` as verl calls it, beside `extra_info`."""
 
 
-def of_text_and_row(function: Callable[..., Any]) -> Callable[[str, Mapping[str, Any]], Any]:
-    """A reward function as it is called here: `(text, row)`.
+def adapted(function: Callable[..., Any]) -> tuple[Callable[[Any, Mapping[str, Any]], Any], bool]:
+    """A reward function as it is called here, `(text, row)`, or `(batch, row)` where the second value is true.
 
-    One written for verl, `compute_score(data_source, solution_str, ground_truth, extra_info)`, is known by the names of
-    its parameters. Of the mapping that it may give, `score` is the reward, as there.
+    Those written for verl, `compute_score(data_source, solution_str, ground_truth, extra_info)`, and for TRL are known
+    by the names of their parameters.
     """
     try:
-        names = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a builtin
-        return function
-    if is_batched(names.values()):
-        return _of_one(function, names)
-    if not all(name in names for name in _VERL):
-        return function
+        return _with_check(function), False
+    if is_batched(parameters.values()):
+        return of_batch(function, parameters), True
+    is_verls = all(name in parameters for name in _VERL)
+    return _with_check(_of_verl(function, parameters) if is_verls else function), False
+
+
+def _with_check(function: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
+    if inspect.iscoroutinefunction(function):
+
+        async def score(text: str, row: Mapping[str, Any]) -> Any:
+            return checked(await function(text, row))
+
+        return score
+    return lambda text, row: checked(function(text, row))
+
+
+def _of_verl(
+    function: Callable[..., Any], names: Mapping[str, inspect.Parameter]
+) -> Callable[[str, Mapping[str, Any]], Any]:
+    """Reward function of verl as one of text and row; `score` is the reward of a mapping that it gives, as there."""
 
     def arguments(text: str, row: Mapping[str, Any]) -> dict[str, Any]:
         truth = row.get("reward_model", {}).get("ground_truth")
@@ -104,65 +120,6 @@ def of_text_and_row(function: Callable[..., Any]) -> Callable[[str, Mapping[str,
 
         return scores
     return lambda text, row: score_of(function(**arguments(text, row)))
-
-
-NOT_APPLICABLE = "\0none"
-"""The name of a reward of TRL's functions that is None."""
-_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-"""Columns of a row that TRL does not pass on."""
-
-
-def is_batched(parameters: Iterable[inspect.Parameter]) -> bool:
-    """Whether a function is called as TRL calls reward functions: `f(prompts, completions, **columns)`, lists each."""
-    named = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    return any(each.name in ("prompts", "completions") for each in named) and "text" not in {e.name for e in named}
-
-
-def _of_one(
-    function: Callable[..., Any], names: Mapping[str, inspect.Parameter]
-) -> Callable[[str, Mapping[str, Any]], Any]:
-    """TRL's reward function, called with lists of one; None means that it does not apply."""
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
-
-    def arguments(text: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        prompt = row.get("prompt")
-        is_chat = not isinstance(prompt, str)
-        given: dict[str, Any] = {name: [value] for name, value in row.items() if name not in _NOT_COLUMNS}
-        given["prompts"] = [prompt]
-        given["completions"] = [[{"role": "assistant", "content": text}] if is_chat else text]
-        given |= {"trainer_state": SimpleNamespace(global_step=_NOW["step"]), "log_extra": _log, "log_metric": _log}
-        if lacking := [n for n, p in names.items() if _is_needed(p) and n not in given]:
-            raise TypeError(f"it takes {', '.join(lacking)}, and the row has {', '.join(map(str, row))}")
-        return given if takes_all else {name: given[name] for name in names if name in given}
-
-    def one(values: Any) -> Any:
-        found = list(values)
-        if len(found) != 1:
-            raise ValueError(f"it gave {len(found)} rewards for one completion")
-        return {NOT_APPLICABLE: 0.0} if found[0] is None else found[0]
-
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-
-        async def score(text: str, row: Mapping[str, Any]) -> Any:
-            return one(await function(**arguments(text, row)))
-
-        return score
-    return lambda text, row: one(function(**arguments(text, row)))
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return parameter.default is parameter.empty and parameter.kind not in variadic
-
-
-STEP = "\0step"
-"""Field of a row that is the step of the run, for `trainer_state`; no function sees it in its row."""
-_NOW = {"step": 0}
-
-
-def _log(name: str, value: Any) -> None:
-    """`log_extra` and `log_metric`: a line of the process's output."""
-    sys.stderr.write(f"reward: {name}={value}\n")
 
 
 def _read_aside(requests: IO[bytes], deliver: Callable[[Request], object]) -> None:
@@ -182,12 +139,11 @@ async def _serve_together(function: Callable[..., Any], requests: IO[bytes], ans
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(request: Request) -> None:
-        number, text, row, timeout_s = request
-        row = _of_step(row)
+        number, given, row, timeout_s = request
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
-                kind, told = "ok", checked(await function(text, row))
+                kind, told = "ok", await function(given, row)
         except Exception as error:  # noqa: BLE001 - it is told
             kind, told = "timeout" if deadline.expired() else "error", f"{type(error).__name__}: {error}"
         _write(answers, (number, kind, told))
@@ -201,16 +157,9 @@ async def _serve_together(function: Callable[..., Any], requests: IO[bytes], ans
     await asyncio.Event().wait()
 
 
-def _of_step(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row without the step of the run, which becomes the process's."""
-    _NOW["step"] = row.get(STEP, 0)
-    return {name: value for name, value in row.items() if name != STEP}
-
-
-def _call(function: Callable[..., Any], text: str, row: Mapping[str, Any]) -> tuple[str, Any]:
-    row = _of_step(row)
+def _call(function: Callable[..., Any], given: Any, row: Mapping[str, Any]) -> tuple[str, Any]:
     try:
-        return "ok", checked(function(text, row))
+        return "ok", function(given, row)
     except BaseException as error:  # noqa: BLE001 - it is told; SystemExit as well
         return "error", f"{type(error).__name__}: {error}"
 

@@ -19,7 +19,7 @@ import rl_agent
 import rl_rollout
 import rl_tq
 from rl_agent.errors import RowError
-from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RolloutResult
+from rl_agent.types import AgentLoopOutput, Failure, GroupResult, RolloutResult
 from rl_csrc.inference.folder_tokens import FolderTokens, read_folder_tokens
 from rl_rollout.errors import ServerLostError
 from rl_trainer.errors import DataError, TrainerError
@@ -27,12 +27,13 @@ from rl_trainer.plugins import loop_named
 from rl_trainer.rewards import Scorer, Thinking
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.tracing import trace_requests
-from rl_trainer.workers.columns import GIVEN, ROLLOUT, TEACHER_PROMPT, ImageReader, takes_images, to_columns
+from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, ImageReader, takes_images, to_columns
+from rl_trainer.workers.grading import Grading, overlong_penalty, scored
 from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.queue import write_step
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
     from rl_agent.base import Generator
@@ -150,6 +151,7 @@ class AgentWorker:
         max_new_tokens: int,
         asks_experts: bool,
         has_baseline: bool,
+        num_steps: int,
         num_given: int = 0,
         teacher: TeacherSection | None = None,
         model_path: str,
@@ -167,7 +169,10 @@ class AgentWorker:
         self._failures = _Failures()
         self._tokenizer = cast("Tokenizer", PromptMemory(rl_agent.load_tokenizer(model_path)))
         self._scorer = Scorer(
-            reward, num_sharing=context.world_size, thinking=thinking_of(self._tokenizer, reward, config)
+            reward,
+            num_sharing=context.world_size,
+            thinking=thinking_of(self._tokenizer, reward, config),
+            num_steps=num_steps,
         )
         self._tokens = read_folder_tokens(model_path)
         self._reader = ImageReader(Path(model_path)) if takes_images(Path(model_path)) else None
@@ -278,29 +283,30 @@ class AgentWorker:
         baselines = asyncio.create_task(self._baselines(jobs, sampling_params)) if self._has_baseline else None
         by_group = {job.group_id: job for job in jobs}
         writer = _GroupWriter(lambda groups: self._put(groups, partition, by_group))
-        grade, num_sampled = self._grading(rows), group_size - self._num_given
+        grading, num_sampled = self._grading(rows), group_size - self._num_given
+
+        async def complete(group: GroupResult) -> GroupResult:
+            return await grading.complete(group, await self._given(group, grading, rows[group.row_index]))
+
         finished = self._runner.run_groups(
-            rows, sampling_params, group_size=num_sampled, positions=positions, grade=grade
+            rows,
+            sampling_params,
+            group_size=num_sampled,
+            positions=positions,
+            grade=grading.grade,
+            complete=complete,
         )
         try:
             async with aclosing(finished) as groups:
                 async for group in groups:
-                    group_id = jobs[group.row_index].group_id
-                    row = rows[group.row_index]
-                    given = (
-                        [await grade(r) for r in self._given(group.row_index, group.rollouts, row)]
-                        if not group.failures
-                        else []
-                    )
-                    failures = [*group.failures, *(r.outputs for r in given if isinstance(r.outputs, Failure))]
+                    group_id, row = jobs[group.row_index].group_id, rows[group.row_index]
                     greedy = None if baselines is None else (await baselines)[group_id]
                     if isinstance(greedy, Failure):
-                        self._failures.add(group_id, [*failures, greedy])
-                    elif failures:
-                        self._failures.add(group_id, failures)
+                        self._failures.add(group_id, [*group.failures, greedy])
+                    elif group.failures:
+                        self._failures.add(group_id, group.failures)
                     else:
-                        rollouts = [*group.rollouts, *(r.outputs for r in given if not isinstance(r.outputs, Failure))]
-                        made = [sample for rollout in rollouts for sample in scored(rollout)]
+                        made = [sample for rollout in group.rollouts for sample in scored(rollout)]
                         samples = [self._with_teacher_prompt(sample, row) for sample in made]
                         writer.add((group_id, samples, greedy))
         finally:  # also when it is stopped: what is complete is written
@@ -308,13 +314,13 @@ class AgentWorker:
                 baselines.cancel()
             await writer.finish()
 
-    def _given(self, row_index: int, rollouts: Sequence[Sequence[AgentLoopOutput]], row: Row) -> list[RolloutResult]:
+    async def _given(self, group: GroupResult, grading: Grading, row: Row) -> list[RolloutResult]:
         """The completions of a group that are taken from its row; they are as new as the sampled ones."""
         found: list[RolloutResult] = []
         prompt, images = rl_agent.tokenize_prompt(self._tokenizer, row) if self._num_given else ((), ())
         for index in range(self._num_given):
             ids = given_tokens(self._tokenizer, row["given"][index], self._tokens)
-            newest = max(max(output.weight_versions) for rollout in rollouts for output in rollout)
+            newest = max(max(output.weight_versions) for rollout in group.rollouts for output in rollout)
             output = AgentLoopOutput(
                 prompt_token_ids=prompt,
                 completion_token_ids=ids,
@@ -326,21 +332,28 @@ class AgentWorker:
                 images=images,
                 extra_fields={GIVEN: True},
             )
-            at = len(rollouts) + index
-            found.append(
-                RolloutResult(row_index=row_index, rollout_index=at, outputs=(output,), num_attempts=0, wall_s=0.0)
+            given = RolloutResult(
+                row_index=group.row_index,
+                rollout_index=len(group.rollouts) + index,
+                outputs=(output,),
+                num_attempts=0,
+                wall_s=0.0,
             )
+            found.append(await grading.grade(given))
         return found
 
-    def _grading(self, rows: Sequence[Row]) -> Callable[[RolloutResult], Awaitable[RolloutResult]]:
+    def _grading(self, rows: Sequence[Row]) -> Grading:
         buffer, longest = self._reward.overlong_buffer, self._max_new_tokens
-        return grading(rows, self._scorer, lambda num_tokens: overlong_penalty(num_tokens, longest, buffer))
+        return Grading(rows, self._scorer, lambda num_tokens: overlong_penalty(num_tokens, longest, buffer))
 
     async def _baselines(self, jobs: list[Job], sampling_params: dict[str, Any]) -> dict[int, float | Failure]:
         """Reward of one greedy completion per job, by group."""
         found: dict[int, float | Failure] = {}
         rows, params = [job.row for job in jobs], sampling_params | {"temperature": 0.0}
-        async for group in self._runner.run_groups(rows, params, group_size=1, grade=self._grading(rows)):
+        grading = self._grading(rows)
+        async for group in self._runner.run_groups(
+            rows, params, group_size=1, grade=grading.grade, complete=grading.complete
+        ):
             rewards = [score.reward for rollout in group.rollouts for _, score in scored(rollout)]
             found[jobs[group.row_index].group_id] = fmean(rewards) if rewards else group.failures[-1]
         return found
@@ -365,8 +378,9 @@ class AgentWorker:
     async def _evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> EvalReport:
         scores: list[Score] = []
         failures: list[Failure] = []
+        grading = Grading(rows, self._scorer)
         async for group in self._runner.run_groups(
-            rows, sampling_params, group_size=1, grade=grading(rows, self._scorer)
+            rows, sampling_params, group_size=1, grade=grading.grade, complete=grading.complete
         ):
             scores += [score for rollout in group.rollouts for _, score in scored(rollout)]
             failures += group.failures
@@ -438,53 +452,6 @@ def with_context(row: Row, context: str) -> Row:
     if not isinstance(last["content"], str):
         raise DataError(f"teacher.context goes below a message of text, and one of {row['data_source']!r} has parts")
     return {**row, "prompt": [*before, {**last, "content": f"{last['content']}\n\n{told}"}]}
-
-
-def overlong_penalty(num_tokens: int, longest: int, buffer: int) -> float:
-    """Length penalty of a completion: 0 up to `longest - buffer` tokens, then linear up to 1.
-
-    Soft overlong punishment, arXiv 2503.14476, equation 13. Nothing with a buffer of 0.
-    """
-    return min(max(num_tokens - (longest - buffer), 0) / buffer, 1.0) if buffer else 0.0
-
-
-def grading(
-    rows: Sequence[Row], scorer: Scorer, penalty: Callable[[int], float] | None = None
-) -> Callable[[RolloutResult], Awaitable[RolloutResult]]:
-    """Grading hook for `AgentRunner.run_groups`; `scored` reads the scores. A scorer that raises is a counted failure.
-
-    Args:
-        rows: Rows of the results.
-        scorer: Gives the scores.
-        penalty: Penalty by number of completion tokens.
-    """
-
-    async def grade(result: RolloutResult) -> RolloutResult:
-        outputs, row = result.outputs, rows[result.row_index]
-        assert not isinstance(outputs, Failure), "those are not graded"
-        scorer.step = max(scorer.step, *(max(output.weight_versions) for output in outputs))
-        try:
-            scores = await asyncio.gather(*(scorer.score(o.text, row, o.reward) for o in outputs))
-        except Exception as error:  # noqa: BLE001 - a scorer is a plug-in: whatever it raises is a counted failure
-            message = f"the reward of {row['data_source']!r} raised {type(error).__name__}: {error}"
-            failed = Failure(kind=FailureKind.GRADER, stage="reward", message=message, is_retryable=False)
-            return replace(result, outputs=failed)
-        if penalty is not None:
-            scores = [s.less(penalty(len(o.completion_token_ids))) for s, o in zip(scores, outputs, strict=True)]
-        pairs = zip(outputs, scores, strict=True)
-        marks = {ROLLOUT: result.rollout_index}
-        marked = (replace(o, extra_fields={**o.extra_fields, **marks, _SCORE: score}) for o, score in pairs)
-        return replace(result, outputs=tuple(marked))
-
-    return grade
-
-
-def scored(outputs: Sequence[AgentLoopOutput]) -> list[Sample]:
-    """Trajectories that `grading` has scored, with their scores."""
-    return [(output, output.extra_fields[_SCORE]) for output in outputs]
-
-
-_SCORE = "score"
 
 
 _MOST = 1024

@@ -105,7 +105,8 @@ def to_columns(
         {
             "group_id": group_id,
             "reward": score.reward,
-            "parts": {name: value for name, value in score.components.items() if name not in score.missing},
+            "parts": {**score.metrics, **{n: v for n, v in score.components.items() if n not in score.missing}},
+            **({"extra": {**score.extra}} if score.extra else {}),
             "num_tokens": len(o.completion_token_ids),
             **({"num_unknown": unknown} if (unknown := _num_unknown(o, num_known)) else {}),
             "weight_version_min": min(v),

@@ -29,6 +29,9 @@ def write_step(queue: TransferQueue, tokenizer: Tokenizer, folder: Path, batch: 
     for owner in ("prompt", "completion"):
         rows = columns[f"{owner}_token_ids"].unbind()
         columns[owner] = [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows]
+    logged = [tags.get("extra", {}) for tags in batch.tags]  # by `log_extra` of a reward function
+    for name in {name: None for each in logged for name in each if name not in columns}:
+        columns[name] = [each.get(name) for each in logged]
     for tag in ("reward", "finish_reason"):
         columns[tag] = [tags[tag] for tags in batch.tags]
     return write_samples(file_of(folder, step), columns)

@@ -1,0 +1,91 @@
+"""Grading of rollouts: the scorer's values as each ends, and the scores when its group does."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rl_agent.types import AgentLoopOutput, Failure, FailureKind, GroupResult, RolloutResult
+from rl_trainer.rewards import Completion, Score, Scorer
+from rl_trainer.workers.columns import ROLLOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rl_trainer.data import Row
+    from rl_trainer.workers.columns import Sample
+
+_SCORE, _VALUES = "score", "reward_values"
+"""Extra fields of a trajectory: its score, and before its group is complete the values of what judges it alone."""
+
+
+def overlong_penalty(num_tokens: int, longest: int, buffer: int) -> float:
+    """Length penalty of a completion: 0 up to `longest - buffer` tokens, then linear up to 1.
+
+    Soft overlong punishment, arXiv 2503.14476, equation 13. Nothing with a buffer of 0.
+    """
+    return min(max(num_tokens - (longest - buffer), 0) / buffer, 1.0) if buffer else 0.0
+
+
+class Grading:
+    """Grading hooks of `AgentRunner.run_groups`; `scored` reads the scores. A scorer that raises is a counted failure.
+
+    What judges one completion does so as its rollout ends, and what compares completions when their group does.
+
+    Args:
+        rows: Rows of the results.
+        scorer: Gives the scores.
+        penalty: Penalty by number of completion tokens.
+    """
+
+    def __init__(self, rows: Sequence[Row], scorer: Scorer, penalty: Callable[[int], float] | None = None) -> None:
+        self._rows, self._scorer, self._penalty = rows, scorer, penalty
+
+    async def grade(self, result: RolloutResult) -> RolloutResult:
+        """Add the values of what judges one completion, or fail the rollout."""
+        outputs, row = result.outputs, self._rows[result.row_index]
+        assert not isinstance(outputs, Failure), "those are not graded"
+        self._scorer.step = max(self._scorer.step, *(max(output.weight_versions) for output in outputs))
+        try:
+            values = await asyncio.gather(*(self._scorer.values(_completion(o), row) for o in outputs))
+        except Exception as error:  # noqa: BLE001 - a scorer is a plug-in: whatever it raises is a counted failure
+            return replace(result, outputs=_reward_failure(error, row))
+        added = ({ROLLOUT: result.rollout_index, _VALUES: each} for each in values)
+        marked = (
+            replace(o, extra_fields={**o.extra_fields, **fields}) for o, fields in zip(outputs, added, strict=True)
+        )
+        return replace(result, outputs=tuple(marked))
+
+    async def complete(self, group: GroupResult, given: Sequence[RolloutResult] = ()) -> GroupResult:
+        """Add the scores of a group's rollouts and of those that its row gives, or fail the group."""
+        if failures := [each.outputs for each in given if isinstance(each.outputs, Failure)]:
+            return replace(group, rollouts=(), failures=(*group.failures, *failures))
+        rollouts = [*group.rollouts, *(each.outputs for each in given if not isinstance(each.outputs, Failure))]
+        outputs, row = [output for rollout in rollouts for output in rollout], self._rows[group.row_index]
+        values = [output.extra_fields[_VALUES] for output in outputs]
+        try:
+            scores = iter(await self._scorer.scores([*map(_completion, outputs)], values, row))
+        except Exception as error:  # noqa: BLE001 - as of `grade`
+            return replace(group, rollouts=(), failures=(*group.failures, _reward_failure(error, row)))
+        return replace(group, rollouts=tuple(tuple(self._scored(o, next(scores)) for o in each) for each in rollouts))
+
+    def _scored(self, output: AgentLoopOutput, score: Score) -> AgentLoopOutput:
+        if self._penalty is not None:
+            score = score.less(self._penalty(len(output.completion_token_ids)))
+        fields = {name: value for name, value in output.extra_fields.items() if name != _VALUES}
+        return replace(output, extra_fields={**fields, _SCORE: score})
+
+
+def _completion(output: AgentLoopOutput) -> Completion:
+    return Completion(text=output.text, token_ids=output.completion_token_ids, loop_reward=output.reward)
+
+
+def _reward_failure(error: Exception, row: Row) -> Failure:
+    message = f"the reward of {row['data_source']!r} raised {type(error).__name__}: {error}"
+    return Failure(kind=FailureKind.GRADER, stage="reward", message=message, is_retryable=False)
+
+
+def scored(outputs: Sequence[AgentLoopOutput]) -> list[Sample]:
+    """Trajectories that `Grading` has scored, with their scores."""
+    return [(output, output.extra_fields[_SCORE]) for output in outputs]
