@@ -13,6 +13,7 @@ from rl_trainer.algorithms import POLICY_LOSSES, PolicyLoss, PolicyLossFunction
 from rl_trainer.algorithms.critic_losses import ProcessRewardLoss, ValueLossFunction
 from rl_trainer.config import AlgorithmConfig, TeacherSection
 
+pytestmark = pytest.mark.process  # no process, but a third of the core tier's time
 AGGREGATIONS, CORRECTIONS, REJECTIONS = (
     get_args(get_type_hints(AlgorithmConfig)[key]) for key in ("aggregation", "correction", "rejection")
 )
