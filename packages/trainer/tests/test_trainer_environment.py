@@ -20,15 +20,16 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.process]
 BACKEND = """
 import sys
 from pathlib import Path
-from rl_engine.backends.fsdp import FsdpEngine
+from rl_engine.backends.fsdp import FsdpBackend
+from rl_engine.model.module_engine import ModuleEngine
 
-class Elsewhere(FsdpEngine):
+class Elsewhere(ModuleEngine):
     def initialize(self):
         super().initialize()
         Path(sys.prefix, "initialized").write_text(sys.executable)
 
 def create(config):
-    return Elsewhere(config)
+    return Elsewhere(FsdpBackend(config))
 """
 
 

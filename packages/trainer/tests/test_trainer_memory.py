@@ -203,7 +203,7 @@ def test_weights_gradients_and_moments_are_those_of_an_engine(tmp_path, override
     engine = create_engine("fsdp", actor_config(config, folder))
     engine.initialize()
     engine.forward_backward_batch(ragged_batch([[5, 6, 7]], [[9, 10]]), sft_loss)
-    weights = [*engine._scorer.model.parameters()]
+    weights = [*engine.parts.built.scorer.model.parameters()]
     held = {
         "weights": sum(w.nbytes for w in weights if not (overrides and w.requires_grad)),
         "gradients": sum(w.grad.nbytes for w in weights if w.grad is not None),
@@ -211,7 +211,7 @@ def test_weights_gradients_and_moments_are_those_of_an_engine(tmp_path, override
     if overrides:
         held["adapter"] = sum(w.nbytes for w in weights if w.requires_grad)
     engine.optimizer_step()
-    moments = [value for state in engine._optimizer.state.values() for value in state.values()]
+    moments = [value for state in engine.parts.built.optimizer.state.values() for value in state.values()]
     held["optimizer"] = sum(value.nbytes for value in moments if value.ndim)
     engine.close()
     plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))

@@ -164,7 +164,7 @@ def test_the_plan_has_every_pool_with_gib_by_role_as_an_engine_holds_them(tmp_pa
     config = of(*CRITIC, *own, "rollout.colocated=false")
     engine = create_engine("fsdp", frozen_config(config, "reference", folder))
     engine.initialize()
-    held = sum(parameter.nbytes for parameter in engine._scorer.model.parameters())
+    held = sum(parameter.nbytes for parameter in engine.parts.built.scorer.model.parameters())
     engine.close()
     plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
     assert round(plan.others["frozen"]["reference"] * GIB) == held // 2, "of one of two ranks"

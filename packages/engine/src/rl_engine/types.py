@@ -342,6 +342,11 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it needs head=lm, and head is {self.head}.")
 
     @property
+    def exports_adapter(self) -> bool:
+        """Whether weights leave the engine as an adapter alone."""
+        return self.lora is not None and self.lora.export == LoraExport.ADAPTER
+
+    @property
     def trains_mtp(self) -> bool:
         """Whether layers for multi-token prediction are computed and trained."""
         return self.mtp == Mtp.TRAIN and self.optimizer is not None

@@ -22,7 +22,7 @@ from rl_engine import (
     check,
     create_engine,
 )
-from rl_engine.model import engine
+from rl_engine.model import module_engine
 from rl_engine.model.device_memory import idle_accelerator
 from rl_engine.testing import write_tiny_model
 
@@ -169,6 +169,6 @@ def test_an_accelerator_that_is_not_computed_on_is_said(tmp_path, monkeypatch, k
         patched.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
         idle = idle_accelerator()
     assert idle == (kind if kind in ("mps", "npu") else None)
-    monkeypatch.setattr(engine, "idle_accelerator", lambda: idle)
+    monkeypatch.setattr(module_engine, "idle_accelerator", lambda: idle)
     found = check("fsdp", EngineConfig(model_path=str(write_tiny_model(tmp_path))))
     assert found.get("device") == (idle and f"cpu, as engines here do not compute on {kind}")

@@ -14,8 +14,7 @@ import torch
 
 from rl_engine import BackendError, ConfigError, EngineConfig, LoraConfig, Precision, create_engine
 from rl_engine.losses import sft_loss
-from rl_engine.model import device_memory
-from rl_engine.model import engine as module_engine
+from rl_engine.model import device_memory, module_engine
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 _spec = spec_from_file_location("megatron_te_ranks", Path(__file__).parents[1] / "support" / "megatron_te_ranks.py")
@@ -136,7 +135,7 @@ def test_megatron_tells_transformer_engine(folder, float8_gpu, monkeypatch, reci
     monkeypatch.setattr(stages.transformer_engine, "TEDotProductAttention", te.Attention)
     monkeypatch.setattr(rope, "fused_apply_rotary_pos_emb", te.rotate)
     engine = built("megatron", folder, recipe)
-    decoder = engine._scorer.model[0].decoder.layers
+    decoder = engine.parts.built.scorer.model[0].decoder.layers
     for layer in decoder:
         assert type(layer.self_attention.linear_qkv) is type(layer.mlp.linear_fc1) is Column
         assert type(layer.self_attention.linear_proj) is type(layer.mlp.linear_fc2) is Row
@@ -215,7 +214,7 @@ def test_losses_on_a_gpu_are_near_those_without_it(tmp_path, backend, recipe):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_products_of_layers_are_in_float8(folder, recipe):
     plain, engine = built("fsdp", folder), built("fsdp", folder, recipe)
-    model = engine._scorer.model
+    model = engine.parts.built.scorer.model
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if hasattr(module, "weight")}
     found = {name for name, kind in kinds.items() if "Float8Linear" in kind}
     assert found == {name for name in kinds if ".layers." in name and name.endswith("_proj")}

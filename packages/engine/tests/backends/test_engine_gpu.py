@@ -146,7 +146,7 @@ def test_everything_goes_to_the_cpu_and_comes_back(tmp_path, precision):
             first = ranks.one_step(engine, data)
         if is_moved:
             engine.to("cpu")
-            assert not any(parameter.is_cuda for parameter in engine._scorer.parameters())
+            assert not any(parameter.is_cuda for parameter in engine.parts.built.scorer.parameters())
         with engine.train_mode():
             steps.append((first, ranks.one_step(engine, data)))
         engine.close()

@@ -251,9 +251,9 @@ def test_gradients_arrive_after_parameters_were_elsewhere(tmp_path, is_away):
         engine = build(write_tiny_model(tmp_path))
         engine.forward_backward_batch(BATCH, ranks.sft_loss)
         if is_moved:
-            for parameter in engine._scorer.model.parameters() if is_away else ():
+            for parameter in engine.parts.built.scorer.model.parameters() if is_away else ():
                 parameter.data = parameter.data.float()
-            engine._optimizer.to(torch.device("cpu"), model=True, optimizer=False, grad=False)
+            engine.parts.built.optimizer.to(torch.device("cpu"), model=True, optimizer=False, grad=False)
         engine.forward_backward_batch(BATCH, ranks.sft_loss)
         norms.append(engine.optimizer_step())
         engine.close()

@@ -31,7 +31,7 @@ def trained(folder, **changes):
     options = {"precision": Precision.BFLOAT16, "optimizer": OptimizerConfig(lr=3e-4)} | changes
     engine = create_engine("megatron", EngineConfig(model_path=str(folder), **options))
     engine.initialize()
-    kinds = {type(module).__name__ for module in engine._scorer.model.modules()}
+    kinds = {type(module).__name__ for module in engine.parts.built.scorer.model.modules()}
     weights, steps = [{name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}], []
     for _ in range(3):
         engine.optimizer_zero_grad()
@@ -129,11 +129,13 @@ def test_a_ring_of_two_ranks_steps_like_one_that_has_all_tokens(seen, case):
 def test_a_ring_is_taken_where_its_kernel_can(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "has_gpu", lambda: True)
     monkeypatch.setattr(stages.transformer_engine, "HAVE_TE", True)
+    from rl_engine.backends.megatron.megatron_engine import MegatronBackend
+
     taken = {}
     for kind in MODELS:
         write(tmp_path / kind, kind)
         config = EngineConfig(model_path=str(tmp_path / kind), precision="bfloat16", parallel=ParallelConfig(cp=2))
-        arch = create_engine("megatron", config)._read_config()[1]
+        arch = MegatronBackend(config).read_config()[1]
         taken[kind] = stages.uses_ring(config, arch)
     assert taken == {"dense": True, "window": False, "experts": False, "sinks": False, "latent": False}
 

@@ -15,8 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_engine import ConfigError, EngineConfig, create_engine
 from rl_engine.losses import sft_loss
-from rl_engine.model import device_memory
-from rl_engine.model import engine as module_engine
+from rl_engine.model import device_memory, module_engine
 from rl_engine.model.device_memory import DeviceMemory
 from rl_engine.testing import ragged_batch, write_tiny_model
 
@@ -47,13 +46,13 @@ def freed_by(act):
 
 
 def model_of(engine):
-    return engine._scorer.model
+    return engine.parts.built.scorer.model
 
 
 def sizes_of(engine):
     """Bytes of the parameters, and of their two moments."""
     parameters = sum(tensor.numel() * 4 for tensor in model_of(engine).parameters())
-    moments = sum(value.nbytes for state in engine._optimizer.state.values() for value in state.values())
+    moments = sum(value.nbytes for state in engine.parts.built.optimizer.state.values() for value in state.values())
     return parameters, moments
 
 
@@ -68,7 +67,7 @@ OF_A_GPU = [
 @pytest.mark.parametrize("backend", OF_A_CPU)
 def test_modes_take_gradients_home_and_back(tmp_path, backend):
     engine, away = built(tmp_path, backend), torch.device("cpu", 0)  # to an engine not the place where it computes
-    places = engine._places
+    places = engine.parts.placement.devices
     engine.forward_backward_batch(DATA, sft_loss)
     engine.to(away)
     with engine.eval_mode():
@@ -78,7 +77,7 @@ def test_modes_take_gradients_home_and_back(tmp_path, backend):
         assert away not in places.values()
         engine.forward_backward_batch(DATA, sft_loss)
     assert set(places.values()) == {away}
-    with pytest.raises(ConfigError, match="Gradients lie where") if backend != "megatron" else nullcontext():
+    with pytest.raises(ConfigError, match="Gradients are on the device") if backend != "megatron" else nullcontext():
         engine.to("cpu", grad=False)
     engine.close()
 
@@ -93,7 +92,7 @@ def test_optimizer_state_that_is_moved_leaves_nothing_behind(tmp_path, backend):
     assert moments > 2 * parameters - 1
     assert freed_by(lambda: engine.to("meta", model=False, optimizer=True, grad=False)) == moments
     if backend == "megatron":  # its gradients have a buffer of their own, in which parameters start at multiples of 64
-        padded = sum(buffer.grad_data.nbytes for buffer in engine._optimizer._buffers())
+        padded = sum(buffer.grad_data.nbytes for buffer in engine.parts.built.optimizer._buffers())
         assert parameters <= padded < 1.1 * parameters
         assert freed_by(lambda: engine.to("meta", model=False, optimizer=False, grad=True)) == padded
     else:
@@ -151,7 +150,7 @@ def test_cpu_offload_is_what_every_layer_is_sharded_with(tmp_path, monkeypatch):
     groups = [module._get_fsdp_state()._fsdp_param_group for module in find_sharded(engine)]
     assert len(groups) == 3  # two layers, and the rest
     assert all(parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params)
-    assert sum(len(group.fsdp_params) for group in groups) == len(list(engine._scorer.parameters()))
+    assert sum(len(group.fsdp_params) for group in groups) == len(list(engine.parts.built.scorer.parameters()))
     norms, weights = take_steps(engine)
     assert norms == pytest.approx(want[0], rel=1e-5)
     torch.testing.assert_close(weights, want[1], rtol=1e-5, atol=1e-6)
@@ -163,7 +162,7 @@ def test_cpu_offload_is_what_every_layer_is_sharded_with(tmp_path, monkeypatch):
 
 
 def find_sharded(engine):
-    return [module for module in engine._scorer.modules() if isinstance(module, FSDPModule)]
+    return [module for module in engine.parts.built.scorer.modules() if isinstance(module, FSDPModule)]
 
 
 class CountingDriver:
@@ -198,9 +197,9 @@ class CountingDriver:
 
 def storages_of(engine):
     """References to what the engine's numbers lie in: parameters and gradients, then the optimizer's."""
-    parameters = [*engine._scorer.parameters()]
+    parameters = [*engine.parts.built.scorer.parameters()]
     model = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
-    states = [value for state in engine._optimizer.state.values() for value in state.values()]
+    states = [value for state in engine.parts.built.optimizer.state.values() for value in state.values()]
 
     def reference(tensor):
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -216,11 +215,13 @@ def test_an_offload_leaves_no_reference_when_it_gives_back_and_steps_are_those_w
     want = [take_steps(stayed), take_steps(stayed)]
     stayed.close()
     engine, driver = built(tmp_path, precision=precision), CountingDriver()
-    engine._memory = DeviceMemory(driver)
+    engine.parts.placement.memory = DeviceMemory(driver)
     found = [take_steps(engine)]
-    engine._places = dict.fromkeys(engine._places, torch.device("cuda"))  # as if it lay there
+    engine.parts.placement.devices = dict.fromkeys(
+        engine.parts.placement.devices, torch.device("cuda")
+    )  # as if it lay there
     model, states = storages_of(engine)
-    assert len(model) == 2 * len([*engine._scorer.parameters()]), "the last step's gradients are there"
+    assert len(model) == 2 * len([*engine.parts.built.scorer.parameters()]), "the last step's gradients are there"
     driver.watched = states
     engine.optimizer_zero_grad()
     engine.to("cpu", model=False, grad=False)
@@ -238,7 +239,7 @@ def test_an_offload_leaves_no_reference_when_it_gives_back_and_steps_are_those_w
         engine.to("cpu")
         assert len(driver.pinned) == num_pinned
     engine.to("cuda")
-    engine._places = dict.fromkeys(engine._places, torch.device("cpu"))
+    engine.parts.placement.devices = dict.fromkeys(engine.parts.placement.devices, torch.device("cpu"))
     found.append(take_steps(engine))
     assert [norms for norms, _ in found] == [norms for norms, _ in want]
     for (_, ours), (_, theirs) in zip(found, want, strict=True):
@@ -256,18 +257,22 @@ def test_the_optimizers_state_is_on_the_gpu_in_steps_alone(tmp_path, monkeypatch
     monkeypatch.setattr(module_engine, "has_gpu", lambda: True)
     engine, places = built(tmp_path, backend, optimizer_offload=True), []
     there, here = torch.device("cpu", 0), torch.device("cpu")  # to an engine not the place where it computes
-    step, run = engine._optimizer.clip_and_step, engine._run
+    step, run = engine.parts.built.optimizer.clip_and_step, engine.parts.runner.run
     monkeypatch.setattr(
-        engine._optimizer, "clip_and_step", lambda: places.append(("step", engine._places["optimizer"])) or step()
+        engine.parts.built.optimizer,
+        "clip_and_step",
+        lambda: places.append(("step", engine.parts.placement.devices["optimizer"])) or step(),
     )
     monkeypatch.setattr(
-        engine, "_run", lambda *given: places.append(("pass", engine._places["optimizer"])) or run(*given)
+        engine.parts.runner,
+        "run",
+        lambda *given: places.append(("pass", engine.parts.placement.devices["optimizer"])) or run(*given),
     )
-    engine._compute_device = there
-    engine._places = {"model": there, "grad": there, "optimizer": here}
+    engine.parts.placement.compute_device = there
+    engine.parts.placement.devices = {"model": there, "grad": there, "optimizer": here}
     norms, weights = take_steps(engine)
     assert places == [("pass", here), ("step", there)] * 3
-    assert engine._places["optimizer"] == here
+    assert engine.parts.placement.devices["optimizer"] == here
     assert norms == want[0]
     torch.testing.assert_close(weights, want[1], rtol=0, atol=0)
     engine.close()
@@ -339,9 +344,9 @@ def test_an_offloaded_optimizer_leaves_the_gpu_between_steps(tmp_path, backend):
     want = take_steps(plain)
     plain.close()
     engine = built(tmp_path, backend, optimizer_offload=True)
-    assert not any(value.is_cuda for state in engine._optimizer.state.values() for value in state.values())
+    assert not any(value.is_cuda for state in engine.parts.built.optimizer.state.values() for value in state.values())
     norms, weights = take_steps(engine)
-    assert not any(value.is_cuda for state in engine._optimizer.state.values() for value in state.values())
+    assert not any(value.is_cuda for state in engine.parts.built.optimizer.state.values() for value in state.values())
     assert norms == pytest.approx(want[0], rel=1e-4)
     torch.testing.assert_close(weights, want[1], rtol=1e-4, atol=1e-5)
     engine.close()
@@ -359,8 +364,13 @@ def test_cpu_offload_keeps_parameters_gradients_and_moments_off_the_gpu(tmp_path
     norms, weights = take_steps(engine)
     assert norms == pytest.approx(want[0], rel=1e-4)
     torch.testing.assert_close(weights, want[1], rtol=1e-4, atol=1e-5)
-    local = [parameter.to_local() for parameter in engine._scorer.parameters()]
-    moments = [value.to_local() for state in engine._optimizer.state.values() for value in state.values() if value.ndim]
+    local = [parameter.to_local() for parameter in engine.parts.built.scorer.parameters()]
+    moments = [
+        value.to_local()
+        for state in engine.parts.built.optimizer.state.values()
+        for value in state.values()
+        if value.ndim
+    ]
     assert not any(tensor.is_cuda for tensor in [*local, *moments])
     parameters, _ = sizes_of(engine)
     assert torch.cuda.memory_allocated() - before < parameters

@@ -224,7 +224,7 @@ def test_every_loss_has_the_gradient_of_rows_one_at_a_time(folders, head, seeds)
             spared += sum(len(drawn[0][row]) + len(drawn[1][row]) - (not is_judge) for row in rows) - sum(inputs)
             wanted, gradients = cut_ranks.reference(folders, seed, name)
             assert metrics == pytest.approx(wanted, rel=1e-9, abs=1e-9)
-            for key, value in engine._scorer.model.named_parameters():
+            for key, value in engine.parts.built.scorer.model.named_parameters():
                 if key in gradients:
                     torch.testing.assert_close(value.grad, gradients[key], rtol=1e-8, atol=1e-10)
     engine.close()
@@ -235,7 +235,9 @@ def test_every_loss_has_the_gradient_of_rows_one_at_a_time(folders, head, seeds)
 def fed_tokens(engine):
     """How many tokens each micro-batch feeds."""
     seen = []
-    handle = engine._scorer.register_forward_pre_hook(lambda _, given: seen.append(given[0].token_ids.numel()))
+    handle = engine.parts.built.scorer.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].token_ids.numel())
+    )
     yield seen
     handle.remove()
 

@@ -209,9 +209,9 @@ def test_replace_folder_leaves_no_trace_of_the_old(tmp_path):
 def test_modes_put_things_back(folder):
     engine = load(folder)
     with engine.eval_mode():
-        assert not engine._scorer.training
+        assert not engine.parts.built.scorer.training
         assert not torch.is_grad_enabled()
-    assert engine._scorer.training
+    assert engine.parts.built.scorer.training
     with engine.train_mode():
         engine.to("cpu")
     assert torch.is_grad_enabled()

@@ -51,7 +51,7 @@ def test_candidates_are_the_likeliest_tokens_and_are_scored_with_their_gradient(
     model, want = full_logprobs(folder, temperature=0.7)
     engine = built(folder, temperature=0.7, num_candidates=5)
     if not has_linear_head:
-        engine._scorer.head = None
+        engine.parts.built.scorer.head = None
     columns = engine.forward_backward_batch(ragged_batch(*ROWS), None).columns
     top = want.detach().topk(5, -1)
     assert torch.equal(columns["candidate_token_ids"].values(), top.indices)
@@ -65,7 +65,7 @@ def test_candidates_are_the_likeliest_tokens_and_are_scored_with_their_gradient(
         batch, lambda output, rows: ((output.candidate_logprobs * rows["weight"].values()).sum(), {})
     )
     (want.gather(1, chosen) * weight).sum().backward()
-    for name, parameter in engine._scorer.model.named_parameters():
+    for name, parameter in engine.parts.built.scorer.model.named_parameters():
         torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
     engine.close()
 

@@ -72,9 +72,9 @@ def test_scores_and_gradients_are_those_of_the_bare_model(tmp_path, kind):
     config = EngineConfig(model_path=str(folder), precision=Precision.FLOAT64, temperature=0.7, sum_pi_squared=True)
     engine = create_engine("fsdp", config)
     engine.initialize()
-    assert engine._scorer.is_packed == (kind in PACKED)
-    assert engine._scorer.shares_prefixes == (kind in PACKED and kind not in PARTED)
-    assert engine._scorer.head is not None
+    assert engine.parts.built.scorer.is_packed == (kind in PACKED)
+    assert engine.parts.built.scorer.shares_prefixes == (kind in PACKED and kind not in PARTED)
+    assert engine.parts.built.scorer.head is not None
     with engine.eval_mode():
         columns = engine.forward_backward_batch(ragged_batch(*ROWS), None).columns
     for got, want in zip(columns["logprobs"].unbind(), rows, strict=True):
@@ -82,9 +82,9 @@ def test_scores_and_gradients_are_those_of_the_bare_model(tmp_path, kind):
     torch.testing.assert_close(
         columns["sum_pi_squared"].values(), torch.cat(squares), rtol=1e-5, atol=1e-6, check_dtype=False
     )
-    engine._scorer.eval()
+    engine.parts.built.scorer.eval()
     engine.forward_backward_batch(ragged_batch(*ROWS), sft_loss)
-    for name, parameter in engine._scorer.model.named_parameters():
+    for name, parameter in engine.parts.built.scorer.model.named_parameters():
         assert (parameter.grad is None) == (gradients[name] is None), name
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5)

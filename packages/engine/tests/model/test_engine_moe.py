@@ -58,7 +58,7 @@ def test_other_experts_give_other_scores_and_the_models_own_the_same(tmp_path):
         seen.append(engine.forward_backward_batch(data, None).columns["logprobs"].values())
     assert (seen[0] - seen[1]).abs().max() > 0.01
     chosen = [[] for _ in range(oracle.LAYERS)]
-    for layer, module in enumerate(engine._scorer.model.model.layers):
+    for layer, module in enumerate(engine.parts.built.scorer.model.model.layers):
         module.mlp.gate.register_forward_hook(lambda *call, layer=layer: chosen[layer].append(call[2][2]))
     own = []
     for row in rows:

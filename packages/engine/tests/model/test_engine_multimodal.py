@@ -125,12 +125,12 @@ def test_scores_and_gradients_are_those_of_rows_by_themselves(tmp_path, kind, ha
     want, gradients = oracle(folder, rows)
     for budget in (4096, 32 if has_videos else 24):  # all in one micro-batch, and one of them without an image
         engine = built(folder, max_tokens_per_gpu=budget)
-        assert engine._scorer.is_packed
+        assert engine.parts.built.scorer.is_packed
         output = engine.forward_backward_batch(batch_of_videos(rows) if has_videos else batch_of(rows), sft_loss)
         assert output.num_micro_batches == 1 or budget < 4096
         for got, expected in zip(output.columns["logprobs"].unbind(), want, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-        for name, parameter in engine._scorer.model.named_parameters():
+        for name, parameter in engine.parts.built.scorer.model.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5)
         engine.close()
 
@@ -177,7 +177,7 @@ def test_a_placeholder_that_the_model_wrote_is_a_token_like_any_other(tmp_path, 
     for got, expected in zip(output.columns["logprobs"].unbind(), want, strict=True):
         torch.testing.assert_close(got, expected.detach(), rtol=1e-5, atol=1e-5)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for name, parameter in engine._scorer.model.named_parameters():
+    for name, parameter in engine.parts.built.scorer.model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5)
     given = batch_of(rows)  # not of the model's own, it stands for an image that is not there
     given["loss_mask"] = ragged([[1, 0, *[1] * (len(row[1]) - 2)] for row in rows])

@@ -22,7 +22,7 @@ CASES = {
 def main(folder):
     torch.set_num_threads(1)
     holder = ranks.build(folder / "model", optimizer=None)  # makes the process group; the others join it
-    rank, size = holder._world.rank, holder._world.size
+    rank, size = holder.parts.built.world.rank, holder.parts.built.world.size
     seen = {}
     for case, changes in CASES.items():
         for name in ("plain", "compiled"):

@@ -123,8 +123,8 @@ def main(folder, first_seed, num_seeds):
     frozen = EngineConfig(model_path=str(folder / "policy"), optimizer=None, timeout_s=120.0)
     holder = create_engine("fsdp", frozen)  # makes the process group; the others join it
     holder.initialize()
-    world, seen = holder._world, {}
-    for layout, parallel in LAYOUTS[holder._world.size].items():
+    world, seen = holder.parts.built.world, {}
+    for layout, parallel in LAYOUTS[holder.parts.built.world.size].items():
         for head in (Head.LM, Head.REWARD):
             is_judge = head == Head.REWARD
             config = replace(
@@ -157,7 +157,7 @@ def one_cut(engine, world, config, name, seed):
     engine.optimizer_zero_grad()
     batch = batch_of(drawn, mine, has_candidates=name in OF_CANDIDATES)
     metrics = engine.forward_backward_batch(batch, LOSSES[name]).metrics
-    named = engine._scorer.model.named_parameters()
+    named = engine.parts.built.scorer.model.named_parameters()
     grads = {key: value.grad.full_tensor().clone() for key, value in named if value.grad is not None}
     return metrics, grads
 

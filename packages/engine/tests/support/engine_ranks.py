@@ -75,7 +75,7 @@ def full(grad):
 
 
 def gradients(engine):
-    named = engine._scorer.model.named_parameters()
+    named = engine.parts.built.scorer.model.named_parameters()
     return {name: full(parameter.grad).clone() for name, parameter in named if parameter.grad is not None}
 
 
@@ -112,9 +112,9 @@ def by_layout(folder, rank, size, layout):
         assert output.columns.batch_size[0] == len(mine)
         seen["gradients"].append(gradients(engine))
         seen["losses"].append(output.metrics["loss"])
-        seen["micro-batches"].append(engine._world.exchange(output.num_micro_batches))
+        seen["micro-batches"].append(engine.parts.built.world.exchange(output.num_micro_batches))
         own = [row.tolist() for row in output.columns["logprobs"].unbind()] if mine else []
-        theirs = [iter(rows) for rows in engine._world.exchange(own)]
+        theirs = [iter(rows) for rows in engine.parts.built.world.exchange(own)]
         seen["logprobs"].append([next(theirs[at]) for at in owner])
         engine.close()
     return seen
@@ -263,15 +263,15 @@ def nan_on_rank_1(engine, mine, rank):
         said = str(error)
     after = weights(engine)
     unchanged = all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    return engine._world.exchange((said, unchanged))
+    return engine.parts.built.world.exchange((said, unchanged))
 
 
 def main(folder):
     torch.set_num_threads(1)
     model = folder / "model"
     first = build(model, max_tokens_per_gpu=4096)  # makes the process group; the others join it
-    rank, size = first._world.rank, first._world.size
-    memory = loading_memory(folder / "wide", first._world)
+    rank, size = first.parts.built.world.rank, first.parts.built.world.size
+    memory = loading_memory(folder / "wide", first.parts.built.world)
     layouts = {"dp": ParallelConfig(), "sp2": ParallelConfig(sp=2)}
     if size > 2:
         layouts |= {"hybrid": ParallelConfig(dp_replicate=2), "sp2 hybrid": ParallelConfig(sp=2, dp_replicate=2)}
@@ -290,7 +290,7 @@ def main(folder):
         options = {"parallel": layout, "max_tokens_per_gpu": 20, "router_aux_loss_coef": moe_oracle.COEF}
         engine = build(folder / "moe", optimizer=still, **options)
         seen[f"{name} experts"] = experts_step(engine, rank, size)
-        seen[f"{name} share"] = shards_are_the_weights(engine, first._world)
+        seen[f"{name} share"] = shards_are_the_weights(engine, first.parts.built.world)
         engine.close()
 
     seeing = build(folder / "sees", max_tokens_per_gpu=24)
@@ -319,7 +319,7 @@ def main(folder):
     resumed.close()
     seen["background"] = background_checkpoint(model, folder, mine)
     nowhere = refusal_of(lambda: build(folder / "nowhere"))
-    seen["refused folder"] = first._world.exchange(nowhere)
+    seen["refused folder"] = first.parts.built.world.exchange(nowhere)
 
     bad = ragged_batch([[1]], [[999 if rank == 1 else 2]])
     seen["refusal"] = refusal_of(lambda: first.forward_backward_batch(bad, sft_loss))
@@ -340,7 +340,7 @@ def main(folder):
     frozen = build(model, optimizer=None, num_candidates=3, parallel=ParallelConfig(sp=2), **EXTRAS)
     with frozen.eval_mode():
         columns = frozen.forward_backward_batch(mine, None).columns
-    seen["frozen"] = first._world.exchange({name: column.values() for name, column in columns.items()})
+    seen["frozen"] = first.parts.built.world.exchange({name: column.values() for name, column in columns.items()})
     frozen.close()
     first.close()
     if rank == 0:

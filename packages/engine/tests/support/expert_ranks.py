@@ -35,7 +35,7 @@ def gathered(engine, data):
         parts = [getattr(weight, "_local_tensor", weight) for weight in module.parameters(recurse=False)]
         seen.append(sum(part.numel() * part.element_size() for part in parts))
 
-    hooks = [module.register_forward_pre_hook(note) for module in expert_modules(engine._scorer)]
+    hooks = [module.register_forward_pre_hook(note) for module in expert_modules(engine.parts.built.scorer)]
     engine.forward_backward_batch(data, None)
     for hook in hooks:
         hook.remove()
@@ -46,7 +46,7 @@ def folder_gradients(engine):
     """Whole gradients under the names of the folder."""
     found = {}
     for name, grad in ranks.gradients(engine).items():
-        found |= engine._scorer.to_folder({name: grad})
+        found |= engine.parts.built.scorer.to_folder({name: grad})
     return found
 
 
@@ -80,7 +80,7 @@ def lopsided():
 def main(folder):
     torch.set_num_threads(1)
     first = ranks.build(folder / "moe")  # makes the process group; the others join it
-    world = first._world
+    world = first.parts.built.world
     rank, size = world.rank, world.size
     seen = {}
     for name, layout in LAYOUTS[size].items():

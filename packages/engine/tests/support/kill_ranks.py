@@ -60,7 +60,7 @@ def main(folder, backend, writer, point):
     )
     engine = create_engine(backend, config)
     engine.initialize()
-    world = engine._world
+    world = engine.parts.built.world
     mine = ranks.batch_of(ranks.draw_rows(7)[world.rank :: world.size])
     ranks.one_step(engine, mine)
     engine.save_checkpoint(folder / "checkpoint", 1)

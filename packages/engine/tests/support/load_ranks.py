@@ -45,7 +45,7 @@ def main(folder):
         grown = most_while(engine.initialize)
         scores = engine.forward_backward_batch(batch, None).columns["logprobs"].values().tolist()
         weights = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
-        seen[f"{kind} {backend}"] = {"grown": engine._world.exchange(grown), "scores": scores}
+        seen[f"{kind} {backend}"] = {"grown": engine.parts.built.world.exchange(grown), "scores": scores}
         if kind != "dense":
             seen[f"{kind} {backend}"]["weights"] = weights
         engine.close()

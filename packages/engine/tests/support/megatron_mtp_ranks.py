@@ -62,14 +62,14 @@ def step(engine, rows):
 
 def layer_of(engine):
     """Weights of the layer, whole, as `save_model` writes them."""
-    return {name: tensor.clone() for name, tensor in engine._mtp_weights()}
+    return {name: tensor.clone() for name, tensor in engine.parts.export.mtp_tensors()}
 
 
 def run(folder, kind, layout, before):
     seen = {}
     for treatment in map(str, (Mtp.FREEZE, Mtp.TRAIN)):
         engine = megatron.build(folder, kind, layout, mtp=treatment, optimizer=OPTIMIZER)
-        mine = megatron.ranks.draw_rows(megatron.SEED)[engine._world.rank :: engine._world.size]
+        mine = megatron.ranks.draw_rows(megatron.SEED)[engine.parts.built.world.rank :: engine.parts.built.world.size]
         seen[treatment] = {"steps": [step(engine, mine)], "weights": [megatron.ranks.weights(engine)]}
         if treatment == Mtp.TRAIN:
             seen["layer"] = [layer_of(engine)]
@@ -105,7 +105,7 @@ def main(folder, cases):
         kind, layout = case.split(":")
         seen[case] = run(folder, kind, layout, before.get(kind))
         before[kind] = layout
-    rank = holder._world.rank
+    rank = holder.parts.built.world.rank
     holder.close()
     if rank == 0:
         torch.save(seen, folder / "seen.pt")

@@ -164,10 +164,10 @@ def weights_of(model):
 
 def run(folder, kind, layout, before):
     engine = build(folder, kind, layout, entropy=True, sum_pi_squared=True, num_candidates=CANDIDATES)
-    world = engine._world
+    world = engine.parts.built.world
     mine = [row for row, rank in zip(ranks.draw_rows(SEED), owners(world.size), strict=True) if rank == world.rank]
     inputs = []
-    layer = engine._scorer.model[0].decoder.layers[0]
+    layer = engine.parts.built.scorer.model[0].decoder.layers[0]
     watch = layer.register_forward_pre_hook(lambda _, given: inputs.append(len(given[0])))
     with engine.eval_mode():
         output = engine.forward_backward_batch(ranks.batch_of(mine), None)
@@ -276,7 +276,7 @@ def experts(folder, rank, size, cases):
         engine = build(folder, *case.split(":"), router_aux_loss_coef=oracle.COEF, **options)
         seen[case] = ranks.experts_step(engine, rank, size)
         seen[f"{case} exported"] = exported(engine)
-        seen[f"{case} share"] = ranks.shards_are_the_weights(engine, engine._world)
+        seen[f"{case} share"] = ranks.shards_are_the_weights(engine, engine.parts.built.world)
         engine.close()
     return seen
 
@@ -346,7 +346,7 @@ def main(folder, cases):
             holder.initialize()
         seen[case] = run(folder, kind, layout, before.get(kind))
         before[kind] = layout
-    rank = holder._world.rank
+    rank = holder.parts.built.world.rank
     first = build(folder, "tied", "tp2")
     try:
         build(folder, "tied", "alone")
@@ -359,7 +359,7 @@ def main(folder, cases):
     seen["pairs"] = pairs_seen(first)
     seen["streamed"] = ranks.most_alive(first)
     first.close()
-    if holder._world.size == 2:
+    if holder.parts.built.world.size == 2:
         for name, layouts in parts.items():
             seen[name] = globals()[name](folder, rank, 2, layouts)
     holder.close()

@@ -144,7 +144,7 @@ def step(folder, case, *, is_ring):
     layout = ParallelConfig(cp=2) if is_ring else ParallelConfig()
     engine = create_engine("megatron", EngineConfig(model_path=str(folder / case), parallel=layout, **options))
     engine.initialize()
-    world = engine._world
+    world = engine.parts.built.world
     mine = rows()[world.rank :: 2]
     engine.optimizer_zero_grad()
     output = engine.forward_backward_batch(mine, sft_loss)
@@ -170,7 +170,7 @@ def main(folder):
         for case in RINGS:
             for name, is_ring in (("alone", False), ("ring", True)):
                 seen[f"{case} {name}"] = step(folder, case, is_ring=is_ring)
-    rank = holder._world.rank
+    rank = holder.parts.built.world.rank
     holder.close()
     if rank == 0:
         torch.save(seen, folder / "seen.pt")

@@ -38,7 +38,7 @@ def main(folder, backends):
     torch.set_num_threads(1)
     seen = {}
     holder = ranks.build(folder / "model", optimizer=None)  # makes the process group; the others join it
-    rank, size = holder._world.rank, holder._world.size
+    rank, size = holder.parts.built.world.rank, holder.parts.built.world.size
     mine = ranks.batch_of(ranks.draw_rows(SEED)[rank::size])
     for backend in backends:
         engine = build(folder, backend)

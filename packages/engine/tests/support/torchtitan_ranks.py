@@ -35,26 +35,26 @@ def build(model, **changes):
 
 
 def gradients(engine):
-    named = engine._scorer.named_weights()
+    named = engine.parts.built.scorer.named_weights()
     return {name: ranks.full(weight.grad).clone() for name, weight in named.items() if weight.grad is not None}
 
 
 def main(folder):
     torch.set_num_threads(1)
     first = build(folder / "qwen3")
-    rank, size = first._world.rank, first._world.size
+    rank, size = first.parts.built.world.rank, first.parts.built.world.size
     mine = ranks.batch_of(ranks.draw_rows(SEED)[rank::size])
     seen = {}
     for case, changes in CASES.items():
         engine = build(folder / case.split()[0], **changes)
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(mine, sft_loss)
-        rows = first._world.exchange([row.tolist() for row in output.columns.get("logprobs").unbind()])
+        rows = first.parts.built.world.exchange([row.tolist() for row in output.columns.get("logprobs").unbind()])
         seen[case] = {
             "loss": output.metrics["loss"],
             "logprobs": [rows[index % size][index // size] for index in range(len(ranks.draw_rows(SEED)))],
             "gradients": gradients(engine),
-            "share": ranks.shards_are_the_weights(engine, first._world),
+            "share": ranks.shards_are_the_weights(engine, first.parts.built.world),
             "streamed": ranks.most_alive(engine),
         }
         engine.close()

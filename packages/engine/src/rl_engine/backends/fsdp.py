@@ -26,14 +26,7 @@ from rl_engine.distributed.expert_parallel import check_experts, divide_experts
 from rl_engine.errors import BackendError, ConfigError, EngineError, ModelFolderError
 from rl_engine.model import lora
 from rl_engine.model.attention import SequenceGroup, check_heads
-from rl_engine.model.engine import (
-    ModuleEngine,
-    check_adapter,
-    check_candidates,
-    check_float8,
-    compute_device,
-    shares_prefixes,
-)
+from rl_engine.model.export import WeightExport
 from rl_engine.model.hf import (
     HuggingFaceScorer,
     PolicyScorer,
@@ -45,8 +38,10 @@ from rl_engine.model.hf import (
     without_layers,
 )
 from rl_engine.model.logprobs import LinearHead
+from rl_engine.model.module_engine import ModuleBackend, ModuleEngine
 from rl_engine.model.moe import check_aux
 from rl_engine.model.norms import fuse_norms
+from rl_engine.model.settings import check_adapter, check_candidates, check_float8, compute_device, shares_prefixes
 from rl_engine.types import EngineConfig, Fp8, Head, ModelInit, ParallelConfig, PeftConfig
 
 if TYPE_CHECKING:
@@ -57,42 +52,52 @@ if TYPE_CHECKING:
 
     from rl_engine.base import Engine
     from rl_engine.distributed.world import World
-    from rl_engine.model.engine import Scorer
+    from rl_engine.model.module_engine import EngineParts
+    from rl_engine.model.scorer import BuiltModel, Scorer
 
 
 def create(config: EngineConfig) -> Engine:
     """The registry's entry."""
-    return FsdpEngine(config)
+    return ModuleEngine(FsdpBackend(config))
 
 
-class FsdpEngine(ModuleEngine):
-    """See `Engine`."""
+class FsdpBackend(ModuleBackend):
+    """See `ModuleBackend`: transformers' models, sharded by fully_shard."""
 
-    def _check(self, world_size: int) -> str | None:
-        return check_fit(self._config, world_size)
+    def check(self, world_size: int) -> str | None:
+        """See `ModuleBackend`."""
+        return check_fit(self.config, world_size)
 
-    def _needs_group(self) -> bool:
-        return needs_sharding(self._config, 1)
+    @property
+    def needs_group(self) -> bool:
+        """See `ModuleBackend`."""
+        return needs_sharding(self.config, 1)
 
-    def _build(self, world: World) -> HuggingFaceScorer:
-        scorer, self._peft = build_scorer(self._config, world)
-        return scorer
+    def build(self, world: World) -> tuple[HuggingFaceScorer, PeftConfig | None]:
+        """See `ModuleBackend`."""
+        return build_scorer(self.config, world)
 
-    def adapter_off(self) -> Any:
-        """See `Engine`."""
-        return super().adapter_off() if self._peft is None else lora.without_adapter(self._built().model)
+    def parts(self, built: BuiltModel) -> EngineParts:
+        """See `ModuleBackend`."""
+        parts = super().parts(built)
+        return parts if built.peft is None else replace(parts, export=AdaptedExport(built))
 
-    def _export(self) -> Iterator[tuple[str, Tensor]]:
-        if self._peft is None:
-            yield from super()._export()
-            return
-        scorer = self._built()
+    def adapter_off(self, built: BuiltModel) -> Any:
+        """See `ModuleBackend`."""
+        return None if built.peft is None else lora.without_adapter(built.scorer.model)
+
+
+class AdaptedExport(WeightExport):
+    """Weights of a model with peft's adapter: merged, or the adapter alone."""
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        scorer = self._built.scorer
         named = scorer.named_weights()
-        if self._exports_adapter():
-            yield from ((name, self._as_exported(tensor)) for name, tensor in lora.adapter_weights(named))
+        if self._built.config.exports_adapter:
+            yield from ((name, self.cast(tensor)) for name, tensor in lora.adapter_weights(named))
             return
         for name, full in lora.merged_weights(scorer.model, named):
-            yield from scorer.to_folder({name: self._as_exported(full)}).items()
+            yield from scorer.to_folder({name: self.cast(full)}).items()
 
 
 def check_fit(config: EngineConfig, world_size: int) -> str | None:

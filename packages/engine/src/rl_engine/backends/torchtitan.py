@@ -27,17 +27,12 @@ from rl_engine.checkpoint.hf_folder import DTYPES, SCORE
 from rl_engine.checkpoint.slices import find_pieces, open_folder, read_shards, shapes_of
 from rl_engine.errors import ConfigError
 from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
-from rl_engine.model.engine import (
-    ModuleEngine,
-    Scorer,
-    check_candidates,
-    check_float8,
-    refuse_fsdp_only,
-    shares_prefixes,
-)
 from rl_engine.model.hf import check_mapped
 from rl_engine.model.logprobs import LinearHead, score_states, score_values
+from rl_engine.model.module_engine import ModuleBackend, ModuleEngine
 from rl_engine.model.moe import check_aux
+from rl_engine.model.scorer import Scorer
+from rl_engine.model.settings import check_candidates, check_float8, refuse_fsdp_only, shares_prefixes
 from rl_engine.types import EngineConfig, Head, ParallelConfig, Precision
 
 with warnings.catch_warnings():
@@ -245,14 +240,15 @@ def _folder_names(adapter_map: dict[str, str | None], *, is_scalar: bool) -> dic
 
 def create(config: EngineConfig) -> Engine:
     """The registry's entry."""
-    return TorchtitanEngine(config)
+    return ModuleEngine(TorchtitanBackend(config))
 
 
-class TorchtitanEngine(ModuleEngine):
-    """See `Engine`. Sharded data parallelism, with `parallel.dp_replicate` copies."""
+class TorchtitanBackend(ModuleBackend):
+    """See `ModuleBackend`: sharded data parallelism, with `parallel.dp_replicate` copies."""
 
-    def _check(self, world_size: int) -> str | None:
-        config = self._config
+    def check(self, world_size: int) -> str | None:
+        """See `ModuleBackend`."""
+        config = self.config
         check_aux(config.router_aux_loss_coef, None)
         if config.parallel.dp_replicate < 1 or replace(config.parallel, dp_replicate=1) != ParallelConfig():
             raise ConfigError(
@@ -268,11 +264,14 @@ class TorchtitanEngine(ModuleEngine):
         check_mapped(source, "torchtitan", tuple(_FAMILIES))
         check_candidates(config.num_candidates, source.vocab_size)
 
-    def _needs_group(self) -> bool:
+    @property
+    def needs_group(self) -> bool:
+        """See `ModuleBackend`."""
         return True
 
-    def _build(self, world: World) -> TorchtitanScorer:
-        config = self._config
+    def build(self, world: World) -> tuple[TorchtitanScorer, None]:
+        """See `ModuleBackend`."""
+        config = self.config
         source = hf_folder.read_config(Path(config.model_path)).get_text_config()
         scorer = TorchtitanScorer(source, config if config.head == Head.LM else None)
         pieces = find_pieces(scorer.named_weights(), dict)
@@ -294,7 +293,7 @@ class TorchtitanEngine(ModuleEngine):
             hand_out(scorer.named_weights(), dict(loaded.named_parameters()) if world.rank == 0 else {}, world)
         scorer.requires_grad_(config.optimizer is not None)
         scorer.shares_prefixes = shares_prefixes(config, None)
-        return scorer.train(config.optimizer is not None)
+        return scorer.train(config.optimizer is not None), None
 
 
 def _parallelize(scorer: TorchtitanScorer, config: EngineConfig, world: World) -> None:

@@ -19,10 +19,10 @@ from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.errors import ConfigError, ModelFolderError
 from rl_engine.model import attention
-from rl_engine.model.engine import Scorer
 from rl_engine.model.logprobs import LinearHead, score_logits, score_states, score_values
 from rl_engine.model.moe import Routers, routing_of
 from rl_engine.model.multimodal import MultimodalInputs, is_multimodal, modalities_in
+from rl_engine.model.scorer import Scorer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

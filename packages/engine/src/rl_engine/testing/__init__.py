@@ -9,6 +9,7 @@ A backend passes when a subclass of `EngineConformance` that builds it is green:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,14 +21,19 @@ from rl_engine.batch.micro_batches import CostModel
 from rl_engine.batch.packed import ragged, ragged_batch
 from rl_engine.checkpoint.hf_folder import DTYPES, publish
 from rl_engine.errors import ConfigError
-from rl_engine.model.engine import ModuleEngine, Scorer, check_candidates
+from rl_engine.model.export import WeightExport
 from rl_engine.model.logprobs import score_logits
+from rl_engine.model.module_engine import ModuleBackend, ModuleEngine
+from rl_engine.model.scorer import Scorer
+from rl_engine.model.settings import check_candidates
 from rl_engine.testing.conformance import EngineConformance
 
 if TYPE_CHECKING:
     from rl_engine.batch.packed import PackedRows
     from rl_engine.distributed.world import World
     from rl_engine.model.logprobs import HeadLoss
+    from rl_engine.model.module_engine import EngineParts
+    from rl_engine.model.scorer import BuiltModel
     from rl_engine.types import EngineConfig, ModelOutput
 
 __all__ = ["EngineConformance", "FakeEngine", "ragged", "ragged_batch", "write_tiny_model"]
@@ -37,25 +43,36 @@ class FakeEngine(ModuleEngine):
     """A whole engine around a table of logits: a token depends on the one before alone. One process, CPU, no folder."""
 
     def __init__(self, config: EngineConfig, *, vocab_size: int = 32) -> None:
+        super().__init__(_FakeBackend(config, vocab_size))
+
+
+class _FakeBackend(ModuleBackend):
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         super().__init__(config)
         self._vocab_size = vocab_size
 
-    def _check_weights(self) -> None:
+    def check_weights(self) -> None:
         """It draws them."""
 
-    def _check(self, world_size: int) -> str | None:
+    def check(self, world_size: int) -> str | None:
         if world_size != 1:
             raise ConfigError(f"FakeEngine is one process; it cannot run on {world_size} ranks.")
-        check_candidates(self._config.num_candidates, self._vocab_size)
+        check_candidates(self.config.num_candidates, self._vocab_size)
         return "a fake has no layers to spare"
 
-    def _needs_group(self) -> bool:
+    @property
+    def needs_group(self) -> bool:
         return False
 
-    def _build(self, world: World) -> BigramScorer:
-        return BigramScorer(self._config, self._vocab_size)
+    def build(self, world: World) -> tuple[BigramScorer, None]:
+        return BigramScorer(self.config, self._vocab_size), None
 
-    def _write_model(self, path: str | Path, weights: dict[str, Tensor]) -> None:
+    def parts(self, built: BuiltModel) -> EngineParts:
+        return replace(super().parts(built), export=_TableExport(built))
+
+
+class _TableExport(WeightExport):
+    def _write(self, path: str | Path, weights: dict[str, Tensor]) -> None:
         from safetensors.torch import save_file
 
         publish(path, lambda draft: save_file(weights, draft / "model.safetensors"))

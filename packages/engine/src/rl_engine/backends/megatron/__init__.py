@@ -3,7 +3,7 @@
 Where things are: `architectures` reads a Hugging Face config and refuses what is not mapped; `weights` maps parameters
 to Hugging Face names; `adapters` adds LoRA; `layout` has the process groups and runs the pipeline schedules;
 `attention` is fed packed rows; `model` builds this rank's part of the model and scores rows; `optimizer` is
-megatron-core's over its sharded gradients; `engine` ties them together.
+megatron-core's over its sharded gradients; `megatron_engine` ties them together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # megatron-core warns at import of each optional package that it goes without
-    from rl_engine.backends.megatron.engine import MegatronEngine
+    from rl_engine.backends.megatron.megatron_engine import MegatronEngine
 
 if TYPE_CHECKING:
     from rl_engine.base import Engine

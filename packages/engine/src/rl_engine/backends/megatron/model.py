@@ -56,9 +56,9 @@ from rl_engine.checkpoint.hf_folder import DTYPES
 from rl_engine.errors import BackendError
 from rl_engine.model.attention import SequenceGroup, row_layout
 from rl_engine.model.device_memory import has_gpu
-from rl_engine.model.engine import Scorer
 from rl_engine.model.logprobs import LinearHead, head_loss_obstacle, score_states, score_values
 from rl_engine.model.moe import routing_of
+from rl_engine.model.scorer import Scorer
 from rl_engine.types import Fp8, Precision
 
 if TYPE_CHECKING:

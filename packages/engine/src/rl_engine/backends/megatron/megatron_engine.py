@@ -40,17 +40,14 @@ from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.sharded import local_shards
 from rl_engine.checkpoint.slices import open_folder
 from rl_engine.errors import ConfigError
-from rl_engine.model.engine import (
-    ModuleEngine,
-    check_adapter,
-    check_candidates,
-    check_float8,
-    refuse_fsdp_only,
-    refuse_muon,
-    score_rows,
-)
+from rl_engine.model.batch_runner import BatchRunner, score_rows
+from rl_engine.model.export import WeightExport
 from rl_engine.model.lora import adapter_weights
+from rl_engine.model.module_engine import Capabilities, EngineParts, ModuleBackend, ModuleEngine
 from rl_engine.model.moe import check_aux
+from rl_engine.model.placement import Placement
+from rl_engine.model.settings import check_adapter, check_candidates, check_float8, refuse_fsdp_only, refuse_muon
+from rl_engine.model.training_state import TrainingState
 from rl_engine.types import EngineConfig, Fp8, Head, ModelInit, Precision, ShardSpec
 
 if TYPE_CHECKING:
@@ -62,9 +59,9 @@ if TYPE_CHECKING:
     from rl_engine.batch.packed import PackedRows
     from rl_engine.batch.plan import BatchPlan
     from rl_engine.distributed.world import World
-    from rl_engine.model.engine import Scorer
     from rl_engine.model.moe import ExpertLoad, Routing
-    from rl_engine.types import OptimizerConfig
+    from rl_engine.model.scorer import BuiltModel, Scorer
+    from rl_engine.types import OptimizerConfig, PeftConfig
 
 
 class MegatronEngine(ModuleEngine):
@@ -73,23 +70,39 @@ class MegatronEngine(ModuleEngine):
     megatron-core keeps process groups per process: engines alive at the same time in one process share a layout.
     """
 
-    _grads_follow = False
-    _trains_mtp = True
-    _has_transformer_engine = True
-    _reads_dist_checkpoints = True
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(MegatronBackend(config))
+
+    def save_dist_checkpoint(self, path: str | Path) -> None:
+        """Write the policy's weights in Megatron-LM's format; see `dist_checkpoint.write_weights`. Collective.
+
+        Raises:
+            CheckpointError: it cannot be written; on every rank.
+            ConfigError: the engine trains an adapter or has a scalar head, which the format has not.
+        """
+        built = self.parts.built
+        if built.peft is not None or built.config.head != Head.LM:
+            raise ConfigError("Megatron-LM's format has neither adapters nor scalar heads. Use save_model.")
+        stage = stage_of(built)
+        dist_checkpoint.write_weights(stage, path, stage.named_weights(), built.world)
+
+
+class MegatronBackend(ModuleBackend):
+    """See `ModuleBackend`: stages of megatron-core's layers."""
+
+    capabilities = Capabilities(trains_mtp=True, has_transformer_engine=True, reads_dist_checkpoints=True)
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._layout: Layout | None = None
 
-    # Building
-
-    def _check(self, world_size: int) -> str | None:
-        config = self._config
+    def check(self, world_size: int) -> str | None:
+        """See `ModuleBackend`."""
+        config = self.config
         refuse_fsdp_only(config, "megatron")
         refuse_muon(config, "megatron")
         check_parallel(config.parallel)
-        _, arch = self._read_config()
+        _, arch = self.read_config()
         check_divides(arch, config.parallel, is_ring=uses_ring(config, arch))
         self._check_adapter(arch)
         check_world(config.parallel, world_size)
@@ -103,7 +116,7 @@ class MegatronEngine(ModuleEngine):
         return "the megatron backend feeds every row its prompt"
 
     def _check_adapter(self, arch: Architecture) -> None:
-        config, layout = self._config, self._config.parallel
+        config, layout = self.config, self.config.parallel
         if config.lora is None:
             return
         check_adapter(config)
@@ -115,41 +128,45 @@ class MegatronEngine(ModuleEngine):
         entries = plan_weights(arch, pp=layout.pp, vpp=layout.vpp, ep=layout.ep)
         adapter_entries(entries, describe_adapter(config)[1], config.lora.rank)
 
-    def _check_weights(self) -> None:
-        layout, (_, arch) = self._config.parallel, self._read_config()
-        if self._config.dist_checkpoint is not None:
-            dist_checkpoint.find_folder(self._config.dist_checkpoint, arch)
+    def check_weights(self) -> None:
+        """See `ModuleBackend`."""
+        layout, (_, arch) = self.config.parallel, self.read_config()
+        if self.config.dist_checkpoint is not None:
+            dist_checkpoint.find_folder(self.config.dist_checkpoint, arch)
             return
         wanted = shapes_of(plan_weights(arch, pp=layout.pp, vpp=layout.vpp, ep=layout.ep))
-        with open_folder(self._config, wanted, is_tied=arch.is_tied):
+        with open_folder(self.config, wanted, is_tied=arch.is_tied):
             pass
 
-    def _needs_group(self) -> bool:
+    @property
+    def needs_group(self) -> bool:
+        """See `ModuleBackend`."""
         return True
 
-    def _read_config(self) -> tuple[Any, Architecture]:
+    def read_config(self) -> tuple[Any, Architecture]:
         """The folder's config, and what is taken from it."""
-        source = hf_folder.read_config(Path(self._config.model_path))
-        return source, read_architecture(source, self._config.head, trains_mtp=self._config.trains_mtp)
+        source = hf_folder.read_config(Path(self.config.model_path))
+        return source, read_architecture(source, self.config.head, trains_mtp=self.config.trains_mtp)
 
-    def _build(self, world: World) -> Stage:
+    def build(self, world: World) -> tuple[Stage, PeftConfig | None]:
+        """See `ModuleBackend`."""
         check_device()
-        check_transformer_engine(self._config.fp8)
-        if torch.cuda.is_available() and self._config.precision == Precision.FLOAT64:
+        check_transformer_engine(self.config.fp8)
+        if torch.cuda.is_available() and self.config.precision == Precision.FLOAT64:
             raise ConfigError("precision is float64, which megatron-core's optimizer does not take. Use float32.")
-        source, arch = self._read_config()
-        self._layout = join_layout(self._config.parallel, world, self._config.timeout_s)
-        self._peft, adapted = (None, []) if self._config.lora is None else describe_adapter(self._config)
-        stage = Stage(self._config, source, arch, self._layout, adapted)
+        source, arch = self.read_config()
+        self._layout = join_layout(self.config.parallel, world, self.config.timeout_s)
+        peft, adapted = (None, []) if self.config.lora is None else describe_adapter(self.config)
+        stage = Stage(self.config, source, arch, self._layout, adapted)
         self._read_weights(stage, world)
         stage.to(world.device)
-        is_trained = self._config.optimizer is not None
+        is_trained = self.config.optimizer is not None
         if not adapted:
             stage.requires_grad_(is_trained)
-        return stage.train(is_trained)
+        return stage.train(is_trained), peft
 
     def _read_weights(self, stage: Stage, world: World) -> None:
-        config, weights = self._config, stage.weights
+        config, weights = self.config, stage.weights
         named = stage.named_weights()
         adapters = {name: named.pop(name) for name in [*named] if weights.own[name].is_adapter}
         start_adapters(weights, adapters, config.seed)
@@ -175,7 +192,7 @@ class MegatronEngine(ModuleEngine):
         with open_folder(config, weights.shapes, is_tied=stage.arch.is_tied) as read:
             weights.read_into(named, read)
 
-    def _group_ranks(self, world: World) -> ModelReplicas:
+    def group_ranks(self, world: World) -> ModelReplicas:
         """Model replicas: ranks that work on the same rows. The last stage has the results."""
         layout = self._layout
         assert layout is not None
@@ -186,42 +203,81 @@ class MegatronEngine(ModuleEngine):
             replica_of=tuple(copy for copy, _ in told), leaders=tuple(leaders[copy] for copy in sorted(leaders))
         )
 
-    def _make_optimizer(self, scorer: Scorer, config: OptimizerConfig) -> DistributedAdamW:
+    def make_optimizer(self, scorer: Scorer, config: OptimizerConfig) -> DistributedAdamW:
+        """See `ModuleBackend`."""
         assert isinstance(scorer, Stage)
         return DistributedAdamW(scorer.chunks, scorer.weights.own, scorer.layout, config)
 
-    def _leave(self, world: World) -> None:
+    def parts(self, built: BuiltModel) -> EngineParts:
+        """See `ModuleBackend`."""
+        return EngineParts(
+            built=built,
+            placement=BufferPlacement(built, grads_follow=False),
+            runner=PipelineRunner(built),
+            export=StageExport(built),
+            state=StageState(built),
+        )
+
+    @contextmanager
+    def _without_adapter(self, stage: Stage) -> Generator[None]:
+        adapters = [*adapters_of(stage)]
+        for adapter in adapters:
+            adapter.is_on = False
+        try:
+            yield
+        finally:
+            for adapter in adapters:
+                adapter.is_on = True
+
+    def adapter_off(self, built: BuiltModel) -> AbstractContextManager[None] | None:
+        """See `ModuleBackend`."""
+        return None if built.peft is None else self._without_adapter(stage_of(built))
+
+    def leave(self, world: World) -> None:
+        """See `ModuleBackend`."""
         layout, self._layout = self._layout, None
         if layout is not None:
             leave_layout()
-        super()._leave(world)
+        super().leave(world)
 
-    # Steps
 
-    def _move(self, target: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
-        stage = self._stage()
+def stage_of(built: BuiltModel) -> Stage:
+    """The module of a megatron engine."""
+    assert isinstance(built.scorer, Stage)
+    return built.scorer
+
+
+class BufferPlacement(Placement):
+    """Placement of parameters and gradients that are slices of megatron-core's buffers."""
+
+    def move(self, target: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
+        """See `Placement`."""
         parts = {"model": model, "optimizer": optimizer, "grad": grad}
-        moved = {part: wanted and self._places[part] != target for part, wanted in parts.items()}
-        if isinstance(self._optimizer, DistributedAdamW):
-            self._optimizer.to(target, **moved)
+        moved = {part: wanted and self.devices[part] != target for part, wanted in parts.items()}
+        if isinstance(self._built.optimizer, DistributedAdamW):
+            self._built.optimizer.to(target, **moved)
         elif moved["model"]:
-            stage.model.to(target)
-        self._places |= {part: target for part, is_moved in moved.items() if is_moved}
+            stage_of(self._built).model.to(target)
+        self.devices |= {part: target for part, is_moved in moved.items() if is_moved}
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # for other processes on this GPU: see `rl_engine.model.device_memory`
 
-    def _run(
+
+class PipelineRunner(BatchRunner):
+    """Runner of micro-batches through the pipeline's stages."""
+
+    def run(
         self,
         plan: BatchPlan,
         loss_function: LossFunction | None,
         load: ExpertLoad | None = None,
         counts: Tensor | None = None,
     ) -> MicroBatchResults:
-        """Run the micro-batches through the pipeline; see `ModuleEngine`."""
-        stage, embedding = self._stage(), None
+        """See `BatchRunner`."""
+        stage, embedding = stage_of(self._built), None
         if stage.arch.has_mtp and loss_function is not None and torch.is_grad_enabled():
             embedding = stage.embedding_of_the_last()
-        work = MicroBatches(stage, plan, loss_function, load, counts, self._activations, embedding)
+        work = MicroBatches(stage, plan, loss_function, load, counts, self.activations, embedding)
         with megatron_calls():
             run_pipeline(
                 work,
@@ -232,87 +288,67 @@ class MegatronEngine(ModuleEngine):
             )
         return work.results
 
-    # Weights out, and to disk and back
 
-    @contextmanager
-    def _without_adapter(self) -> Generator[None]:
-        adapters = [*adapters_of(self._stage())]
-        for adapter in adapters:
-            adapter.is_on = False
-        try:
-            yield
-        finally:
-            for adapter in adapters:
-                adapter.is_on = True
+class StageExport(WeightExport):
+    """Weights of all stages, gathered."""
 
-    def adapter_off(self) -> AbstractContextManager[None]:
-        """See `Engine`."""
-        return super().adapter_off() if self._peft is None else self._without_adapter()
-
-    def _export(self) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """One parameter at a time is gathered; adapters, which are small, all before the first of them."""
-        stage = self._stage()
+        stage = stage_of(self._built)
         weights, named = stage.weights, stage.named_weights()
-        if self._config.lora is None:
+        if self._built.config.lora is None:
             yield from weights.export(named)
             return
         adapters = dict(weights.export(named, weights.adapters))
-        if self._exports_adapter():
+        if self._built.config.exports_adapter:
             heads = weights.export(named, [entry for entry in weights.entries if entry.is_head])
             yield from adapter_weights(adapters | dict(heads))
         else:
-            yield from merged(weights.export(named), adapters, self._config.lora)
+            yield from merged(weights.export(named), adapters, self._built.config.lora)
 
-    def _local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
+    def shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
         """Its layers, experts and tensor-parallel parts."""
-        stage = self._stage()
+        stage = stage_of(self._built)
         own = stage.weights.own
         policy = {name: tensor for name, tensor in stage.named_weights().items() if not own[name].is_mtp}
         return local_shards(stage.weights.local_parts(policy))
 
-    def _mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def mtp_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Embedding and head of the layer are the model's."""
-        stage = self._stage()
+        stage = stage_of(self._built)
         if not stage.arch.has_mtp:
-            yield from super()._mtp_weights()
+            yield from super().mtp_tensors()
             return
         weights, named = stage.weights, stage.named_weights()
         yield from weights.export(named, [entry for entry in weights.entries if entry.is_mtp])
         shared = {"embed_tokens": "model.embed_tokens.weight", "head": "lm_head.weight"}
-        for name in hf_folder.mtp_copies(Path(self._config.model_path)):
+        for name in hf_folder.mtp_copies(Path(self._built.config.model_path)):
             source = "model.embed_tokens.weight" if stage.arch.is_tied else shared[name.split(".")[-2]]
             found = weights.export(named, [entry for entry in weights.entries if source in entry.tensors])
             yield name, next(found)[1].clone()
 
-    def save_dist_checkpoint(self, path: str | Path) -> None:
-        """Write the policy's weights in Megatron-LM's format; see `dist_checkpoint.write_weights`. Collective.
 
-        Raises:
-            CheckpointError: it cannot be written; on every rank.
-            ConfigError: the engine trains an adapter or has a scalar head, which the format has not.
-        """
-        if self._peft is not None or self._config.head != Head.LM:
-            raise ConfigError("Megatron-LM's format has neither adapters nor scalar heads. Use save_model.")
-        stage = self._stage()
-        dist_checkpoint.write_weights(stage, path, stage.named_weights(), self._group())
+class StageState(TrainingState):
+    """Training state under the fsdp backend's names and in its shapes."""
 
-    def _described(self) -> dict[str, Tensor]:
-        weights = self._stage().weights
+    def described(self) -> dict[str, Tensor]:
+        """See `TrainingState`."""
+        weights = stage_of(self._built).weights
         shapes = {f"model.{self._stored(name)}": shape for name, shape in weights.shapes.items()}
         shapes |= {f"model.{name}": shape for name, shape in shapes_of(weights.adapters).items()}
-        if self._optimizer is not None:
+        if self._built.optimizer is not None:
             heads = [entry for entry in weights.entries if entry.is_head]
-            trained = [*weights.adapters, *heads] if self._peft is not None else weights.entries
+            trained = [*weights.adapters, *heads] if self._built.peft is not None else weights.entries
             for name, shape in shapes_of([entry for entry in trained if not entry.is_buffer]).items():
                 shapes |= {f"optim.{name}.{kind}": shape for kind in STATES} | {f"optim.{name}.{STEP}": ()}
         return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
     def _stored(self, name: str) -> str:
-        return stored_name(name, self._stage().adapted)
+        return stored_name(name, stage_of(self._built).adapted)
 
-    def _state(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Names and shapes are the fsdp backend's."""
-        weights, kinds = self._stage().weights, self._state_by_kind()
+        weights, kinds = stage_of(self._built).weights, self._state_by_kind()
         parts = weights.local_parts(kinds.pop(MASTER))
         tensors = {f"model.{self._stored(name)}": part for name, part in parts.items()}
         for kind, named in kinds.items():
@@ -321,8 +357,11 @@ class MegatronEngine(ModuleEngine):
                 tensors[f"optim.{name}.{STEP}"] = torch.tensor(self._sharded().num_steps)
         return tensors
 
-    def _take_state(self, tensors: dict[str, Tensor]) -> None:
-        joined = {name for entry in self._stage().weights.entries if entry.index is not None for name in entry.tensors}
+    def take(self, tensors: dict[str, Tensor]) -> None:
+        """See `TrainingState`."""
+        joined = {
+            name for entry in stage_of(self._built).weights.entries if entry.index is not None for name in entry.tensors
+        }
 
         def read(kind: str, name: str, part: tuple[slice, ...]) -> Tensor:
             found = tensors[f"model.{self._stored(name)}" if kind == MASTER else f"optim.{name}.{kind}"]
@@ -334,27 +373,22 @@ class MegatronEngine(ModuleEngine):
 
         kinds = self._state_by_kind()
         for kind, named in kinds.items():
-            self._stage().weights.read_into(named, partial(read, kind))
-        if self._optimizer is not None:
+            stage_of(self._built).weights.read_into(named, partial(read, kind))
+        if self._built.optimizer is not None:
             num_steps = next(float(value) for name, value in tensors.items() if name.endswith(f".{STEP}"))
             self._sharded().load_tensors(kinds, num_steps)
 
     def _state_by_kind(self) -> dict[str, dict[str, Tensor]]:
         """Tensors in the shapes of this rank's parameters: the parameters (float32 where trained so), and moments."""
-        weights = self._stage().named_weights()
-        if self._optimizer is None:
+        weights = stage_of(self._built).named_weights()
+        if self._built.optimizer is None:
             return {MASTER: weights}
         state = self._sharded().tensors()
         return state | {MASTER: weights | state.get(MASTER, {})}
 
-    def _stage(self) -> Stage:
-        stage = self._built()
-        assert isinstance(stage, Stage)
-        return stage
-
     def _sharded(self) -> DistributedAdamW:
-        assert isinstance(self._optimizer, DistributedAdamW)
-        return self._optimizer
+        assert isinstance(self._built.optimizer, DistributedAdamW)
+        return self._built.optimizer
 
 
 class MicroBatches:

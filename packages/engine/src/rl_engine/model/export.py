@@ -1,0 +1,76 @@
+"""Export of weights: full tensors by name, shards of this rank, and model folders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_engine.checkpoint import hf_folder
+from rl_engine.checkpoint.hf_folder import DTYPES
+from rl_engine.checkpoint.sharded import local_shards, whole
+from rl_engine.checkpoint.slices import read_mtp
+from rl_engine.model.lora import write_adapter
+from rl_engine.types import Mtp, ShardSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from rl_engine.model.scorer import BuiltModel
+
+
+class WeightExport:
+    """Weights of a model in `precision`, under the names of its Hugging Face folder. Collective."""
+
+    def __init__(self, built: BuiltModel) -> None:
+        self._built = built
+        self._specs: dict[str, ShardSpec] = {}
+        """Of the shards that are tensors of the folder, by name."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors; an error of one rank is raised on all."""
+        with self._built.world.together():
+            yield from self._tensors()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        scorer = self._built.scorer
+        for name, tensor in scorer.named_weights().items():
+            # Detached: a graph that somebody keeps would keep the weights on the GPU through an offload.
+            yield from scorer.to_folder({name: self.cast(whole(tensor.detach()))}).items()
+
+    def shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
+        """Shards of this rank."""
+        scorer = self._built.scorer
+        for spec, part in local_shards(scorer.named_weights(), scorer.to_folder, self._specs):
+            yield spec, self.cast(part)
+
+    def mtp_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Layers for multi-token prediction that `save` writes: the folder's own tensors."""
+        config = self._built.config
+        if config.mtp != Mtp.REFUSE and self._built.world.rank == 0:
+            for name, tensor in read_mtp(config.model_path):
+                yield name, self.cast(tensor)
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """Tensor in `precision`."""
+        return tensor.to(DTYPES[self._built.config.precision]) if tensor.is_floating_point() else tensor
+
+    def save(self, path: str | Path) -> None:
+        """Write a model folder, or an adapter's: rank 0 writes, and the others take part in gathering."""
+        world, config = self._built.world, self._built.config
+        weights = {name: tensor.cpu() for name, tensor in self.tensors() if world.rank == 0}
+        if not config.exports_adapter:
+            with world.together():
+                weights |= {name: tensor.cpu() for name, tensor in self.mtp_tensors() if world.rank == 0}
+        if world.rank == 0:
+            self._write(path, weights)
+        world.barrier()
+
+    def _write(self, path: str | Path, weights: dict[str, Tensor]) -> None:
+        config, peft = self._built.config, self._built.peft
+        if peft is not None and config.exports_adapter:
+            write_adapter(path, weights, peft, config.model_path)
+            return
+        model = hf_folder.empty_model(config.model_path, dtype=DTYPES[config.precision], head=config.head)
+        hf_folder.write_model(path, model, weights, config.model_path)
