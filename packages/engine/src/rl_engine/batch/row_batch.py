@@ -19,7 +19,7 @@ from rl_engine.batch.packed import NO_COUNTS, PackedRows, share_prefixes, to_dev
 from rl_engine.errors import BatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rl_engine.batch.micro_batches import CostModel
     from rl_engine.types import BatchCounts
@@ -88,10 +88,13 @@ class RowBatch:
         self._prompts, self._completions = prompts, completions
         self._lengths = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         self._unfed = 0 if feeds_last else 1
-        self._check_mask()
-        self._units = self._find_units(needs_pairs=needs_mask)
+        if MASK in names and not torch.equal(self._ragged(MASK).offsets.diff(), self._completion_lengths):
+            raise BatchError(
+                f"{MASK} and {COMPLETION} have rows of different lengths; a mask entry belongs to each token."
+            )
+        self._units = _units_of(self._columns, self.num_rows, needs_pairs=needs_mask)
         self._places: _Ragged | None = None
-        self._groups = self._group_prompts() if shares_prefixes else None
+        self._groups = _prompt_groups(self._prompt.values, prompts) if shares_prefixes else None
 
     @property
     def lengths(self) -> list[int]:
@@ -117,12 +120,6 @@ class RowBatch:
         if self._groups is None:
             return Load(alone=alone, prompt=[0] * self.num_rows, groups=range(self.num_rows))
         return Load(alone=alone, prompt=prompt, groups=self._groups)
-
-    def _group_prompts(self) -> list[int]:
-        """Group number of each row: rows of the same prompt have the same."""
-        rows = self._prompt.values.cpu().split(self._prompts)
-        known: dict[bytes, int] = {}
-        return [known.setdefault(row.numpy().tobytes(), len(known)) for row in rows]
 
     @property
     def completion_offsets(self) -> Tensor:
@@ -169,7 +166,14 @@ class RowBatch:
         shared: list[tuple[Tensor, Tensor, Tensor]] = []  # (source offsets, token index, offsets)
         for name, column in self._columns.items():
             if isinstance(column, _Ragged):
-                tokens, offsets = self._shared_index(column.offsets, index, shared)
+                found = next(
+                    (each for each in shared if each[0] is column.offsets or torch.equal(each[0], column.offsets)), None
+                )
+                if found is None:
+                    new_tokens, new_offsets = _token_index(column.offsets, index)
+                    found = (column.offsets, self._here(new_tokens), self._here(new_offsets))
+                    shared.append(found)
+                _, tokens, offsets = found
                 selected[name] = torch.nested.nested_tensor_from_jagged(column.values[tokens], offsets)
             elif isinstance(column, Tensor):
                 selected[name] = column[here]
@@ -304,17 +308,6 @@ class RowBatch:
     def _here(self, index: Tensor) -> Tensor:
         return to_device(index, self.device)
 
-    def _shared_index(
-        self, offsets: Tensor, rows: Tensor, shared: list[tuple[Tensor, Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
-        """`_token_index` on the device; reuses an entry of `shared` with equal source offsets."""
-        for source, tokens, new_offsets in shared:
-            if source is offsets or torch.equal(source, offsets):
-                return tokens, new_offsets
-        tokens, new_offsets = map(self._here, _token_index(offsets, rows))
-        shared.append((offsets, tokens, new_offsets))
-        return tokens, new_offsets
-
     def _ragged(self, name: str) -> _Ragged:
         column = self._columns[name]
         if not isinstance(column, _Ragged):
@@ -323,42 +316,42 @@ class RowBatch:
             )
         return column
 
-    def _find_units(self, *, needs_pairs: bool) -> list[list[int]]:
-        """See `units`; where a loss is to read them, every pair must be there.
 
-        Raises:
-            BatchError: `pair_id` or `is_chosen` is not one entry per row, or a pair is not one of each.
-        """
-        for name in (PAIR, CHOSEN):
-            column = self._columns.get(name)
-            if column is not None and not (isinstance(column, Tensor) and column.shape == (self.num_rows,)):
-                raise BatchError(f"Column {name} must have one entry per row, shape (B,).")
-        pairs, chosen = self._columns.get(PAIR), self._columns.get(CHOSEN)
-        if not isinstance(pairs, Tensor):
-            return [[row] for row in range(self.num_rows)]
-        if pairs.is_floating_point():
-            raise BatchError(f"Column {PAIR} must be one whole number per row, shape (B,).")
-        units: dict[int, list[int]] = {}
-        for row, pair in enumerate(pairs.tolist()):
-            units.setdefault(pair, []).append(row)
-        if needs_pairs and isinstance(chosen, Tensor):
-            is_chosen = chosen.bool().tolist()
-            for pair, rows in units.items():
-                good = sum(is_chosen[row] for row in rows)
-                if (good, len(rows)) != (1, 2):
-                    raise BatchError(
-                        f"{PAIR} {pair} has {good} rows with {CHOSEN} and {len(rows) - good} without; a pair is one of "
-                        "each."
-                    )
-        return list(units.values())
+def _units_of(columns: Mapping[str, object], num_rows: int, *, needs_pairs: bool) -> list[list[int]]:
+    """See `RowBatch.units`; where a loss is to read them, every pair must be there.
 
-    def _check_mask(self) -> None:
-        if MASK not in self._columns:
-            return
-        if not torch.equal(self._ragged(MASK).offsets.diff(), self._completion_lengths):
-            raise BatchError(
-                f"{MASK} and {COMPLETION} have rows of different lengths; a mask entry belongs to each token."
-            )
+    Raises:
+        BatchError: `pair_id` or `is_chosen` is not one entry per row, or a pair is not one of each.
+    """
+    for name in (PAIR, CHOSEN):
+        column = columns.get(name)
+        if column is not None and not (isinstance(column, Tensor) and column.shape == (num_rows,)):
+            raise BatchError(f"Column {name} must have one entry per row, shape (B,).")
+    pairs, chosen = columns.get(PAIR), columns.get(CHOSEN)
+    if not isinstance(pairs, Tensor):
+        return [[row] for row in range(num_rows)]
+    if pairs.is_floating_point():
+        raise BatchError(f"Column {PAIR} must be one whole number per row, shape (B,).")
+    units: dict[int, list[int]] = {}
+    for row, pair in enumerate(pairs.tolist()):
+        units.setdefault(pair, []).append(row)
+    if needs_pairs and isinstance(chosen, Tensor):
+        is_chosen = chosen.bool().tolist()
+        for pair, rows in units.items():
+            good = sum(is_chosen[row] for row in rows)
+            if (good, len(rows)) != (1, 2):
+                raise BatchError(
+                    f"{PAIR} {pair} has {good} rows with {CHOSEN} and {len(rows) - good} without; a pair is one of "
+                    "each."
+                )
+    return list(units.values())
+
+
+def _prompt_groups(prompts: Tensor, lengths: list[int]) -> list[int]:
+    """Group number of each row: rows of the same prompt have the same."""
+    rows = prompts.cpu().split(lengths)
+    known: dict[bytes, int] = {}
+    return [known.setdefault(row.numpy().tobytes(), len(known)) for row in rows]
 
 
 def _take_apart(name: str, column: object, device: torch.device) -> _Ragged | Tensor | list[object]:
