@@ -70,7 +70,7 @@ def test_a_small_model_takes_one_thread_and_tells_it(qwen3_folder, tmp_path):
     assert [choose_num_threads(n, 16, is_fused=True) for n in (200_000, 794_496, 2**30)] == [1, 3, 16]
 
     async def scenario(server):
-        asked = await asyncio.wrap_future(server._thread.call(lambda engine: torch.get_num_threads()))
+        asked = await asyncio.wrap_future(server._requests.thread.call(lambda engine: torch.get_num_threads()))
         return asked, server.status()["num_threads"]
 
     try:

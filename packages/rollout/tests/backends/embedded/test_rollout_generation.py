@@ -114,7 +114,7 @@ def test_a_command_waits_for_one_step_at_most(qwen3_folder, monkeypatch):
 
         def generate(*arguments):
             if not counts:
-                server._thread.call(lambda engine: None)
+                server._requests.thread.call(lambda engine: None)
             drawn = real(*arguments)
             counts.append(drawn[2].tolist())
             return drawn
