@@ -50,7 +50,7 @@ gpu = main
 
 def _generation(run: Run, folder: str, num_requests: int, device: str) -> None:
     from rl_rollout import GenerateRequest, SamplingParams, ServerConfig
-    from rl_rollout.backends.embedded.engine import Engine
+    from rl_rollout.backends.embedded.decode_engine import Engine
     from rl_rollout.backends.embedded.model.model_runner import load_model
 
     config = ServerConfig(model_path=folder, device=device, max_num_seqs=num_requests, kv_cache_bytes=2**33)

@@ -69,7 +69,7 @@ def test_an_unknown_backend_lists_what_is_installed():
 
 
 def test_a_backend_that_cannot_be_imported_prints_the_pip_line(monkeypatch, qwen3_folder):
-    monkeypatch.delitem(sys.modules, "rl_rollout.backends.embedded.server", raising=False)
+    monkeypatch.delitem(sys.modules, "rl_rollout.backends.embedded.embedded_server", raising=False)
     monkeypatch.setitem(sys.modules, "rl_rollout.backends.embedded.model.model_runner", None)
     with pytest.raises(BackendError, match=r"pip install 'rl-rollout\[embedded\]'") as caught:
         create_server("embedded", ServerConfig(model_path=str(qwen3_folder)))

@@ -22,7 +22,7 @@ from rl_rollout import (
     create_server,
     launch_server,
 )
-from rl_rollout.backends.embedded.engine import Engine
+from rl_rollout.backends.embedded.decode_engine import Engine
 from rl_rollout.backends.embedded.model.model_runner import load_model
 from rl_rollout.reward_server import ScoreServer
 

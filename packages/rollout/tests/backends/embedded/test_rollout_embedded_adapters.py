@@ -18,7 +18,7 @@ from rl_rollout import (
     WeightUpdateError,
     create_server,
 )
-from rl_rollout.backends.embedded.engine import Engine
+from rl_rollout.backends.embedded.decode_engine import Engine
 from rl_rollout.backends.embedded.model.linear import ActiveAdapters, LowRank, ServedLinear, can_pack
 from rl_rollout.backends.embedded.model.model_runner import load_model
 from rl_rollout.testing import FakeReceiver, load_weights, write_tiny_model

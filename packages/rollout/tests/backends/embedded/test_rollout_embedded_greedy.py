@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_rollout import ConfigError, FinishReason, GenerateRequest, ModelFolderError, SamplingParams, ServerConfig
-from rl_rollout.backends.embedded import engine as engine_module
-from rl_rollout.backends.embedded.engine import Engine
+from rl_rollout.backends.embedded import decode_engine as engine_module
+from rl_rollout.backends.embedded.decode_engine import Engine
 from rl_rollout.backends.embedded.model.model_runner import load_model
 from rl_rollout.testing import write_tiny_model
 
@@ -89,7 +89,7 @@ def run_to_end(engine):
 def fed_tokens(engine):
     """Every token that the model is given from now on; in place of those that one native call feeds, as many zeros."""
     fed = []
-    real, real_generate = engine.batch_builder.batch, engine.model.fused.generate
+    real, real_generate = engine.steps.batch_builder.batch, engine.model.fused.generate
 
     def batch(*arguments):
         packed, ids = real(*arguments)
@@ -101,7 +101,7 @@ def fed_tokens(engine):
         fed.extend([0] * int(drawn[2].sum()))
         return drawn
 
-    engine.batch_builder.batch, engine.model.fused.generate = batch, generate
+    engine.steps.batch_builder.batch, engine.model.fused.generate = batch, generate
     return fed
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rl_rollout import FinishReason, GenerateRequest, SamplingParams, ServerConfig, create_server
-from rl_rollout.backends.embedded import engine as engine_module
-from rl_rollout.backends.embedded.engine import Engine
+from rl_rollout.backends.embedded import decode_engine as engine_module
+from rl_rollout.backends.embedded.decode_engine import Engine
 from rl_rollout.backends.embedded.model.model_runner import load_model
 
 

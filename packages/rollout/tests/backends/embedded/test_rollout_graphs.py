@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from rl_csrc import paged, sampling
 from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server
 from rl_rollout.backends.embedded.batch_state import BatchState
-from rl_rollout.backends.embedded.engine import Engine
+from rl_rollout.backends.embedded.decode_engine import Engine
 from rl_rollout.backends.embedded.kv_cache import KVCache
 from rl_rollout.backends.embedded.model.attention import PagedBatch
 from rl_rollout.backends.embedded.model.cuda_graphs import DecodeGraphs, round_up, round_up_columns
@@ -37,7 +37,7 @@ def run(engine):
 def plain(folder, **config):
     config = ServerConfig(model_path=str(folder), **config)
     engine = Engine(replace(load_model(config), fused=None), config)  # which no GPU has
-    engine.graphs = None
+    engine.steps.graphs = None
     return engine
 
 
@@ -66,7 +66,7 @@ def replaying(folder, **config):
     """An engine that decodes by graphs, which keep the addresses that they see; and its captures."""
     engine, captures = plain(folder, kv_cache_bytes=2**20, **config), Captures()
     engine.cache._new_memory = HostMemory
-    engine.graphs = engine.decode_graphs(new_capture=captures)
+    engine.steps.graphs = engine.decode_graphs(new_capture=captures)
     return engine, captures
 
 
@@ -138,7 +138,7 @@ def test_rows_that_end_within_a_chain_of_replays_leave_what_was_theirs(qwen3_fol
     other = plain(qwen3_folder)
     want = run(other)
     stopped = outputs(other, stopping(want))
-    monkeypatch.setattr("rl_rollout.backends.embedded.engine.MOST_REPLAYS", most)
+    monkeypatch.setattr("rl_rollout.backends.embedded.decode_engine.MOST_REPLAYS", most)
     engine, captures = replaying(qwen3_folder, max_num_seqs=5)
     for _ in range(2):
         assert outputs(engine, stopping(want)) == stopped
@@ -172,7 +172,7 @@ def test_a_model_with_experts_keeps_its_cache_while_more_blocks_are_taken(tmp_pa
     folder = write_tiny_model(tmp_path, family="qwen3_moe", **experts)
     options = {"kv_cache_bytes": 2**20, "options": {"block_size": 1}}  # the requests take more than the first 64 blocks
     want = run(plain(folder, **options))
-    monkeypatch.setattr("rl_rollout.backends.embedded.engine.device_memory", lambda device: HostMemory)
+    monkeypatch.setattr("rl_rollout.backends.embedded.decode_engine.device_memory", lambda device: HostMemory)
     engine = plain(folder, **options)
     assert run(engine) == want
     assert engine.cache.num_blocks == engine.scheduler.pool.limit > 64
@@ -218,7 +218,7 @@ def test_graphs_on_a_gpu_give_the_tokens_of_plain_steps(qwen3_folder):
         pytest.skip("there is no CUDA device here")
     config = ServerConfig(model_path=str(qwen3_folder), device="cuda", dtype="float32", kv_cache_bytes=2**24)
     engine = Engine(load_model(config), config)
-    assert engine.graphs is not None
+    assert engine.steps.graphs is not None
     want = run(plain(qwen3_folder, device="cuda", dtype="float32", kv_cache_bytes=2**24))
     assert run(engine) == want == run(plain(qwen3_folder, device="cpu"))
     engine.set_version(1, has_moved=False)

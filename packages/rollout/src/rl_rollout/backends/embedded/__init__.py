@@ -66,7 +66,7 @@ def create_server(config: ServerConfig) -> RolloutServer:
     check_device(config.device)
     check_unused(config, ("parallel",), "the embedded engine computes on one device; take backend vllm or sglang")
     check_model_folder(config.model_path)
-    from rl_rollout.backends.embedded.server import EmbeddedServer  # imports transformers and aiohttp
+    from rl_rollout.backends.embedded.embedded_server import EmbeddedServer  # imports transformers and aiohttp
 
     return EmbeddedServer(config)
 

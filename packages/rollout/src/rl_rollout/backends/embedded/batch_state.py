@@ -148,6 +148,14 @@ class BatchState:
         for row, each in enumerate(values, start=first_row):
             self.stop_ids[row, : len(each.stop_token_ids)] = each.stop_token_ids
 
+    def length_of(self, row: int) -> int:
+        """Tokens of a row."""
+        return int(self.lengths_host[row])
+
+    def tokens_of(self, row: int) -> list[int]:
+        """Token ids of a row."""
+        return self.tokens[row, : self.length_of(row)].tolist()
+
     def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
         """Append blocks to a row's block table, on the host; `flush_blocks` copies them to the device."""
         first = int(self.num_blocks[row])

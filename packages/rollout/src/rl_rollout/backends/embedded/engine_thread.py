@@ -21,7 +21,7 @@ from rl_rollout.errors import GenerationError, ServerLostError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rl_rollout.backends.embedded.engine import Engine, Event
+    from rl_rollout.backends.embedded.decode_engine import Engine, Event
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ class EngineThread:
         """Wait for work, run the commands that were posted; returns whether to go on."""
         with self._wakeup:
             while not (self._commands or self._is_stopping or engine.can_step):
-                engine.rest()
+                engine.clock.rest()
                 self._wakeup.wait()
             if self._is_stopping:
                 return False

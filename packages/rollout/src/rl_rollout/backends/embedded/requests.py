@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -11,9 +10,10 @@ from rl_rollout.backends.embedded.engine_thread import EngineThread
 from rl_rollout.types import TokenChunk
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
-    from rl_rollout.backends.embedded.engine import Engine, Event
+    from rl_rollout.backends.embedded.decode_engine import Engine, Event
     from rl_rollout.backends.embedded.multimodal import ImagePrompt
     from rl_rollout.types import FinishReason, GenerateRequest, TokenOutput
 

@@ -215,6 +215,18 @@ class Scheduler:
         self.table.computed[sequence.row] = self.table.num_blocks[sequence.row] = 0
         return released
 
+    def remove(self, free: set[int]) -> None:
+        """Remove rows from the batch; the last ones move into their places, so that rows 0..n-1 are in use again."""
+        count = len(self.running) - len(free)
+        gaps = [row for row in free if row < count]
+        movers = [sequence for sequence in self.running[count:] if sequence.row not in free]
+        if gaps:
+            self.table.move([sequence.row for sequence in movers], gaps)
+        for row, sequence in zip(gaps, movers, strict=True):
+            sequence.row = row
+            self.running[row] = sequence
+        del self.running[count:]
+
     def _make_room(self, sequence: SequenceState, needed: int) -> None:
         """Preempt sequences younger than this one until so many blocks are free, as far as there are any."""
         while needed > self.pool.num_free:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
-    from rl_rollout.backends.embedded.engine import Engine
+    from rl_rollout.backends.embedded.decode_engine import Engine
     from rl_rollout.backends.embedded.model.model_runner import ServedModel
     from rl_rollout.backends.embedded.model.weights import WeightStore
     from rl_rollout.base import WeightReceiver

@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rl_csrc import sampling
 from rl_rollout.backends.embedded.batch_state import BatchState
 from rl_rollout.backends.embedded.block_manager import BlockPool
 from rl_rollout.backends.embedded.kv_cache import KVCache
-from rl_rollout.backends.embedded.model.attention import PagedBatch
 from rl_rollout.backends.embedded.model.cpu_decoder import MOST_STEPS, Drawn, generate
 from rl_rollout.backends.embedded.model.cuda_graphs import MOST_REPLAYS, DecodeGraphs
-from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, device_memory, kept
-from rl_rollout.backends.embedded.model.sampler import cut, stream_seed
-from rl_rollout.backends.embedded.output_processor import new_chunks, note_tokens
+from rl_rollout.backends.embedded.model.model_runner import device_memory
+from rl_rollout.backends.embedded.model.sampler import stream_seed
+from rl_rollout.backends.embedded.output_processor import new_chunks
 from rl_rollout.backends.embedded.scheduler import Scheduler
 from rl_rollout.backends.embedded.sequence import SequenceState, SpecialSequences, finish_reason
-from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError
+from rl_rollout.backends.embedded.step_runner import StepRunner
+from rl_rollout.errors import RequestError, RequestTimeoutError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
     from rl_rollout.backends.embedded.model.model_runner import ServedModel
     from rl_rollout.backends.embedded.multimodal import ImagePrompt
-    from rl_rollout.backends.embedded.scheduler import Chunk, Plan
     from rl_rollout.base import PauseMode
     from rl_rollout.types import GenerateRequest, ServerConfig
 
@@ -58,13 +56,31 @@ Event = TokenOutput | Exception | TokenChunk
 """Event of a request: chunks if it streams, then its whole output or an error."""
 
 
+class StepClock:
+    """Seconds spent stepping; it stands still while the engine is idle, paused or asleep."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._stepped_at: float | None = None
+
+    def advance(self) -> float:
+        """Add the time since the last step; returns the seconds."""
+        now = time.monotonic()
+        self.seconds += 0.0 if self._stepped_at is None else now - self._stepped_at
+        self._stepped_at = now
+        return self.seconds
+
+    def rest(self) -> None:
+        """Stop until the next step."""
+        self._stepped_at = None
+
+
 class Engine:
     """Continuous-batching engine of one replica: scheduler, KV cache, batch state, model and pending events."""
 
     def __init__(self, model: ServedModel, config: ServerConfig) -> None:
         self.model = model
         self.config = config
-        self.weight_version = 0
         chunk_tokens = config.options.get("chunk_tokens", CHUNK_TOKENS.get(model.device.type, CHUNK_TOKENS["cpu"]))
         self.cache = KVCache(
             model.layer_shapes,
@@ -74,33 +90,35 @@ class Engine:
             new_memory=device_memory(model.device),
         )
         self.table = BatchState(model.device)
-        self.batch_builder = BatchBuilder(self.table, self.cache)
         self._max_blocks = self.cache.most_blocks(config.kv_cache_bytes)
         self._num_spare = 0
         """Blocks at the end of the cache that no sequence ever gets."""
         self.scheduler = Scheduler(
             self._new_pool(), self.table, max_num_seqs=config.max_num_seqs, chunk_tokens=chunk_tokens
         )
-        self.graphs: DecodeGraphs | None = None
-        """CUDA graphs of decode steps; None on a CPU, and for models with experts."""
+        self._special = SpecialSequences()
+        self.steps = StepRunner(model, self.cache, self.table, self.scheduler, self._special)
         if model.device.type == "cuda" and not model.experts.num_routers:
-            self.graphs = self.decode_graphs()
+            self.steps.graphs = self.decode_graphs()
         self.is_frozen = False
         self.is_asleep = False
         self.has_weights = True
-        self._is_holding = False
+        self.is_paused = False
+        """Whether new requests are held."""
         self._num_unseeded = self._num_arrived = self._num_updates = 0
         self._held: OrderedDict[SequenceState, None] = OrderedDict()
         self._begun: OrderedDict[SequenceState, None] = OrderedDict()
         """Running requests without a deadline of their own, in the order of admission."""
-        self._clock = 0.0
-        """Seconds spent stepping. It stands still while the engine is idle, paused or asleep."""
-        self._stepped_at: float | None = None
+        self.clock = StepClock()
         self._by_id: dict[str, SequenceState] = {}
-        self._special = SpecialSequences()
         self._events: list[tuple[str, Event]] = []
 
     # ---- state
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that serve."""
+        return self.steps.weight_version
 
     @property
     def num_running(self) -> int:
@@ -117,11 +135,6 @@ class Engine:
         """Whether there is work, and the engine is neither paused, asleep nor without weights."""
         is_ready = self.has_weights and not self.is_frozen and not self.is_asleep
         return is_ready and bool(self.scheduler.running or self.scheduler.waiting)
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether new requests are held."""
-        return self._is_holding
 
     @property
     def is_drained(self) -> bool:
@@ -154,30 +167,26 @@ class Engine:
                 self._events.append((request.request_id, RequestError(f"request {request.request_id!r}: {message}")))
                 continue
             self._num_arrived += 1
+            if (seed := request.sampling_params.seed) is None:
+                self._num_unseeded += 1
+                seed = stream_seed(self.config.seed, self._num_unseeded)
             seen = images.get(request.request_id) if images else None
             sequence = SequenceState(
                 request=request,
                 told_every=told_every,
                 limit=limit,
-                seed=self._seed_of(request),
+                seed=seed,
                 arrival=self._num_arrived,
                 seen=seen,
                 root=self._root_of(request, seen),
             )
             self._by_id[request.request_id] = sequence
-            sequence.since = self._clock
-            (self._held if self._is_holding else self.scheduler.waiting)[sequence] = None
+            sequence.since = self.clock.seconds
+            (self._held if self.is_paused else self.scheduler.waiting)[sequence] = None
 
     def _root_of(self, request: GenerateRequest, seen: ImagePrompt | None) -> Hashable:
         # The number of updates, not the version: callers may repeat versions, and old content must never be found.
         return self._num_updates, request.adapter, request.images, () if seen is None else seen.sampled_places
-
-    def _seed_of(self, request: GenerateRequest) -> int:
-        seed = request.sampling_params.seed
-        if seed is not None:
-            return seed
-        self._num_unseeded += 1
-        return stream_seed(self.config.seed, self._num_unseeded)
 
     @torch.inference_mode()
     def abort(self, request_ids: Sequence[str] | None = None, *, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -186,14 +195,10 @@ class Engine:
         found = [self._by_id[i] for i in dict.fromkeys(ids) if i in self._by_id]
         for sequence in found:
             if sequence.row < 0:
-                self._drop_waiting(sequence)
+                self.scheduler.waiting.pop(sequence, None)
+                self._held.pop(sequence, None)
                 self._end(sequence, sequence.output([], [], [], 0, reason))
         self._leave([(s.row, reason) for s in found if s.row >= 0])
-
-    def _drop_waiting(self, sequence: SequenceState) -> None:
-        """Remove a request from the queues, in constant time."""
-        self.scheduler.waiting.pop(sequence, None)
-        self._held.pop(sequence, None)
 
     def fail(self, error: Exception) -> None:
         """End every request with an error, and drop the batch and the cache."""
@@ -211,14 +216,14 @@ class Engine:
         """Hold new requests. Mode `abort` ends those in flight, `keep` freezes them, `wait` lets them finish."""
         if mode == "abort":
             self.abort([*(s.request.request_id for s in (*self.scheduler.running, *self.scheduler.waiting))])
-        self._is_holding = True
+        self.is_paused = True
         self.is_frozen = mode == "keep"
 
     def resume(self) -> None:
         """Undo `pause`."""
-        self._is_holding = self.is_frozen = False
+        self.is_paused = self.is_frozen = False
         for sequence in self._held:
-            sequence.since = self._clock
+            sequence.since = self.clock.seconds
         self.scheduler.waiting.update(self._held)
         self._held.clear()
 
@@ -229,28 +234,28 @@ class Engine:
             version: Weight version of the tokens from now on.
             has_moved: Whether the weights' addresses changed, so that CUDA graphs have to be captured anew.
         """
-        self.weight_version = version
+        self.steps.weight_version = version
         self.has_weights = True
         self._num_updates += 1
-        if self.graphs is not None and has_moved:
-            self.graphs.clear()
+        if self.steps.graphs is not None and has_moved:
+            self.steps.graphs.clear()
         for sequence in self._by_id.values():
             sequence.root = self._root_of(sequence.request, sequence.seen)
-            if sequence.row < 0 or self._length(sequence) == len(sequence.prompt):
+            if sequence.row < 0 or self.table.length_of(sequence.row) == len(sequence.prompt):
                 sequence.extras.forget_prompt()
         self._forget_cache()
 
     def drop_cache(self) -> None:
         """Free the cache's memory. The next steps recompute the sequences in flight."""
-        if self.graphs is not None and not self.cache.keeps_place:
-            self.graphs.clear()
+        if self.steps.graphs is not None and not self.cache.keeps_place:
+            self.steps.graphs.clear()
         self.cache.release()
         self._forget_cache()
 
     def close(self) -> None:
         """Free the memory of cache and graphs for good."""
-        if self.graphs is not None:
-            self.graphs.clear()
+        if self.steps.graphs is not None:
+            self.steps.graphs.clear()
         self.cache.close()
 
     def _forget_cache(self) -> None:
@@ -281,22 +286,16 @@ class Engine:
 
     # ---- deadlines
 
-    def rest(self) -> None:
-        """Stop the clock until the next step."""
-        self._stepped_at = None
-
     def _expire(self) -> None:
         """Advance the clock, and end the requests without a deadline of their own that are over the server's."""
-        now = time.monotonic()
-        self._clock += 0.0 if self._stepped_at is None else now - self._stepped_at
-        self._stepped_at = now
+        now = self.clock.advance()
         queue_s, timeout_s = self.config.queue_timeout_s, self.config.timeout_s
-        while self.scheduler.waiting and self._clock - next(iter(self.scheduler.waiting)).since > queue_s:
+        while self.scheduler.waiting and now - next(iter(self.scheduler.waiting)).since > queue_s:
             sequence, _ = self.scheduler.waiting.popitem(last=False)
             message = f"waited for its turn for queue_timeout_s={queue_s:g} s; raise that, or ask for less at a time"
             self._end(sequence, RequestTimeoutError(f"request {sequence.request.request_id!r} {message}"))
         late: list[SequenceState] = []
-        while self._begun and self._clock - next(iter(self._begun)).since > timeout_s:
+        while self._begun and now - next(iter(self._begun)).since > timeout_s:
             late.append(self._begun.popitem(last=False)[0])
         if late:
             ids = ", ".join(sequence.request.request_id for sequence in late[:3])
@@ -322,22 +321,20 @@ class Engine:
         is_plain = not (self._special.truncating or self._special.reading)
         native = self.model.fused if is_plain else None
         most_steps = 1 if native is None else MOST_STEPS
-        if native is None and is_plain and self.graphs is not None and not self._special.adapted:
+        if native is None and is_plain and self.steps.graphs is not None and not self._special.adapted:
             most_steps = MOST_REPLAYS
         is_each_told = any(sequence.told_every == 1 for sequence in self._special.streaming)
-        plan = self.scheduler.plan(self._tokens_of, 1 if is_each_told else most_steps)
+        plan = self.scheduler.plan(
+            lambda sequence: self.table.tokens_of(sequence.row), 1 if is_each_told else most_steps
+        )
         self.table.flush_blocks()
         self.cache.resize(self.scheduler.pool.capacity + self._num_spare)
         if native is None or not plan.steps:
-            self._compute(plan)
+            drawn = self.steps.run(plan)
         else:
-            self._settle(plan.rows, generate(native, self.cache, self.table, plan, self.weight_version, interrupt))
-
-    def _tokens_of(self, sequence: SequenceState) -> list[int]:
-        return self.table.tokens[sequence.row, : self._length(sequence)].tolist()
-
-    def _length(self, sequence: SequenceState) -> int:
-        return int(self.table.lengths_host[sequence.row])
+            drawn = plan.rows, generate(native, self.cache, self.table, plan, self.weight_version, interrupt)
+        if drawn is not None:
+            self._settle(*drawn)
 
     def _admit(self) -> None:
         first = len(self.scheduler.running)
@@ -345,7 +342,7 @@ class Engine:
         if not admitted:
             return
         for sequence in admitted:
-            sequence.since = self._clock
+            sequence.since = self.clock.seconds
         self._begun.update((sequence, None) for sequence in admitted if sequence.request.timeout_s is None)
         self._special.add(admitted)
         stops = [sequence.stops(self.model.eos_token_ids) for sequence in admitted]
@@ -354,109 +351,6 @@ class Engine:
         names = (None, *self.model.adapters.names)
         values = [s.row_values(ids, names.index(s.request.adapter)) for s, ids in zip(admitted, stops, strict=True)]
         self.table.add(first, values)
-
-    def _compute(self, plan: Plan) -> None:
-        """Run the model over the planned tokens, and sample the sequences that get one."""
-        table, chunks = self.table, plan.chunks
-        self._compute_images(plan)
-        if not len(plan.rows) and not chunks:
-            if not plan.images:
-                raise GenerationError("nothing in the batch can be computed; this is a fault of the scheduler")
-            return
-        can_replay = self.graphs is not None and not (
-            chunks or self._special.adapted or any(s.request.returns_routed_experts for s in self._special.reading)
-        )
-        if can_replay:
-            self.model.active_adapters.tokens = {}
-            self.model.experts.is_on = False
-        if can_replay and not (self._special.truncating or self._special.reading):
-            self._replay(plan)
-            return
-        others = [chunk.sequence.row for chunk in chunks if chunk.is_last] + [s.sequence.row for s in plan.splits]
-        drawn = np.concatenate([plan.rows, np.array(others, dtype=np.int64)]) if others else plan.rows
-        single = self.batch_builder.rows(plan.rows)
-        batch, ids = self.batch_builder.batch(plan, single)
-        asked = [chunk.sequence.extras.wants_logits(chunk.start) for chunk in chunks]
-        self.batch_builder.choose_adapters(self.model, batch.rows, self._special.adapted)
-        self.model.experts.is_on = any(s.request.returns_routed_experts for s in self._special.reading)
-        if can_replay and self.graphs is not None:
-            logits = self.graphs.logits(plan.rows, batch.num_blocks)
-        else:
-            logits = self.model.logits(ids, batch.positions + table.shifts[batch.rows], batch, kept(plan, asked))
-        self.cache.copy(plan.copies)
-        experts = self.model.experts.take()
-        if self._special.reading:
-            note_tokens(plan, self._special.reading, table, logits[len(drawn) :], asked, experts)
-        table.computed[plan.rows] += 1
-        for chunk in chunks:
-            self._note_computed(chunk)
-        for split in plan.splits:
-            table.computed[split.sequence.row] = self._length(split.sequence)
-        if len(drawn):
-            self._draw(drawn, torch.from_numpy(drawn).to(single.device) if others else single, logits[: len(drawn)])
-
-    def _replay(self, plan: Plan) -> None:
-        """Steps of decode tokens alone, by a CUDA graph that samples too; as many as no row is full before."""
-        table, rows = self.table, plan.rows
-        assert self.graphs is not None
-        steps = max(1, min(plan.steps, int((table.limits[rows] - table.lengths_host[rows]).min())))
-        table.reserve(0, int(table.lengths_host[rows].max()) + steps, 1)
-        ids, logprobs = self.graphs.draw(rows, int(table.num_blocks[rows].max()), self.weight_version, steps)
-        self.cache.copy(plan.copies)
-        is_last = (ids[..., None] == table.stop_ids[rows]).any(-1) | ~np.isfinite(logprobs)
-        counts = np.where(is_last.any(0), is_last.argmax(0) + 1, steps)
-        table.computed[rows] += counts
-        table.lengths_host[rows] += counts
-        newest = counts - 1, np.arange(len(rows))
-        self._settle(rows, Drawn(ids=ids[newest], logprobs=logprobs[newest]))
-
-    def _note_computed(self, chunk: Chunk) -> None:
-        sequence = chunk.sequence
-        self.table.computed[sequence.row] += chunk.count
-        if len(sequence.prompt) == self._length(sequence):
-            known = sequence.prompt[: chunk.start + chunk.count]
-            self.scheduler.pool.remember(sequence.root, known, sequence.blocks)
-
-    def _compute_images(self, plan: Plan) -> None:
-        """Prefill of prompts with images, each in a forward pass of its own."""
-        for chunk, seen in plan.images:
-            row, positions = chunk.sequence.row, torch.arange(chunk.count, device=self.model.device)
-            rows = torch.full_like(positions, row)
-            self.batch_builder.choose_adapters(self.model, rows, self._special.adapted)
-            self.model.experts.is_on = False
-            spans = [(row, 0, chunk.count)]
-            batch = PagedBatch(
-                self.cache, self.table.block_tables, rows, positions, num_single=0, num_blocks=0, chunks=spans
-            )
-            self.model.prefill_seen(self.table.tokens[row, : chunk.count], seen, batch)
-            self._note_computed(chunk)
-
-    def _draw(self, drawn: np.ndarray, rows: Tensor, logits: Tensor) -> None:
-        """Sample the next token of rows `drawn` (`rows` on the device) from logits [B, V], and record it."""
-        table, count = self.table, len(drawn)
-        table.reserve(0, int(table.lengths_host[drawn].max()) + 1, 1)
-        # Nearly always the rows are 0..n-1, and a slice is a view where an index makes a copy.
-        which = slice(count) if np.array_equal(drawn, np.arange(count)) else rows
-        lengths = table.lengths[which]
-        temperature = table.temperature[which]
-        is_greedy = table.is_greedy[which] if self._special.greedy else None
-        if self._special.truncating:
-            logits, temperature = cut(logits, temperature, table.top_k[which], table.top_p[which], is_greedy)
-        ids, logprobs = sampling.draw(
-            logits, temperature=temperature, streams=table.streams[which], positions=lengths, is_greedy=is_greedy
-        )
-        table.tokens[rows, lengths] = ids
-        table.logprobs[rows, lengths] = logprobs
-        table.versions[rows, lengths] = self.weight_version
-        table.lengths[which] += 1
-        table.lengths_host[drawn] += 1
-        told = Drawn(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())  # here the host waits for the step
-        place = dict(zip(drawn.tolist(), range(count), strict=True)) if self._special.reading else {}
-        for sequence in self._special.reading:
-            if sequence.row in place:
-                its = place[sequence.row]
-                sequence.extras.note_draw(logits[its] / temperature[its])
-        self._settle(drawn, told)
 
     def _settle(self, drawn: np.ndarray, told: Drawn) -> None:
         """After a step: report the new tokens of streams, and end the rows that have finished.
@@ -495,19 +389,7 @@ class Engine:
             released = self.scheduler.drop_blocks(sequence, is_spoiled=reason is None)
             if reason is None and released:
                 self.cache.clear(released)
-        self._close_gaps(set(leaving))
-
-    def _close_gaps(self, free: set[int]) -> None:
-        """Move the last rows into free ones, so that the rows in use are 0..n-1 again."""
-        count = len(self.scheduler.running) - len(free)
-        gaps = [row for row in free if row < count]
-        movers = [sequence for sequence in self.scheduler.running[count:] if sequence.row not in free]
-        if gaps:
-            self.table.move([sequence.row for sequence in movers], gaps)
-        for row, sequence in zip(gaps, movers, strict=True):
-            sequence.row = row
-            self.scheduler.running[row] = sequence
-        del self.scheduler.running[count:]
+        self.scheduler.remove(set(leaving))
 
     def _end(self, sequence: SequenceState, event: TokenOutput | Exception) -> None:
         del self._by_id[sequence.request.request_id]

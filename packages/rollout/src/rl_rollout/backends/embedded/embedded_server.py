@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rl_rollout.backends.embedded.engine import Engine
+from rl_rollout.backends.embedded.decode_engine import Engine
 from rl_rollout.backends.embedded.model.model_runner import choose_device, choose_num_threads, load_model
 from rl_rollout.backends.embedded.model.weights import WeightStore
 from rl_rollout.backends.embedded.output_processor import last_chunk
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
     from concurrent.futures import Future
 
-    from rl_rollout.backends.embedded.engine import Event
+    from rl_rollout.backends.embedded.decode_engine import Event
     from rl_rollout.backends.embedded.multimodal import ImagePrompt
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import GenerateRequest, ServerConfig

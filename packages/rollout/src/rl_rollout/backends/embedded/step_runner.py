@@ -1,0 +1,162 @@
+"""Forward passes of the decode engine: one step's plan becomes the newest token of each row that gets one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rl_csrc import sampling
+from rl_rollout.backends.embedded.model.attention import PagedBatch
+from rl_rollout.backends.embedded.model.cpu_decoder import Drawn
+from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, kept
+from rl_rollout.backends.embedded.model.sampler import cut
+from rl_rollout.backends.embedded.output_processor import note_tokens
+from rl_rollout.errors import GenerationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl_rollout.backends.embedded.batch_state import BatchState
+    from rl_rollout.backends.embedded.kv_cache import KVCache
+    from rl_rollout.backends.embedded.model.cuda_graphs import DecodeGraphs
+    from rl_rollout.backends.embedded.model.model_runner import ServedModel
+    from rl_rollout.backends.embedded.scheduler import Chunk, Plan, Scheduler
+    from rl_rollout.backends.embedded.sequence import SpecialSequences
+
+
+class StepRunner:
+    """Runner of planned steps on the model: fills the cache, samples, and writes the batch state.
+
+    Args:
+        model: The served model.
+        cache: KV cache.
+        table: Batch state.
+        scheduler: Its pool remembers the prompts that are computed.
+        special: Running sequences that want more than plain sampling.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        cache: KVCache,
+        table: BatchState,
+        scheduler: Scheduler,
+        special: SpecialSequences,
+    ) -> None:
+        self._model, self._cache, self._table, self._scheduler = model, cache, table, scheduler
+        self._special = special
+        self.batch_builder = BatchBuilder(table, cache)
+        self.graphs: DecodeGraphs | None = None
+        """CUDA graphs of decode steps; None on a CPU, and for models with experts."""
+        self.weight_version = 0
+        """Version of the tokens that are sampled."""
+
+    def run(self, plan: Plan) -> tuple[np.ndarray, Drawn] | None:
+        """Run the model over the planned tokens, and sample the sequences that get one.
+
+        Returns:
+            Rows, and the newest token of each; None where no row got one.
+        """
+        table, chunks = self._table, plan.chunks
+        self._compute_images(plan)
+        if not len(plan.rows) and not chunks:
+            if not plan.images:
+                raise GenerationError("nothing in the batch can be computed; this is a fault of the scheduler")
+            return None
+        can_replay = self.graphs is not None and not (
+            chunks or self._special.adapted or any(s.request.returns_routed_experts for s in self._special.reading)
+        )
+        if can_replay:
+            self._model.active_adapters.tokens = {}
+            self._model.experts.is_on = False
+        if can_replay and not (self._special.truncating or self._special.reading):
+            return self._replay(plan)
+        others = [chunk.sequence.row for chunk in chunks if chunk.is_last] + [s.sequence.row for s in plan.splits]
+        drawn = np.concatenate([plan.rows, np.array(others, dtype=np.int64)]) if others else plan.rows
+        single = self.batch_builder.rows(plan.rows)
+        batch, ids = self.batch_builder.batch(plan, single)
+        asked = [chunk.sequence.extras.wants_logits(chunk.start) for chunk in chunks]
+        self.batch_builder.choose_adapters(self._model, batch.rows, self._special.adapted)
+        self._model.experts.is_on = any(s.request.returns_routed_experts for s in self._special.reading)
+        if can_replay and self.graphs is not None:
+            logits = self.graphs.logits(plan.rows, batch.num_blocks)
+        else:
+            logits = self._model.logits(ids, batch.positions + table.shifts[batch.rows], batch, kept(plan, asked))
+        self._cache.copy(plan.copies)
+        experts = self._model.experts.take()
+        if self._special.reading:
+            note_tokens(plan, self._special.reading, table, logits[len(drawn) :], asked, experts)
+        table.computed[plan.rows] += 1
+        for chunk in chunks:
+            self._note_computed(chunk)
+        for split in plan.splits:
+            table.computed[split.sequence.row] = self._table.length_of(split.sequence.row)
+        if not len(drawn):
+            return None
+        rows = torch.from_numpy(drawn).to(single.device) if others else single
+        return drawn, self._draw(drawn, rows, logits[: len(drawn)])
+
+    def _replay(self, plan: Plan) -> tuple[np.ndarray, Drawn]:
+        """Steps of decode tokens alone, by a CUDA graph that samples too; as many as no row is full before."""
+        table, rows = self._table, plan.rows
+        assert self.graphs is not None
+        steps = max(1, min(plan.steps, int((table.limits[rows] - table.lengths_host[rows]).min())))
+        table.reserve(0, int(table.lengths_host[rows].max()) + steps, 1)
+        ids, logprobs = self.graphs.draw(rows, int(table.num_blocks[rows].max()), self.weight_version, steps)
+        self._cache.copy(plan.copies)
+        is_last = (ids[..., None] == table.stop_ids[rows]).any(-1) | ~np.isfinite(logprobs)
+        counts = np.where(is_last.any(0), is_last.argmax(0) + 1, steps)
+        table.computed[rows] += counts
+        table.lengths_host[rows] += counts
+        newest = counts - 1, np.arange(len(rows))
+        return rows, Drawn(ids=ids[newest], logprobs=logprobs[newest])
+
+    def _note_computed(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        self._table.computed[sequence.row] += chunk.count
+        if len(sequence.prompt) == self._table.length_of(sequence.row):
+            known = sequence.prompt[: chunk.start + chunk.count]
+            self._scheduler.pool.remember(sequence.root, known, sequence.blocks)
+
+    def _compute_images(self, plan: Plan) -> None:
+        """Prefill of prompts with images, each in a forward pass of its own."""
+        for chunk, seen in plan.images:
+            row, positions = chunk.sequence.row, torch.arange(chunk.count, device=self._model.device)
+            rows = torch.full_like(positions, row)
+            self.batch_builder.choose_adapters(self._model, rows, self._special.adapted)
+            self._model.experts.is_on = False
+            spans = [(row, 0, chunk.count)]
+            batch = PagedBatch(
+                self._cache, self._table.block_tables, rows, positions, num_single=0, num_blocks=0, chunks=spans
+            )
+            self._model.prefill_seen(self._table.tokens[row, : chunk.count], seen, batch)
+            self._note_computed(chunk)
+
+    def _draw(self, drawn: np.ndarray, rows: Tensor, logits: Tensor) -> Drawn:
+        """Sample the next token of rows `drawn` (`rows` on the device) from logits [B, V], and record it."""
+        table, count = self._table, len(drawn)
+        table.reserve(0, int(table.lengths_host[drawn].max()) + 1, 1)
+        # Nearly always the rows are 0..n-1, and a slice is a view where an index makes a copy.
+        which = slice(count) if np.array_equal(drawn, np.arange(count)) else rows
+        lengths = table.lengths[which]
+        temperature = table.temperature[which]
+        is_greedy = table.is_greedy[which] if self._special.greedy else None
+        if self._special.truncating:
+            logits, temperature = cut(logits, temperature, table.top_k[which], table.top_p[which], is_greedy)
+        ids, logprobs = sampling.draw(
+            logits, temperature=temperature, streams=table.streams[which], positions=lengths, is_greedy=is_greedy
+        )
+        table.tokens[rows, lengths] = ids
+        table.logprobs[rows, lengths] = logprobs
+        table.versions[rows, lengths] = self.weight_version
+        table.lengths[which] += 1
+        table.lengths_host[drawn] += 1
+        told = Drawn(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())  # here the host waits for the step
+        place = dict(zip(drawn.tolist(), range(count), strict=True)) if self._special.reading else {}
+        for sequence in self._special.reading:
+            if sequence.row in place:
+                its = place[sequence.row]
+                sequence.extras.note_draw(logits[its] / temperature[its])
+        return told
