@@ -14,6 +14,7 @@ from rl_agent.errors import SandboxError, ScriptError
 from rl_agent.registry import create_script_reader
 from rl_agent.sandbox import launches
 from rl_agent.sandbox.launches import ScriptLimits, ScriptReader
+from rl_agent.sandbox.process import filters
 
 pytestmark = pytest.mark.process
 LAUNCH = "\npython3 -m verl.trainer.main_ppo a=1\n"
@@ -227,3 +228,18 @@ def test_a_kernel_without_overlays_reads_scripts_too(tmp_path, monkeypatch):
     assert found.launches[0].arguments == ("n=4", "l=4")
     assert "Read-only file system" in found.complaints[0]
     assert state(file.parent) == before
+
+
+@pytest.mark.skipif(not filters.landlock_version(), reason="this kernel has no Landlock")
+def test_a_file_that_a_mount_shows_is_refused_all_the_same(tmp_path, monkeypatch):
+    program = shutil.copytree(launches.PROGRAM, tmp_path / "process")
+    isolation = program / "isolation.py"
+    shown = isolation.read_text().replace("in (*programs, *DEVICES)}", 'in (*programs, *DEVICES, "/etc/passwd")}')
+    isolation.write_text(shown)
+    monkeypatch.setattr(launches, "PROGRAM", program)
+    file = script(tmp_path, "[ -e /etc/passwd ] && python3 -m m there=1\nx=$(< /etc/passwd)\n")
+    with pytest.raises(ScriptError, match="line 2 uses /etc/passwd, outside the folder that it may read"):
+        create_script_reader().read(file)
+    (program / "filters.py").write_text((program / "filters.py").read_text().replace("_CREATE, _ADD", "_OFF, _ADD"))
+    (program / "filters.py").write_text((program / "filters.py").read_text() + "\n_CREATE = 9999\n")
+    assert create_script_reader().read(file).launches[0].arguments == ("there=1",)

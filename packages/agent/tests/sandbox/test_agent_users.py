@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_agent.sandbox import worker as workers
+from rl_agent.sandbox.process import filters
 
 pytestmark = pytest.mark.process
 
@@ -118,7 +119,8 @@ def run_grader(*, uid=None, change=""):
 def check_claims(found):
     """What is claimed is so; what is not claimed is told to whoever needs it."""
     code, isolation = found["code"], found["isolation"]
-    assert code["network"] == ("" if "network" in isolation else "'in'")
+    is_refused = "network" in isolation or filters.landlock_version() >= 4
+    assert code["network"] == ("" if is_refused else "'in'")
     assert code["files"] == str("files" not in isolation)
     assert code["processes"] == str(not {"files", "processes"} <= set(isolation))
     missing = sorted({"network", "processes", "files"}.difference(isolation))

@@ -71,16 +71,19 @@ class SandboxReport:
     """Enforcer of the limit of processes."""
     has_filter: bool
     """Whether system calls that reach into other processes are refused (seccomp)."""
+    landlock: int
+    """Version of the kernel's Landlock, which refuses all files but the system's, whatever is mounted; 0 without."""
 
     def __str__(self) -> str:
         """Summary in one line, for the start of a run."""
         off = ", ".join(sorted(self.isolation)) or "nothing"
         missing = ", ".join(sorted({"network", "processes", "files"} - self.isolation))
         filtered = "refused" if self.has_filter else "NOT refused"
+        landlock = f"Landlock {self.landlock}" if self.landlock else "mounts alone: this kernel has no Landlock"
         return (
             f"code is shut off from {off}{f' and NOT from {missing}' if missing else ''}; memory of all its processes "
             f"is held by {self.memory}, their number by {self.processes}; system calls into other processes are "
-            f"{filtered}"
+            f"{filtered}; files are bounded by {landlock}"
         )
 
 
@@ -102,7 +105,9 @@ class Worker:
         self._session: socket.socket | None = None
         self._num_kills, self._number = 0, ""
         self._has_ended = False
-        self.report = SandboxReport(isolation=frozenset(), memory="watcher", processes="watcher", has_filter=False)
+        self.report = SandboxReport(
+            isolation=frozenset(), memory="watcher", processes="watcher", has_filter=False, landlock=0
+        )
         """Limits of code in it."""
 
     @property
@@ -186,6 +191,7 @@ class Worker:
             memory=kernel or "watcher",
             processes=kernel or ("rlimit" if told["has_rlimit"] else "watcher"),
             has_filter=told["is_filtered"],
+            landlock=told["landlock"],
         )
 
     async def run(self, code: str, stdin: str, timeout_s: float, *, is_fresh: bool) -> CodeResult:

@@ -20,9 +20,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_agent.sandbox.process import execution, isolation, judge, launches
+    from rl_agent.sandbox.process import execution, filters, isolation, judge, launches
 else:  # this folder is the path of the process that it is started in
     import execution
+    import filters
     import isolation
     import judge
     import launches
@@ -52,8 +53,8 @@ def main() -> None:
         isolated = isolation.enter(**places, scratch_bytes=settings["scratch_bytes"], watch=watch)
     else:
         isolation.stay(watch)
-    if settings["workspace"] and "files" not in isolated:
-        os.chdir(settings["workspace"])
+    if "files" not in isolated:
+        os.chdir(settings["workspace"] or "/tmp")
     isolation.adopt_orphans()
     _limit(settings, isolated)
     del sys.path[0]  # nothing of ours is imported from here on
@@ -63,11 +64,12 @@ def main() -> None:
     isolation.hide()
     isolation.give_up_gains()
     try:
-        calls = isolation.CallFilter(has_memory_files=not settings["is_watched"])
+        calls = filters.CallFilter(has_memory_files=not settings["is_watched"])
     except OSError:
         calls = None
     has_rlimit = _counts_processes(isolated)
     told = {"isolated": sorted(isolated), "is_filtered": calls is not None, "has_rlimit": has_rlimit}
+    told |= {"landlock": filters.landlock_version()}
     control.send(json.dumps(told).encode())
     _replace(1)
     _replace(2)
@@ -125,7 +127,7 @@ def _serve(
     settings: dict[str, Any],
     isolated: set[str],
     watch: isolation.Watch | None,
-    calls: isolation.CallFilter | None,
+    calls: filters.CallFilter | None,
 ) -> None:
     """Execute one run, from the fork to the end of all its descendants."""
     if watch is not None:
@@ -166,7 +168,7 @@ def _serve(
 
 
 def _run(
-    run: dict[str, Any], descriptors: list[int], settings: dict[str, Any], calls: isolation.CallFilter | None
+    run: dict[str, Any], descriptors: list[int], settings: dict[str, Any], calls: filters.CallFilter | None
 ) -> None:
     """Set up the child: only standard streams stay open, and a socket if the run has one."""
     code, given, output, *sockets = descriptors
@@ -175,9 +177,15 @@ def _run(
     for i, descriptor in enumerate(high):
         os.dup2(descriptor, i)
     os.closerange(len(high), os.sysconf("SC_OPEN_MAX"))
+    folders = ("/workspace", settings["workspace"]) if settings["workspace"] else ()
     if settings["is_watched"]:
         os.nice(10)
     isolation.drop_privileges()
+    filters.confine(
+        programs=(*isolation.PROGRAMS, sys.base_prefix, *settings["readable"], *folders),
+        readable=(*isolation.SETTINGS, "/proc"),
+        writable=(*isolation.DEVICES, "/dev/shm", "/tmp", *folders),
+    )
     if calls is not None:
         calls.take_on()
     if run["mode"] == "code":

@@ -1,4 +1,4 @@
-"""Isolation: Linux namespaces, a watcher of memory and processes, and a seccomp filter; none of it needs root.
+"""Isolation: Linux namespaces, and a watcher of memory and processes; none of it needs root.
 
 The standard library alone, and no import of it that is not needed: it runs before every worker's first answer.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import select
 import signal
-import struct
 import sys
 from typing import TYPE_CHECKING
 
@@ -24,9 +22,9 @@ _MS_REC, _MS_PRIVATE = 16384, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
 _CAPABILITY_VERSION = 0x20080522
-_PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _OVER = "/tmp"  # exists everywhere; what is needed from below it is opened before it is covered
 _libc = ctypes.CDLL(None, use_errno=True)
 _capset = _libc.capset  # looked up and made before the fork: a child pays for every page that it touches
@@ -354,9 +352,7 @@ def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) ->
     """Build a root filesystem of bind mounts, and pivot to it."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     opened = {
-        path: os.open(path, os.O_PATH)
-        for path in (*_PROGRAMS, *_SETTINGS, *_DEVICES, *readable)
-        if os.path.exists(path)
+        path: os.open(path, os.O_PATH) for path in (*PROGRAMS, *SETTINGS, *DEVICES, *readable) if os.path.exists(path)
     }
     work = os.open(workspace, os.O_PATH) if workspace else -1
     _mount("tmpfs", _OVER, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
@@ -364,7 +360,7 @@ def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) ->
         if os.path.islink(path):  # /bin, where it is /usr/bin
             os.symlink(os.readlink(path), _OVER + path)
             continue
-        _bind(descriptor, _OVER + path, is_folder=os.path.isdir(path), is_writable=path in _DEVICES)
+        _bind(descriptor, _OVER + path, is_folder=os.path.isdir(path), is_writable=path in DEVICES)
     if workspace:
         _bind(work, f"{_OVER}/workspace", is_folder=True, is_writable=True)
     for name in ("proc", "tmp", "old"):
@@ -390,12 +386,12 @@ def launch_root(
     to the scratch folder; `folders` are empty folders of the scratch folder. All else is read-only.
     """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    opened = {path: os.open(path, os.O_PATH) for path in (*programs, *_DEVICES)}
+    opened = {path: os.open(path, os.O_PATH) for path in (*programs, *DEVICES)}
     below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     flags = _MS_NOSUID | _MS_NODEV
     _mount("tmpfs", _OVER, "tmpfs", flags, "size=4m,mode=755")
     for path, descriptor in opened.items():
-        _bind(descriptor, _OVER + path, is_folder=False, is_writable=path in _DEVICES)
+        _bind(descriptor, _OVER + path, is_folder=False, is_writable=path in DEVICES)
     for name in ("proc", "tmp", "old", "stand_ins", "records", "usr/bin", "bin"):
         os.makedirs(f"{_OVER}/{name}", exist_ok=True)
     _link_streams()
@@ -485,74 +481,3 @@ def _checked(result: int, what: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
-_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
-_LOAD, _EQUAL, _AT_LEAST, _SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET,TIME}
-
-# architecture: (audit number, clone, clone3, memory files, all others)
-_KNOWN = {
-    "x86_64": (0xC000003E, 56, 435, (319, 447), (
-        101, 310, 311, 312, 438,  # ptrace, process_vm_readv, process_vm_writev, kcmp, pidfd_getfd
-        272, 308, 165, 166, 155, 161, 428, 429, 430, 431, 432, 433, 442,  # unshare, setns, mounts and roots
-        29, 30, 31, 68, 71, 64, 240,  # System V shared memory, queues and semaphores; mq_open
-        298, 321, 323, 425, 426, 427, 304, 303,  # perf, bpf, userfaultfd, io_uring, handles of files
-        248, 249, 250, 246, 320, 175, 313, 169, 167, 168,  # keys, kexec, modules, reboot, swap
-    )),
-    "aarch64": (0xC00000B7, 220, 435, (279, 447), (
-        117, 270, 271, 272, 438,
-        97, 268, 40, 39, 41, 51, 428, 429, 430, 431, 432, 433, 442,
-        194, 195, 196, 186, 187, 190, 180,
-        241, 280, 282, 425, 426, 427, 265, 264,
-        217, 218, 219, 104, 294, 105, 273, 142, 224, 225,
-    )),
-}  # fmt: skip
-
-
-class CallFilter:
-    """Seccomp filter: refuses calls that reach into other processes, or allocate memory that is not counted.
-
-    It is classic BPF by the numbers of the architecture, built once and taken on by each process that runs code.
-
-    Args:
-        has_memory_files: Allow `memfd_create`: somebody counts what is in such files.
-
-    Raises:
-        OSError: this machine's numbers are not known, or its kernel has no such filters; a child has tried.
-    """
-
-    def __init__(self, *, has_memory_files: bool) -> None:
-        if (machine := os.uname().machine) not in _KNOWN:
-            raise OSError(errno.ENOSYS, f"seccomp: the calls of {machine} are not known")
-        audit, clone, clone3, memory_files, others = _KNOWN[machine]
-        refused = [*others, *(() if has_memory_files else memory_files)]
-        code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-        code.append((_AT_LEAST, 0, 1, 0x40000000))  # the numbers of x32
-        code.append((_RETURN, 0, 0, _KILL))
-        code.append((_EQUAL, len(refused) + 5, 0, clone3))  # jumps are relative: to the last line, and the last but one
-        for i, number in enumerate(refused):
-            code.append((_EQUAL, len(refused) - i + 3, 0, number))
-        code.append((_EQUAL, 0, 2, clone))
-        code.append((_LOAD, 0, 0, 16))
-        code.append((_SET, 1, 0, _NEW_NAMESPACES))
-        code.append((_RETURN, 0, 0, _ALLOW))
-        code.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
-        code.append((_RETURN, 0, 0, _ERRNO | errno.ENOSYS))  # clone3: glibc falls back to clone, whose flags are seen
-        self._program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
-        self._header = ctypes.c_char_p(struct.pack("HxxxxxxQ", len(code), ctypes.addressof(self._program)))
-        child = os.fork()
-        if child == 0:
-            _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-            try:
-                self.take_on()
-            except OSError:
-                os._exit(1)
-            os._exit(0)
-        if os.waitpid(child, 0)[1] != 0:
-            raise OSError(errno.ENOSYS, "seccomp: the kernel takes no filter from this user")
-
-    def take_on(self) -> None:
-        """Install the filter for this process and all its descendants, irrevocably."""
-        _checked(_libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, self._header, 0, 0), "seccomp")

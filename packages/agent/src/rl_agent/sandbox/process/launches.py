@@ -16,8 +16,9 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from rl_agent.sandbox.process import isolation
+    from rl_agent.sandbox.process import filters, isolation
 else:  # this folder is the path of the process that it is started in
+    import filters
     import isolation
 
 _RECORDS = "/records"
@@ -36,7 +37,7 @@ def main() -> NoReturn:
     may_isolate = request["may_isolate"]
     isolated = isolation.enter_root(lambda: isolation.launch_root(*roots), watch) if may_isolate else set[str]()
     try:
-        calls = isolation.CallFilter(has_memory_files=True)
+        calls = filters.CallFilter(has_memory_files=True)
     except OSError:
         calls = None
     if len(isolated) < len({"network", "processes", "files"}) or calls is None:
@@ -73,7 +74,7 @@ def _answer(answer: dict[str, Any]) -> NoReturn:
     os._exit(0)
 
 
-def _run(request: dict[str, Any], calls: isolation.CallFilter) -> None:
+def _run(request: dict[str, Any], calls: filters.CallFilter) -> None:
     """Become bash: with limits, without privileges, and with nothing of ours open."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -90,6 +91,11 @@ def _run(request: dict[str, Any], calls: isolation.CallFilter) -> None:
         resource.setrlimit(kind, (value, value))
     os.chdir(request["cwd"])
     isolation.drop_privileges()
+    filters.confine(
+        programs=(*request["programs"], *request["stand_ins"], "/stand_ins"),
+        readable=("/proc",),
+        writable=(*isolation.DEVICES, "/tmp", _RECORDS, request["folder"], *request["folders"]),
+    )
     calls.take_on()
     bash = request["programs"][0]
     traced = {"SHELLOPTS": "xtrace", "BASH_XTRACEFD": str(_TRACE_DESCRIPTOR)}
