@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,11 @@ def state(folder):
     return {str(path): path.is_file() and path.read_bytes() for path in sorted(folder.rglob("*"))}
 
 
+def linked(file, home):
+    (file.parent / "link").symlink_to(home / "precious")
+    return file
+
+
 ATTACKS = {
     "rm by its path": ("/bin/rm -rf ~/precious", "uses /bin/rm"),
     "a hashed path": ("hash -p /bin/rm rm; rm -rf ~/precious", "uses /bin/rm"),
@@ -68,6 +74,47 @@ ATTACKS = {
     "an endless wait": ("read -t 60 x < <(while :; do read -t 1 y; done)", "ran for more|CPU|launches"),
     "much output": ("printf -v x '%9000d' 1; while :; do echo $x >> big; done", "wrote more|writes more|CPU|ran for"),
     "much memory": ("x=$(printf '%9000000s'); while :; do x=$x$x; done", "MiB|CPU|ran for|ended|launches"),
+    "open descriptors": ("for f in /proc/self/fd/*; do echo x > $f; done", "uses /proc/self/fd|launches"),
+    "the root of another process": ("x=$(< /proc/1/root/etc/passwd); y=$(< /proc/$PPID/environ)", "uses /proc/1/root"),
+    "another name for a program": ("exec -a bash /bin/rm -rf ~/precious", "uses /bin/rm"),
+    "a coprocess": ("coproc { while :; do :; done; }; /bin/rm -rf ~/precious", "uses /bin/rm"),
+    "a trap": ("trap '/bin/rm -rf ~/precious' EXIT DEBUG ERR TERM; kill $$", "uses /bin/rm"),
+    "signals that are ignored": ("trap '' TERM INT HUP XCPU XFSZ; while :; do :; done", "CPU time"),
+    "a library in its folder": ("cd; export LD_PRELOAD=$PWD/x.so; echo x > x.so; bash -c :", "x.so|launches"),
+    "a start file in the home folder": ("echo x > ~/e; export BASH_ENV=~/e ENV=~/e; bash -c :", "home/e, outside"),
+    "a start file of its own": ("echo '/bin/rm -rf ~/precious' > /tmp/e; BASH_ENV=/tmp/e bash -c :", "uses /bin/rm"),
+    "limits that are raised": ("builtin ulimit -t unlimited; while :; do :; done", "CPU time"),
+    "lines of a file of the system": ('mapfile -t x < /etc/passwd; python3 -m m "${x[@]}" > ~/f', "uses /etc/passwd"),
+    "large files": ("printf -v x '%400000s' y; set +x; for i in {1..9}; do echo $x > /tmp/$i; printf \"$x\"; done", ""),
+    "many files": (
+        "set +x; printf -v x '%9000d' 1; for ((i = 0;; i++)); do echo $x > /tmp/$i; done",
+        "writes more|CPU",
+    ),
+    "a link in its folder": ("cd $(dirname $0); cp=$(cat link); x=$(< link); echo x > link", "launches|link"),
+    "a wait on a pipe": ("read -t 300 x <> <(read -t 300 y <> /dev/fd/1)", "ran for more|launches|uses"),
+    "processes that outlive it": (
+        "(while :; do :; done) & disown -a; setsid bash -c 'while :; do :; done' &",
+        "launches",
+    ),
+    "a flood of output": ("x=$(printf '%1000000s' y); while :; do echo \"$x\"; done", "wrote more|CPU|MiB"),
+    "a flood of errors": ("x=$(printf '%1000000s' y); while :; do echo \"$x\" >&2; done", "wrote more|CPU|MiB"),
+    "a long trace": ("printf -v x '%900000s' y; for i in {1..40}; do : \"$x\"; done", "launches"),
+    "its parent": ("kill -9 $PPID; kill -STOP $PPID", "launches"),
+    "itself": ("kill -STOP $$", "ran for more"),
+    "a program that answers": ("cat < /dev/tcp/127.0.0.1/PORT", "opens a network connection"),
+    "a prompt of the trace": ("PS4='$(/bin/rm -rf ~/precious)'; set -x; :", "uses /bin/rm"),
+    "a function without end": ("f() { f; }; f", "crash|CPU|MiB|wrote more"),
+    "a script without end": ('exec bash "$0"', "CPU time|ran for more|wrote more"),
+    "a list without end": ("echo {1..100000000}", "MiB"),
+    "a file of the kernel's own": ("echo '|/bin/x' > /proc/sys/kernel/core_pattern", "uses /proc/sys"),
+    "memory of the machine": ("echo x > /dev/mem", "uses /dev/mem"),
+    "a stand-in": ("echo '/bin/rm -rf ~/precious' > /stand_ins/rm; rm", "Read-only|launches"),
+    "records that are links": (
+        "for i in {1000..1100}; do ln -s /dev/zero /records/$i; : > /records/$i; done",
+        "launches",
+    ),
+    "records that are gone": ("cd /records; : > .complaints; : > /trace/lines; echo 9999 > .last", "launches"),
+    "history": ("set -o history; HISTFILE=~/precious; history -w ~/f; history -a", "launches|outside"),
     "its own reader": ("kill -9 1 2 3 -1; kill -9 $PPID", "killed itself|ended its own|launches|ran for"),
 }
 
@@ -91,14 +138,16 @@ def test_an_attack_ends_with_one_error(name, home, tmp_path):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.setblocking(False)
-        file = script(tmp_path, text.replace("PORT", str(listener.getsockname()[1])) + "\n")
+        file = linked(script(tmp_path, text.replace("PORT", str(listener.getsockname()[1])) + "\n"), home)
+        folder, start = state(file.parent), time.monotonic()
         said = message_of(file)
+        assert time.monotonic() - start < 10
         assert re.search(words, said), said
         assert said == "launches nothing" or str(file) in said
         with pytest.raises(BlockingIOError):
             listener.accept()
     assert state(home) == before
-    assert state(file.parent) == {str(file): file.read_bytes()}
+    assert state(file.parent) == folder
     assert not [line for line in processes() if str(file) in line]
 
 
@@ -174,6 +223,22 @@ def test_a_script_may_be_in_any_folder(folder, tmp_path):
     file.write_text('cd "$(dirname "$0")" && > log && python3 -m m n="$(wc -l < run.sh)"\n')
     assert create_script_reader().read(file).launches[0].arguments == ("n=1",)
     assert [each.name for each in file.parent.iterdir()] == ["run.sh"]
+
+
+def test_a_script_may_launch_a_thousand_times(tmp_path):
+    file = script(tmp_path, "for i in {1..1000}; do python3 -m m a=$i; done\n")
+    assert [each.arguments for each in create_script_reader().read(file).launches] == [
+        (f"a={i}",) for i in range(1, 1001)
+    ]
+
+
+def test_all_readings_of_a_script_share_its_time(tmp_path):
+    """A script that is read anew for a folder that it lacks does not start its clock anew."""
+    file = script(tmp_path, "for i in {1..9}; do cd /lacking/$i && read -t 2 < <(kill -STOP $BASHPID); done\n")
+    start = time.monotonic()
+    with pytest.raises(ScriptError, match="ran for more than 3 s"):
+        ScriptReader(ScriptLimits(wall_s=3.0)).read(file)
+    assert time.monotonic() - start < 6
 
 
 def test_a_script_of_a_system_s_folder_is_refused():

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,8 +119,11 @@ class ScriptReader:
         if any(script.parent in Path(path).parents for path in ("/dev", _bash() or "")):
             raise ScriptError(f"{script} is in a folder of the system; copy it to a folder of its own")
         folders, files, answer = [str(Path.cwd())], dict[str, str](), dict[str, Any]()
+        deadline = time.monotonic() + self._limits.wall_s
         for _ in range(_MAX_ROUNDS):
-            answer = self._run(script, text, arguments, folders, files)
+            answer = self._run(script, text, arguments, folders, files, deadline)
+            if answer["status"] is None:
+                break
             made, wanted = _missing(answer, script, text.splitlines(), folders)
             made = [path for path in made if path not in folders]
             wanted = {path: text for path, text in wanted.items() if path not in files}
@@ -135,13 +139,19 @@ class ScriptReader:
         Raises:
             ScriptError: nothing was recorded there.
         """
-        files = sorted(file for file in folder.iterdir() if file.is_file())
+        files = sorted(file for file in folder.glob("[!.]*") if file.is_file())
         if not files:
             raise ScriptError(f"{folder} holds no record of a launch; run the script with the stand-ins first")
         return _launches([file.read_text(errors="replace").split("\0")[:-1] for file in files])
 
     def _run(
-        self, script: Path, text: str, arguments: Sequence[str], folders: list[str], files: Mapping[str, str]
+        self,
+        script: Path,
+        text: str,
+        arguments: Sequence[str],
+        folders: list[str],
+        files: Mapping[str, str],
+        deadline: float,
     ) -> dict[str, Any]:
         bash = _bash()
         if bash is None:
@@ -150,6 +160,7 @@ class ScriptReader:
         paths = [f"{folder}/{name}" for folder in ("/stand_ins", "/usr/bin", "/bin") for name in _NAMES]
         request = asdict(self._limits) | {
             "may_isolate": self._may_isolate,
+            "wall_s": max(deadline - time.monotonic(), 0.1),
             "programs": [bash, *_libraries(bash)],
             "stand_ins": dict.fromkeys(["/stand_ins/stand_in", *paths], stand_in)
             | {path: bash for path in _SHELLS if path != bash}
@@ -205,7 +216,12 @@ class ScriptReader:
             -signal.SIGXCPU: f"took more than {self._limits.cpu_s} s of CPU time",
             -signal.SIGKILL: f"took more than {self._limits.cpu_s} s of CPU time, or killed itself",
             -signal.SIGXFSZ: f"wrote more than {self._limits.scratch_bytes >> 20} MiB",
+            -signal.SIGSEGV: "made bash crash, as a function does that calls itself without end",
         }
+        if answer["is_full"]:
+            reached[answer["status"]] = (
+                f"wrote more than {self._limits.scratch_bytes >> 20} MiB, with what bash reported"
+            )
         if answer["status"] in reached:
             raise ScriptError(f"{script} {reached[answer['status']]}; {_ADVICE}")
         tests = (_TEST.match(line) for line in answer["trace"])
@@ -213,6 +229,11 @@ class ScriptReader:
             said = test.replace("'['", "[").replace("']'", "]")
             said = re.sub(r"@unknown(\d+)@", lambda marker: f"$({found.unknown.get(marker[1], '')})", said)
             assumed = [*assumed, f"{said} is decided with a text that is not known"]
+        if answer["is_cut"]:
+            assumed = [
+                *assumed,
+                "no test after the first commands, whose trace fills its file, depends on a text that is not known",
+            ]
         return replace(found, assumed=(*assumed, *found.assumed))
 
 
@@ -284,7 +305,8 @@ def _missing(
 ) -> tuple[list[str], dict[str, str]]:
     """Folders that a script makes or enters and that it lacked, and texts of files by path: sourced ones, programs."""
     complaints = list(_COMPLAINT.finditer(answer["complaints"]))
-    made = [str(Path(f, path)) for kind, f, *paths in answer["records"] if kind == "folders" for path in paths]
+    records = (record for record in answer["records"] if record[:1] == ["folders"])
+    made = [str(Path(folder, path)) for _, folder, *paths in records for path in paths]
     wanted, below = dict[str, str](), f"{script.parent}/"
     for complaint in complaints:
         if (found := _NOT_THERE.match(complaint["text"])) is None:
@@ -294,7 +316,7 @@ def _missing(
             made += [str(Path(folder, path)) for folder in folders]  # which one it was in is not known
         elif path.startswith("/") and (path.rpartition("/")[2] in _NAMES or re.search(r"/python[\d.]*$", path)):
             wanted[path] = _stand_in(_bash() or "")
-        elif path.startswith("/") and not os.path.lexists(path) and complaint["file"] == str(script):
+        elif path.startswith("/") and not _exists(path) and complaint["file"] == str(script):
             is_sourced = re.match(r"\s*(source|\.)\s", lines[line - 1] if line <= len(lines) else "")
             wanted |= {path: _EMPTY} if is_sourced else {}
     made = [os.path.normpath(path) for path in made] if complaints else []
@@ -318,9 +340,20 @@ def _outside(complaint: str) -> str:
     path = found["path"].rpartition(": ")[2]
     if complaint.endswith("Permission denied") and not path.startswith("/"):
         return f"runs or writes {path}, which it may not; a script can be run with: bash {path}"
-    if path.startswith("/") and (os.path.lexists(path) or Path(path).parent.is_dir()):
+    if path.startswith("/") and (_exists(path) or _exists(os.path.dirname(path))):
         return f"uses {path}, outside the folder that it may read and the scratch folder that it may write"
     return ""
+
+
+def _exists(path: str) -> bool:
+    """Whether a path exists, or is nobody's business."""
+    try:
+        Path(path).lstat()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _bash() -> str | None:

@@ -382,7 +382,7 @@ def launch_root(
     """Build the root filesystem of a launch script that is read, and pivot to it.
 
     Nothing can be executed but `programs` and `stand_ins`: by path a script, or the path of the program that it is.
-    `/tmp` is the scratch folder, and `/records` is for stand-ins. `folder` can be read, and what is written there goes
+    `/tmp` is the scratch folder, `/records` is for stand-ins, `/trace` for bash. `folder` can be read, and what is written there goes
     to the scratch folder; `folders` are empty folders of the scratch folder. All else is read-only.
     """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
@@ -392,7 +392,7 @@ def launch_root(
     _mount("tmpfs", _OVER, "tmpfs", flags, "size=4m,mode=755")
     for path, descriptor in opened.items():
         _bind(descriptor, _OVER + path, is_folder=False, is_writable=path in DEVICES)
-    for name in ("proc", "tmp", "old", "stand_ins", "records", "usr/bin", "bin"):
+    for name in ("proc", "tmp", "old", "stand_ins", "records", "trace", "usr/bin", "bin"):
         os.makedirs(f"{_OVER}/{name}", exist_ok=True)
     _link_streams()
     _mount("proc", f"{_OVER}/proc", "proc", flags | _MS_NOEXEC)
@@ -409,8 +409,8 @@ def launch_root(
             os.makedirs(os.path.dirname(_OVER + path), exist_ok=True)
             os.symlink(texts[text], _OVER + path)
     _mount("none", f"{_OVER}/stand_ins", None, flags | _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
-    for name in ("tmp", "records"):
-        _mount("tmpfs", f"{_OVER}/{name}", "tmpfs", flags | _MS_NOEXEC, f"size={scratch_bytes},mode=1777")
+    for name, size in (("tmp", scratch_bytes), ("records", scratch_bytes), ("trace", scratch_bytes // 2)):
+        _mount("tmpfs", f"{_OVER}/{name}", "tmpfs", flags | _MS_NOEXEC, f"size={size},mode=1777")
     for i, path in enumerate((folder, *folders)):
         upper, work = (f"{_OVER}/tmp/.{name}{i}" for name in ("upper", "work"))
         os.makedirs(upper)

@@ -23,7 +23,7 @@ else:  # this folder is the path of the process that it is started in
 
 _RECORDS = "/records"
 """Folder of the records, each a file of words that end with a zero byte; it has a size of its own."""
-_COMPLAINTS, _TRACE = f"{_RECORDS}/.complaints", f"{_RECORDS}/.trace"
+_COMPLAINTS, _TRACE = f"{_RECORDS}/.complaints", "/trace/lines"
 _TRACE_DESCRIPTOR = 199
 """Descriptor of bash's trace (`set -x`), which a script has no reason to use."""
 
@@ -64,7 +64,7 @@ def main() -> NoReturn:
     records = [_whole(f"{_RECORDS}/{name}").split("\0")[:-1] for name in names]
     trace = [line for line in _whole(_TRACE).splitlines() if "@unknown" in line]
     answer = {"isolated": True, "status": status, "records": records, "complaints": _whole(_COMPLAINTS)}
-    _answer(answer | {"trace": trace})
+    _answer(answer | {"trace": trace, "is_full": _is_full(_RECORDS), "is_cut": _is_full("/trace")})
 
 
 def _answer(answer: dict[str, Any]) -> NoReturn:
@@ -94,12 +94,16 @@ def _run(request: dict[str, Any], calls: filters.CallFilter) -> None:
     filters.confine(
         programs=(*request["programs"], *request["stand_ins"], "/stand_ins"),
         readable=("/proc",),
-        writable=(*isolation.DEVICES, "/tmp", _RECORDS, request["folder"], *request["folders"]),
+        writable=(*isolation.DEVICES, "/tmp", _RECORDS, "/trace", request["folder"], *request["folders"]),
     )
     calls.take_on()
     bash = request["programs"][0]
     traced = {"SHELLOPTS": "xtrace", "BASH_XTRACEFD": str(_TRACE_DESCRIPTOR)}
     os.execve(bash, [bash, request["script"], *request["arguments"]], request["environment"] | traced)
+
+
+def _is_full(folder: str) -> bool:
+    return os.statvfs(folder).f_bavail == 0
 
 
 def _whole(path: str) -> str:

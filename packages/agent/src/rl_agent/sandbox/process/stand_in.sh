@@ -4,11 +4,14 @@ name=${0##*/} folder=${RL_LAUNCHES:-/records} number=1000
 LC_ALL=C
 
 record() {  # KIND WORD...: writes the next file of the folder, and leaves its number
+    [[ ! -r $folder/.last ]] || read -r number <"$folder/.last"
+    [[ $number == [1-9][0-9][0-9][0-9] ]] || number=1000
     set -C
     until { : >"$folder/$number"; } 2>/dev/null; do
         ((++number > 9999)) && exit 1
     done
     set +C
+    printf '%s\n' "$number" >"$folder/.last"
     printf '%s\0' "$1" "$PWD" "${@:2}" >"$folder/$number"
 }
 
