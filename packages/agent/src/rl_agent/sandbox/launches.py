@@ -340,7 +340,7 @@ def _outside(complaint: str) -> str:
     path = found["path"].rpartition(": ")[2]
     if complaint.endswith("Permission denied") and not path.startswith("/"):
         return f"runs or writes {path}, which it may not; a script can be run with: bash {path}"
-    if path.startswith("/") and (_exists(path) or _exists(os.path.dirname(path))):
+    if path.startswith("/") and (_exists(path) or _exists(str(Path(path).parent))):
         return f"uses {path}, outside the folder that it may read and the scratch folder that it may write"
     return ""
 

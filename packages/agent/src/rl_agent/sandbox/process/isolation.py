@@ -382,8 +382,8 @@ def launch_root(
     """Build the root filesystem of a launch script that is read, and pivot to it.
 
     Nothing can be executed but `programs` and `stand_ins`: by path a script, or the path of the program that it is.
-    `/tmp` is the scratch folder, `/records` is for stand-ins, `/trace` for bash. `folder` can be read, and what is written there goes
-    to the scratch folder; `folders` are empty folders of the scratch folder. All else is read-only.
+    `/tmp` is the scratch folder, `/records` is for stand-ins, `/trace` for bash. `folder` can be read, and what is
+    written there goes to the scratch folder; `folders` are empty folders of the scratch folder. All else is read-only.
     """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     opened = {path: os.open(path, os.O_PATH) for path in (*programs, *DEVICES)}
