@@ -46,4 +46,7 @@ def table() -> str:
     lines += ["| " + " | ".join(f"`{cell}`" if cell else "-" for cell in row.values()) + " |" for row in rows()]
     values = ["", "| key | value of verl or TRL | value here |", "|---|---|---|"]
     values += [f"| `{key}` | `{t}` | `{o}` |" for key, of in tables()["values"].items() for t, o in of.items()]
-    return "\n".join([*lines, *values]) + "\n"
+    notes = ["", "| key of verl (a pattern, with `*`) | why `--from-verl` sets nothing for it |", "|---|---|"]
+    notes += [f"| `{key}` | {row['missing']} |" for key, row in tables()["verl"].items() if "missing" in row]
+    notes += [f"| `{pattern}` | {why} |" for _, pattern, why, *_ in tables()["unread"]]
+    return "\n".join([*lines, *values, *notes]) + "\n"
