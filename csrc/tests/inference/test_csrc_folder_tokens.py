@@ -1,9 +1,11 @@
 """Which tokens of a model folder end a turn: by hand-written folders, one for each way in which they differ."""
 
 import json
+import sys
 
 import pytest
 
+from rl_csrc.inference import folder_tokens
 from rl_csrc.inference.folder_tokens import read_folder_tokens
 
 IM_END = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -129,3 +131,26 @@ def test_a_turn_is_trimmed_and_ended_as_the_template_does(tmp_path):
     assert said == [100 + ord("x"), 3]
     assert tokens.ended([9, 3, 8]) == [9, 3]
     assert tokens.ended([9, 8]) == [9, 8, 3]
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"
+ENDLESS = {
+    "loops": LOOPS,
+    "loops over text": "{% set t = 'x' * 9999 %}{% for a in t %}{% for b in t %}{% for c in t %}"
+    "{% endfor %}{% endfor %}{% endfor %}",
+    "a macro": "{% macro m(n) %}{% for i in range(9) %}{{ m(n - 1) if n }}{% endfor %}{% endmacro %}{{ m(40) }}",
+    "growing text": "{% set n = namespace(x='x' * 1024) %}"
+    "{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "with tools": "{% if tools %}" + LOOPS + "{% endif %}",
+    "with a system message": "{% if messages[0].role == 'system' %}" + LOOPS + "{% endif %}",
+    "before a reply": "{% if add_generation_prompt %}" + LOOPS + "{% endif %}",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_that_does_not_end_is_an_error(tmp_path, monkeypatch, template):
+    monkeypatch.setattr(folder_tokens, "_MAX_RENDER_S", 0.3)
+    monkeypatch.setattr(folder_tokens, "_MAX_RENDER_BYTES", 1 << 26)
+    with pytest.raises(ValueError, match="the chat template of .* does not end"):
+        read_folder_tokens(folder_of(tmp_path, template=template))
+    assert sys.gettrace() is None or "on_event" not in repr(sys.gettrace())

@@ -8,12 +8,16 @@ Servers, agent loops and fine-tuning all go by `read_folder_tokens`, so that wha
 from __future__ import annotations
 
 import json
+import sys
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from types import FrameType
 
 _ANCHOR = "ANCHORanchorANCHOR"  # letters only: no template escapes, trims or splits it
 _GENERATION, _CONFIG, _TOKENIZER, _TEMPLATE = "generation_config.json", "config.json", "tokenizer", "chat template"
@@ -121,7 +125,8 @@ def read_folder_tokens(folder: str | Path) -> FolderTokens:
     Files that are absent say nothing. The template is rendered by transformers; without that package it says nothing.
 
     Raises:
-        ValueError: a file is no JSON object, or has an `eos_token_id` that is not an id or a list of ids; names it.
+        ValueError: a file is no JSON object, or has an `eos_token_id` that is not an id or a list of ids, or the chat
+            template does not end; names it.
     """
     folder = Path(folder)
     config, generation = _read(folder / _CONFIG), _read(folder / _GENERATION)
@@ -137,7 +142,7 @@ def read_folder_tokens(folder: str | Path) -> FolderTokens:
     template = _template(folder, told)
     written = added | {named[role]: i for role, i in roles.items()}
     highest = [max(vocabulary.items(), key=lambda item: item[1])] if vocabulary else []
-    closing = None if template is None else _closing_id(template, named, written)
+    closing = None if template is None else _closing_id(template, named, written, folder)
     sources = {
         _GENERATION: _ids_of(generation, folder / _GENERATION),
         _CONFIG: (
@@ -231,26 +236,84 @@ def _template(folder: Path, told: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _closing_id(template: str, named: Mapping[str, str], added: Mapping[str, int]) -> int | None:
+def _closing_id(template: str, named: Mapping[str, str], added: Mapping[str, int], folder: Path) -> int | None:
     """Id of the first added token that the template writes after the last message, an assistant's."""
-    tail = next((text for text in _renderings(template, named) if _ANCHOR in text), "").rpartition(_ANCHOR)[2]
+    tail = next((text for text in _renderings(template, named, folder) if _ANCHOR in text), "").rpartition(_ANCHOR)[2]
     places = {text: tail.find(text) for text in added if text.strip() and text in tail}
     first = min(places, key=lambda text: (places[text], -len(text)), default=None)
     return None if first is None else added[first]
 
 
-def _renderings(template: str, named: Mapping[str, str]) -> Iterator[str]:
-    """A question and an answer, with the contents as text and as parts, where the template takes them."""
+def _renderings(template: str, named: Mapping[str, str], folder: Path) -> Iterator[str]:
+    """A question and an answer, with the contents as text and as parts, where the template takes them.
+
+    A question alone, a system message and tools come first: they tell whether the template ends.
+    """
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError:
         return
     render: Any = render_jinja_template
     parts = [[{"type": "text", "text": text}] for text in ("question", _ANCHOR)]
+    tool = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+        ([{"role": "user", "content": "question"}], {"add_generation_prompt": True}),
+        (
+            [{"role": "system", "content": "system"}, {"role": "user", "content": "question"}],
+            {"tools": [{"type": "function", "function": tool}]},
+        ),
+    ]
     for question, answer in (("question", _ANCHOR), parts):
-        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        chats.append(([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], {}))
+    for chat, options in chats:
         try:
-            rendered = render([chat], chat_template=template, **named)
+            with _bounded(folder):
+                rendered: Any = render([chat], chat_template=template, **options, **named)
+        except EndlessTemplateError:
+            raise
         except Exception:  # noqa: BLE001 - a template may raise anything; who renders a row says what
             continue
         yield rendered[0][0] if isinstance(rendered, tuple) else rendered[0]
+
+
+class EndlessTemplateError(ValueError):
+    """A chat template renders for seconds, or fills the memory."""
+
+
+_MAX_RENDER_S = 5.0
+"""Seconds of processor time that a rendering may take; it takes milliseconds."""
+_MAX_RENDER_BYTES = 1 << 30
+"""Memory by which the process may grow meanwhile."""
+
+
+@contextmanager
+def _bounded(folder: Path) -> Generator[None]:
+    """Bound the time and memory of what Python runs inside, line by line of a template.
+
+    Raises:
+        EndlessTemplateError: it takes more.
+    """
+    end, most = time.thread_time() + _MAX_RENDER_S, _resident_bytes() + _MAX_RENDER_BYTES
+    before = sys.gettrace()
+
+    def on_event(frame: FrameType, event: str, argument: object) -> Any:
+        is_template = frame.f_code.co_filename == "<template>"
+        if time.thread_time() > end or (is_template and _resident_bytes() > most):
+            raise EndlessTemplateError(
+                f"the chat template of {folder} does not end: a short chat took more than {_MAX_RENDER_S:g} s or "
+                f"{_MAX_RENDER_BYTES >> 30} GiB to render; correct it, or download the folder again"
+            )
+        return on_event if is_template else None
+
+    sys.settrace(on_event)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * 4096
+    except OSError:  # another system than Linux
+        return 0

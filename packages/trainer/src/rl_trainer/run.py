@@ -99,9 +99,10 @@ def _planned(config: Config, counts: BatchPlan, console: Console, *, resume: Res
     others = checkpoints.check_inputs(named, datasets, is_forced=resume == "anyway")
     others_facts = [("changed", f"{name}: not as in the checkpoint's run (resume=anyway)") for name in others]
     backends = preflight.check_backends(config)
+    known = _facts(config, datasets)  # reads the chat template, before a row is rendered
     rehearsed = rehearse(config, datasets.train or datasets.eval) if is_rehearsed else []
     checked = check_rows(config, datasets)
-    facts = [*_facts(config, datasets), *checked, *_resumed(config), *others_facts, *backends, *rehearsed]
+    facts = [*known, *checked, *_resumed(config), *others_facts, *backends, *rehearsed]
     show_plan(console, counts, facts)
     return datasets
 
