@@ -8,6 +8,7 @@ Servers, agent loops and fine-tuning all go by `read_folder_tokens`, so that wha
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ _SIZES = {
     "max_position_embeddings": 10**10,
 }
 """Sizes in config.json, with the highest value that is not a mistake."""
+_SECTIONS = ("text_config", "vision_config", "rope_parameters", "rope_scaling", "quantization_config")
+"""Objects in config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +136,14 @@ def read_folder_tokens(folder: str | Path) -> FolderTokens:
     told = _read(folder / "tokenizer_config.json")
     named = _special_texts(told, _read(folder / "special_tokens_map.json"))
     tokenizer = _read(folder / "tokenizer.json")
-    vocabulary = _vocabulary(tokenizer)
-    added = {str(token["content"]): int(token["id"]) for token in tokenizer.get("added_tokens") or ()}
-    added |= {token["content"]: int(i) for i, token in (told.get("added_tokens_decoder") or {}).items()}
+    vocabulary = _vocabulary(tokenizer, folder / "tokenizer.json")
+    try:
+        added = {str(token["content"]): int(token["id"]) for token in tokenizer.get("added_tokens") or ()}
+        added |= {token["content"]: int(i) for i, token in (told.get("added_tokens_decoder") or {}).items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"the added tokens of {folder} are no list of tokens with id and content ({error!r}); download it again"
+        ) from error
     ids = vocabulary | added
     roles = {role: ids[text] for role, text in named.items() if text in ids}
     eos = roles.get("eos_token")
@@ -170,11 +178,12 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     file = folder / _CONFIG
     config = _read(file)
-    for values in (config, config.get("text_config") or {}):
-        for key, most in _SIZES.items():
-            size = values.get(key)
-            if size is not None and (type(size) is not int or not 1 <= size <= most):
-                raise ValueError(f"{file} has {key}={size!r}; it must be a whole number from 1 to {most:,}")
+    text = config.get("text_config")
+    for values in (config, cast("dict[str, Any]", text) if isinstance(text, dict) else {}):
+        for key in _SECTIONS:
+            if not isinstance(values.get(key) or {}, dict):
+                raise ValueError(f"{file} has {key}={values[key]!r:.80}; it must be an object")
+        _check_values(values, file)
     if not isinstance(config.get("model_type", ""), str):
         raise ValueError(f"{file} has model_type={config['model_type']!r}; it must be a name")
     tokenizer = folder / "tokenizer.json"
@@ -188,9 +197,43 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def _check_values(values: Mapping[str, Any], file: Path) -> None:
+    """Check the numbers of a section of config.json, on which libraries fail without their names."""
+    for key, most in _SIZES.items():
+        size = values.get(key)
+        if size is not None and (type(size) is not int or not 1 <= size <= most):
+            raise ValueError(f"{file} has {key}={size!r}; it must be a whole number from 1 to {most:,}")
+    for key, value in _numbers(values):
+        if not math.isfinite(value):
+            raise ValueError(f"{file} has {key}={value}; it must be a finite number")
+        if key == "rope_theta" and value <= 0:
+            raise ValueError(f"{file} has rope_theta={value}; it must be positive")
+        if key.endswith(("dropout", "pdrop")) and not 0 <= value < 1:
+            raise ValueError(f"{file} has {key}={value}; it must be at least 0 and less than 1")
+    heads, groups = (values.get(f"num_{name}_heads") for name in ("attention", "key_value"))
+    if heads is not None and groups is not None and heads % groups:
+        raise ValueError(
+            f"{file} has num_attention_heads={heads} and num_key_value_heads={groups}; the first must be a multiple of "
+            "the second"
+        )
+    pad, vocab_size = values.get("pad_token_id"), values.get("vocab_size")
+    if type(pad) is int and vocab_size is not None and pad >= vocab_size:
+        raise ValueError(f"{file} has pad_token_id={pad} and vocab_size={vocab_size}; ids are less than that")
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(cast("dict[str, Any]", value))
+        elif isinstance(value, float | int):
+            yield key, value
+
+
 def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    if not file.exists():
         return {}
+    if not file.is_file():
+        raise ValueError(f"{file} is not a regular file; download the folder again")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -218,22 +261,30 @@ def _special_texts(*sources: Mapping[str, Any]) -> dict[str, str]:
     return texts
 
 
-def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+def _vocabulary(tokenizer: Mapping[str, Any], file: Path) -> dict[str, int]:
     entries: Any = (tokenizer.get("model") or {}).get("vocab") or {}
-    if isinstance(entries, dict):
-        return cast("dict[str, int]", entries)
-    return {piece: index for index, (piece, *_) in enumerate(entries)}  # a unigram model has them in order
+    try:
+        if isinstance(entries, dict):
+            return {str(piece): int(index) for piece, index in cast("dict[Any, Any]", entries).items()}
+        return {piece: index for index, (piece, *_) in enumerate(entries)}  # a unigram model has them in order
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file} has a vocabulary that is none ({error}); download the folder again") from error
 
 
 def _template(folder: Path, told: Mapping[str, Any]) -> str | None:
     """The chat template that `AutoTokenizer` takes, or a processor's."""
     if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ValueError(f"{file} is no text ({error}); download the folder again") from error
     found: Any = told.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
         templates = {each["name"]: each["template"] for each in cast("list[dict[str, str]]", found)}
         found = templates.get("default")
-    return found if isinstance(found, str) else None
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f"the chat_template of {folder} is {found!r:.80}; it must be a text")
+    return found
 
 
 def _closing_id(template: str, named: Mapping[str, str], added: Mapping[str, int], folder: Path) -> int | None:

@@ -340,7 +340,7 @@ def load_tokenizer(model_path: str) -> Tokenizer:
         raise TokenizerError("loading a tokenizer needs transformers: pip install 'rl-agent[hf]'") from error
     try:
         return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises Exception itself
         raise TokenizerError(f"no tokenizer can be loaded from {model_path!r}: {error}") from error
 
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from rl_csrc.inference.folder_tokens import read_folder_tokens
-from rl_engine import CheckpointError, ConfigError, EngineConfig, ModelFolderError, create_engine
+from rl_engine import CheckpointError, ConfigError, EngineConfig, ModelFolderError, check, create_engine
 from rl_engine.checkpoint.hf_folder import previous_folder, replace_folder
 from rl_engine.testing import ragged_batch, write_tiny_model
 from rl_engine.types import Head, LoraConfig, OptimizerConfig
@@ -118,6 +118,27 @@ def test_rows_that_would_turn_their_neighbours_by_other_frequencies_are_refused(
     torch.testing.assert_close(beside.columns["logprobs"].unbind()[0], alone.columns["logprobs"].unbind()[0])
     with pytest.raises(ValueError, match=r"A row has 65 tokens; beyond 64 this model \(longrope\) turns all rows"):
         engine.forward_backward_batch(ragged_batch([*prompts, [5] * 40], [*answers, [2] * 25]), None)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda weights: weights.pop("model.layers.0.self_attn.q_proj.weight"), r"lacks 1 tensor\(s\): .*q_proj"),
+        (
+            lambda weights: weights.update(left=torch.ones(2)),
+            r"beyond what the architecture takes, 1 tensor\(s\): left",
+        ),
+        (lambda weights: weights.update({"model.norm.weight": torch.ones(3)}), "with another shape 1 .*norm.weight"),
+    ],
+)
+def test_check_finds_tensors_that_do_not_fit_by_their_headers(tmp_path, damage, message):
+    folder = write_tiny_model(tmp_path)
+    check("fsdp", EngineConfig(model_path=str(folder)), 1)
+    weights = load_file(folder / "model.safetensors")
+    damage(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFolderError, match=message):
+        check("fsdp", EngineConfig(model_path=str(folder)), 1)
 
 
 def test_code_of_a_model_folder_is_never_run(tmp_path):

@@ -19,7 +19,7 @@ from rl_engine.errors import ModelFolderError
 from rl_engine.types import EngineConfig, Head, ModelInit, Mtp, Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from transformers import PreTrainedModel
 
@@ -87,25 +87,56 @@ def load_model(
             "tensors do not allow. Give the folder in bfloat16."
         )
     model, info = _build(
-        folder,
-        lambda: factory.from_pretrained(
-            folder, config=config, dtype=dtype, output_loading_info=True, local_files_only=True,
-            ignore_mismatched_sizes=True, trust_remote_code=False, use_safetensors=True,
-        ),
-    )  # fmt: skip
-    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"]) - set(mtp_names(folder))
-    if head != Head.LM and missing == {SCORE}:
-        model, missing = _with_zero_head(folder, model), set[str]()
-        unexpected = {name for name in unexpected if not name.startswith("lm_head.")}
-    refuse_tensors(folder, "lacks", missing)
-    refuse_tensors(folder, "has, beyond what the architecture takes,", unexpected)
-    refuse_tensors(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
+        folder, partial(factory.from_pretrained, folder, config=config, dtype=dtype, **_LOADING_OPTIONS)
+    )
+    if _check_names(folder, head, info):
+        model = _with_zero_head(folder, model)
     broken = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor.sum())]
     if broken:
         raise ModelFolderError(
             f"{folder} has NaN or infinite values in {', '.join(broken[:3])} ({len(broken)} tensors)."
         )
     return _finished(model, has_dropout)
+
+
+_LOADING_OPTIONS = {
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,  # they are refused here, all at once
+    "local_files_only": True,
+    "trust_remote_code": False,
+    "use_safetensors": True,
+}
+
+
+def _check_names(folder: Path, head: Head, info: Mapping[str, Any]) -> bool:
+    """Refuse tensors that are missing, left over or of another shape; returns whether the scalar head is new."""
+    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"]) - set(mtp_names(folder))
+    is_new = head != Head.LM and missing == {SCORE}
+    if is_new:
+        missing, unexpected = set[str](), {name for name in unexpected if not name.startswith("lm_head.")}
+    refuse_tensors(folder, "lacks", missing)
+    refuse_tensors(folder, "has, beyond what the architecture takes,", unexpected)
+    refuse_tensors(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
+    return is_new
+
+
+def check_tensors(path: str | Path, *, head: Head, mtp: Mtp) -> None:
+    """Refuse what `load_model` would refuse of a folder's weights but NaN, by the headers of its files.
+
+    Raises:
+        ModelFolderError: no weights, or tensors that are missing, left over or of another shape.
+    """
+    folder = Path(path)
+    check_weights(folder, mtp=mtp)
+    if block_size(folder) is not None:
+        return  # read tensor by tensor, with other names
+    config = read_config(folder)
+    load = partial(_factory(config, head).from_pretrained, folder, config=config, **_LOADING_OPTIONS)
+    try:
+        _, info = _build(folder, partial(load, device_map="meta"))
+    except ModelFolderError:  # a model that transformers cannot load without memory: loading it tells
+        return
+    _check_names(folder, head, info)
 
 
 def empty_model(
@@ -311,7 +342,7 @@ def read_config(folder: Path, *, has_dropout: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
+        raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_told(error)}") from error
     if vars(config).pop("quantization_config", None) is not None:
         block_size(folder)
     for section, name, _ in [] if has_dropout else dropout_rates(config):
@@ -374,7 +405,6 @@ def _factory(config: Any, head: Head) -> Any:
 
 
 def _build(folder: Path, build: Any) -> Any:
-    from safetensors import SafetensorError
     from transformers.utils import logging
 
     had_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -382,8 +412,9 @@ def _build(folder: Path, build: Any) -> Any:
     logging.set_verbosity_error()  # what it warns of is an error here, or a scalar head that is meant to be new
     try:
         return build()
-    except (ValueError, KeyError, TypeError, ArithmeticError, OSError, RuntimeError, SafetensorError) as error:
-        raise ModelFolderError(f"transformers cannot build a causal LM from {folder}: {_first_line(error)}") from error
+    except Exception as error:  # of the model's own code
+        told = f"KeyError: {error}, a value of config.json" if isinstance(error, KeyError) else _told(error)
+        raise ModelFolderError(f"transformers cannot build a causal LM from {folder}: {told}") from error
     finally:
         logging.set_verbosity(verbosity)
         if had_bar:
@@ -522,5 +553,6 @@ def _save_weights(folder: Path, weights: dict[str, Tensor]) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _told(error: BaseException) -> str:
+    """Message of an error, in one line."""
+    return f"{' '.join(str(error).split()) or type(error).__name__:.300}"

@@ -366,13 +366,14 @@ _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 def _loaded_tokenizer(model_path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
-    lack = f"Model folder {model_path} has no tokenizer that transformers can load; give one, or pre-tokenised rows."
+    lack = f"Model folder {model_path} has no tokenizer; give one, or pre-tokenised rows"
     if not any(file for pattern in _VOCABULARIES for file in Path(model_path).glob(pattern)):
         raise DataError(lack)  # transformers would make an empty one
     try:
         return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(lack) from error
+    except Exception as error:  # tokenizers raises Exception itself
+        told = " ".join(str(error).split())
+        raise DataError(f"transformers cannot load the tokenizer of {model_path}: {told:.300}") from error
 
 
 def _tokenizer(model_path: str | Path) -> Any:

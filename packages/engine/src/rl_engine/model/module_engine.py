@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +32,7 @@ from rl_engine.types import EngineConfig, EngineOutput, Fp8, ModelInit, Optimize
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from tensordict import TensorDict
     from torch import Tensor
@@ -109,7 +109,7 @@ class ModuleBackend(ABC):
 
     def check_weights(self) -> None:
         """Refuse a folder whose weights cannot be loaded, by the headers of its files."""
-        hf_folder.check_weights(Path(self.config.model_path), mtp=self.config.mtp)
+        hf_folder.check_tensors(self.config.model_path, head=self.config.head, mtp=self.config.mtp)
 
     def group_ranks(self, world: World) -> ModelReplicas:
         """Model replicas: which ranks share one; groups of `parallel.sp` share their rows. Collective."""
