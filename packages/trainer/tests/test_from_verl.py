@@ -297,7 +297,8 @@ def test_a_script_becomes_a_recipe(name, tmp_path):
         assert case["error"] in str(error.value)
         return
     made = convert(words)
-    for key, value in case["expected"].items():
+    assert made.values == case.get("values", made.values)
+    for key, value in case.get("expected", {}).items():
         wanted = str(Path(value).expanduser()) if str(value).startswith("~") else value
         found = made.recipe.get(key) if made.program == "rl-sft" else key_of(made.recipe, key)
         assert found == wanted, (key, made.text())
@@ -312,6 +313,7 @@ def key_of(recipe, key):
 def test_the_corpus_of_scripts_is_large():
     assert len(SCRIPTS) >= 60
     assert sum("error" not in case for case in SCRIPTS.values()) >= 60
+    assert all(case.keys() & {"expected", "values", "error"} for case in SCRIPTS.values())
 
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
