@@ -79,11 +79,11 @@ ATTACKS = {
     "another name for a program": ("exec -a bash /bin/rm -rf ~/precious", "uses /bin/rm"),
     "a coprocess": ("coproc { while :; do :; done; }; /bin/rm -rf ~/precious", "uses /bin/rm"),
     "a trap": ("trap '/bin/rm -rf ~/precious' EXIT DEBUG ERR TERM; kill $$", "uses /bin/rm"),
-    "signals that are ignored": ("trap '' TERM INT HUP XCPU XFSZ; while :; do :; done", "CPU time"),
+    "signals that are ignored": ("trap '' TERM INT HUP XCPU XFSZ; while :; do :; done", "CPU time|ran for more"),
     "a library in its folder": ("cd; export LD_PRELOAD=$PWD/x.so; echo x > x.so; bash -c :", "x.so|launches"),
     "a start file in the home folder": ("echo x > ~/e; export BASH_ENV=~/e ENV=~/e; bash -c :", "home/e, outside"),
     "a start file of its own": ("echo '/bin/rm -rf ~/precious' > /tmp/e; BASH_ENV=/tmp/e bash -c :", "uses /bin/rm"),
-    "limits that are raised": ("builtin ulimit -t unlimited; while :; do :; done", "CPU time"),
+    "limits that are raised": ("builtin ulimit -t unlimited; while :; do :; done", "CPU time|ran for more"),
     "lines of a file of the system": ('mapfile -t x < /etc/passwd; python3 -m m "${x[@]}" > ~/f', "uses /etc/passwd"),
     "large files": ("printf -v x '%400000s' y; set +x; for i in {1..9}; do echo $x > /tmp/$i; printf \"$x\"; done", ""),
     "many files": (
