@@ -55,7 +55,7 @@ def test_a_new_operation_is_one_entry_whatever_the_storage(address, monkeypatch)
         pytest.importorskip("zmq", reason="pyzmq is not installed")
 
     def count(service, request, caller):
-        return {"rows": service.store.count_rows(), "asked": request["question"], "by": caller.label}
+        return {"rows": service.store.state.num_rows(), "asked": request["question"], "by": caller.label}
 
     monkeypatch.setitem(Service.operations, "count", count)
     with rl_tq.serve(address) as queue, rl_tq.connect(queue.address) as client:

@@ -87,7 +87,7 @@ class QueueClient(TransferQueue):
         borrowed = borrowed_columns(data)
         columns = encode_columns(data, row_tags, borrowed)
         layout = plan_extent(columns)
-        limit = self._limit(timeout_s)
+        limit = _limit(timeout_s, self.timeout_s)
         request: Message = {
             "op": "put",
             "partition": partition,
@@ -125,7 +125,7 @@ class QueueClient(TransferQueue):
         output = Output(out, device)
         if meta.places and (found := self._find_here(meta, names, is_copied=output.is_given)) is not None:
             return gather(*found, len(meta), output)
-        return self._about(meta, lambda request: self._fetch({"columns": names, **request}, len(meta), output))
+        return _about(meta, lambda request: self._fetch({"columns": names, **request}, len(meta), output))
 
     def _find_here(
         self, meta: BatchMeta, columns: Sequence[str], *, is_copied: bool
@@ -133,15 +133,8 @@ class QueueClient(TransferQueue):
         """Locations of columns and their opened extents, without a request to the server; None if one is needed."""
         return None
 
-    def _about(self, meta: BatchMeta, ask: Callable[[Message], Answer]) -> Answer:
-        """Send a request with row numbers; if it is refused, repeat it with sample ids for a better error message."""
-        try:
-            return ask(_rows_of(meta))
-        except (StaleReferenceError, LeaseLostError):
-            return ask(_rows_of(meta, has_names=True))
-
     def _say(self, meta: BatchMeta, request: Message) -> None:
-        self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
+        _about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
 
     def _fetch(self, request: Message, num_rows: int, output: Output) -> TensorDict:
         """Fetch the values of rows."""
@@ -168,9 +161,9 @@ class QueueClient(TransferQueue):
             check_seconds("lease_s", lease_s)
         claim = _claim(partition, columns, batch_size, task, sampler)
         claim["lease_s"] = lease_s
-        limit = self._limit(timeout_s)
+        limit = _limit(timeout_s, self.timeout_s)
         if sampler is None or isinstance(sampler, Policy):
-            reply = self._wait(claim, limit, is_claim=True)
+            reply = self._call(_waiting(claim, limit, is_claim=True), limit)
         else:
             reply = self._sample(claim, limit, sampler)
         return _batch_meta(reply, partition, tuple(columns), task)
@@ -212,7 +205,7 @@ class QueueClient(TransferQueue):
 
     def admit(self, *, partition: str, num_rows: int, num_bytes: int = 0, timeout_s: float | None = None) -> Credit:
         """See `TransferQueue.admit`."""
-        limit = self._limit(timeout_s)
+        limit = _limit(timeout_s, self.timeout_s)
         request = {
             "op": "admit", "partition": partition, "num_rows": num_rows, "num_bytes": num_bytes, "timeout_s": limit
         }  # fmt: skip
@@ -239,21 +232,13 @@ class QueueClient(TransferQueue):
 
     def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
         """See `TransferQueue.snapshot`."""
-        self._limit(timeout_s)
+        _limit(timeout_s, self.timeout_s)
         reply, opened = self._locate({"op": "snapshot"}, is_copied=True)
         write_snapshot(Path(path), reply["records"], {number: extent.memory for number, extent in opened.items()})
 
     def stats(self) -> dict[str, Any]:
         """See `TransferQueue.stats`."""
         return self._call({"op": "stats"}, self.timeout_s)
-
-    def _limit(self, timeout_s: float | None) -> float:
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        check_seconds("timeout_s", limit, may_be_none_left=True)
-        return limit
-
-    def _wait(self, claim: Message, limit: float, *, is_claim: bool, after: int = -1) -> Message:
-        return self._call({"op": "wait", **claim, "timeout_s": limit, "is_claim": is_claim, "after": after}, limit)
 
     def _sample(self, claim: Message, limit: float, sampler: Sampler) -> Message:
         """Claim by a sampler that runs here: list ready rows, choose, claim; repeat if another client was faster."""
@@ -262,7 +247,7 @@ class QueueClient(TransferQueue):
         batch_size: int = claim["batch_size"]
         while True:
             left = max(0.0, deadline - time.monotonic())
-            ready = self._wait(claim, left, is_claim=False, after=after)
+            ready = self._call(_waiting(claim, left, is_claim=False, after=after), left)
             numbers = lengthen(ready["rows"])
             names = ready["sample_ids"] or [f"row{number}" for number in numbers]
             tags = ready["tags"] or [{} for _ in names]
@@ -277,6 +262,30 @@ class QueueClient(TransferQueue):
             if "is_conflict" not in reply:
                 return reply
             after = -1
+
+
+def _limit(timeout_s: float | None, usual_s: float) -> float:
+    """Seconds that a call may take.
+
+    Raises:
+        ValueError: it is no number of seconds.
+    """
+    limit = usual_s if timeout_s is None else timeout_s
+    check_seconds("timeout_s", limit, may_be_none_left=True)
+    return limit
+
+
+def _waiting(claim: Message, limit: float, *, is_claim: bool, after: int = -1) -> Message:
+    """Request that waits for rows."""
+    return {"op": "wait", **claim, "timeout_s": limit, "is_claim": is_claim, "after": after}
+
+
+def _about(meta: BatchMeta, ask: Callable[[Message], Answer]) -> Answer:
+    """Send a request with row numbers; if it is refused, repeat it with sample ids for a better error message."""
+    try:
+        return ask(_rows_of(meta))
+    except (StaleReferenceError, LeaseLostError):
+        return ask(_rows_of(meta, has_names=True))
 
 
 def _claim(
@@ -401,7 +410,7 @@ class RemoteQueue(QueueClient):
 
     def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
         """See `TransferQueue.snapshot`."""
-        self._call({"op": "snapshot", "path": str(path)}, self._limit(timeout_s))
+        self._call({"op": "snapshot", "path": str(path)}, _limit(timeout_s, self.timeout_s))
 
     def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
         raise NotImplementedError("the values themselves are fetched: see _fetch")

@@ -44,6 +44,10 @@ class State:
         self._changes = 0
         self._columns: dict[frozenset[str], frozenset[str]] = {}
 
+    def num_rows(self) -> int:
+        """Rows of all partitions."""
+        return sum(len(home.rows) for home in self.partitions.values())
+
     def replay(self, records: Iterable[Record]) -> None:
         """Replay recorded changes."""
         for method, *arguments in records:

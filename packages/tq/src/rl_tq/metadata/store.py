@@ -6,19 +6,18 @@ what `drain` returns. Every method does all of its work or none.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from rl_tq.errors import TransferQueueError, WaitTimeoutError
+from rl_tq.errors import WaitTimeoutError
 from rl_tq.metadata import checks
 from rl_tq.metadata.admission import Admissions
-from rl_tq.metadata.checks import few
 from rl_tq.metadata.leasing import Claims, Leases
 from rl_tq.metadata.ledger import Timers
+from rl_tq.metadata.parking import Parking
+from rl_tq.metadata.reports import explain_claim, partition_stats
 from rl_tq.metadata.requests import Admission, Batch, Claim, Located, Outcome, Put, Request, batch_of
 from rl_tq.metadata.rows import runs_of
 from rl_tq.metadata.state import State
-from rl_tq.policies import Fifo
 from rl_tq.types import Credit, PartitionOptions, RestoreReport
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     from rl_tq.metadata.ledger import TaskLedger
     from rl_tq.metadata.requests import Request
-    from rl_tq.metadata.rows import Partition
 
 
 class MetadataStore:
@@ -42,10 +40,11 @@ class MetadataStore:
         self._admissions = Admissions(self.state, alias)
         self.timers = Timers()
         """Timers; `expire` must be called by `timers.earliest`."""
-        self._waiting = Waiting(self.timers)
         self._leases = Leases(self.state, self._admissions, self.timers)
         self._claims = Claims(self.state, self._admissions, self._leases)
-        self._settled: list[tuple[Request, Outcome]] = []
+        self._parking = Parking(self.state, self._admissions, self._claims, self.timers)
+        self.parked = self._parking.waiting.keys
+        """Keys of the requests that wait."""
 
     # Rows in and out
 
@@ -55,14 +54,14 @@ class MetadataStore:
         Raises:
             TransferQueueError: of the kinds that `TransferQueue.put` lists.
         """
-        if put.is_plain and put.partition not in self.state.options and not self._waiting.line(put.partition):
+        if put.is_plain and put.partition not in self.state.options and not self._parking.waiting.line(put.partition):
             # Fast path of most puts: no limits, and no parked requests.
             home = self.state.partitions.get(put.partition)
             checks.check_put(put, home)
             rows = self._admissions.enter(put, [])
             home = home or self.state.partitions[put.partition]
             return batch_of(home, rows, put.schema.names, range(rows[0].number, rows[0].number + put.num_rows))
-        return self._try_or_park(put)
+        return self._parking.answer(put, self.now)
 
     def admit(self, request: Admission) -> Credit | None:
         """Reserve room for rows to be generated, or park the request and return None.
@@ -70,13 +69,13 @@ class MetadataStore:
         Raises:
             QueueFullError: the limits are smaller than the request, or `on_full` forbids waiting.
         """
-        return self._try_or_park(request)
+        return self._parking.answer(request, self.now)
 
     def release(self, credit: int) -> None:
         """Return a credit, used up or not."""
         partition = self._admissions.release(credit)
         if partition is not None:
-            self._settle(partition)
+            self._parking.resolve(partition, self.now)
 
     def locate(
         self,
@@ -110,13 +109,13 @@ class MetadataStore:
         """
         found = {row.number for row in checks.find_rows(self.state, partition, generation, rows, sample_ids)}
         self.state.clear(partition, sorted(found), None)
-        self._settle(partition)
+        self._parking.resolve(partition, self.now)
 
     def clear_partition(self, partition: str) -> None:
         """Clear a partition: rows, schema and consumption. A no-op if it does not exist."""
         if partition in self.state.partitions:
             self.state.clear_all(partition)
-            self._settle(partition)
+            self._parking.resolve(partition, self.now)
 
     def configure(self, partition: str, options: Mapping[str, Any]) -> None:
         """Set a partition's options; it need not exist yet.
@@ -125,7 +124,7 @@ class MetadataStore:
             ValueError: an option is unknown, or a value not allowed.
         """
         self.state.configure(partition, PartitionOptions.from_json(options).to_json())
-        self._settle(partition)
+        self._parking.resolve(partition, self.now)
 
     def advance(self, partition: str, weight_version: int) -> int:
         """Set the weight version, clear rows that are now stale, and return their number.
@@ -140,7 +139,7 @@ class MetadataStore:
             )
         self.state.advance(partition, weight_version)
         num_dropped = self._admissions.drop_stale(partition)
-        self._settle(partition)
+        self._parking.resolve(partition, self.now)
         return num_dropped
 
     # Claiming
@@ -153,9 +152,9 @@ class MetadataStore:
         """
         answer = self._claims.answer(claim, self.now)
         if answer is None:
-            self._waiting.park(claim)
+            self._parking.waiting.park(claim)
         if self._claims.has_rejected:
-            self._settle(claim.partition)
+            self._parking.resolve(claim.partition, self.now)
         return answer
 
     def claim_rows(self, claim: Claim, rows: Sequence[int]) -> Batch | None:
@@ -169,12 +168,12 @@ class MetadataStore:
         Raises:
             LeaseLostError: a row is leased under another number, or not at all; nothing is acked.
         """
-        ledger = self._ledger(partition, generation, task)
+        ledger = ledger_of(self.state, partition, generation, task)
         due = checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=True)
         if due:
             self.state.ack(partition, task, due, step)
             self._leases.retire(partition, due, step)
-            self._settle(partition)
+            self._parking.resolve(partition, self.now)
 
     def nack(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int],
              reason: str, sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
@@ -183,10 +182,10 @@ class MetadataStore:
         Raises:
             LeaseLostError: as `ack`.
         """
-        ledger = self._ledger(partition, generation, task)
+        ledger = ledger_of(self.state, partition, generation, task)
         due = checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
         self._leases.take_back(partition, task, due, reason, is_counted=True)
-        self._settle(partition)
+        self._parking.resolve(partition, self.now)
 
     def extend(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int],
                lease_s: float, sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
@@ -195,14 +194,14 @@ class MetadataStore:
         Raises:
             LeaseLostError: as `ack`.
         """
-        ledger = self._ledger(partition, generation, task)
+        ledger = ledger_of(self.state, partition, generation, task)
         checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
         self._leases.extend(leases, lease_s, self.now)
 
     def restore(self, partition: str, step: int, task: str | None) -> RestoreReport:
         """Revoke every lease and undo every ack after `step`, of one task or all."""
         report = self._leases.restore(partition, step, task)
-        self._settle(partition)
+        self._parking.resolve(partition, self.now)
         return report
 
     def dead_letters(self, partition: str, task: str) -> tuple[Batch | None, dict[int, str]]:
@@ -221,27 +220,23 @@ class MetadataStore:
         else:
             partition = self.state.extents[left[0]].partition
             self.state.move(extent, nbytes, left, rows)
-            self._settle(partition)
+            self._parking.resolve(partition, self.now)
 
     # Time, and clients that go
 
     def withdraw(self, key: Any) -> None:
         """Drop a parked request whose caller is gone."""
-        if key in self._waiting:
-            request = self._waiting.leave(key)
+        if key in self._parking.waiting:
+            request = self._parking.waiting.leave(key)
             if isinstance(request, Put):
                 self.state.freed.append(request.extent)
-            self._settle(request.partition)
-
-    def parked(self) -> list[Any]:
-        """Keys of the requests that wait."""
-        return self._waiting.keys()
+            self._parking.resolve(request.partition, self.now)
 
     def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> None:
         """End the leases and credits of a client that left. `is_counted`: it died, which counts as a failed attempt."""
         touched = set(self._admissions.owner_left(owner))
         for partition in touched | self._leases.owner_left(owner, why, is_counted=is_counted):
-            self._settle(partition)
+            self._parking.resolve(partition, self.now)
 
     def adopt(self) -> None:
         """After a replay: leases with a deadline restart, the others end, as their owners are gone."""
@@ -255,23 +250,26 @@ class MetadataStore:
                 if lease is not None:
                     self.num_expired += 1
                     self._leases.end(lease, f"its lease ({lease.label}) expired", is_counted=True)
-                    self._settle(lease.partition)
+                    self._parking.resolve(lease.partition, self.now)
             else:
-                request = self._waiting.find(key)
-                self._end(request, WaitTimeoutError(self.explain(request)))
-                self._settle(request.partition)
+                request = self._parking.waiting.find(key)
+                self._parking.end(request, WaitTimeoutError(self.explain(request)))
+                self._parking.resolve(request.partition, self.now)
 
     def has_news(self, now: float) -> bool:
         """Whether a deadline has passed, `drain` would return anything, or rows of an extent were cleared."""
         deadline = self.timers.earliest
         return bool(
-            self._settled or self.state.freed or self.state.shrunk or (deadline is not None and deadline <= now)
+            self._parking.resolved
+            or self.state.freed
+            or self.state.shrunk
+            or (deadline is not None and deadline <= now)
         )
 
     def drain(self) -> tuple[list[tuple[Request, Outcome]], list[int]]:
         """Results of parked requests since the last call, and extents that can be freed."""
-        settled, freed = self._settled, self.state.freed
-        self._settled, self.state.freed = [], []
+        settled, freed = self._parking.resolved, self.state.freed
+        self._parking.resolved, self.state.freed = [], []
         return settled, freed
 
     # Looking
@@ -282,13 +280,9 @@ class MetadataStore:
             return explain_claim(self.state, request)
         return self._admissions.explain(request)
 
-    def count_rows(self) -> int:
-        """Rows of all partitions."""
-        return sum(len(home.rows) for home in self.state.partitions.values())
-
     def stats(self) -> dict[str, Any]:
         """Rows, bytes, columns, consumption and waiters per partition."""
-        waiting = self._waiting.counts()
+        waiting = self._parking.waiting.counts()
         partitions = {
             name: {**partition_stats(home), "waiters": waiting.pop(name, 0), **self._admissions.stats(name)}
             for name, home in self.state.partitions.items()
@@ -296,188 +290,15 @@ class MetadataStore:
         return {
             "partitions": partitions,
             "waiters_elsewhere": dict(waiting),
-            "rows": self.count_rows(),
+            "rows": sum(len(home.rows) for home in self.state.partitions.values()),
             "bytes": sum(home.nbytes for home in self.state.partitions.values()),
             "extents": len(self.state.extents),
             "leases": len(self.state.leases),
             "leases_expired": self.num_expired,
         }
 
-    # Parking
 
-    def _try_or_park(self, request: Any) -> Any:
-        parked = self._waiting.line(request.partition)
-        if parked and self._admissions.must_wait(request, parked.values()):
-            if isinstance(request, Put):
-                self._admissions.check(request)
-        elif (answer := self._try(request)) is not None:
-            if isinstance(request, Put):
-                self._settle(request.partition)
-            return answer
-        self._waiting.park(request)
-        return None
-
-    def _end(self, request: Request, outcome: Outcome) -> None:
-        self._waiting.leave(request.key)
-        if isinstance(request, Put) and not isinstance(outcome, Batch):
-            self.state.freed.append(request.extent)
-        self._settled.append((request, outcome))
-
-    def _settle(self, partition: str) -> None:
-        """Answer parked requests that the last change made possible, in order of arrival; puts before claims."""
-        parked = self._waiting.line(partition)
-        self._claims.has_rejected = bool(parked)
-        while parked and self._claims.has_rejected:  # once, and again after a claim made room
-            self._claims.has_rejected = False
-            for request in [r for r in parked.values() if not isinstance(r, Claim)]:
-                if not self._settle_one(request):
-                    break  # requests behind it must not overtake
-            for request in [r for r in parked.values() if isinstance(r, Claim)]:
-                self._settle_one(request)
-
-    def _settle_one(self, request: Request) -> bool:
-        try:
-            answer: Outcome | None = self._try(request)
-        except TransferQueueError as error:
-            answer = error
-        if answer is None:
-            return False
-        self._end(request, answer)
-        return True
-
-    def _try(self, request: Request) -> Any:
-        match request:
-            case Put():
-                rows = self._admissions.put(request)
-                if rows is None:
-                    return None
-                columns = request.schema.names.union(request.shared)
-                return batch_of(self.state.partitions[request.partition], rows, columns)
-            case Admission():
-                return self._admissions.admit(request)
-            case Claim():
-                return self._claims.answer(request, self.now)
-            case _:
-                raise TypeError(request)
-
-    # Parts
-
-    def _ledger(self, partition: str, generation: int, task: str) -> TaskLedger | None:
-        home = self.state.partitions.get(partition)
-        return home.tasks.get(task) if home and home.generation == generation else None
-
-
-class Waiting:
-    """Parked requests by partition, in order of arrival, each with a timer for its deadline."""
-
-    def __init__(self, timers: Timers) -> None:
-        self._timers = timers
-        self._lines: dict[str, dict[Any, Request]] = {}
-        self._where: dict[Any, str] = {}
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._where
-
-    def keys(self) -> list[Any]:
-        """Keys of all parked requests."""
-        return list(self._where)
-
-    def line(self, partition: str) -> dict[Any, Request]:
-        """Parked requests of one partition; a live mapping while it is not empty."""
-        return self._lines.get(partition, {})
-
-    def find(self, key: Any) -> Request:
-        """Parked request by key."""
-        return self._lines[self._where[key]][key]
-
-    def park(self, request: Request) -> None:
-        """Park a request."""
-        self._lines.setdefault(request.partition, {})[request.key] = request
-        self._where[request.key] = request.partition
-        self._timers.set(("wait", request.key), request.deadline)
-
-    def leave(self, key: Any) -> Request:
-        """Remove a parked request."""
-        partition = self._where.pop(key)
-        self._timers.cancel(("wait", key))
-        line = self._lines[partition]
-        request = line.pop(key)
-        if not line:
-            del self._lines[partition]
-        return request
-
-    def counts(self) -> Counter[str]:
-        """Number of parked requests, by partition."""
-        return Counter({name: len(line) for name, line in self._lines.items()})
-
-
-def explain_claim(state: State, request: Claim) -> str:
-    """Reason why a claim waits: ready rows, leases and their holders, missing columns and producers."""
-    home = state.partitions.get(request.partition)
-    wanted = (
-        f"task {request.task!r} wanted {request.batch_size} rows of partition {request.partition!r} with "
-        f"{list(request.columns)}" + ("" if isinstance(request.policy, Fifo) else f", chosen by {request.policy}")
-    )
-    if home is None:
-        return f"{wanted}, and nothing was put there; there are {sorted(state.partitions) or 'no partitions'}"
-    ledger = state.ledger(home, request.task)
-    index = ledger.index(home.rows, request.columns, request.policy)
-    needs = frozenset(request.columns)
-    lacking = [row for row in home.rows.values() if ledger.is_free(row.number) and not needs <= row.columns]
-    clauses = [f"{len(index)} of its {len(home.rows)} rows are ready"]
-    if not request.is_claim and len(index) >= request.batch_size:
-        clauses[0] += ", among which the sampler did not choose"
-    clauses[0] += f", {len(ledger.leased) + len(ledger.acked)} were given to this task before"
-    clauses[0] += f", {len(lacking)} are incomplete"
-    if why := index.why_waiting():
-        clauses.append(why)
-    for column in request.columns:
-        rows = [row for row in lacking if column not in row.columns]
-        if rows:
-            owners = sorted({extent.owner for row in rows for extent, _ in row.pieces})
-            names = few([row.sample_id for row in rows], 3)
-            clauses.append(
-                f"{len(rows)} lack {column!r} ({names}; the rest of them was put by {few(owners, 3, quote=False)})"
-            )
-    if ledger.leased:
-        clauses.append(_holders(ledger))
-    if ledger.dead:
-        clauses.append(f"{len(ledger.dead)} are dead letters ({next(iter(ledger.dead.values()))})")
-    if home.dropped:
-        clauses.append("dropped so far: " + ", ".join(f"{times} {reason}" for reason, times in home.dropped.items()))
-    return f"{wanted}: " + "; ".join(clauses)
-
-
-def _holders(ledger: TaskLedger) -> str:
-    leases = {lease.number: lease for lease in ledger.leased.values()}
-    clauses = [
-        f"{len(lease.rows)} to {lease.label}" + ("" if lease.lease_s is None else f" for {lease.lease_s} s at a time")
-        for lease in list(leases.values())[:3]
-    ]
-    more = f" and {len(leases) - 3} more" if len(leases) > 3 else ""
-    return f"leased and not acked: {', '.join(clauses)}{more}"
-
-
-def partition_stats(home: Partition) -> dict[str, Any]:
-    """Counters of one partition."""
-    versions = sorted(home.by_version)
-    return {
-        "generation": home.generation,
-        "rows": len(home.rows),
-        "bytes": home.nbytes,
-        "columns": {column: str(schema) for column, schema in home.schema.items()},
-        "weight_version": home.weight_version,
-        "lag": home.weight_version - versions[0] if versions else 0,
-        "dropped": dict(home.dropped),
-        "consumed": {task: len(ledger.leased) + len(ledger.acked) for task, ledger in home.tasks.items()},
-        "tasks": {
-            task: {
-                "leased": len(ledger.leased),
-                "acked": ledger.num_acked,
-                "dead": len(ledger.dead),
-                "returns": sum(ledger.attempts.values()),
-            }
-            for task, ledger in home.tasks.items()
-        },
-        "options": home.options.to_json(),
-    }
+def ledger_of(state: State, partition: str, generation: int, task: str) -> TaskLedger | None:
+    """Ledger of a task in a generation of a partition; None if there is none."""
+    home = state.partitions.get(partition)
+    return home.tasks.get(task) if home and home.generation == generation else None

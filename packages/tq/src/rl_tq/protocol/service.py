@@ -57,7 +57,7 @@ class Service:
         self.has_news = self.store.has_news
         """Whether `drain(now)` has anything to do or return."""
         self._where = where
-        self._most = self.store.count_rows
+        self._most = self.store.state.num_rows
         """Most row numbers that a client may name: the number of rows."""
 
     def resume(self, records: Sequence[Record], now: float) -> None:
@@ -238,18 +238,13 @@ class Service:
                 reply["sample_ids"] = [row.sample_id for row in rows]
             if any(row.tags for row in rows):
                 reply["tags"] = [row.tags or {} for row in rows]
-        if self._where is not None and outcome.columns and (hints := self._hints(outcome, self._where)):
-            reply["hints"] = hints
+        if self._where is not None and outcome.columns:
+            pieces = pieces_of(outcome.rows, outcome.numbers, outcome.columns)
+            if pieces is not None:  # not too many
+                home = self.store.state.partitions[outcome.partition]
+                if hints := packed_locations(home, pieces, outcome.columns, self._where):
+                    reply["hints"] = hints
         return reply
-
-    def _hints(self, batch: Batch, where: Callable[[int], Sequence[int] | None]) -> list[bytes] | None:
-        """Locations of the columns for a reply; None if they are too many."""
-        pieces = pieces_of(batch.rows, batch.numbers, batch.columns)
-        return (
-            None
-            if pieces is None
-            else packed_locations(self.store.state.partitions[batch.partition], pieces, batch.columns, where)
-        )
 
     operations: ClassVar[dict[str, Callable[[Service, Message, Caller], Message | None]]] = {
         "put": _put, "locate": _locate, "snapshot": _snapshot, "wait": _wait,
