@@ -165,7 +165,7 @@ def test_a_turn_that_was_cut_off_is_closed_for_the_model(templates):
         (
             "{% for m in messages %}{% if loop.index > 2 %}{{ raise_exception('one turn') }}{% endif %}"
             "{{ m.content }}<eos>{% endfor %}",
-            "refuses them: one turn",
+            "refuses them: TemplateError: one turn",
         ),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_real_template_shows_its_places_and_one_that_cannot_is_refused(make_to
     end = seeing.eos_token_id
     assert "<|image_pad|>" in seeing.decode(template.prompt([user({"type": "image"}, "a")]))
     assert "<|image_pad|>" in seeing.decode(template.continuation(answer, last_token_id=end, is_stopped=True))
-    with pytest.raises(TemplateError, match="leaves out the images"):
+    with pytest.raises(RowError, match="leaves out the images"):
         TurnTemplate(blind, tools).prompt([user({"type": "image"}, "a")])
     with pytest.raises(TemplateError, match="leaves out the images"):
         TurnTemplate(blind, tools).continuation(answer, last_token_id=end, is_stopped=True)

@@ -2,16 +2,18 @@
 
 import asyncio
 import json
+import os
+import signal
 
 import pytest
 
 from rl_agent import AgentLoop, AgentRunner, Failure, ParsedTurn, ToolCall
-from rl_agent.errors import FailureError, LoopError, ToolError
+from rl_agent.errors import FailureError, LoopError, ToolError, described, is_foreign
 from rl_agent.loops.gym import GymLoop
 from rl_agent.loops.single_turn import SingleTurnLoop
 from rl_agent.loops.tool import ToolLoop
 from rl_agent.testing import FakeGenerator, FakeTokenizer
-from rl_agent.text import described, parse_turn, well_formed
+from rl_agent.text import parse_turn, well_formed
 from rl_agent.tools.base import Tool
 
 LONE, MARK = "a\ud800b", "a\ufffdb"
@@ -51,7 +53,7 @@ class Echo(Tool):
 
     async def call(self, arguments, session_id):
         self.seen.append(arguments)
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
 
@@ -201,3 +203,146 @@ def test_rows_that_cannot_be_rendered_are_named_one_by_one():
     runner = AgentRunner(lambda _: SingleTurnLoop(FakeGenerator(), FakeTokenizer()))
     found = asyncio.run(runner.prompts([PROMPT, {}, PROMPT, {"prompt": [{"role": "user", "content": 3}]}]))
     assert [isinstance(each, Failure) for each in found] == [False, True, False, True]
+
+
+class PanicException(BaseException):
+    """Derives from `BaseException`, as panics of Rust extensions do."""
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise PanicException("no text")
+
+
+STRAYS = [
+    PanicException("called `Option::unwrap()`"),
+    SystemExit(3),
+    KeyboardInterrupt("mine"),
+    asyncio.CancelledError("stray"),
+    RecursionError("deep"),
+    MemoryError(),
+    StopIteration(1),
+    StopAsyncIteration(1),
+    MuteError(),
+    ExceptionGroup("two", [ValueError("a"), OSError("b")]),
+    BaseExceptionGroup("two", [SystemExit(1), ValueError("a")]),
+]
+
+
+def thrown(error):
+    def throw(*args, **kwargs):
+        raise error
+
+    return throw
+
+
+@pytest.mark.parametrize("error", STRAYS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("is_plain", [False, True], ids=["async", "thread"])
+def test_whatever_a_tool_raises_is_counted(error, is_plain):
+    def echo(x: str) -> str:
+        """Echo."""
+        raise error
+
+    (result, other) = run(
+        ToolLoop(asking([CALL, CALL, "done", "done"]), FakeTokenizer(), tools=[echo if is_plain else Echo(error)]),
+        PROMPT,
+        2,
+    )
+    for each in (result, other):
+        assert each.outputs[0].metrics["num_tool_error"] == 1
+        said = FakeTokenizer().decode(each.outputs[0].completion_token_ids)
+        assert f"error: {type(error).__name__}" in said or "StopIteration" in said
+
+
+@pytest.mark.parametrize("error", STRAYS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("place", ["tokenizer", "parser", "template", "loop", "reset", "step"])
+def test_whatever_foreign_code_raises_fails_one_rollout(error, place):
+    class Poisoned(FakeTokenizer):
+        def encode(self, text, **kwargs):
+            return thrown(error)() if place == "tokenizer" and "poison" in text else super().encode(text, **kwargs)
+
+        def apply_chat_template(self, conversation, **kwargs):
+            if place == "template" and "poison" in str(conversation):
+                raise error
+            return super().apply_chat_template(conversation, **kwargs)
+
+    class Own(AgentLoop):
+        async def run(self, sampling_params, row):
+            if row.get("is_bad"):
+                raise error
+            return await SingleTurnLoop(self.server, self.tokenizer).run(sampling_params, row)
+
+    class Broken(Room):
+        def reset(self, *, seed):
+            return thrown(error)() if place == "reset" and seed == 1 else ("seen", {})
+
+        def step(self, action):
+            return thrown(error)() if place == "step" else ("seen", 0.0, True, False, {})
+
+    good = {"prompt": [{"role": "user", "content": "q"}]}
+    bad = {"prompt": [{"role": "user", "content": "poison"}], "is_bad": True, "seed": 1}
+    model, tokenizer = FakeGenerator(lambda _: ids("poison")), Poisoned()
+    loop = {
+        "parser": lambda: ToolLoop(model, tokenizer, tools=[Echo("poison")], parser=thrown(error)),
+        "tokenizer": lambda: ToolLoop(asking([CALL] * 4), tokenizer, tools=[Echo("poison")]),
+        "loop": lambda: Own(model, tokenizer),
+        "reset": lambda: GymLoop(model, tokenizer, environments={"room": lambda: Broken("", "")}),
+        "step": lambda: GymLoop(model, tokenizer, environments={"room": lambda: Broken("", "")}),
+    }.get(place, lambda: SingleTurnLoop(model, tokenizer))()
+    runner = AgentRunner(lambda _: loop, max_attempts=1)
+
+    async def collect():
+        return {g.row_index: g async for g in runner.run_groups([good, bad], {}, group_size=1)}
+
+    found = asyncio.run(collect())
+    failed = found[1].failures[0]
+    assert type(error).__name__ in failed.message or "StopIteration" in failed.message
+    assert len(found) == 2
+    if place in ("template", "loop", "reset"):
+        assert found[0].failures == (), "the other row is not concerned"
+
+
+def test_a_loop_that_cancels_its_own_task_fails_alone():
+    class Leaving(AgentLoop):
+        async def run(self, sampling_params, row):
+            asyncio.current_task().cancel()
+            await asyncio.sleep(60)
+
+    results = run(Leaving(FakeGenerator(), FakeTokenizer()), PROMPT, 2)
+    assert [r.outputs.message for r in results] == ["CancelledError"] * 2
+
+
+def interrupted(inside):
+    """Press Ctrl-C while a tool runs, in a loop that keeps Python's own handler or asyncio's."""
+
+    class Waits(Tool):
+        async def call(self, arguments, session_id):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+
+    loop = ToolLoop(asking([CALL]), FakeTokenizer(), tools=[Waits("echo", "", {"type": "object", "properties": {}})])
+
+    async def collect():
+        return [r async for r in AgentRunner(lambda _: loop).run([PROMPT], {})]
+
+    return inside(collect())
+
+
+def test_ctrl_c_stops_the_run():
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(asyncio.run)
+
+    def with_pythons_handler(work):
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(work)
+        finally:
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.close()
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(with_pythons_handler)
+    assert is_foreign(KeyboardInterrupt()) is (signal.getsignal(signal.SIGINT) is not signal.default_int_handler)

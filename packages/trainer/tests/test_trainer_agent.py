@@ -142,6 +142,41 @@ def test_rollouts_are_scored_side_by_side_as_they_finish_and_a_score_that_fails_
     assert failure.message == "the reward of 'mine' raised TimeoutError: too slow"
 
 
+class Leaving:
+    step = 0
+
+    def __init__(self, error, compares):
+        self.error, self.compares = error, compares
+
+    async def values(self, completion, row):
+        if not self.compares:
+            raise self.error
+        return 1.0
+
+    async def scores(self, completions, values, row):
+        raise self.error
+
+
+@pytest.mark.parametrize("compares", [False, True])
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt("x"), asyncio.CancelledError("x"), MemoryError("x")]
+)
+def test_whatever_a_reward_raises_is_a_counted_failure(error, compares):
+    class Loop(rl_agent.AgentLoop):
+        async def run(self, sampling_params, row):
+            return output([3, 4])
+
+    async def main():
+        runner = rl_agent.AgentRunner(lambda _: Loop(None, None))
+        grading = Grading([{"data_source": "mine"}], Leaving(error, compares))
+        hooks = {"grade": grading.grade, "complete": grading.complete}
+        return [g async for g in runner.run_groups([{}], {}, group_size=2, **hooks)]
+
+    (group,) = asyncio.run(main())
+    assert group.is_dropped
+    assert group.failures[-1].message == f"the reward of 'mine' raised {type(error).__name__}: {error}"
+
+
 def test_groups_that_finish_during_a_write_share_the_next_one():
     entered, gate, calls = threading.Event(), threading.Event(), []
 

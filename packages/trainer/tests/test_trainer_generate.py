@@ -4,6 +4,8 @@ import pytest
 
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
+from rl_trainer.data.datasets import Datasets
+from rl_trainer.data.sampler import make_prompts
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
@@ -31,6 +33,23 @@ def batch_of(rows, *overrides):
     source = RolloutSource(agents, rows, order, agents.queue, config, create_schedule(config).policy, poll_s=0.0)
     source.release(1)
     return source.take(1), source.position
+
+
+def test_jobs_know_the_files_and_numbers_of_their_rows():
+    """Rows that are left out before do not shift the numbers."""
+    rows = [{"text": "x" * size} for size in (9, 1, 9, 2)]
+    datasets = Datasets(train=rows, eval=[{"text": ""}], numbers=([f"f, row {n}" for n in (1, 2, 4, 5)], ["g, row 3"]))
+    config = load_config("quickstart", ["data.max_prompt_tokens=4", "batch.batch_size=4"])
+    prompts = make_prompts(config, datasets, lambda rows: [len(row["text"]) for row in rows], position=0, returned=())
+    agents = FakeAgents(config)
+    source = RolloutSource(
+        agents, prompts.rows, prompts.order, agents.queue, config, create_schedule(config).policy, poll_s=0.0
+    )
+    assert {(len(job.row["text"]), job.where) for job in source.draw(4)} == {(1, "f, row 2"), (2, "f, row 5")}
+    asked = []
+    agents.evaluate = lambda jobs, sampling: asked.extend(jobs) or FakeAgents.evaluate(agents, jobs, sampling)
+    source.evaluate(prompts.eval_rows)
+    assert [job.where for job in asked] == ["g, row 3"]
 
 
 def test_groups_without_signal_are_replaced_and_still_count_in_the_reward():

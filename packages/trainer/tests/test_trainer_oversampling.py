@@ -120,6 +120,25 @@ def worker_of(put, loop, *, has_baseline=False):
     return worker
 
 
+class Raising(rl_agent.AgentLoop):
+    async def run(self, sampling_params, row):
+        raise KeyError("no such page")
+
+
+@pytest.mark.process
+def test_a_failure_names_its_row():
+    worker = worker_of(lambda *_: None, Raising)
+    row, where = {"data_source": "x"}, "train.jsonl, row 7"
+    jobs = [Job(row=row, row_index=0, group_id=5, place=0, where=where)]
+    worker._loop.run(worker._roll_out(jobs, {}, "train", 2), 60.0)
+    wanted = "train.jsonl, row 7: KeyError: 'no such page'"
+    (report,) = worker.poll()
+    assert (report.groups, report.last_failure) == ((5,), wanted)
+    (held_out,) = worker.evaluate(jobs, {})
+    assert (held_out.num_failed, held_out.last_failure) == (1, wanted)
+    worker._loop.close()
+
+
 @pytest.mark.process
 def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
     entered, gate, written = threading.Event(), threading.Event(), []

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from rl_agent.errors import RowError, TemplateError, TokenizerError
+from rl_agent.errors import RowError, TemplateError, TokenizerError, described, is_foreign
 from rl_agent.media import count_images, take_images, without_images
 
 if TYPE_CHECKING:
@@ -165,19 +165,25 @@ class TurnTemplate:
         self, messages: Sequence[Message], use: Callable[[list[Message]], str | None], *, calls: bool = True
     ) -> str:
         """Render with the first stand-in conversation that the template accepts."""
-        refusal: Exception | None = None
+        refusal: BaseException | None = None
         for assistant in _stand_ins([m for m in messages if m["role"] == "tool" and calls]):
             try:
                 found = use([_USER, assistant])
             except TemplateError:
                 raise
-            except Exception as error:  # noqa: BLE001 - a template refuses by an exception of its template engine
+            except BaseException as error:  # a template refuses by an exception of its template engine
+                if not is_foreign(error):
+                    raise
                 refusal = error
                 continue
             if found is not None:
                 return found
         roles = ", ".join(dict.fromkeys(str(m["role"]) for m in messages))
-        reason = f"it refuses them: {refusal}" if refusal else "it leaves out what the assistant wrote before them"
+        reason = (
+            f"it refuses them: {described(refusal)}"
+            if refusal
+            else "it leaves out what the assistant wrote before them"
+        )
         raise TemplateError(
             f"the chat template cannot continue a conversation by {roles} messages; {reason}. "
             "Use a template that supports these roles"
@@ -296,7 +302,9 @@ def tokenize_prompts(
             )
             if len(many) != len(chunk) or not all(isinstance(ids, list) and ids for ids in many):
                 raise TemplateError("this tokenizer takes one conversation at a time")
-        except Exception:  # noqa: BLE001 - whatever it is, a row by itself says so, or has nothing to say
+        except BaseException as error:  # whatever it is, a row by itself says so, or has nothing to say
+            if not is_foreign(error):
+                raise
             yield from (tokenize_prompt(tokenizer, row) for row in chunk)
         else:
             yield from ((tuple(ids), ()) for ids in many)
@@ -307,16 +315,18 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: A
 
     Raises:
         TemplateError: the tokenizer has no chat template, or one that does not give ids.
-        RowError: its chat template refuses these messages.
+        RowError: its chat template refuses these messages, or leaves out their images.
     """
     try:
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
         )
-    except ValueError as error:
-        raise TemplateError(f"the tokenizer's chat template cannot be applied: {error}") from error
-    except Exception as error:  # a template refuses by an exception of its template engine, whichever that is
-        raise RowError(f"the chat template refuses the row's messages: {error}") from error
+    except BaseException as error:  # a template refuses by an exception of its template engine, whichever that is
+        if not is_foreign(error):
+            raise
+        if isinstance(error, ValueError) and not _is_usable(tokenizer, kwargs):
+            raise TemplateError(f"the tokenizer's chat template cannot be applied: {error}") from error
+        raise RowError(f"the chat template refuses the row's messages: {described(error)}") from error
     if not isinstance(ids, list) or not ids or not isinstance(ids[0], int):
         raise TemplateError(f"the tokenizer's chat template gave {ids!r}; a list of token ids is needed")
     if count_images(messages):
@@ -324,8 +334,17 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: A
             without_images(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
         )
         if bare == ids:
-            raise TemplateError("the chat template leaves out the images; use the template of a vision-language model")
+            raise RowError("the chat template leaves out the images; use the template of a vision-language model")
     return tuple(ids)
+
+
+def _is_usable(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the chat template renders a plain question, so that an error is due to the messages."""
+    try:
+        tokenizer.apply_chat_template([_USER], add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs)
+    except ValueError:
+        return False
+    return True
 
 
 def load_tokenizer(model_path: str) -> Tokenizer:

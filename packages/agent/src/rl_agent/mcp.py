@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from mcp import Client, MCPError
 
-from rl_agent.errors import FailureError, ToolError
-from rl_agent.tools.base import Tool
+from rl_agent.errors import FailureError, ToolDefinitionError, ToolError, described, is_foreign
+from rl_agent.tools.base import DeadlineError, Tool, with_deadline
 from rl_agent.types import Failure, FailureKind, ToolResult
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class _Connection:
                         self._client = await ready
                 except TimeoutError as error:
                     self._task.cancel()
-                    raise self._failure(f"did not answer within {self._timeout_s:g} s") from error
+                    raise self.failure(f"did not answer within {self._timeout_s:g} s") from error
             return self._client
 
     async def _hold(self, ready: asyncio.Future[Client]) -> None:
@@ -86,11 +86,13 @@ class _Connection:
             async with Client(self._server) as client:
                 ready.set_result(client)
                 await self._leave.wait()
-        except Exception as error:  # noqa: BLE001 - it is the waiting caller's to see
+        except BaseException as error:  # it is the waiting caller's to see
             if not ready.done():
-                ready.set_exception(self._failure(f"could not be reached: {type(error).__name__}: {error}"))
+                ready.set_exception(self.failure(f"could not be reached: {described(error)}"))
+            if not is_foreign(error):
+                raise
 
-    def _failure(self, message: str) -> FailureError:
+    def failure(self, message: str) -> FailureError:
         text = f"MCP server {self._server!r} {message}"
         return FailureError(Failure(kind=FailureKind.TOOL, stage="mcp", message=text, is_retryable=True))
 
@@ -119,6 +121,17 @@ async def connect_mcp(server: StdioServerParameters | str, *, timeout_s: float =
         FailureError: it could not be reached.
     """
     connection = _Connection(server, timeout_s)
+    try:
+        return await with_deadline(_listed(connection), timeout_s)
+    except DeadlineError as error:
+        raise connection.failure(f"did not list its tools within {timeout_s:g} s") from error
+    except (FailureError, ToolDefinitionError):
+        raise
+    except Exception as error:
+        raise connection.failure(f"could not list its tools: {described(error)}") from error
+
+
+async def _listed(connection: _Connection) -> list[Tool]:
     client = await connection.open()
     tools: list[Tool] = []
     cursor: str | None = None

@@ -23,8 +23,10 @@ from rl_agent.errors import (
     TemplateError,
     TokenizerError,
     ToolDefinitionError,
+    contained,
+    described,
 )
-from rl_agent.text import described, well_formed
+from rl_agent.text import well_formed
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind, GroupResult, RolloutResult
 from rl_agent.validation import validate_output
 from rl_rollout.errors import OverloadedError, RolloutError, WeightUpdateError
@@ -224,7 +226,7 @@ class AgentRunner:
         """Close the loops."""
         for loop in self._loops.values():
             try:
-                await loop.close()
+                await contained(loop.close())
             except Exception as error:  # noqa: BLE001 - tools and environments of others; the other loops are closed
                 _log.warning("%s could not be closed: %s", type(loop).__name__, described(error), exc_info=error)
 
@@ -251,7 +253,7 @@ class AgentRunner:
             loop, row = loops[index], well_formed(rows[index])
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    found[index] = await loop.prompt(row) or tokenize_prompt(loop.tokenizer, row)
+                    found[index] = await _shielded(_prompt(loop, row))
             except _RAISED:
                 raise
             except Exception as error:  # noqa: BLE001 - as of a rollout
@@ -336,10 +338,19 @@ def to_failure(error: Exception) -> Failure:
     return Failure(kind=kind, stage=stage, message=message, is_retryable=is_retryable)
 
 
+async def _prompt(loop: AgentLoop, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    return await loop.prompt(row) or tokenize_prompt(loop.tokenizer, row)
+
+
+async def _shielded(work: Coroutine[Any, Any, T]) -> T:
+    """Await a loop in a task of its own, so that foreign code which cancels its task does not cancel the runner."""
+    return await contained(asyncio.ensure_future(contained(work)))
+
+
 async def _attempt(loop: AgentLoop, row: Mapping[str, Any], params: dict[str, Any]) -> _Outcome:
     """Run a loop once; returns its validated trajectories, or its failure."""
     try:
-        given = await loop.run(dict(params), well_formed(row))
+        given = await _shielded(loop.run(dict(params), well_formed(row)))
     except _RAISED:
         raise
     except Exception as error:  # noqa: BLE001 - loops run tools, environments, parsers and tokenizers of others

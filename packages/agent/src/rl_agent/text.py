@@ -1,4 +1,4 @@
-"""Text and exceptions of foreign code: tools, environments, parsers, dataset rows and clients of the proxy."""
+"""Text of foreign code: tools, environments, parsers, dataset rows and clients of the proxy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rl_agent.errors import FailureError
+from rl_agent.errors import FailureError, described, is_foreign
 from rl_agent.types import Failure, FailureKind, readable
 
 if TYPE_CHECKING:
@@ -33,14 +33,6 @@ def well_formed(value: T) -> T:
     return cast("T", found)
 
 
-def described(error: BaseException) -> str:
-    """Type and message of an exception of foreign code, whose `__str__` may raise as well."""
-    try:
-        return readable(f"{type(error).__name__}: {error}").removesuffix(": ")
-    except Exception:  # noqa: BLE001 - its own __str__ raised
-        return type(error).__name__
-
-
 def parse_turn(parse: Callable[[str], ParsedTurn], text: str) -> ParsedTurn:
     """Parse a turn of the model, whose JSON may spell lone surrogates.
 
@@ -55,7 +47,9 @@ def parse_turn(parse: Callable[[str], ParsedTurn], text: str) -> ParsedTurn:
         return replace(
             turn, content=well_formed(turn.content), reasoning=well_formed(turn.reasoning), calls=tuple(calls)
         )
-    except Exception as error:
+    except BaseException as error:
+        if not is_foreign(error):
+            raise
         message = f"the tool-call parser raised {described(error)}"
         raise FailureError(
             Failure(kind=FailureKind.TOOL, stage="parser", message=message, is_retryable=False)

@@ -228,10 +228,10 @@ class FakeAgents:
         self._running.clear()
         return []
 
-    def evaluate(self, rows: Sequence[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:
+    def evaluate(self, jobs: Sequence[Job], sampling_params: dict[str, Any]) -> list[EvalReport]:
         """Report that every completion is right."""
         del sampling_params
-        return [EvalReport(rewards=(1.0,) * len(rows), num_right=len(rows), num_failed=0)]
+        return [EvalReport(rewards=(1.0,) * len(jobs), num_right=len(jobs), num_failed=0)]
 
 
 class QueueJob(FakeJob):

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_agent.base import AgentLoop
 from rl_agent.chat_template import TurnTemplate
-from rl_agent.errors import FailureError, RowError
+from rl_agent.errors import FailureError, RowError, described
 from rl_agent.registry import load_plugin
 from rl_agent.session import Session
-from rl_agent.text import described
 from rl_agent.tools.base import DeadlineError, in_thread, with_deadline
 from rl_agent.types import Failure, FailureKind, readable
 

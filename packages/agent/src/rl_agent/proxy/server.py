@@ -24,13 +24,13 @@ from aiohttp import web
 
 from rl_agent.base import StreamingGenerator
 from rl_agent.chat_template import TurnTemplate, special_tokens
-from rl_agent.errors import AgentError, RowError
+from rl_agent.errors import AgentError, RowError, described, is_foreign
 from rl_agent.proxy import chat_completions as _chat
 from rl_agent.proxy import responses as _responses
 from rl_agent.proxy.recording import Exchange, Recording, find_parent, message_key, trajectories
 from rl_agent.proxy.requests import Answer, new_call_id
 from rl_agent.registry import load_plugin
-from rl_agent.text import described, parse_turn, well_formed
+from rl_agent.text import parse_turn, well_formed
 from rl_agent.types import ParsedTurn
 from rl_rollout.errors import ConfigError, RequestError, RolloutError
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
@@ -174,7 +174,9 @@ class RecordingProxy:
             return _failure(error.status, "invalid_request_error", f"{request.method} {request.path}: {error.reason}")
         except ConnectionResetError:
             raise  # the client has left
-        except Exception as error:  # noqa: BLE001 - a tokenizer or a template of others may raise anything
+        except BaseException as error:  # a tokenizer or a template of others may raise anything
+            if not is_foreign(error):
+                raise
             _log.warning("a request failed: %s", described(error), exc_info=error)
             return _failure(500, "server_error", described(error))
 

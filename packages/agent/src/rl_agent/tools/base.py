@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from rl_agent.errors import FailureError, RowError, ToolDefinitionError, ToolError
+from rl_agent.errors import FailureError, ForeignError, RowError, ToolDefinitionError, ToolError, contained, described
 from rl_agent.media import data_url
-from rl_agent.text import described, well_formed
+from rl_agent.text import well_formed
 from rl_agent.types import ToolResult, readable
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class DeadlineError(Exception):
 
 async def with_deadline(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
     """Await `work` with a deadline; late work is cancelled and not waited for, as it may refuse to end."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(contained(work))
     try:
         done, _ = await asyncio.wait([task], timeout=timeout_s)
     except asyncio.CancelledError:
@@ -220,7 +220,7 @@ async def with_deadline(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         raise
     if done:
         if task.cancelled():
-            raise ToolError("it cancelled itself")
+            raise ForeignError("CancelledError: it cancelled itself")
         return task.result()
     task.cancel()
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read, so that nothing is logged
@@ -239,8 +239,8 @@ def in_thread(work: Callable[[], T]) -> Awaitable[T]:
             future.set_result(cast("T", result))
         elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             future.set_exception(error)
-        else:  # SystemExit and its like would end this process
-            future.set_exception(ToolError(f"{type(error).__name__}: {error}"))
+        else:  # SystemExit and its like would end this process, and a future takes no StopIteration
+            future.set_exception(ForeignError(described(error)))
 
     def run() -> None:
         result, error = None, None

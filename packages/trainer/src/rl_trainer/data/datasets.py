@@ -66,6 +66,24 @@ class Datasets:
         return numbers[index] if numbers else f"{'held-out' if is_eval else 'training'} row {index + 1}"
 
 
+class LocatedRows(list[Row]):
+    """Rows that know their locations."""
+
+    def __init__(self, rows: Iterable[Row], places: Sequence[str]) -> None:
+        super().__init__(rows)
+        self._places = places
+
+    def where(self, index: int) -> str:
+        """Location of a row, for messages."""
+        return self._places[index]
+
+
+def location(rows: object, index: int, *, kind: str = "row") -> str:
+    """Location of a row: its file and number, where the rows know them."""
+    where: Callable[[int], str] | None = getattr(rows, "where", None)
+    return f"{kind} {index + 1}" if where is None else where(index)
+
+
 def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
     """Load training and held-out rows; of a stream only the held-out ones.
 
@@ -378,6 +396,10 @@ def _dataset_sources(name: str, config: DataConfig) -> tuple[Source, Source | No
     return train, held_out
 
 
+_NUM_PLACES = 65536
+"""Rows of a stream whose locations are remembered."""
+
+
 class StreamedRows:
     """Streamed rows: an endless sequence of epochs, each shuffled within a window that moves over the source.
 
@@ -397,6 +419,7 @@ class StreamedRows:
         self._source, self._make, self._seed, self._buffer_size = source, make, seed, buffer_size
         self.epoch_size: int | None = None
         """Records of the source; None until it has been read to its end."""
+        self._places: dict[int, str] = {}
         self._restart(0, 0)
 
     def _restart(self, epoch: int, index: int) -> None:
@@ -414,7 +437,14 @@ class StreamedRows:
             self._restart(epoch, epoch * (self.epoch_size or 0))
         record = next(itertools.islice(self._records, index - self._index, None))
         self._index = index + 1
+        self._places[index] = record.where
+        if len(self._places) > _NUM_PLACES:
+            del self._places[next(iter(self._places))]
         return self._make(record.read(), record.where)
+
+    def where(self, index: int) -> str:
+        """Location of a row that was read lately, for messages."""
+        return self._places.get(index, f"row {index + 1} of the stream")
 
     def _from(self, epoch: int) -> Iterator[Record]:
         while True:

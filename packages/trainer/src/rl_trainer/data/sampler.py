@@ -10,7 +10,7 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rl_trainer.data.datasets import PART, Complaints
+from rl_trainer.data.datasets import PART, Complaints, LocatedRows
 from rl_trainer.data.rows import Row
 from rl_trainer.errors import DataError, InputError
 from rl_trainer.inputs import digest_rows
@@ -272,12 +272,16 @@ class StreamOrder(Order):
         for (at, row), length in zip(rows.items(), self._measure([*rows.values()]), strict=True):
             self._read[at] = (row, length)
             if not isinstance(length, int):
-                complaints.add(f"row {at + 1} of the stream: {length}")
+                complaints.add(f"{self._stream.where(at)}: {length}")
         complaints.check(self._AHEAD - complaints.count)
 
     def __getitem__(self, index: int) -> Row:
         """The row of an index that was taken: once at no cost, later by reading it again."""
         return self._given.pop(index) if index in self._given else self._stream[index]
+
+    def where(self, index: int) -> str:
+        """Location of a row that was read lately, for messages."""
+        return self._stream.where(index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,16 +356,18 @@ def _fitting(
     Raises:
         InputError: there is none.
     """
-    kept, lengths = list[Row](), list[int]()
+    kept, places, lengths = list[Row](), list[str](), list[int]()
     for index, (row, length) in enumerate(zip(rows, measure(list(rows)), strict=True)):
+        where = datasets.where(index, is_eval=is_eval)
         if not isinstance(length, int):
-            complaints.add(f"{datasets.where(index, is_eval=is_eval)}: {length}")
+            complaints.add(f"{where}: {length}")
             continue
         lengths.append(length)
         if length <= longest:
             kept.append(row)
+            places.append(where)
     if not kept:
         complaints.check(len(lengths))
         shortest = f"the shortest has {min(lengths)}" if lengths else f"none can be asked: {complaints.first[0]}"
         raise InputError(f"none of {len(rows)} prompts has at most data.max_prompt_tokens={longest} tokens; {shortest}")
-    return kept
+    return LocatedRows(kept, places)

@@ -62,9 +62,9 @@ class AgentReplicas:
         """Tokens of each prompt as it is sent, or why a row cannot be used."""
         return self._map(AgentWorker.prompt_lengths, rows)
 
-    def evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:
+    def evaluate(self, jobs: list[Job], sampling_params: dict[str, Any]) -> list[EvalReport]:
         """Score one completion per row; nothing enters the queue."""
-        return self._map(AgentWorker.evaluate, rows, sampling_params)
+        return self._map(AgentWorker.evaluate, jobs, sampling_params)
 
     def write_samples(self, batch: BatchMeta, step: int, folder: str) -> None:
         """Have one member write these rows of the queue; where it died there are none of this step."""

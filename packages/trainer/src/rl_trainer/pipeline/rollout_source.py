@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_tq import policies
 from rl_tq.errors import WaitTimeoutError
+from rl_trainer.data.datasets import location
 from rl_trainer.errors import InputError, RolloutFailedError, TrainerError
 from rl_trainer.metrics import Evaluation, HeldGroup
 from rl_trainer.pipeline.staleness import Span
@@ -311,7 +312,11 @@ class RolloutSource:
             RolloutFailedError: more than one in ten failed, so that a mean would say little.
         """
         sampling = self.sampling("eval", temperature=self._config.rollout.eval_temperature)
-        asked = list(rows) * self._config.rollout.eval_samples
+        each = range(self._config.rollout.eval_samples * len(rows))
+        asked = [
+            Job(row=rows[i], row_index=i, group_id=n, place=n, where=location(rows, i, kind="held-out row"))
+            for n, i in ((n, n % len(rows)) for n in each)
+        ]
         reports = self._agents.evaluate(asked, sampling)
         rewards = [reward for report in reports for reward in report.rewards]
         num_failed = sum(report.num_failed for report in reports)
@@ -329,7 +334,8 @@ class RolloutSource:
         jobs: list[Job] = []
         for place, index in enumerate(self.order.take(count), start=first_place):
             self._num_groups += 1
-            jobs.append(Job(row=self._rows[index], row_index=index, group_id=self._num_groups, place=place))
+            row, where = self._rows[index], location(self._rows, index)
+            jobs.append(Job(row=row, row_index=index, group_id=self._num_groups, place=place, where=where))
         return jobs
 
     def sampling(self, salt: str, *, temperature: float | None = None) -> dict[str, Any]:

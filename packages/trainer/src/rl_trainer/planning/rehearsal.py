@@ -133,7 +133,7 @@ def check_rows(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         for index in range(_STREAM_SAMPLE):
             try:
                 rows.append(datasets.stream[index])
-                places.append(f"row {index + 1} of the shuffled stream")
+                places.append(datasets.stream.where(index))
             except DataError as error:
                 complaints.add(str(error))
             if datasets.stream.epoch_size is not None:

@@ -63,6 +63,8 @@ class Job:
     """Unique in the run."""
     place: int
     """Its position in the step's batch: seeds its sampling, whichever worker runs it."""
+    where: str = ""
+    """File and number of the row, for messages."""
     attempt: int = 0
     """Number of workers that died while they ran it."""
 
@@ -76,7 +78,7 @@ class FailureReport:
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed rollouts per kind."""
     last_failure: str = ""
-    """One failure's sentence."""
+    """Row, type and message of one failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ class EvalReport:
     num_failed: int
     """Completions that did not."""
     last_failure: str = ""
-    """One failure's sentence."""
+    """Row, type and message of one failure."""
 
 
 class _Failures:
@@ -98,20 +100,24 @@ class _Failures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._groups: list[tuple[int, Sequence[Failure]]] = []
+        self._groups: list[tuple[Job, Sequence[Failure]]] = []
 
-    def add(self, group_id: int, failures: Sequence[Failure]) -> None:
+    def add(self, job: Job, failures: Sequence[Failure]) -> None:
         with self._lock:
-            self._groups.append((group_id, failures))
+            self._groups.append((job, failures))
 
     def take(self) -> FailureReport:
         with self._lock:
             groups, self._groups = self._groups, []
         return FailureReport(
-            groups=tuple(group_id for group_id, _ in groups),
+            groups=tuple(job.group_id for job, _ in groups),
             failures=Counter(failure.kind for _, failures in groups for failure in failures),
-            last_failure=groups[-1][1][-1].message if groups else "",
+            last_failure=_located(groups[-1][0], groups[-1][1][-1]) if groups else "",
         )
+
+
+def _located(job: Job, failure: Failure) -> str:
+    return f"{job.where}: {failure.message}" if job.where else failure.message
 
 
 class _GroupWriter:
@@ -299,16 +305,16 @@ class AgentWorker:
         try:
             async with aclosing(finished) as groups:
                 async for group in groups:
-                    group_id, row = jobs[group.row_index].group_id, rows[group.row_index]
-                    greedy = None if baselines is None else (await baselines)[group_id]
+                    job = jobs[group.row_index]
+                    greedy = None if baselines is None else (await baselines)[job.group_id]
                     if isinstance(greedy, Failure):
-                        self._failures.add(group_id, [*group.failures, greedy])
+                        self._failures.add(job, [*group.failures, greedy])
                     elif group.failures:
-                        self._failures.add(group_id, group.failures)
+                        self._failures.add(job, group.failures)
                     else:
                         made = [sample for rollout in group.rollouts for sample in scored(rollout)]
-                        samples = [self._with_teacher_prompt(sample, row) for sample in made]
-                        writer.add((group_id, samples, greedy))
+                        samples = [self._with_teacher_prompt(sample, job.row) for sample in made]
+                        writer.add((job.group_id, samples, greedy))
         finally:  # also when it is stopped: what is complete is written
             if baselines is not None:
                 baselines.cancel()
@@ -371,25 +377,26 @@ class AgentWorker:
             next(rows)["columns"] = [*columns]
         self._queue.put(columns, partition=partition, tags=tags)
 
-    def evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:
+    def evaluate(self, jobs: list[Job], sampling_params: dict[str, Any]) -> list[EvalReport]:
         """Score one completion per row; nothing enters the queue."""
-        return [self._loop.run(self._evaluate(rows, sampling_params), self._timeout_s)]
+        return [self._loop.run(self._evaluate(jobs, sampling_params), self._timeout_s)]
 
-    async def _evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> EvalReport:
+    async def _evaluate(self, jobs: list[Job], sampling_params: dict[str, Any]) -> EvalReport:
         scores: list[Score] = []
-        failures: list[Failure] = []
+        failures: list[str] = []
+        rows = [job.row for job in jobs]
         grading = Grading(rows, self._scorer)
         async for group in self._runner.run_groups(
             rows, sampling_params, group_size=1, grade=grading.grade, complete=grading.complete
         ):
             scores += [score for rollout in group.rollouts for _, score in scored(rollout)]
-            failures += group.failures
+            failures += [_located(jobs[group.row_index], failure) for failure in group.failures]
         right = [score.is_right for score in scores]
         return EvalReport(
             rewards=tuple(score.reward for score in scores),
             num_right=None if None in right else right.count(True),
             num_failed=len(failures),
-            last_failure=failures[-1].message if failures else "",
+            last_failure=failures[-1] if failures else "",
         )
 
     def write_samples(self, batch: BatchMeta, step: int, folder: str) -> int:

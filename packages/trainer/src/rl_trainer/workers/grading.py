@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rl_agent.errors import contained, described
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind, GroupResult, RolloutResult
 from rl_trainer.rewards import Completion, Score, Scorer
 from rl_trainer.workers.columns import ROLLOUT
@@ -48,7 +49,8 @@ class Grading:
         assert not isinstance(outputs, Failure), "those are not graded"
         self._scorer.step = max(self._scorer.step, *(max(output.weight_versions) for output in outputs))
         try:
-            values = await asyncio.gather(*(self._scorer.values(_completion(o), row) for o in outputs))
+            scoring = (contained(self._scorer.values(_completion(o), row)) for o in outputs)
+            values = await asyncio.gather(*scoring)
         except Exception as error:  # noqa: BLE001 - a scorer is a plug-in: whatever it raises is a counted failure
             return replace(result, outputs=_reward_failure(error, row))
         added = ({ROLLOUT: result.rollout_index, _VALUES: each} for each in values)
@@ -65,7 +67,7 @@ class Grading:
         outputs, row = [output for rollout in rollouts for output in rollout], self._rows[group.row_index]
         values = [output.extra_fields[_VALUES] for output in outputs]
         try:
-            scores = iter(await self._scorer.scores([*map(_completion, outputs)], values, row))
+            scores = iter(await contained(self._scorer.scores([*map(_completion, outputs)], values, row)))
         except Exception as error:  # noqa: BLE001 - as of `grade`
             return replace(group, rollouts=(), failures=(*group.failures, _reward_failure(error, row)))
         return replace(group, rollouts=tuple(tuple(self._scored(o, next(scores)) for o in each) for each in rollouts))
@@ -82,7 +84,7 @@ def _completion(output: AgentLoopOutput) -> Completion:
 
 
 def _reward_failure(error: Exception, row: Row) -> Failure:
-    message = f"the reward of {row['data_source']!r} raised {type(error).__name__}: {error}"
+    message = f"the reward of {row['data_source']!r} raised {described(error)}"
     return Failure(kind=FailureKind.GRADER, stage="reward", message=message, is_retryable=False)
 
 
