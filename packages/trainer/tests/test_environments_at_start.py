@@ -4,6 +4,7 @@ import os
 import resource
 import socket
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_rays_own_folder_counts_in_place_of_tmpdir(limit, monkeypatch, tmp_path)
 def limit(monkeypatch):
     """Set a limit of this process, soft and hard, as far as `resource` reports it."""
     monkeypatch.setattr(tempfile, "gettempdir", lambda: "/tmp")
-    values = {}
+    values = {resource.RLIMIT_FSIZE: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)}
     monkeypatch.setattr(resource, "getrlimit", lambda which: values.get(which, (10**6, 10**6)))
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: values.update({which: both}))
     return values
@@ -100,4 +101,17 @@ def test_too_few_processes_are_named(limit, monkeypatch):
 def test_shared_memory_that_cannot_be_written_is_named(limit, monkeypatch, tmp_path):
     monkeypatch.setattr(limits, "_SHARED_MEMORY", tmp_path / "missing")
     with pytest.raises(PlacementError, match="missing cannot be written"):
+        check_limits()
+
+
+def test_a_small_limit_of_file_sizes_is_named(limit):
+    limit[resource.RLIMIT_FSIZE] = (2**20, 2**20)
+    with pytest.raises(PlacementError, match=r"ulimit -f is 1024 KiB per file; Ray's object store .* 262144 KiB"):
+        check_limits()
+
+
+def test_a_temporary_folder_that_is_full_is_named(limit, monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    with pytest.raises(PlacementError, match="RAY_TMPDIR=/tmp has 1 MiB free; Ray's sockets and logs need 32"):
         check_limits()

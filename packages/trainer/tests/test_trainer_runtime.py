@@ -1,6 +1,7 @@
 """Worker groups on both runtimes; the Ray ones are real Ray processes."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from rl_trainer.runtime.base import Call, Dispatch, ResourcePool, WorkerContext,
 from rl_trainer.runtime.dispatch import Mesh, join, spread
 from rl_trainer.runtime.inline import InlineRuntime
 from rl_trainer.runtime.network import free_address
+from rl_trainer.runtime.processes import children
 from rl_trainer.runtime.ray import RayRuntime, _init_patiently
 from rl_trainer.testing import RuntimeConformance
 
@@ -196,6 +198,24 @@ def test_ray_keeps_a_worker_on_one_thread_of_its_own(ray_runtime):
     threads = {first.thread() for _ in range(20)}
     assert len(threads) == 1
     assert second.thread() not in threads
+
+
+def resident_kib(program):
+    """Of a child process of this one."""
+    (pid,) = children((program,))
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+
+
+@pytest.mark.process
+def test_ray_s_own_server_does_not_grow_with_calls(ray_runtime):
+    """With Ray's defaults 3,000 calls leave 11 MB of task events in gcs_server."""
+    counter = ray_runtime.create_group(Counter, "one", start=0)
+    for _ in range(300):
+        counter.add(1)
+    before = resident_kib("gcs_server")
+    for _ in range(3000):
+        counter.add(1)
+    assert resident_kib("gcs_server") - before < 2048
 
 
 @pytest.mark.process

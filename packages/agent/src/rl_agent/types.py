@@ -19,6 +19,10 @@ def readable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+LARGEST_REWARD = 1e15
+"""Largest absolute reward: its square, summed over a batch, fits float32."""
+
+
 class Tokenizer(Protocol):
     """Tokenizer interface of the loops; Hugging Face tokenizers have it."""
 

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rl_agent.errors import OutputError
+from rl_agent.types import LARGEST_REWARD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,15 +84,16 @@ def _check_summary(output: AgentLoopOutput) -> None:
         raise OutputError(f"finish_reason is {output.finish_reason!r}; allowed are {', '.join(FINISH_REASONS)}")
     if output.num_turns < 1:
         raise OutputError(f"num_turns is {output.num_turns}; a trajectory holds at least one generation")
-    if output.reward is not None and not math.isfinite(output.reward):
+    if output.reward is not None and not abs(output.reward) <= LARGEST_REWARD:
         raise OutputError(
-            f"reward is {output.reward}; give a finite number, None to have it graded later, or fail the rollout"
+            f"reward is {output.reward}; give a number of at most {LARGEST_REWARD:g}, None to have it graded later, or "
+            "fail the rollout"
         )
     if output.turn_rewards and len(output.turn_rewards) != output.num_turns:
         raise OutputError(f"turn_rewards has {len(output.turn_rewards)} entries for {output.num_turns} turns")
     for i, reward in enumerate(output.turn_rewards):
-        if not math.isfinite(reward):
-            raise _error("turn_rewards", i, output.turn_rewards, "a reward is finite")
+        if not abs(reward) <= LARGEST_REWARD:
+            raise _error("turn_rewards", i, output.turn_rewards, f"a reward is at most {LARGEST_REWARD:g}")
 
 
 def _error(name: str, index: int, values: Sequence[Any], rule: str) -> OutputError:

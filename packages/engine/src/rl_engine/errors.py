@@ -13,6 +13,18 @@ EngineError
 
 from __future__ import annotations
 
+import os
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+_NUMBER = re.compile(r"\((?:os error|errno) (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
+"""Number of the operating system's error in the texts of safetensors and Arrow, whose errors carry none."""
+
 
 class EngineError(Exception):
     """Base of every error that rl-engine raises on purpose."""
@@ -48,3 +60,28 @@ class CheckpointError(EngineError, ValueError):
 
 class FolderInUseError(EngineError, RuntimeError):
     """Another process writes to the folder."""
+
+
+def errno_of(error: BaseException) -> int | None:
+    """The operating system's number of an error, from its attribute or its text; None without one."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = _NUMBER.search(str(error))
+    return int(found[1] or found[2]) if found is not None else None
+
+
+@contextmanager
+def naming(file: Path) -> Generator[None]:
+    """Name the file in the error of a failed write: those of write(2), safetensors and Arrow have no path.
+
+    Raises:
+        OSError: with the number and the file.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = errno_of(error)
+        is_named = getattr(error, "filename", None) is not None and error.filename2 is None  # of a copy: the source
+        if number is None or is_named:
+            raise
+        raise OSError(number, os.strerror(number), str(file)) from error

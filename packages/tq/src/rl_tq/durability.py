@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import uuid
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -23,7 +24,7 @@ from rl_tq.errors import AddressError, QueueFullError, TransferQueueError
 from rl_tq.memory.arena import PACKED_BYTES, SEGMENT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from rl_tq.metadata.state import Record
@@ -35,6 +36,16 @@ _RESERVE_BYTES = 1 << 20
 _KEEP_SIZE = 1
 _LIBC = ctypes.CDLL(None)
 _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+@contextmanager
+def _naming(path: Path) -> Generator[None]:
+    """Name the file in the error of a failed write, which the operating system leaves out."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 class Journal:
@@ -93,7 +104,8 @@ class Journal:
                     file.flush()
                     os.fsync(file.fileno())
             partial.replace(path)
-        except OSError:
+        except OSError as error:
+            error.filename = error.filename or str(partial)
             partial.unlink(missing_ok=True)
             raise
         if is_synced:
@@ -112,8 +124,9 @@ class Journal:
         data = memoryview(_lines(records))
         self._nbytes += len(data)
         self._reserve()
-        while data:
-            data = data[os.write(self._fd, data) :]
+        with _naming(self.directory / NAME):
+            while data:
+                data = data[os.write(self._fd, data) :]
 
     def _reserve(self) -> None:
         """Reserve disk space for later records, so that a full file system can still record the clears that free it."""
@@ -187,8 +200,9 @@ class _File:
         start = self.nbytes + -self.nbytes % _ALIGNMENT
         for data in (memoryview(bytes(start - self.nbytes)), _buffer(memory)):
             left = data
-            while left:
-                left = left[self._file.write(left) :]
+            with _naming(self.path):
+                while left:
+                    left = left[self._file.write(left) :]
         self.nbytes = start + len(memory)
         return start
 

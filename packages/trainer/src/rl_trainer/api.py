@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rl_trainer.config import load_config
 from rl_trainer.data.rows import completed
 from rl_trainer.errors import ConfigError, DataError
-from rl_trainer.output_dir import new_output_dir
+from rl_trainer.output_dir import new_output_dir, write_whole
 from rl_trainer.plugins import Serialized
 from rl_trainer.run import Resume
 from rl_trainer.run import run as run_config
@@ -83,7 +83,7 @@ def train(
     started = Run(_config(recipe, keys | dict(_flat(overrides))), callback=callback, resume=resume, console=console)
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        write_whole(file, text)
     started._start(in_thread=not wait or _has_event_loop())  # pyright: ignore[reportPrivateUsage]
     return started.wait() if wait else started
 

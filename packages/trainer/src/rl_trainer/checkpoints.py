@@ -23,6 +23,7 @@ from rl_trainer import samples
 from rl_trainer.config import as_tree
 from rl_trainer.errors import InputError
 from rl_trainer.inputs import changed, digest_inputs, digest_rows
+from rl_trainer.output_dir import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -293,9 +294,7 @@ def forget_after(output_dir: Path, step: int) -> None:
         if not log.is_file():
             continue
         lines = [line for line in log.read_text().splitlines() if _time_of(line) <= step]
-        shorter = log.with_suffix(".unfinished")
-        shorter.write_text("".join(f"{line}\n" for line in lines))
-        shorter.replace(log)
+        write_whole(log, "".join(f"{line}\n" for line in lines))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -237,6 +237,7 @@ def main_eval(argv: Sequence[str] | None = None) -> int:
 
     from rl_trainer.errors import ConfigError, InputError
     from rl_trainer.evaluation import sample, summarise
+    from rl_trainer.output_dir import write_whole
 
     try:
         ks = [int(k) for k in arguments.k.split(",")]
@@ -249,7 +250,7 @@ def main_eval(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         raise InputError(str(error)) from error
     if arguments.output:
-        Path(arguments.output).write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems))
+        write_whole(Path(arguments.output), "".join(json.dumps(asdict(problem)) + "\n" for problem in problems))
     for name, estimate in summarise(problems, ks).items():
         print(f"{name:12s} {estimate.mean:.3f} +- {estimate.half_width:.3f}")
     num_failed = sum(problem.num_failed for problem in problems)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import errno
 import os
-import re
+
+from rl_engine.errors import errno_of
 
 
 class TrainerError(Exception):
@@ -89,10 +90,10 @@ def page_of(error: BaseException) -> str:
     return next((PAGES[kind] for kind in type(error).__mro__ if kind in PAGES), "docs/tutorials/debugging.md")
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LIMITED = errno.EFBIG
+FULL = (errno.ENOSPC, errno.EDQUOT, _LIMITED)
+"""Numbers of the operating system's errors of a disk, a quota or a file that is full."""
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
-_NUMBER = re.compile(r"\((?:os error|errno) (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
-"""Number of the operating system's error in the texts of safetensors and Arrow, whose errors carry none."""
 
 
 def sentence_of(error: BaseException) -> str | None:
@@ -107,29 +108,31 @@ def sentence_of(error: BaseException) -> str | None:
         chain.append(link)
         link = link.__cause__ or link.__context__
     for each in chain:
-        if _number(each) in (*_FULL, *_CLOSED):
-            return _sentence_of_file(_number(each), each)
+        if errno_of(each) in (*FULL, *_CLOSED):
+            return _sentence_of_file(errno_of(each), each)
     for each in chain:
-        if any(kind.__module__.startswith("rl_") and ".errors" in kind.__module__ for kind in type(each).__mro__):
+        if _is_on_purpose(each):
             return str(each)
     first = chain[0]
     return _sentence_of_file(first.errno, first) if isinstance(first, OSError) and first.filename else None
 
 
-def _number(error: BaseException) -> int | None:
-    """The operating system's number of an error."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    found = _NUMBER.search(str(error))
-    return int(found[1] or found[2]) if found is not None else None
+def _is_on_purpose(error: BaseException) -> bool:
+    return any(kind.__module__.startswith("rl_") and ".errors" in kind.__module__ for kind in type(error).__mro__)
 
 
 def _sentence_of_file(number: int | None, error: BaseException) -> str:
     filename = getattr(error, "filename", None)
-    where = f"{filename} cannot be used" if filename else "a file cannot be written"
+    if filename is None and _is_on_purpose(error):  # which names the file, and has the system's words
+        what = str(error).rstrip(".")
+    else:
+        where = f"{filename} cannot be used" if filename else "a file cannot be written"
+        what = f"{where}: {os.strerror(number) if number else error}"
     advice = "look at it, then go on with --resume"
-    if number in _FULL:
+    if number == _LIMITED:
+        advice = "raise the limit of file sizes (ulimit -f), then go on with --resume"
+    elif number in FULL:
         advice = "make room on that disk, then go on with --resume"
     elif number in _CLOSED:
         advice = "have the folder made writable, or choose another output_dir"
-    return f"{where}: {os.strerror(number) if number else error}; {advice}"
+    return f"{what}; {advice}"

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rl_engine.errors import naming
+from rl_trainer.output_dir import append_line, write_whole
 from rl_trainer.runtime.tracing import span
 
 if TYPE_CHECKING:
@@ -199,8 +201,7 @@ class Report:
         self._records.append(record)
         self.has_begun = True
         if record.rows:
-            with (self._dir / "prompts.jsonl").open("a") as file:
-                file.write(json.dumps({"step": record.step, "rows": record.rows}) + "\n")
+            append_line(self._dir / "prompts.jsonl", json.dumps({"step": record.step, "rows": record.rows}))
 
     def next_step(self, first: int) -> int:
         """Number of the step that is under way; `first` while there was none."""
@@ -236,7 +237,7 @@ class Report:
     def finish(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Write summary and curve, and return the summary."""
         summary = self.summary() | extra
-        (self._dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_whole(self._dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         curve = self._write_curve()
         return summary | {"learning_curve": str(curve) if curve else "not drawn: pip install matplotlib"}
 
@@ -260,5 +261,6 @@ class Report:
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right")
         path = self._dir / "learning_curve.png"
-        figure.savefig(path, dpi=120)
+        with naming(path):
+            figure.savefig(path, dpi=120)
         return path

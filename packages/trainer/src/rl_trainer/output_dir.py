@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_engine import hold_lock
-from rl_engine.errors import FolderInUseError
+from rl_engine.errors import FolderInUseError, naming
 from rl_trainer.errors import InputError, sentence_of
 
 if TYPE_CHECKING:
@@ -81,6 +81,20 @@ def new_output_dir(name: str) -> Path:
             continue
         return folder
     raise AssertionError("unreachable")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file; it appears whole or not at all."""
+    draft = file.with_name(f"{file.name}.unfinished")
+    with naming(file):
+        draft.write_text(text)
+        draft.replace(file)
+
+
+def append_line(file: Path, line: str) -> None:
+    """Append a line to a log. One that is torn, because the disk is full, is dropped by the run that goes on."""
+    with naming(file), file.open("a") as log:
+        log.write(f"{line}\n")
 
 
 def _remove_empty(folders: list[Path]) -> None:

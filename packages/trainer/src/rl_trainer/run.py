@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import signal
 import threading
@@ -20,10 +19,18 @@ from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
-from rl_trainer.errors import ConfigError, InputError, PlacementError, PlanError, RolloutFailedError, WorkerDiedError
+from rl_trainer.errors import (
+    FULL,
+    ConfigError,
+    InputError,
+    PlacementError,
+    PlanError,
+    RolloutFailedError,
+    WorkerDiedError,
+)
 from rl_trainer.inputs import digest_inputs
 from rl_trainer.metrics import PhaseTimer, Report
-from rl_trainer.output_dir import locked_output_dir
+from rl_trainer.output_dir import locked_output_dir, write_whole
 from rl_trainer.pipeline.elastic import Elastic
 from rl_trainer.pipeline.rollout_source import StopRequestedError
 from rl_trainer.planning import preflight
@@ -194,7 +201,7 @@ def run(
             hooks = _Hooks(on_step=on_step or (lambda record: None), stop=stop or threading.Event())
             return _run(config, datasets, output_dir, console, hooks, resume=bool(resume))
         except OSError as error:
-            if error.errno == errno.ENOSPC and error.filename is None:  # a write's, which names no file
+            if error.errno in FULL and error.filename is None:  # of a library's write, which names no file
                 error.filename = str(output_dir)
             raise
 
@@ -215,7 +222,7 @@ def _run(
         for folder in checkpoints.set_aside(output_dir, start):
             console.print(f"the damaged checkpoint is {folder} now", highlight=False, soft_wrap=True)
     values = as_tree(config)
-    (output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    write_whole(output_dir / "config.yaml", yaml.safe_dump(values, sort_keys=False))
     about = RunInfo(
         name=config.name,
         output_dir=output_dir,

@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
+from rl_engine.errors import naming
 from rl_trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ def write_samples(path: Path, columns: Mapping[str, Tensor | list[Any]]) -> int:
 
     table = pa.table({name: _array(column) for name, column in columns.items()})
     partial = path.with_suffix(".partial")
-    parquet.write_table(table, partial, compression="zstd")
-    partial.replace(path)
+    with naming(path):
+        parquet.write_table(table, partial, compression="zstd")
+        partial.replace(path)
     return path.stat().st_size
 
 

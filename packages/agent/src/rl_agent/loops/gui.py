@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from rl_agent.errors import FailureError, RowError, ToolError
 from rl_agent.loops.tool import ToolLoop
 from rl_agent.media import data_url, take_images
 from rl_agent.tools.base import Tool
-from rl_agent.types import Failure, FailureKind, ToolResult
+from rl_agent.types import LARGEST_REWARD, Failure, FailureKind, ToolResult
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -157,9 +156,9 @@ def _with_page(messages: list[Message], shown: ToolResult, escape: Callable[[str
 
 
 def _reward(check: str, value: Any) -> float:
-    if isinstance(value, (bool, int, float)) and math.isfinite(value):
+    if isinstance(value, (bool, int, float)) and abs(value) <= LARGEST_REWARD:
         return float(value)
-    message = f"check {check!r} gave {value!r}; true, false or a finite number is needed"
+    message = f"check {check!r} gave {value!r:.80}; true, false or a finite number is needed"
     raise FailureError(Failure(kind=FailureKind.GRADER, stage="check", message=message, is_retryable=False))
 
 

@@ -203,7 +203,7 @@ def check_step(step: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
     try:
         observation, reward, is_terminated, is_truncated, info = step
         reward, info = float(reward), dict(info)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         needed = "observation, reward, terminated, truncated, info"
         raise environment_failure("step", f"it gave {step!r}; a tuple of {needed} is needed") from error
     if not math.isfinite(reward):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_csrc.inference.folder_tokens import FolderTokens, read_folder_tokens, read_model_config
-from rl_engine.errors import ModelFolderError
+from rl_engine.errors import ModelFolderError, naming
 from rl_engine.types import EngineConfig, Head, ModelInit, Mtp, Precision
 
 if TYPE_CHECKING:
@@ -262,7 +262,8 @@ def _write_padding(folder: Path, token_id: int) -> None:
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with naming(file):
+        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def publish(path: str | Path, write: Callable[[Path], None]) -> None:
@@ -271,7 +272,8 @@ def publish(path: str | Path, write: Callable[[Path], None]) -> None:
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    write(draft)
+    with naming(draft):
+        write(draft)
     replace_folder(draft, target)
 
 
@@ -282,7 +284,8 @@ def carry_files(source: str | Path, target: str | Path) -> None:
         if file.is_file() and not file.name.startswith(".") and not is_weight:
             copy = Path(target) / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
-            shutil.copy2(file, copy)
+            with naming(copy):
+                shutil.copy2(file, copy)
 
 
 def replace_folder(draft: Path, target: Path) -> None:
@@ -546,7 +549,8 @@ def _save_weights(folder: Path, weights: dict[str, Tensor]) -> None:
 
     split = split_torch_state_dict_into_shards(weights)
     for file, names in split.filename_to_tensors.items():
-        save_file({name: weights[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        with naming(folder / file):
+            save_file({name: weights[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # safetensors writes it for the owner alone; a server may run as somebody else
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

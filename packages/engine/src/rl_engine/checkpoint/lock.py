@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_engine.errors import FolderInUseError
+from rl_engine.errors import FolderInUseError, naming
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -44,7 +44,8 @@ def hold_lock(file: str | Path, what: str) -> Generator[None]:
         holder = _read(descriptor)
         if holder is not None and _may_live(holder):
             raise FolderInUseError(_refusal(path, what, holder))
-        _write(descriptor, json.dumps(_this_process()))
+        with naming(path):
+            _write(descriptor, json.dumps(_this_process()))
         try:
             yield
         finally:
@@ -113,7 +114,9 @@ def _read(descriptor: int) -> dict[str, Any] | None:
 
 def _write(descriptor: int, text: str) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, text.encode(), 0)
+    data, done = text.encode(), 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], done)
     os.fsync(descriptor)
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_engine.errors import CheckpointError
+from rl_engine.errors import CheckpointError, naming
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -58,7 +58,7 @@ def write_manifest(file: str | Path, fields: Mapping[str, Any], files: Mapping[s
     content = json.loads(json.dumps({**fields, _FILES: {name: dict(entry) for name, entry in files.items()}}))
     content[_SELF] = _digest_of(content)
     draft = target.with_name(f"{target.name}.unfinished")
-    with draft.open("w") as stream:
+    with naming(draft), draft.open("w") as stream:
         stream.write(_text_of(content))
         stream.flush()
         os.fsync(stream.fileno())

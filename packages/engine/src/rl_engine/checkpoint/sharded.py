@@ -30,7 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rl_csrc import digest_finish, digest_sum
 from rl_engine.checkpoint.hf_folder import previous_folder, replace_folder, sync_to_disk
 from rl_engine.checkpoint.manifest import find_damage, new_digest, read_manifest, write_manifest
-from rl_engine.errors import CheckpointError, EngineError
+from rl_engine.errors import CheckpointError, EngineError, naming
 from rl_engine.types import ShardSpec
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def write_shard(file: Path, parts: Sequence[tuple[str, Box, tuple[int, ...], Ten
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
     digest = new_digest()
     size = 0
-    with file.open("wb") as stream:
+    with naming(file), file.open("wb") as stream:
         for piece in (len(text).to_bytes(8, "little"), text, *(_raw(part) for _, _, _, part in parts)):
             stream.write(piece)
             digest.update(piece)

@@ -77,6 +77,13 @@ def _main(program: str, module: str, config_name: str, arguments: Sequence[str] 
     except _BAD_INPUT as error:
         print(f"{program}: {error}\n  more in packages/engine/docs/finetune.md", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno is None:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        advice = "correct that, then start again, with resume=true to go on from its last checkpoint"
+        print(f"{program}: {where}{os.strerror(error.errno)}; {advice}", file=sys.stderr)
+        return 1
     loss = f", loss {outcome.metrics['loss']:.4f}" if outcome.metrics else ""
     if os.environ.get("RANK", "0") == "0":
         print(f"{outcome.steps} steps, {outcome.wall_s:.1f} s{loss}; model in {config.output_dir}")

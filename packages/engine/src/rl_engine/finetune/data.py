@@ -60,7 +60,7 @@ class ChatTokenizer:
         if isinstance(tools, str):
             try:
                 tools = json.loads(tools)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"tools is no JSON: {error}") from error
         if not tools:
             return self
@@ -202,10 +202,18 @@ def without_nulls(value: Any) -> Any:
 _CHATS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "text")
 
 
-def _cleaned(row: Any) -> Any:
+def _cleaned(row: Any, path: str | Path, number: int) -> Any:
+    """Raises DataError for a chat that is nested too deeply."""
     if not isinstance(row, dict):
         return row
-    return {name: without_nulls(value) if name in _CHATS else value for name, value in row.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    try:
+        return _without_nulls_of_chats(row)  # pyright: ignore[reportUnknownArgumentType]
+    except RecursionError as error:
+        raise DataError(f"{path}: row {number} is nested too deeply; flatten it, or hold it as text.") from error
+
+
+def _without_nulls_of_chats(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: without_nulls(value) if name in _CHATS else value for name, value in row.items()}
 
 
 def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mapping[str, Any]]:
@@ -221,7 +229,7 @@ def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mappi
         if not path.is_file():
             raise DataError(f"Data file {path} does not exist.")
         found = (_parquet_rows if path.suffix == ".parquet" else _jsonl_rows)(path)
-    rows = [_checked(_cleaned(row), path, number, shapes) for number, row in found]
+    rows = [_checked(_cleaned(row, path, number), path, number, shapes) for number, row in found]
     if not rows:
         raise DataError(f"Data file {path} has no rows.")
     return rows
@@ -234,8 +242,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}: line {number} is not JSON: {error}.") from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}: line {number} is not JSON that can be read: {error}.") from error
             yield number, row
 
 

@@ -27,7 +27,7 @@ from rl_engine.checkpoint.hf_folder import folder_tokens, model_dropout, previou
 from rl_engine.distributed.world import expected_size, gather_values
 from rl_engine.errors import ConfigError, DataError
 from rl_engine.finetune.data import HUB
-from rl_engine.finetune.record import RunRecord, tracker_names
+from rl_engine.finetune.record import RunRecord, tracker_names, write_whole
 from rl_engine.registry import check as check_engine
 from rl_engine.types import (
     EngineConfig,
@@ -516,7 +516,7 @@ def _save(config: RunConfig, worker: TrainingWorker, num_items: int) -> None:
     """The record comes after the checkpoint: one that belongs to another run is never taken for this one's."""
     worker.save_state(checkpoint_folder(config))
     if rank_and_size()[0] == 0:
-        _record_file(config).write_text(json.dumps(_identity(config, num_items)))
+        write_whole(_record_file(config), json.dumps(_identity(config, num_items)))
 
 
 def _evaluate(config: RunConfig, worker: TrainingWorker, rows: Rows) -> dict[str, float]:

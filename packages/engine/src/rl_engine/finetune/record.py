@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_engine.errors import BackendError, ConfigError
+from rl_engine.errors import BackendError, ConfigError, naming
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,9 +57,9 @@ class RunRecord:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = self.folder / "metrics.jsonl"
         kept = [line for line in self._lines() if line["step"] <= done]
-        self._file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        write_whole(self._file, "".join(json.dumps(line) + "\n" for line in kept))
         (self.folder / "summary.json").unlink(missing_ok=True)
-        (self.folder / "config.yaml").write_text(json.dumps(dict(config), indent=2) + "\n")  # JSON is YAML
+        write_whole(self.folder / "config.yaml", json.dumps(dict(config), indent=2) + "\n")  # JSON is YAML
         self._tensorboard = self._wandb = None
         if "tensorboard" in trackers:
             self._tensorboard = _tensorboard(self.folder, done)
@@ -69,7 +69,7 @@ class RunRecord:
     def add(self, step: int, metrics: Mapping[str, float], wall_s: float) -> None:
         """Add one step's numbers; those of held-out rows are named `held_out_...`."""
         line = {"step": step, "metrics": dict(metrics), "phase_s": {"update": wall_s}}
-        with self._file.open("a") as file:
+        with naming(self._file), self._file.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self._tensorboard is not None:
             for name, value in metrics.items():
@@ -79,7 +79,7 @@ class RunRecord:
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """The run ended well: write the summary and the curve."""
-        (self.folder / "summary.json").write_text(json.dumps(dict(summary), indent=2) + "\n")
+        write_whole(self.folder / "summary.json", json.dumps(dict(summary), indent=2) + "\n")
         _draw(self._lines(), self.folder / "learning_curve.png")
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -95,6 +95,14 @@ class RunRecord:
             except ValueError:
                 continue
         return found
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file; it appears whole or not at all."""
+    draft = file.with_name(f"{file.name}.unfinished")
+    with naming(file):
+        draft.write_text(text)
+        draft.replace(file)
 
 
 def _tensorboard(folder: Path, done: int) -> Any:
@@ -128,4 +136,5 @@ def _draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss", title="learning curve")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with naming(path):
+        figure.savefig(path, dpi=120)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rl_trainer.errors import DataError, InputError
+from rl_trainer.output_dir import write_whole
 from rl_trainer.samples import read_samples, steps_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rl-view: {error}", file=sys.stderr)
         return 2
     file = Path(arguments.output or Path(arguments.run) / "view.html")
-    file.write_text(text)
+    write_whole(file, text)
     print(f"{file}, {len(text) / 1e6:.1f} MB")
     return 0
 

@@ -49,11 +49,11 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(f"override {override!r} is not of the form key=value")
         try:
             _set(tree, key.strip(), yaml.safe_load(value))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from error
     _keep_ratio(tree, recipe, given)
     try:
-        return TypeAdapter(Config).validate_python(_with_absolute_files(tree))
+        config = TypeAdapter(Config).validate_python(_with_absolute_files(tree))
     except ValidationError as error:
         for each in error.errors():
             if isinstance(own := each.get("ctx", {}).get("error"), PlanError):  # a section's own sentence
@@ -63,6 +63,8 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(unknown_key(".".join(map(str, unknown[0])))) from None
         problems = "; ".join(_problem(each) for each in error.errors())
         raise ConfigError(f"the configuration cannot be used: {problems}") from error
+    _check_numbers(_tree(config), "")
+    return config
 
 
 def _keep_ratio(tree: dict[str, Any], recipe: str, given: Sequence[str]) -> None:
@@ -206,6 +208,26 @@ def _all_keys(cls: type, prefix: str) -> list[str]:
             name = "NAME." if _is_by_name(cls, f.name) else ""
             keys += _all_keys(section, f"{prefix}{f.name}.{name}")
     return keys
+
+
+def _check_numbers(value: Any, key: str) -> None:
+    """Check the size of every number: float32 squares them, and clocks and counters have 64 bits.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if isinstance(value, Mapping):
+        for name, each in cast("Mapping[str, Any]", value).items():
+            _check_numbers(each, f"{key}.{name}".removeprefix("."))
+    elif isinstance(value, list | tuple):
+        for each in cast("Sequence[Any]", value):
+            _check_numbers(each, key)
+    elif isinstance(value, int | float) and key not in _MAY_BE_INFINITE and not abs(value) <= LARGEST_NUMBER:
+        raise ConfigError(f"{key}={value:g} cannot be used; a number of at most {LARGEST_NUMBER:g} is needed")
+
+
+_MAY_BE_INFINITE = ("engine.optimizer.max_grad_norm",)
+LARGEST_NUMBER = 1e18
 
 
 def _with_absolute_files(value: Any) -> Any:

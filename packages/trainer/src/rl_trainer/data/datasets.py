@@ -331,11 +331,14 @@ def _file_source(path: Path) -> Source:
 
 
 def _parquet(path: Path) -> Iterator[Record]:
-    from pyarrow import parquet
+    from pyarrow import ArrowException, parquet
 
-    with parquet.ParquetFile(path) as file:
-        rows: Iterator[Any] = (row for batch in file.iter_batches() for row in batch.to_pylist())
-        yield from _numbered(str(path), rows)
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows: Iterator[Any] = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            yield from _numbered(str(path), rows)
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
 
 
 def _numbered(name: str, rows: Iterable[Any]) -> Iterator[Record]:
@@ -357,8 +360,8 @@ def _jsonl(path: Path) -> Iterator[Record]:
 def _parsed(line: bytes, where: str) -> Mapping[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON that can be read: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{where} is not a JSON object")
     return record

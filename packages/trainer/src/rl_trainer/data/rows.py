@@ -59,6 +59,10 @@ def plain(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name, value in record.items():
         try:
             made[str(name)] = _plain(value)
+        except RecursionError as error:
+            raise DataError(
+                f"{where}: field {name!r} is nested more than {_DEEPEST} levels deep; flatten it, or hold it as text"
+            ) from error
         except TypeError as error:
             raise DataError(
                 f"{where}: field {name!r} holds {error}, which JSON has no value for; convert it, or leave it out"
@@ -86,21 +90,27 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
-    """Raises TypeError with the name of a type that has no JSON value."""
+_DEEPEST = 100
+"""Levels of a field's value. Every process that a row passes through, and the formats between them, take more."""
+
+
+def _plain(value: Any, level: int = 0) -> Any:
+    """Raises TypeError with the name of a type that has no JSON value, and RecursionError beyond the deepest level."""
+    if level > _DEEPEST:
+        raise RecursionError
     if value is None or type(value) in (bool, int, float, bytes):
         return value
     if isinstance(value, Enum):
-        return _plain(value.value)
+        return _plain(value.value, level)
     if hasattr(value, "tolist"):  # numpy's; its times have no Python value in nanoseconds
         is_time = getattr(getattr(value, "dtype", None), "kind", "") == "M"
-        return _plain((value.astype(str) if is_time else value).tolist())
+        return _plain((value.astype(str) if is_time else value).tolist(), level)
     if isinstance(value, str):
         return readable(str(value))
     if isinstance(value, Mapping):
-        return {str(_plain(name)): _plain(each) for name, each in cast("Mapping[Any, Any]", value).items()}
+        return {str(_plain(name)): _plain(each, level + 1) for name, each in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in cast("list[Any]", value)]
+        return [_plain(each, level + 1) for each in cast("list[Any]", value)]
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, datetime.timedelta):

@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 
 import rl_ckpt
 from rl_ckpt import Placement
+from rl_engine.errors import naming
 from rl_trainer.errors import ConfigError
+from rl_trainer.output_dir import write_whole
 from rl_trainer.runtime.network import LISTENING, scheme_of
 
 if TYPE_CHECKING:
@@ -244,10 +246,11 @@ def write_start_adapter(folder: Path, model_path: Path, lora: LoraConfig) -> Pat
     if not tensors:
         raise ConfigError(f"engine.lora.target_modules={list(lora.target_modules)} names no layer of {model_path}")
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
+    with naming(folder / "adapter_model.safetensors"):
+        save_file(tensors, folder / "adapter_model.safetensors")
     described: dict[str, object] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "bias": "none"}
     described["target_modules"] = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
-    (folder / "adapter_config.json").write_text(json.dumps(described))
+    write_whole(folder / "adapter_config.json", json.dumps(described))
     return folder
 
 

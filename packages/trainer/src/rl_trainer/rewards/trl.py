@@ -158,7 +158,7 @@ def _number(value: Any, name: str) -> float:
     """Raises ValueError unless it is a finite number."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} is {value!r:.80}; a number is needed") from None
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}; a finite number is needed")

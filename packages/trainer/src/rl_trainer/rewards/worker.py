@@ -181,7 +181,7 @@ def checked(value: Any) -> float | dict[str, float]:
 def _number(value: Any) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"it gave {value!r:.80}; a number, or numbers by name, are needed") from None
     if not math.isfinite(number):
         raise ValueError(f"it gave {number}; a finite number is needed")

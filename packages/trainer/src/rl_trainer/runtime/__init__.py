@@ -32,6 +32,8 @@ def create_runtime(name: str, *, timeout_s: float = 600.0, heartbeat_s: float = 
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     if "RAY_ADDRESS" not in os.environ:
         _close_to_others()
+        # gcs_server would retain 4 kB of each call, of the last 100,000, for `ray list tasks` alone.
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     from rl_trainer.runtime.ray import RayRuntime
 
     return RayRuntime(timeout_s=timeout_s, heartbeat_s=heartbeat_s)

@@ -24,7 +24,7 @@ from rl_trainer.errors import PlacementError, TrainerError, WorkerDiedError, Wor
 from rl_trainer.runtime.base import Call, ReplicaSet, ResourcePool, Runtime
 from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
 from rl_trainer.runtime.heartbeat import Heartbeat, PlacedHost, Whereabouts
-from rl_trainer.runtime.limits import check_limits
+from rl_trainer.runtime.limits import OBJECT_STORE_BYTES, check_limits
 from rl_trainer.runtime.network import check_ray_address, make_tokens
 from rl_trainer.runtime.processes import children, ended_when_asked, sigterm_blocked
 from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, last_lines, reason_of, told_of
@@ -46,8 +46,6 @@ _LOOK_S = 1.0
 """Seconds between two looks of a wait at whether the run has been ended."""
 _SPARE_CPUS = 16
 """CPUs of a local Ray beyond what the pools ask for: room for replica sets to grow."""
-_OBJECT_STORE_BYTES = 256 * 2**20
-"""Ray carries references and numbers here, never tensors."""
 _MAX_REPLACEMENTS = 16
 """Replacements of a replica set, in all: what dies again and again has a reason that a new process does not mend."""
 _JOIN_POLL_S = 0.05
@@ -109,7 +107,7 @@ class RayRuntime(Runtime):
             options |= {
                 "address": "local",
                 "num_cpus": max(int(wanted) + _SPARE_CPUS, os.cpu_count() or 1),
-                "object_store_memory": _OBJECT_STORE_BYTES,
+                "object_store_memory": OBJECT_STORE_BYTES,
             }
             self._has_started_ray = True
             _forget_token()
@@ -175,6 +173,7 @@ class RayRuntime(Runtime):
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus,
             "max_concurrency": CALLS_AT_A_TIME + 1,
+            "enable_task_events": False,  # of a cluster that runs already; see `create_runtime`
             "scheduling_strategy": strategy,
         }
         if pool.python is not None:

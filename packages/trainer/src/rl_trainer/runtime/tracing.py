@@ -20,6 +20,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_trainer.output_dir import write_whole
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
     from contextlib import AbstractContextManager
@@ -129,7 +131,7 @@ def profiled(output_dir: Path | None) -> Generator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-        (output_dir / "trace.json").write_text(json.dumps(chrome_trace(folder)))
+        write_whole(output_dir / "trace.json", json.dumps(chrome_trace(folder)))
 
 
 def environment(folder: Path | None = None) -> dict[str, str]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.errors import InputError
+from rl_trainer.output_dir import append_line
 from rl_trainer.plugins import find
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ class TrackerGroup:
             lines = map(json.loads, log.read_text().splitlines())
             if any(line["step"] == record.step and line.get("eval_reward") is not None for line in lines):
                 return
-        with log.open("a") as file:
-            file.write(json.dumps(_line(record)) + "\n")
+        append_line(log, json.dumps(_line(record)))
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.log(record)

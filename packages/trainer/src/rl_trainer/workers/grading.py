@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_agent.errors import contained, described
-from rl_agent.types import AgentLoopOutput, Failure, FailureKind, GroupResult, RolloutResult
+from rl_agent.types import LARGEST_REWARD, AgentLoopOutput, Failure, FailureKind, GroupResult, RolloutResult
+from rl_trainer.errors import RewardError
 from rl_trainer.rewards import Completion, Score, Scorer
 from rl_trainer.workers.columns import ROLLOUT
 
@@ -67,7 +68,8 @@ class Grading:
         outputs, row = [output for rollout in rollouts for output in rollout], self._rows[group.row_index]
         values = [output.extra_fields[_VALUES] for output in outputs]
         try:
-            scores = iter(await contained(self._scorer.scores([*map(_completion, outputs)], values, row)))
+            found = await contained(self._scorer.scores([*map(_completion, outputs)], values, row))
+            scores = iter([_sized(score) for score in found])
         except Exception as error:  # noqa: BLE001 - as of `grade`
             return replace(group, rollouts=(), failures=(*group.failures, _reward_failure(error, row)))
         return replace(group, rollouts=tuple(tuple(self._scored(o, next(scores)) for o in each) for each in rollouts))
@@ -81,6 +83,18 @@ class Grading:
 
 def _completion(output: AgentLoopOutput) -> Completion:
     return Completion(text=output.text, token_ids=output.completion_token_ids, loop_reward=output.reward)
+
+
+def _sized(score: Score) -> Score:
+    """Check that a score and its components can be squared in float32.
+
+    Raises:
+        RewardError: one cannot.
+    """
+    for name, value in {"the reward": score.reward, **score.components}.items():
+        if not abs(value) <= LARGEST_REWARD:
+            raise RewardError(f"{name} is {value:g}; a number of at most {LARGEST_REWARD:g} is needed")
+    return score
 
 
 def _reward_failure(error: Exception, row: Row) -> Failure:
