@@ -81,7 +81,9 @@ def naming(file: Path) -> Generator[None]:
         yield
     except Exception as error:
         number = errno_of(error)
-        is_named = getattr(error, "filename", None) is not None and error.filename2 is None  # of a copy: the source
+        is_named = (
+            getattr(error, "filename", None) is not None and getattr(error, "filename2", None) is None
+        )  # of a copy: source
         if number is None or is_named:
             raise
         raise OSError(number, os.strerror(number), str(file)) from error
