@@ -81,9 +81,8 @@ def naming(file: Path) -> Generator[None]:
         yield
     except Exception as error:
         number = errno_of(error)
-        is_named = (
-            getattr(error, "filename", None) is not None and getattr(error, "filename2", None) is None
-        )  # of a copy: source
+        source, target = (getattr(error, name, None) for name in ("filename", "filename2"))
+        is_named = source is not None and target is None  # a copy's error has both
         if number is None or is_named:
             raise
         raise OSError(number, os.strerror(number), str(file)) from error
