@@ -192,7 +192,7 @@ def test_every_row_comes_once_before_any_comes_again():
     [
         ('{"prompt": []}', "row 1 has prompt; wanted prompt and completion"),
         ("[1]", "row 1 has list"),
-        ("{", "line 1 is not JSON"),
+        ("{", "row 1 is not JSON that can be read"),
         ("", "has no rows"),
         ('{"prompt_token_ids": [], "completion_token_ids": [1]}', "row 1 needs at least one prompt token"),
         (

@@ -6,7 +6,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from rl_engine.errors import DataError
 from rl_engine.finetune.data import ChatTokenizer, read_rows, without_nulls
+from rl_engine.finetune.preferences import tokenize_labelled, tokenize_pairs, tokenize_steps
 from rl_engine.finetune.sft import tokenize_file
 from rl_rollout.testing import write_tiny_model
 
@@ -30,8 +32,112 @@ def test_nulls_that_arrow_fills_in_are_no_fields(tmp_path):
     calls = [{"name": "a", "arguments": {"city": "paris"}}, {"name": "b", "arguments": {"expr": "1+1"}}]
     rows = [{"messages": [{"role": "assistant", "content": None, "tool_calls": [c]}]} for c in calls]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    assert read_rows(tmp_path / "rows.parquet", (("messages",),)) == rows
+    found = []
+    read_rows(tmp_path / "rows.parquet", "no folder", (("messages",),), lambda row, *_: found.append(row))
+    assert found == rows
 
 
 def test_lone_surrogates_of_rows_are_replaced():
     assert without_nulls([{"role": "user", "content": "a\ud800"}]) == [{"role": "user", "content": "a\ufffd"}]
+
+
+ASKED = [{"role": "user", "content": "weather?"}]
+SAID = {"role": "assistant", "content": "sunny"}
+CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "a town"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}}]
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}<eos>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def model_with(folder, template):
+    model = write_tiny_model(folder, max_position_embeddings=4096)
+    tokenizer = ChatTokenizer(model)._tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory):
+    return model_with(tmp_path_factory.mktemp("t") / "model", TEMPLATE)
+
+
+def write(tmp_path, rows):
+    (tmp_path / "rows.jsonl").write_text("\n".join(each if each == "" else json.dumps(each) for each in rows) + "\n")
+    return tmp_path / "rows.jsonl"
+
+
+PAIR = {"prompt": ASKED, "chosen": [SAID], "rejected": [{**SAID, "content": "no"}]}
+READERS = {
+    "messages": (tokenize_file, {"messages": [*ASKED, SAID]}),
+    "completion": (tokenize_file, {"prompt": ASKED, "completion": [SAID]}),
+    "pairs": (tokenize_pairs, PAIR),
+    "labelled": (tokenize_labelled, PAIR),
+    "kto": (tokenize_labelled, {"prompt": ASKED, "completion": "sunny", "label": True}),
+    "steps": (tokenize_steps, {"prompt": ASKED, "steps": ["a", "b"], "labels": [1, 0]}),
+}
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "text"])
+@pytest.mark.parametrize("shape", READERS)
+def test_a_rows_tools_are_in_every_commands_prompts(tmp_path, with_tools, shape, tools):
+    read, row = READERS[shape]
+    rows = [{**row, "tools": tools}]
+    if shape == "kto":
+        rows.append({**rows[0], "label": False})
+    found = read(write(tmp_path, rows), with_tools)
+    ids = getattr(found, "columns", found)["prompt_token_ids"].unbind()[0].tolist()
+    tokenizer = ChatTokenizer(with_tools)._tokenizer()
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    assert ids == tokenizer.apply_chat_template(ASKED, tools=TOOLS, **options)
+    assert len(ids) - len(tokenizer.apply_chat_template(ASKED, **options)) == len(
+        tokenizer(json.dumps(TOOLS) + "<eos>", add_special_tokens=False)["input_ids"]
+    )
+
+
+BAD = {
+    "sft": (tokenize_file, {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 2}, "completion is 2"),
+    "dpo": (tokenize_pairs, PAIR, {**PAIR, "chosen": 2}, "chosen is 2"),
+    "kto": (tokenize_labelled, PAIR, {"prompt": "a", "completion": "b", "label": 2}, "has label 2"),
+    "rm": (
+        tokenize_steps,
+        {"prompt": "a", "steps": ["b"], "labels": [1]},
+        {"prompt": "a", "steps": ["b"], "labels": []},
+        "has 1 steps and 0 labels",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_up_to_five_bad_rows_are_named_by_their_lines(tmp_path, with_tools, command):
+    read, good, bad, reason = BAD[command]
+    with pytest.raises(DataError) as caught:
+        read(write(tmp_path, [good, "", bad, *[bad] * 6]), with_tools)
+    told = str(caught.value)
+    assert "rows.jsonl: 7 of 8 rows cannot be used: row 3" in told
+    assert told.count(reason) == 5
+    assert told.endswith("; and 2 more.")
+    assert "row 7" in told
+    assert "row 8" not in told
+
+
+def test_a_row_that_the_template_refuses_is_named(tmp_path):
+    template = "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
+    model = model_with(tmp_path / "model", template)
+    pair = {"prompt": "x", "chosen": "a", "rejected": "b"}
+    for read, row in (
+        (tokenize_file, {"prompt": "x", "completion": "y"}),
+        (tokenize_pairs, pair),
+        (tokenize_labelled, pair),
+        (tokenize_steps, {"prompt": "x", "steps": ["b"], "labels": [1]}),
+    ):
+        with pytest.raises(DataError, match=r"rows.jsonl: row 1: The chat template .* cannot render .*no x"):
+            read(write(tmp_path, [row]), model)
+
+
+def test_a_folder_without_a_tokenizer_is_named_once(tmp_path):
+    with pytest.raises(DataError, match=r"^Model folder .* has no tokenizer"):
+        tokenize_file(write(tmp_path, [{"prompt": "a", "completion": "b"}] * 9), tmp_path)

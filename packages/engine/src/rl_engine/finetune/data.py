@@ -74,7 +74,7 @@ class ChatTokenizer:
         """Raw text without a chat template, as its first token and the others, ended by the tokenizer's eos."""
         loaded = _loaded_tokenizer(self._model_path) if self._loaded is None else self._loaded
         if loaded.eos_token_id is None:
-            raise DataError(f"The tokenizer of {self._model_path} has no eos token, which ends a text; add one.")
+            raise _FolderError(f"The tokenizer of {self._model_path} has no eos token, which ends a text; add one.")
         if loaded.chat_template is not None:
             self._loaded = loaded
         ids: list[int] = loaded(text)["input_ids"]
@@ -142,7 +142,8 @@ class ChatTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """Tokens of a piece of text by itself."""
-        return self._tokenizer()(text, add_special_tokens=False)["input_ids"]
+        with self._rendering():
+            return self._tokenizer()(text, add_special_tokens=False)["input_ids"]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, is_open: bool = False) -> str:
         with self._rendering():
@@ -150,12 +151,16 @@ class ChatTokenizer:
 
     @contextmanager
     def _rendering(self) -> Generator[None]:
-        """Turn what a chat template raises into a DataError."""
+        """Turn what a chat template or a tokenizer raises, panics of Rust code included, into a DataError."""
         self._tokenizer()
         try:
             yield
-        except Exception as error:
-            raise DataError(f"The chat template of {self._model_path} cannot render a prompt: {error}") from error
+        except (KeyboardInterrupt, SystemExit, GeneratorExit, DataError):
+            raise
+        except BaseException as error:
+            raise DataError(
+                f"The chat template of {self._model_path} cannot render a prompt: {type(error).__name__}: {error}"
+            ) from error
 
     def _tokenizer(self) -> Any:
         if self._loaded is None:
@@ -202,48 +207,83 @@ def without_nulls(value: Any) -> Any:
 _CHATS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "text")
 
 
-def _cleaned(row: Any, path: str | Path, number: int) -> Any:
+def _cleaned(row: Any) -> Any:
     """Raises DataError for a chat that is nested too deeply."""
     if not isinstance(row, dict):
         return row
     try:
         return _without_nulls_of_chats(row)  # pyright: ignore[reportUnknownArgumentType]
     except RecursionError as error:
-        raise DataError(f"{path}: row {number} is nested too deeply; flatten it, or hold it as text.") from error
+        raise DataError("is nested too deeply; flatten it, or hold it as text") from error
 
 
 def _without_nulls_of_chats(row: dict[str, Any]) -> dict[str, Any]:
     return {name: without_nulls(value) if name in _CHATS else value for name, value in row.items()}
 
 
-def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mapping[str, Any]]:
-    """The rows of a .jsonl or .parquet file, or of a dataset `hf:NAME[:SPLIT]`, each with all fields of a shape.
+class _FolderError(DataError):
+    """A model folder that cannot make tokens of any row."""
+
+
+_MOST_SHOWN = 5
+"""Rows that a refusal names."""
+
+
+def read_rows(
+    path: str | Path,
+    model_path: str | Path,
+    shapes: Sequence[tuple[str, ...]],
+    use: Callable[[Mapping[str, Any], int, ChatTokenizer], None],
+) -> None:
+    """Read the rows of a .jsonl or .parquet file, or of a dataset `hf:NAME[:SPLIT]`.
+
+    Args:
+        path: The file.
+        model_path: Folder of the tokenizer.
+        shapes: Names of fields; a row has all of one shape.
+        use: Called with each row, its number in the file (from 1), and the tokenizer, whose chats show its `tools`.
 
     Raises:
-        DataError: no file, no rows, or a row (counted from 1) that has none of the shapes.
+        DataError: no file, no rows, or rows that have none of the shapes or that `use` refuses; names up to five.
     """
-    if str(path).startswith(HUB):
-        found = _dataset_rows(str(path))
-    else:
-        path = Path(path)
-        if not path.is_file():
-            raise DataError(f"Data file {path} does not exist.")
-        found = (_parquet_rows if path.suffix == ".parquet" else _jsonl_rows)(path)
-    rows = [_checked(_cleaned(row, path, number), path, number, shapes) for number, row in found]
-    if not rows:
+    tokenizer, bad, num_rows = ChatTokenizer(model_path), list[str](), 0
+    for number, row in _records(path):
+        num_rows += 1
+        try:
+            checked = _checked(_cleaned(row), shapes)
+            use(checked, number, tokenizer.with_tools(None if "prompt_token_ids" in checked else checked.get("tools")))
+        except _FolderError:
+            raise
+        except DataError as error:
+            colon = "" if str(error).startswith(("has ", "is not ", "is nested ")) else ":"
+            bad.append(f"row {number}{colon} {str(error).removesuffix('.')}")
+    if not num_rows:
         raise DataError(f"Data file {path} has no rows.")
-    return rows
+    if bad:
+        more = f"; and {len(bad) - _MOST_SHOWN} more" if len(bad) > _MOST_SHOWN else ""
+        which = "" if len(bad) == 1 else f"{len(bad)} of {num_rows} rows cannot be used: "
+        raise DataError(f"{path}: {which}{'; '.join(bad[:_MOST_SHOWN])}{more}.")
+
+
+def _records(path: str | Path) -> Iterator[tuple[int, Any]]:
+    if str(path).startswith(HUB):
+        return _dataset_rows(str(path))
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"Data file {path} does not exist.")
+    return (_parquet_rows if path.suffix == ".parquet" else _jsonl_rows)(path)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as file:
+    """Rows by the numbers of their lines; the error of a line that is no JSON in place of its row."""
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}: line {number} is not JSON that can be read: {error}.") from error
+                row = DataError(f"is not JSON that can be read: {error}")
             yield number, row
 
 
@@ -301,13 +341,13 @@ def _as_chat(prompt: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str,
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def refuse_empty(path: str | Path, columns: Columns, numbers: Sequence[int] = ()) -> None:
+def refuse_empty(path: str | Path, columns: Columns, numbers: Sequence[int]) -> None:
     """Refuse a row without a prompt token or without a completion token, and a file without a token to learn.
 
     Args:
         path: The file.
         columns: Its rows.
-        numbers: Number of the file's row that each came from, where several came from one.
+        numbers: Number of the file's row that each came from.
 
     Raises:
         DataError: names the row of the file.
@@ -316,25 +356,26 @@ def refuse_empty(path: str | Path, columns: Columns, numbers: Sequence[int] = ()
         raise DataError(f"{path}: loss_mask is 0 on every token of every row, so that there is nothing to learn.")
     for index, (prompt, completion) in enumerate(zip(columns.prompts, columns.completions, strict=True)):
         if not prompt or not completion:
-            number = numbers[index] if numbers else index + 1
-            raise DataError(f"{path}: row {number} needs at least one prompt token and one completion token.")
+            raise DataError(f"{path}: row {numbers[index]} needs at least one prompt token and one completion token.")
 
 
-def _checked(row: Any, path: str | Path, number: int, shapes: Sequence[tuple[str, ...]]) -> Mapping[str, Any]:
+def _checked(row: Any, shapes: Sequence[tuple[str, ...]]) -> Mapping[str, Any]:
+    if isinstance(row, DataError):
+        raise row
     if isinstance(row, dict) and any(all(name in row for name in shape) for shape in shapes):
         has_ids = "prompt_token_ids" in row  # texts beside them are not read
         for name, (is_right, wanted) in _FIELDS.items():
             is_read = name in row and not (has_ids and is_right in (_is_chat, _is_text, _is_chat_or_text))
             if is_read and not is_right(row[name]):
-                raise DataError(f"{path}: row {number}: {name} is {_shortened(row[name])}; wanted {wanted}.")
+                raise DataError(f"{name} is {_shortened(row[name])}; wanted {wanted}")
         return row  # pyright: ignore[reportUnknownVariableType] - JSON
     fields = ", ".join(sorted(map(str, row))) if isinstance(row, dict) else type(row).__name__
     wanted = ", or ".join(f"{', '.join(shape[:-1])} and {shape[-1]}" if shape[1:] else shape[0] for shape in shapes)
-    raise DataError(f"{path}: row {number} has {fields or 'nothing'}; wanted {wanted}.")
+    raise DataError(f"has {fields or 'nothing'}; wanted {wanted}")
 
 
 def _shortened(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -376,17 +417,17 @@ def _loaded_tokenizer(model_path: str | Path) -> Any:
 
     lack = f"Model folder {model_path} has no tokenizer; give one, or pre-tokenised rows"
     if not any(file for pattern in _VOCABULARIES for file in Path(model_path).glob(pattern)):
-        raise DataError(lack)  # transformers would make an empty one
+        raise _FolderError(lack)  # transformers would make an empty one
     try:
         return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises Exception itself
         told = " ".join(str(error).split())
-        raise DataError(f"transformers cannot load the tokenizer of {model_path}: {told:.300}") from error
+        raise _FolderError(f"transformers cannot load the tokenizer of {model_path}: {told:.300}") from error
 
 
 def _tokenizer(model_path: str | Path) -> Any:
     tokenizer = _loaded_tokenizer(model_path)
     if tokenizer.chat_template is None or folder_tokens(model_path).turn_end_id is None:
         lack = "chat template" if tokenizer.chat_template is None else "eos token"
-        raise DataError(f"The tokenizer of {model_path} has no {lack}; add one, or give pre-tokenised rows.")
+        raise _FolderError(f"The tokenizer of {model_path} has no {lack}; add one, or give pre-tokenised rows.")
     return tokenizer

@@ -153,16 +153,20 @@ def tokenize_pairs(path: str | Path, model_path: str | Path) -> Rows:
     Raises:
         DataError: names the row (from 1) and what is wrong with it.
     """
-    columns, tokenizer = Columns(), ChatTokenizer(model_path)
-    for number, row in enumerate(read_rows(path, _PAIRS), start=1):
+    columns, numbers = Columns(), list[int]()
+
+    def use(row: Mapping[str, Any], number: int, tokenizer: ChatTokenizer) -> None:
         if "prompt_token_ids" in row:
             prompt, both = row["prompt_token_ids"], (row["chosen_token_ids"], row["rejected_token_ids"])
         else:
-            prompt, *both = _tokenized_pair(row, tokenizer, path, number)
+            prompt, *both = _tokenized_pair(row, tokenizer)
         for completion in both:
             columns.add(prompt, completion)
+            numbers.append(number)
+
+    read_rows(path, model_path, _PAIRS, use)
     index = torch.arange(len(columns.prompts))
-    refuse_empty(path, columns, (index // 2 + 1).tolist())
+    refuse_empty(path, columns, numbers)
     return Rows(columns=columns.batch(pair_id=index // 2, is_chosen=index % 2 == 0), rows_per_item=2)
 
 
@@ -172,14 +176,17 @@ def tokenize_labelled(path: str | Path, model_path: str | Path) -> Rows:
     Raises:
         DataError: names the row (from 1) and what is wrong with it, or all rows are alike.
     """
-    columns, tokenizer, labels, numbers = Columns(), ChatTokenizer(model_path), list[bool](), list[int]()
-    for number, row in enumerate(read_rows(path, _LABELLED), start=1):
-        for prompt, completion, label in _judged(row, tokenizer, path, number):
+    columns, labels, numbers = Columns(), list[bool](), list[int]()
+
+    def use(row: Mapping[str, Any], number: int, tokenizer: ChatTokenizer) -> None:
+        for prompt, completion, label in _judged(row, tokenizer):
             if not isinstance(label, bool):
-                raise DataError(f"{path}: row {number} has label {label!r}; wanted true or false.")
+                raise DataError(f"has label {label!r}; wanted true or false")
             columns.add(prompt, completion)
             labels.append(label)
             numbers.append(number)
+
+    read_rows(path, model_path, _LABELLED, use)
     refuse_empty(path, columns, numbers)
     if len(set(labels)) < 2:
         raise DataError(f"{path}: every label is {str(labels[0]).lower()}; there is nothing to tell apart.")
@@ -199,30 +206,23 @@ def _mismatched(rows: Rows, seed: int) -> TensorDict:
     return columns.batch()
 
 
-def _judged(
-    row: Mapping[str, Any], tokenizer: ChatTokenizer, path: str | Path, number: int
-) -> Sequence[tuple[list[int], list[int], Any]]:
+def _judged(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Sequence[tuple[list[int], list[int], Any]]:
     """(prompt, completion, whether it is good) of each completion of a row."""
     if "chosen_token_ids" in row:
         prompt = row["prompt_token_ids"]
         return (prompt, row["chosen_token_ids"], True), (prompt, row["rejected_token_ids"], False)
     if "chosen" in row:
-        prompt, chosen, rejected = _tokenized_pair(row, tokenizer, path, number)
+        prompt, chosen, rejected = _tokenized_pair(row, tokenizer)
         return (prompt, chosen, True), (prompt, rejected, False)
     if "prompt_token_ids" in row:
         return ((row["prompt_token_ids"], row["completion_token_ids"], row["label"]),)
     return ((*tokenizer.turn(row["prompt"], row["completion"]), row["label"]),)
 
 
-def _tokenized_pair(
-    row: Mapping[str, Any], tokenizer: ChatTokenizer, path: str | Path, number: int
-) -> tuple[list[int], list[int], list[int]]:
-    try:
-        prompt, chosen, rejected = pair_of(row)
-    except DataError as error:
-        raise DataError(f"{path}: row {number}: {error}.") from error
+def _tokenized_pair(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> tuple[list[int], list[int], list[int]]:
+    prompt, chosen, rejected = pair_of(row)
     if not prompt:
-        raise DataError(f"{path}: row {number} has no prompt; give prompt, or chosen and rejected as whole chats.")
+        raise DataError("has no prompt; give prompt, or chosen and rejected as whole chats")
     ids, chosen_ids = tokenizer.turn(prompt, chosen)
     return ids, chosen_ids, tokenizer.turn(prompt, rejected)[1]
 
@@ -279,13 +279,14 @@ def tokenize_steps(path: str | Path, model_path: str | Path) -> Rows:
     Raises:
         DataError: names the row (from 1) and what is wrong with it.
     """
-    columns, tokenizer, labels = Columns(), ChatTokenizer(model_path), list[list[float]]()
-    for number, row in enumerate(read_rows(path, (("prompt", "steps", "labels"),)), start=1):
+    columns, labels, numbers = Columns(), list[list[float]](), list[int]()
+
+    def use(row: Mapping[str, Any], number: int, tokenizer: ChatTokenizer) -> None:
         pieces = [tokenizer.ids(step) for step in row["steps"]]
         if len(pieces) != len(row["labels"]) or not all(pieces):
             raise DataError(
-                f"{path}: row {number} has {len(pieces)} steps and {len(row['labels'])} labels; "
-                "wanted one label for each step, and no step empty."
+                f"has {len(pieces)} steps and {len(row['labels'])} labels; "
+                "wanted one label for each step, and no step empty"
             )
         ends = [at == len(piece) - 1 for piece in pieces for at in range(len(piece))]
         of_step = [label for piece, label in zip(pieces, row["labels"], strict=True) for _ in piece]
@@ -293,5 +294,8 @@ def tokenize_steps(path: str | Path, model_path: str | Path) -> Rows:
             tokenizer.prompt(row["prompt"]), [token for piece in pieces for token in piece], list(map(int, ends))
         )
         labels.append([float(label) for label in of_step])
-    refuse_empty(path, columns)
+        numbers.append(number)
+
+    read_rows(path, model_path, (("prompt", "steps", "labels"),), use)
+    refuse_empty(path, columns, numbers)
     return Rows(columns=columns.batch(step_labels=ragged(labels, torch.float32)))

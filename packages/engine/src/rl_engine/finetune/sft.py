@@ -9,7 +9,7 @@ negative log-likelihood. Packing, data parallelism (start with torchrun) and acc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_engine.errors import DataError
 from rl_engine.finetune.data import ChatTokenizer, Columns, read_rows, refuse_empty
@@ -84,22 +84,22 @@ def tokenize_file(path: str | Path, model_path: str | Path) -> TensorDict:
     Raises:
         DataError: names the row (from 1) and what is wrong with it.
     """
-    columns, tokenizer = Columns(), ChatTokenizer(model_path)
-    for number, row in enumerate(read_rows(path, _SHAPES), start=1):
+    columns, numbers = Columns(), list[int]()
+
+    def use(row: Mapping[str, Any], number: int, tokenizer: ChatTokenizer) -> None:
         if "prompt_token_ids" in row:
             mask, completion = row.get("loss_mask"), row["completion_token_ids"]
             if mask is not None and len(mask) != len(completion):
-                raise DataError(f"{path}: row {number} has {len(mask)} of loss_mask for {len(completion)} tokens.")
+                raise DataError(f"has {len(mask)} of loss_mask for {len(completion)} tokens")
             columns.add(row["prompt_token_ids"], completion, mask)
-            continue
-        try:
-            if "messages" in row:
-                columns.add(*tokenizer.with_tools(row.get("tools")).conversation(row["messages"]))
-            elif "text" in row:
-                columns.add(*tokenizer.text(row["text"]))
-            else:
-                columns.add(*tokenizer.with_tools(row.get("tools")).turn(row["prompt"], row["completion"]))
-        except DataError as error:
-            raise DataError(f"{path}: row {number}: {error}.") from error
-    refuse_empty(path, columns)
+        elif "messages" in row:
+            columns.add(*tokenizer.conversation(row["messages"]))
+        elif "text" in row:
+            columns.add(*tokenizer.text(row["text"]))
+        else:
+            columns.add(*tokenizer.turn(row["prompt"], row["completion"]))
+        numbers.append(number)
+
+    read_rows(path, model_path, _SHAPES, use)
+    refuse_empty(path, columns, numbers)
     return columns.batch()
