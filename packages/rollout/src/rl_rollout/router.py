@@ -39,6 +39,85 @@ MAX_IMBALANCE = 8
 """Most requests that a replica may have above the least loaded one and still be chosen for its prefix."""
 
 
+class Turns:
+    """Turns of requests on replicas: each waits until one has room, and goes to the one that holds its prefix.
+
+    Args:
+        servers: Replicas.
+        max_in_flight: See `Router`.
+        max_waiting: See `Router`.
+    """
+
+    def __init__(self, servers: Sequence[RolloutServer], *, max_in_flight: int, max_waiting: int) -> None:
+        self.loads: dict[RolloutServer, int] = dict.fromkeys(servers, 0)
+        """Requests in flight of each replica in use."""
+        self.lost: dict[RolloutServer, ServerLostError] = {}
+        """Replicas that were lost, in order."""
+        self.placement: Placement[RolloutServer] = Placement()
+        self.aborted: set[str] = set()
+        """Ids of requests that are to end."""
+        self.changed = asyncio.Condition()
+        """Notified where a replica has room, comes or goes, or a request is aborted."""
+        self._max_in_flight, self._max_waiting, self._num_waiting = max_in_flight, max_waiting, 0
+
+    async def take(self, request: GenerateRequest, deadline: float | None) -> RolloutServer | None:
+        """Choose a replica that has room, waiting until one has; None if the request is aborted meanwhile."""
+        async with self.changed:
+            if not self._room() and self.loads:
+                if self._max_waiting and self._num_waiting >= self._max_waiting:
+                    raise OverloadedError(
+                        f"request {request.request_id!r}: {len(self.loads)} replicas are given {self._max_in_flight} "
+                        f"requests each, and {self._num_waiting} wait already; ask again later, or add replicas"
+                    )
+                self._num_waiting += 1
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await self.changed.wait_for(
+                            lambda: self._room() or not self.loads or request.request_id in self.aborted
+                        )
+                except asyncio.CancelledError:
+                    self.changed.notify(1)  # this one may have consumed the notification that another needs
+                    raise
+                except TimeoutError as error:
+                    self.changed.notify(1)
+                    raise RequestTimeoutError(
+                        f"request {request.request_id!r} got no replica in its time: {len(self.loads)} are given "
+                        f"{self._max_in_flight} requests each, and {self._num_waiting} wait"
+                    ) from error
+                finally:
+                    self._num_waiting -= 1
+            if request.request_id in self.aborted:
+                return None
+            room = self._room()
+            if not room:
+                last = next(reversed(self.lost.values()))
+                raise ServerLostError(f"all {len(self.lost)} replicas are lost; the last one: {last}") from last
+            server = self.placement.choose(room, request.prompt_token_ids, request.session_id)
+            self.loads[server] += 1
+            return server
+
+    def _room(self) -> dict[RolloutServer, int]:
+        """Number of requests in flight of the replicas that have room for another."""
+        if not self._max_in_flight:
+            return self.loads
+        return {server: load for server, load in self.loads.items() if load < self._max_in_flight}
+
+    async def give_back(self, server: RolloutServer) -> None:
+        """End a turn."""
+        async with self.changed:
+            if server in self.loads:
+                self.loads[server] -= 1
+            self.changed.notify(1)  # there is room for one waiting request
+
+    async def leave_out(self, server: RolloutServer, error: ServerLostError) -> None:
+        """Use a replica no more that was lost."""
+        async with self.changed:
+            if server in self.loads:
+                del self.loads[server]
+                self.lost[server] = error
+            self.changed.notify_all()
+
+
 class Router(RolloutServer):
     """Router over replicas, which may join and leave while it serves.
 
@@ -71,43 +150,36 @@ class Router(RolloutServer):
         ):
             if value < 0:
                 raise ConfigError(f"{name}={value} must be 0 (off) or above")
-        self._loads: dict[RolloutServer, int] = dict.fromkeys(servers, 0)
-        self._placement: Placement[RolloutServer] = Placement()
-        self._lost: dict[RolloutServer, ServerLostError] = {}
+        self._turns = Turns(servers, max_in_flight=max_in_flight, max_waiting=max_waiting)
         self._joining: dict[RolloutServer, asyncio.Future[None]] = {}
         self._receivers: dict[tuple[int, str], CkptReceiver] = {}
-        self._max_in_flight = max_in_flight
-        self._max_waiting = max_waiting
-        self._num_waiting = 0
         self._health_check_s = health_check_s
         self._health: asyncio.Task[None] | None = None
-        self._changed = asyncio.Condition()
         self._members = asyncio.Lock()
         """Held during a weight update and while a replica joins: it must not serve before it has the weights."""
         self._version: int | None = None
-        self._aborted: set[str] = set()
         self._in_flight: set[str] = set()
         self._pause_mode: PauseMode | None = None
 
     @property
     def servers(self) -> tuple[RolloutServer, ...]:
         """Replicas in use, without those that were lost or wait for weights."""
-        return tuple(self._loads)
+        return tuple(self._turns.loads)
 
     @property
     def lost(self) -> tuple[ServerLostError, ...]:
         """Errors of the replicas that were lost, in order."""
-        return tuple(self._lost.values())
+        return tuple(self._turns.lost.values())
 
     @property
     def capabilities(self) -> Capabilities:
         """Capabilities of the first replica; all replicas must be alike."""
-        return next(iter([*self._loads, *self._lost])).capabilities
+        return next(iter([*self._turns.loads, *self._turns.lost])).capabilities
 
     async def start(self) -> ServerAddress:
         """Start every replica; if one fails, the others are stopped and its error is raised."""
         try:
-            addresses = await asyncio.gather(*(server.start() for server in self._loads))
+            addresses = await asyncio.gather(*(server.start() for server in self._turns.loads))
         except BaseException:
             await self.stop()
             raise
@@ -146,9 +218,9 @@ class Router(RolloutServer):
     async def _use(self, server: RolloutServer) -> None:
         if self._pause_mode is not None:
             await server.pause("keep")
-        async with self._changed:
-            self._loads[server] = 0
-            self._changed.notify_all()
+        async with self._turns.changed:
+            self._turns.loads[server] = 0
+            self._turns.changed.notify_all()
 
     async def remove(self, server: RolloutServer) -> None:
         """Remove and stop a replica. Its requests in flight continue on others, from the tokens that they have.
@@ -156,11 +228,11 @@ class Router(RolloutServer):
         Raises:
             ConfigError: the replica is not in use, or is the last one.
         """
-        if server not in self._loads:
+        if server not in self._turns.loads:
             raise ConfigError("the server to remove is not one of the router's")
-        if len(self._loads) == 1:
+        if len(self._turns.loads) == 1:
             raise ConfigError("the last replica cannot be removed; add another one first, or stop the router")
-        del self._loads[server]
+        del self._turns.loads[server]
         if server.capabilities.pauses:
             await server.abort([*self._in_flight])  # not those of other routers over the same replica
         await server.stop()
@@ -175,7 +247,7 @@ class Router(RolloutServer):
         try:
             await server.check_health()
         except ServerLostError as error:
-            await self._leave_out(server, error)
+            await self._turns.leave_out(server, error)
             # Requests that wait for its answer may never hear of the loss; stopping it ends them, and they are resumed.
             await asyncio.gather(server.stop(), return_exceptions=True)
 
@@ -202,17 +274,17 @@ class Router(RolloutServer):
 
     async def _generate_part(self, request: GenerateRequest, deadline: float | None) -> tuple[TokenOutput, bool]:
         """Output of one replica, and whether it is complete."""
-        server = await self._take_turn(request, deadline)
+        server = await self._turns.take(request, deadline)
         if server is None:
             return TokenOutput.empty(request), True
         try:
             output = await server.generate(due(request, deadline))
         except ServerLostError as error:
-            await self._leave_out(server, error)
+            await self._turns.leave_out(server, error)
             check_due(request, deadline, error)
             return error.partial or TokenOutput.empty(request), False
         finally:
-            await self._give_back(server)
+            await self._turns.give_back(server)
         return output, self._is_over(request, output.finish_reason, server)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -227,7 +299,7 @@ class Router(RolloutServer):
             left: GenerateRequest | None = request
             done = TokenOutput.empty(request)
             while left is not None:
-                server = await self._take_turn(left, deadline)
+                server = await self._turns.take(left, deadline)
                 if server is None:
                     break
                 try:
@@ -239,18 +311,18 @@ class Router(RolloutServer):
                                 return
                             yield replace(chunk, finish_reason=None)
                 except ServerLostError as error:
-                    await self._leave_out(server, error)
+                    await self._turns.leave_out(server, error)
                     check_due(request, deadline, error)
                 finally:
-                    await self._give_back(server)
+                    await self._turns.give_back(server)
                 left = rest_of(request, done)
             reason = FinishReason.ABORT if left is not None else FinishReason.LENGTH
             yield TokenChunk(token_ids=(), logprobs=(), weight_versions=(), finish_reason=reason)
 
     def _is_over(self, request: GenerateRequest, reason: FinishReason | None, server: RolloutServer) -> bool:
         """Whether a finish reason of a replica ends the request, and not just its part on a replica that is leaving."""
-        is_cut_short = reason is FinishReason.ABORT and server not in self._loads
-        return reason is not None and (not is_cut_short or request.request_id in self._aborted)
+        is_cut_short = reason is FinishReason.ABORT and server not in self._turns.loads
+        return reason is not None and (not is_cut_short or request.request_id in self._turns.aborted)
 
     @contextmanager
     def _entered(self, request: GenerateRequest) -> Generator[None]:
@@ -262,68 +334,15 @@ class Router(RolloutServer):
             yield
         finally:
             self._in_flight.discard(request.request_id)
-            self._aborted.discard(request.request_id)
-
-    async def _take_turn(self, request: GenerateRequest, deadline: float | None) -> RolloutServer | None:
-        """Choose a replica that has room, waiting until one has; None if the request is aborted meanwhile."""
-        async with self._changed:
-            if not self._room() and self._loads:
-                if self._max_waiting and self._num_waiting >= self._max_waiting:
-                    raise OverloadedError(
-                        f"request {request.request_id!r}: {len(self._loads)} replicas are given {self._max_in_flight} "
-                        f"requests each, and {self._num_waiting} wait already; ask again later, or add replicas"
-                    )
-                self._num_waiting += 1
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        await self._changed.wait_for(
-                            lambda: self._room() or not self._loads or request.request_id in self._aborted
-                        )
-                except asyncio.CancelledError:
-                    self._changed.notify(1)  # this one may have consumed the notification that another needs
-                    raise
-                except TimeoutError as error:
-                    self._changed.notify(1)
-                    raise RequestTimeoutError(
-                        f"request {request.request_id!r} got no replica in its time: {len(self._loads)} are given "
-                        f"{self._max_in_flight} requests each, and {self._num_waiting} wait"
-                    ) from error
-                finally:
-                    self._num_waiting -= 1
-            if request.request_id in self._aborted:
-                return None
-            room = self._room()
-            if not room:
-                last = next(reversed(self._lost.values()))
-                raise ServerLostError(f"all {len(self._lost)} replicas are lost; the last one: {last}") from last
-            server = self._placement.choose(room, request.prompt_token_ids, request.session_id)
-            self._loads[server] += 1
-            return server
-
-    def _room(self) -> dict[RolloutServer, int]:
-        """Number of requests in flight of the replicas that have room for another."""
-        if not self._max_in_flight:
-            return self._loads
-        return {server: load for server, load in self._loads.items() if load < self._max_in_flight}
-
-    async def _give_back(self, server: RolloutServer) -> None:
-        async with self._changed:
-            if server in self._loads:
-                self._loads[server] -= 1
-            self._changed.notify(1)  # there is room for one waiting request
-
-    async def _leave_out(self, server: RolloutServer, error: ServerLostError) -> None:
-        async with self._changed:
-            if server in self._loads:
-                del self._loads[server]
-                self._lost[server] = error
-            self._changed.notify_all()
+            self._turns.aborted.discard(request.request_id)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Abort requests on all replicas. See `RolloutServer.abort`."""
-        self._aborted.update(self._in_flight if request_ids is None else self._in_flight.intersection(request_ids))
-        async with self._changed:
-            self._changed.notify_all()  # requests that wait for a replica
+        self._turns.aborted.update(
+            self._in_flight if request_ids is None else self._in_flight.intersection(request_ids)
+        )
+        async with self._turns.changed:
+            self._turns.changed.notify_all()  # requests that wait for a replica
         await self._on_all(lambda server: server.abort(request_ids))
 
     # ---- control
@@ -349,13 +368,13 @@ class Router(RolloutServer):
         """
         async with self._members:
             joining = dict(self._joining)
-            servers = (*self._loads, *joining)
+            servers = (*self._turns.loads, *joining)
             receivers = [receive] if len(servers) == 1 else [self._receiver(server, receive) for server in servers]
             results = await asyncio.gather(
                 *(server.update_weights(each, version) for server, each in zip(servers, receivers, strict=True)),
                 return_exceptions=True,
             )
-            self._placement.forget_prefixes()
+            self._turns.placement.forget_prefixes()
             for server, result in zip(servers, results, strict=True):
                 if server in joining:
                     await self._settle(server, result)
@@ -394,7 +413,7 @@ class Router(RolloutServer):
         if self._health is not None:
             self._health.cancel()
             self._health = None
-        everyone = [*self._loads, *self._lost, *self._joining]
+        everyone = [*self._turns.loads, *self._turns.lost, *self._joining]
         closing = [receiver.close() for receiver in self._receivers.values()]
         results = await asyncio.gather(*(server.stop() for server in everyone), *closing, return_exceptions=True)
         for result in results:
@@ -409,7 +428,7 @@ class Router(RolloutServer):
         return self._receivers[key]
 
     async def _on_all(self, call: Callable[[RolloutServer], Awaitable[Any]]) -> None:
-        await asyncio.gather(*(call(server) for server in self._loads))
+        await asyncio.gather(*(call(server) for server in self._turns.loads))
 
 
 def deadline_of(request: GenerateRequest) -> float | None:

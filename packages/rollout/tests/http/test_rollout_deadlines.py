@@ -153,7 +153,7 @@ def test_a_client_waits_while_the_server_beats_and_no_longer(long_folder, monkey
     monkeypatch.setattr("rl_rollout.http.server.HEARTBEAT_S", 0.1)
 
     async def scenario(server, client):
-        client.timeout_s = 1.0
+        client.connection.timeout_s = 1.0
         await server.pause("keep")
         waiting = [asyncio.create_task(client.generate(request("a", max_new_tokens=4)))]
         waiting.append(asyncio.create_task(streamed(client, request("b", max_new_tokens=4))))

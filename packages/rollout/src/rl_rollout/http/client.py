@@ -47,6 +47,79 @@ Pending = tuple["GenerateRequest", bytes, "asyncio.Future[TokenOutput]"]
 """Request, its JSON, and the future of its output."""
 
 
+class Connection:
+    """Connection to one server by aiohttp.
+
+    Args:
+        url: Its URL, without a slash at the end.
+        api_token: Bearer token; None sends none.
+        timeout_s: The server's own deadline.
+    """
+
+    def __init__(self, url: str, *, api_token: str | None, timeout_s: float) -> None:
+        self.url, self.timeout_s = url, timeout_s
+        self._api_token = api_token
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close it. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def open(self) -> aiohttp.ClientSession:
+        """Session, opened when it is first needed."""
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self._api_token}"} if self._api_token else {}
+            self._session = aiohttp.ClientSession(
+                headers=headers,
+                auto_decompress=False,
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            )
+        return self._session
+
+    async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request that is answered at once; returns the JSON object of the answer.
+
+        Raises:
+            RolloutError: of the server, or the server is lost, or did not answer.
+        """
+        try:
+            async with (
+                asyncio.timeout(self.timeout_s + GRACE_S),
+                self.open().request(method, self.url + path, json=body) as response,
+            ):
+                if response.status != 200:
+                    raise await self.failure(response)
+                return json_object(await read_body(response), self.url + path)
+        except TimeoutError as error:
+            if isinstance(error, RolloutError):
+                raise
+            message = f"{self.url}{path} did not answer within {self.timeout_s + GRACE_S} s"
+            raise RequestTimeoutError(message) from error
+        except aiohttp.ClientError as error:
+            raise self.lost(error) from error
+
+    @property
+    def until_silent(self) -> aiohttp.ClientTimeout:
+        """Timeouts of generation: no total, but the server writes something every few seconds."""
+        return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s + GRACE_S)
+
+    def lost(self, cause: Exception) -> ServerLostError:
+        """Error for a connection that failed."""
+        what = f"is not there or closed the connection: {cause or type(cause).__name__}"
+        if isinstance(cause, aiohttp.SocketTimeoutError):
+            what = f"wrote nothing for {self.timeout_s + GRACE_S} s, and it writes every few seconds while it is well"
+        lost = ServerLostError(f"{self.url} {what}")
+        lost.__cause__ = cause
+        return lost
+
+    async def failure(self, response: aiohttp.ClientResponse) -> RolloutError:
+        """Error in a response."""
+        return wire.error_from_body(await read_body(response), f"{response.url}, status {response.status},")[1]
+
+
 class HttpServer(RolloutServer):
     """HTTP client of one rollout server.
 
@@ -57,10 +130,7 @@ class HttpServer(RolloutServer):
     def __init__(self, url: str, *, api_token: str | None = None, timeout_s: float = 120.0) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"server address {url!r} is not an http:// URL")
-        self.url = url.rstrip("/")
-        self.timeout_s = timeout_s
-        self._api_token = api_token
-        self._session: aiohttp.ClientSession | None = None
+        self.connection = Connection(url.rstrip("/"), api_token=api_token, timeout_s=timeout_s)
         self._outbox: list[Pending] = []
         self._in_flight: set[str] = set()
         self._left: list[str] = []
@@ -73,13 +143,18 @@ class HttpServer(RolloutServer):
         self._capabilities = Capabilities()
 
     @property
+    def url(self) -> str:
+        """URL of the server."""
+        return self.connection.url
+
+    @property
     def capabilities(self) -> Capabilities:
         """Capabilities that the server reported."""
         return self._capabilities
 
     async def start(self) -> ServerAddress:
         """Connect to the server, which is running already; returns its address."""
-        health = await self._call("GET", "/health")
+        health = await self.connection.call("GET", "/health")
         model, pid = health.get("model"), health.get("pid")
         if not isinstance(model, str) or type(pid) is not int:
             raise RolloutError(
@@ -93,13 +168,11 @@ class HttpServer(RolloutServer):
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self.connection.close()
 
     async def health(self) -> dict[str, Any]:
         """Health of the server: status, weight version, numbers of requests."""
-        return await self._call("GET", "/health")
+        return await self.connection.call("GET", "/health")
 
     async def check_health(self) -> None:
         """See `RolloutServer.check_health`. A server that does not answer in time counts as lost."""
@@ -128,7 +201,7 @@ class HttpServer(RolloutServer):
             if future.done() and not future.cancelled():
                 raise  # the server's own error, which says more
             self._give_up(request)
-            raise self._late(request, timeout_s) from error
+            raise _late(self.url, request, timeout_s) from error
         except asyncio.CancelledError:
             self._give_up(request)
             raise
@@ -145,10 +218,12 @@ class HttpServer(RolloutServer):
         body = wire.request_to_body(request)
         try:
             async with asyncio.timeout_at(deadline):
-                response = await self._open().post(f"{self.url}/generate_stream", data=body, timeout=self._until_silent)
+                response = await self.connection.open().post(
+                    f"{self.url}/generate_stream", data=body, timeout=self.connection.until_silent
+                )
             async with response:
                 if response.status != 200:
-                    raise await self._failure(response)
+                    raise await self.connection.failure(response)
                 lines = read_lines(response)
                 reason, count = None, 0
                 while reason is None:
@@ -159,11 +234,11 @@ class HttpServer(RolloutServer):
                     reason = chunk.finish_reason
                     yield chunk
         except aiohttp.ClientError as error:
-            raise self._lost(error) from error
+            raise self.connection.lost(error) from error
         except TimeoutError as error:
             if isinstance(error, RolloutError):
                 raise
-            raise self._late(request, timeout_s) from error
+            raise _late(self.url, request, timeout_s) from error
         finally:
             self._in_flight.discard(request.request_id)
 
@@ -186,9 +261,6 @@ class HttpServer(RolloutServer):
         if request.request_id in self._in_flight:
             raise RequestError(f"request id {request.request_id!r} is in flight already")
         self._in_flight.add(request.request_id)
-
-    def _late(self, request: GenerateRequest, timeout_s: float | None) -> RequestTimeoutError:
-        return RequestTimeoutError(f"{self.url} did not answer request {request.request_id!r} within {timeout_s} s")
 
     def _flush(self) -> None:
         batch, self._outbox = self._outbox, []
@@ -225,14 +297,14 @@ class HttpServer(RolloutServer):
         error: Exception = ServerLostError(f"{self.url} closed the connection before it answered")
         try:
             body = b'{"progress": true, "requests": [' + b",".join(body for _, body, _ in batch) + b"]}"
-            async with self._open().post(
-                f"{self.url}/generate_batch", data=body, timeout=self._until_silent
+            async with self.connection.open().post(
+                f"{self.url}/generate_batch", data=body, timeout=self.connection.until_silent
             ) as response:
                 if response.status != 200:
-                    raise await self._failure(response)
+                    raise await self.connection.failure(response)
                 await self._read_lines(response, waiting)
         except aiohttp.ClientError as cause:
-            error = self._lost(cause)
+            error = self.connection.lost(cause)
         except Exception as cause:  # noqa: BLE001  raised by every waiting caller's future
             error = cause
         finally:
@@ -279,7 +351,9 @@ class HttpServer(RolloutServer):
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutServer.abort`."""
-        await self._call("POST", "/abort", {"request_ids": None if request_ids is None else list(request_ids)})
+        await self.connection.call(
+            "POST", "/abort", {"request_ids": None if request_ids is None else list(request_ids)}
+        )
 
     async def _abort_left(self) -> None:
         """Abort the requests of callers that have left, whose own errors were raised already."""
@@ -293,73 +367,32 @@ class HttpServer(RolloutServer):
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutServer.pause`."""
-        await self._call("POST", "/pause", {"mode": mode})
+        await self.connection.call("POST", "/pause", {"mode": mode})
 
     async def resume(self) -> None:
         """See `RolloutServer.resume`."""
-        await self._call("POST", "/resume")
+        await self.connection.call("POST", "/resume")
 
     async def weight_layout(self, weights: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[list[TensorPart]] | None:
         """See `RolloutServer.weight_layout`."""
-        answer = await self._call("POST", "/weight_layout", {"weights": dict(weights)})
+        answer = await self.connection.call("POST", "/weight_layout", {"weights": dict(weights)})
         return wire.layout_from_json(answer.get("parts", ""), self.url)
 
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:
         """See `RolloutServer.update_weights`. The server's process opens its own receiver by `receive.address`."""
-        await self._call("POST", "/update_weights", {"address": receive.address, "version": version})
+        await self.connection.call("POST", "/update_weights", {"address": receive.address, "version": version})
 
     async def sleep(self, level: int = 1) -> None:
         """See `RolloutServer.sleep`."""
-        await self._call("POST", "/sleep", {"level": level})
+        await self.connection.call("POST", "/sleep", {"level": level})
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """See `RolloutServer.wake`."""
-        await self._call("POST", "/wake", {"tags": list(tags)})
+        await self.connection.call("POST", "/wake", {"tags": list(tags)})
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            headers = {"Authorization": f"Bearer {self._api_token}"} if self._api_token else {}
-            self._session = aiohttp.ClientSession(
-                headers=headers,
-                auto_decompress=False,
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            )
-        return self._session
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        try:
-            async with (
-                asyncio.timeout(self.timeout_s + GRACE_S),
-                self._open().request(method, self.url + path, json=body) as response,
-            ):
-                if response.status != 200:
-                    raise await self._failure(response)
-                return json_object(await read_body(response), self.url + path)
-        except TimeoutError as error:
-            if isinstance(error, RolloutError):
-                raise
-            message = f"{self.url}{path} did not answer within {self.timeout_s + GRACE_S} s"
-            raise RequestTimeoutError(message) from error
-        except aiohttp.ClientError as error:
-            raise self._lost(error) from error
-
-    @property
-    def _until_silent(self) -> aiohttp.ClientTimeout:
-        """Timeouts of generation: no total, but the server writes something every few seconds."""
-        return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s + GRACE_S)
-
-    def _lost(self, cause: Exception) -> ServerLostError:
-        what = f"is not there or closed the connection: {cause or type(cause).__name__}"
-        if isinstance(cause, aiohttp.SocketTimeoutError):
-            what = f"wrote nothing for {self.timeout_s + GRACE_S} s, and it writes every few seconds while it is well"
-        lost = ServerLostError(f"{self.url} {what}")
-        lost.__cause__ = cause
-        return lost
-
-    async def _failure(self, response: aiohttp.ClientResponse) -> RolloutError:
-        """Error in a response."""
-        return wire.error_from_body(await read_body(response), f"{response.url}, status {response.status},")[1]
+def _late(url: str, request: GenerateRequest, timeout_s: float | None) -> RequestTimeoutError:
+    return RequestTimeoutError(f"{url} did not answer request {request.request_id!r} within {timeout_s} s")
 
 
 def _with_partial(error: Exception, request_id: str, told: Sequence[TokenChunk]) -> Exception:
@@ -428,7 +461,7 @@ class LaunchedServer(HttpServer):
             return self._ready.is_set()
 
         try:
-            await self._process.wait_until(is_ready, timeout_s=self.timeout_s, check_s=0.02)
+            await self._process.wait_until(is_ready, timeout_s=self.connection.timeout_s, check_s=0.02)
             self._address = await super().start()
         except BaseException:
             await self._end(grace_s=0.0)
@@ -439,7 +472,7 @@ class LaunchedServer(HttpServer):
         """Find the line with the address; runs in the reading thread."""
         if not line.startswith(READY) or self._ready.is_set():
             return False
-        self.url = str(json.loads(line[len(READY) :])["url"])
+        self.connection.url = str(json.loads(line[len(READY) :])["url"])
         self._ready.set()
         return True
 
