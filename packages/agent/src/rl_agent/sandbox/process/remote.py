@@ -343,14 +343,14 @@ def _check_items(self: Remote, items: list[Any]) -> None:
         raise TypeError(f"an object of length {number} has {len(items)} items")
     for index, item in enumerate(items):
         found = _peer_of(self).known("item", id_of(self), index)
-        if found is not None and _differ(_peer_of(self).decode(found[0], []), item):
+        if found is not None and _differ(_peer_of(self).codec.decode(found[0], []), item):
             raise TypeError(f"item {index} is not what iteration gives")
 
 
 def _known(remote: Remote, operation: str) -> Any:
     """Result of a read that has been asked; None if it has not."""
     found = _peer_of(remote).known(operation, id_of(remote))
-    return None if found is None else _peer_of(remote).decode(found[0], [])
+    return None if found is None else _peer_of(remote).codec.decode(found[0], [])
 
 
 def _differ(one: Any, other: Any) -> bool:

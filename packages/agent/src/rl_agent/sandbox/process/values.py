@@ -64,9 +64,8 @@ class Peer:
         self.printed: Any = None
         """Takes and returns what this side printed since it was last called, by stream; None: nothing is sent."""
         self._lock = _thread.RLock()
-        self._objects: dict[int, Any] = {}
-        self._ids: dict[int, int] = {}
-        self._remotes: dict[int, Any] = {}
+        self.codec = Codec(self)
+        """Codec of the values that travel."""
 
     def end(self, why: str) -> NoReturn:
         """End this side, as the pipe cannot be used any more."""
@@ -119,7 +118,7 @@ class Peer:
             if operation not in remote.READS:
                 self.forget()
             elif not self.is_asked and (key := self.known(operation, target, *given)) is not None:
-                return self.decode(key[0], [])
+                return self.codec.decode(key[0], [])
             return self._ask(operation, target, given, named)
 
     def forget(self) -> None:
@@ -135,8 +134,8 @@ class Peer:
         sent = _Sent()
         number = os.urandom(8).hex()
         request = {"ask": number, "do": operation, "to": target}
-        request["given"] = [self.encode(value, sent) for value in given]
-        request["named"] = {name: self.encode(value, sent) for name, value in named.items()}
+        request["given"] = [self.codec.encode(value, sent) for value in given]
+        request["named"] = {name: self.codec.encode(value, sent) for name, value in named.items()}
         self._send(request)
         while True:
             frame = self._receive()
@@ -148,13 +147,13 @@ class Peer:
             try:
                 self.show(frame.get("printed"))
                 for index, content in frame.get("changed", ()):
-                    self._update(sent.objects[index], self.decode(content, sent.objects))
+                    self.codec.update(sent.objects[index], self.codec.decode(content, sent.objects))
                 if "raised" in frame:
-                    error = self._decode_error(frame["raised"], sent.objects)
+                    error = self.codec.decode_error(frame["raised"], sent.objects)
                 else:
                     if operation in remote.READS and (key := _key(operation, target, given)) is not None:
                         self._known[key] = frame["value"]
-                    return self.decode(frame["value"], sent.objects)
+                    return self.codec.decode(frame["value"], sent.objects)
             except (LookupError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError) as bad:
                 self.end(f"an answer that cannot be read: {type(bad).__name__}")
             raise error
@@ -181,31 +180,44 @@ class Peer:
         sent = _Sent()
         answer: dict[str, Any] = {"answer": frame["ask"]}
         try:
-            given = [self.decode(value, got) for value in frame["given"]]
-            named = {name: self.decode(value, got) for name, value in frame["named"].items()}
+            given = [self.codec.decode(value, got) for value in frame["given"]]
+            named = {name: self.codec.decode(value, got) for name, value in frame["named"].items()}
             sent.adopt(got)
-            before = [self._content(value, sent) for value in got]
+            before = [self.codec.content(value, sent) for value in got]
             value = self._do(frame["do"], frame["to"], given, named)
             is_made = frame["do"] in remote.MAKING and type(value) not in _MUTABLE
             is_kept = is_made and isinstance(value, _MUTABLE)
-            answer["value"] = self._export(value) if is_kept else self.encode(value, sent)
+            answer["value"] = self.codec.export(value) if is_kept else self.codec.encode(value, sent)
         except BrokenPipeOfValuesError:
             raise
         except BaseException as error:  # noqa: BLE001 - it is the other side's to handle
             answer.pop("value", None)
-            answer["raised"] = self._encode_error(error, sent)
-        after = [self._content(value, sent) for value in got[: len(before)]]
+            answer["raised"] = self.codec.encode_error(error, sent)
+        after = [self.codec.content(value, sent) for value in got[: len(before)]]
         if self.printed is not None and (printed := self.printed()):
             answer["printed"] = printed
         answer["changed"] = [(i, now) for i, (was, now) in enumerate(zip(before, after, strict=True)) if was != now]
         self._send(answer)
 
     def _do(self, operation: str, to: Any, given: list[Any], named: dict[str, Any]) -> Any:
-        target = to if isinstance(to, str) else self._objects[to]
+        target = to if isinstance(to, str) else self.codec.objects[to]
         self._policy(operation, target, given[0] if given else None)
         return remote.OPERATIONS[operation](target, *given, **named)
 
-    # --- values ---
+
+class Codec:
+    """Codec of values: plain ones by content, anything else by the number of an object that stays on its side.
+
+    Args:
+        peer: Peer that the proxies of the other side's objects ask.
+    """
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.objects: dict[int, Any] = {}
+        """Objects of this side that the other side knows, by number."""
+        self._ids: dict[int, int] = {}
+        self._remotes: dict[int, Any] = {}
 
     def encode(self, value: Any, sent: _Sent, depth: int = 0) -> Any:
         """Encode a value: plain values whole, everything else as the number of an object that stays here."""
@@ -222,16 +234,17 @@ class Peer:
 
     def _encode_container(self, value: Any, kind: type, sent: _Sent, depth: int) -> Any:
         if depth > _MAX_DEPTH:
-            return self._export(value)
+            return self.export(value)
         if kind in _MUTABLE:
             if (index := sent.index.get(id(value))) is not None:
                 return ["r", index]
             index = sent.add(value)
         else:
             index = None
-        return self._content(value, sent, depth, index)
+        return self.content(value, sent, depth, index)
 
-    def _content(self, value: Any, sent: _Sent, depth: int = 0, index: int | None = None) -> Any:
+    def content(self, value: Any, sent: _Sent, depth: int = 0, index: int | None = None) -> Any:
+        """Encode what a container holds."""
         kind = type(value)
         if kind is bytearray:
             return ["Y", index, bytes(value).hex()]
@@ -264,14 +277,15 @@ class Peer:
             items = [self.encode(item, sent, depth + 1) for item in tuple.__iter__(value)]
             return ["N", kind.__name__, [str(name) for name in fields], items]
         is_copied = isinstance(value, (int, float, complex, str, bytes, tuple, frozenset))
-        if is_copied or (self.is_asked and isinstance(value, remote.BASES) and depth < _MAX_DEPTH):
+        if is_copied or (self._peer.is_asked and isinstance(value, remote.BASES) and depth < _MAX_DEPTH):
             return self.encode(remote.base_value(value), sent, depth + 1)
-        return self._export(value)
+        return self.export(value)
 
-    def _export(self, value: Any) -> Any:
+    def export(self, value: Any) -> Any:
+        """Encode an object by its number."""
         if id(value) not in self._ids:
-            self._ids[id(value)] = len(self._objects)
-            self._objects[len(self._objects)] = value  # kept, so that its id stays its own
+            self._ids[id(value)] = len(self.objects)
+            self.objects[len(self.objects)] = value  # kept, so that its id stays its own
         number = self._ids[id(value)]
         if number < 0:  # a class of the other side
             return ["m", -1 - number]
@@ -288,12 +302,13 @@ class Peer:
                 return own, each.__name__
             if issubclass(each, BaseException):
                 if id(each) not in self._ids:
-                    self._ids[id(each)] = len(self._objects)
-                    self._objects[len(self._objects)] = each
+                    self._ids[id(each)] = len(self.objects)
+                    self.objects[len(self.objects)] = each
                 own.append([self._ids[id(each)], each.__name__])
         return own, "Exception"
 
-    def _encode_error(self, error: BaseException, sent: _Sent) -> list[Any]:
+    def encode_error(self, error: BaseException, sent: _Sent) -> list[Any]:
+        """Encode an exception: classes, arguments, attributes, text."""
         try:
             arguments = [self.encode(value, sent) for value in error.args]
             extra = {str(name): self.encode(value, sent) for name, value in vars(error).items()}
@@ -315,7 +330,7 @@ class Peer:
         if tag == "h":
             return self._remote(value[1], value[2])
         if tag == "m":
-            return self._objects[value[1]]
+            return self.objects[value[1]]
         if tag == "x":
             return self._class(value[1], value[2])
         return self._decode_atom(tag, value[1:], made)
@@ -378,7 +393,7 @@ class Peer:
         if type(number) is not int:
             raise TypeError("a number is needed")
         if number not in self._remotes:
-            self._remotes[number] = Remote(self, number, kind)
+            self._remotes[number] = Remote(self._peer, number, kind)
         return remote.coroutine(self._remotes[number]) if kind == "coroutine" else self._remotes[number]
 
     def _class(self, own: list[Any], base: str) -> type:
@@ -393,7 +408,8 @@ class Peer:
             kind = self._remotes[number]
         return kind
 
-    def _decode_error(self, told: list[Any], made: list[Any]) -> BaseException:
+    def decode_error(self, told: list[Any], made: list[Any]) -> BaseException:
+        """Decode an exception."""
         (own, base), arguments, extra, text = told
         kind: Any = self._class(own, base)
         arguments = [self.decode(value, made) for value in arguments]
@@ -409,7 +425,7 @@ class Peer:
         return error
 
     @staticmethod
-    def _update(ours: Any, now: Any) -> None:
+    def update(ours: Any, now: Any) -> None:
         """Update a container with the content of the other side's copy after a call."""
         if type(ours) is not type(now):
             raise ValueError("a container changed its type")
