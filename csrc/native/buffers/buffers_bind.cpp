@@ -12,5 +12,6 @@ void bind_buffers(pybind11::module_& m) {
   bind_delta(m);
   bind_rows(m);
   bind_pages(m);
+  bind_pipeline(m);
 }
 }  // namespace rl

@@ -87,5 +87,69 @@ class DecodedFrame:
     @property
     def has_digest(self) -> bool: ...
 
+class Pipeline:
+    """Jobs in order on one thread, with a ring of slots (uint8 [N] each, or None for those on a device)."""
+
+    def __init__(self, slots: list[torch.Tensor | None], leaf_nbytes: int, waker: int) -> None: ...
+    def pack(
+        self, bucket: int, content: Any, offset: int, slot_offset: int, nbytes: int, is_copied: bool, is_digested: bool
+    ) -> int:
+        """Put a job: copy a run of bytes into the bucket's slot, which it waits for. Returns the number of jobs put."""
+
+    def unpack(self, slot: torch.Tensor, stream: int, used_nbytes: int, pieces: list[tuple[Any, int, int, int]]) -> int:
+        """Put a job: read a bucket from a blocking socket (-1: it is in the slot), copy and digest its pieces.
+
+        A piece is (content or None, offset in it, offset in the slot, bytes).
+        """
+
+    def take(self, count: int) -> list[tuple[int, list[list[int]]]]:
+        """Results of the next jobs that are done: (errno, -1 at a stream's end, or 0; leaf digests of each piece)."""
+
+    def start(self) -> None:
+        """Let the thread do all jobs that were put so far."""
+
+    def help(self, count: int) -> bool:
+        """Do jobs in this thread until `count` are done. False if the next one has no slot."""
+
+    def num_done(self) -> int: ...
+    def num_bytes(self) -> int:
+        """Bytes moved or read so far: what a deadline looks at."""
+
+    def busy_ns(self) -> int: ...
+    def wake_at(self, seen: int, count: int) -> bool:
+        """Wake once `count` jobs are done, or all that have a slot. True, and no wake, if that is so after `seen`."""
+
+    def slot_of(self, bucket: int) -> int: ...
+    def assign(self, bucket: int) -> int:
+        """Give a bucket a slot that the caller fills; -1: none is free."""
+
+    def release(self, bucket: int) -> None: ...
+    def use_slots(self, count: int) -> None:
+        """Use only the first `count` slots."""
+
+    def cancel(self) -> None:
+        """Drop all jobs and results, free all slots; when it returns, no memory is touched any more."""
+
+    def close(self) -> None: ...
+
+class StreamWriter:
+    """Writes to a blocking socket, which the caller owns, on a thread of its own."""
+
+    def __init__(self, socket: int, waker: int) -> None: ...
+    def put(self, runs: list[tuple[Any, int, int]]) -> None:
+        """Queue runs of memory, or of a file by its descriptor: (memory, start, bytes). They must stay."""
+
+    def is_idle(self) -> bool: ...
+    def wake_when_idle(self) -> bool:
+        """Whether the kernel has taken everything; if not, wake when it has."""
+
+    def error(self) -> int: ...
+    def system_ns(self) -> int:
+        """CPU time of the thread inside system calls that take payload."""
+
+    def thread_ns(self) -> int: ...
+    def close(self) -> bool:
+        """Shut the socket down and end the thread. False: it did not end in ten seconds."""
+
 # The kernels (native/cpu) are called by address and typed where they are wrapped.
 def __getattr__(name: str) -> Any: ...  # pyright: ignore[reportIncompleteStub]

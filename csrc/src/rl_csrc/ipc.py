@@ -203,6 +203,10 @@ class Waker:
         """Descriptor to poll for reading."""
         return self._reader.fileno()
 
+    def writer_fileno(self) -> int:
+        """Descriptor to which a native thread sends a byte to wake."""
+        return self._writer.fileno()
+
     def wake(self) -> None:
         """Make it readable. Publish data for the other thread first."""
         with contextlib.suppress(BlockingIOError):  # the socket is full, so it is readable already

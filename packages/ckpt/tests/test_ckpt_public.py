@@ -12,7 +12,9 @@ from rl_ckpt import errors, registry
 
 def test_public_names():
     assert sorted(rl_ckpt.__all__) == [
+        "Address",
         "AddressError",
+        "Addresses",
         "AttestationError",
         "BackendError",
         "CheckpointEngine",
@@ -47,7 +49,6 @@ def test_public_names():
         "merge_reports",
         "read_layouts",
         "relay_address",
-        "split_address",
         "tree_digest",
         "write_layout_request",
     ]

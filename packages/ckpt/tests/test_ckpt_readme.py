@@ -4,14 +4,12 @@ import asyncio
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
-from rl_ckpt import connect, tree_digest
-from rl_ckpt.relay import Holder
+from rl_ckpt import tree_digest
 from rl_ckpt.testing import new_name
 
 
@@ -51,24 +49,3 @@ def test_the_resharding_of_the_readme():
     assert torch.equal(torch.cat(columns, dim=1), weight)
     assert versions == [1, 1]
     assert (report.num_bytes, report.digest) == (4 * 48, tree_digest({"up": weight}))
-
-
-def test_the_holder_of_the_readme():
-    (code,) = [block for block in blocks() if "Holder(" in block]
-    code = code.replace("tcp://0.0.0.0:5001", "tcp://127.0.0.1:0")
-    url, weights, token = f"inproc://{new_name()}", {"w": torch.arange(5)}, "known to both"
-    example = {"Holder": Holder, "token": token, "parameters": {"w": torch.zeros(5, dtype=torch.int64)}}
-    exec(f"async def serve():\n{textwrap.indent(code, '    ')}    return holder, report", example)
-
-    async def main():
-        async with connect(url, role="send") as sender, connect(url, role="receive") as receiver:
-            await sender.prepare()
-            example["receiver"] = receiver
-            receiving = asyncio.ensure_future(receiver.receive_into(example["parameters"]))
-            await sender.send_weights(weights.items(), version=1)
-            await receiving
-            holder, report = await example["serve"]()
-            async with holder:
-                assert report is None
-
-    asyncio.run(main())

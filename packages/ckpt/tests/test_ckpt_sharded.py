@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_ckpt
-from rl_ckpt import ShardSpec
+from rl_ckpt import Addresses, ShardSpec
 from rl_ckpt.errors import AddressError, SyncAbortedError, TensorError, VersionError
 from rl_ckpt.protocol.messages import Encoded
 from rl_ckpt.sharded import (
@@ -22,7 +22,6 @@ from rl_ckpt.sharded import (
     ShardPlan,
     join_addresses,
     join_digest,
-    split_address,
 )
 from rl_ckpt.tensors import digest_share
 from rl_ckpt.testing import new_name
@@ -239,7 +238,9 @@ def test_who_waits_for_a_sync_that_is_called_off_before_it_began_is_told_at_once
             waiting = [asyncio.ensure_future(cluster.receive((0, target))) for target in (0, 1)]
             staging = asyncio.ensure_future(cluster.stage(model(1), 1))
             ends = [end for sender in cluster.senders for end in sender._ends.values()]
-            await until(lambda: all(end._peers and any(peer.waiting for peer in end._peers.all) for end in ends))
+            await until(
+                lambda: all(end._peers and any(peer.waiting for peer in end._peers.members.admitted) for end in ends)
+            )
             assert not staging.done()
             staging.cancel("replica 1 is gone")
             async with asyncio.timeout(TIMEOUT_S / 4):
@@ -337,12 +338,23 @@ def test_a_receiver_that_holds_another_layout_than_it_declared_is_named():
     asyncio.run(main())
 
 
-def test_one_string_tells_every_rank_of_a_server_its_sessions():
-    address = join_addresses([{0: "shm://a0", 1: "shm://a1"}, {1: "shm://b1"}], 2)
-    assert [split_address(address, target) for target in (0, 1)] == [["shm://a0"], ["shm://a1", "shm://b1"]]
-    assert split_address("shm://whole") is None
-    with pytest.raises(AddressError, match="for 2 ranks; this is rank 2"):
-        split_address(address, 2)
+def test_one_value_tells_every_rank_of_a_server_its_sessions():
+    addresses = join_addresses([{0: "shm://a0", 1: "shm://a1"}, {1: "shm://b1"}], 2)
+    urls = [[address.url for address in addresses.of(target)] for target in (0, 1)]
+    assert urls == [["shm://a0"], ["shm://a1", "shm://b1"]]
+    assert Addresses.from_json(addresses.to_json()) == addresses
+    assert Addresses.from_json("shm://whole") is None
+    for rank in (2, -1):
+        with pytest.raises(AddressError, match=f"for 2 ranks; this is rank {rank}"):
+            addresses.of(rank)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", '{"ranks": 3}', '{"ranks": [[{}]]}', '{"ranks": [[{"url": "a", "x": 1}]]}']
+)
+def test_text_that_holds_no_addresses_is_refused(text):
+    with pytest.raises(AddressError, match="holds no addresses"):
+        Addresses.from_json(text)
 
 
 def test_a_port_that_a_rank_has_found_is_told_with_the_options_of_the_session():

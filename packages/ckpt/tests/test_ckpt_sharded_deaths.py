@@ -16,7 +16,7 @@ import torch
 
 import rl_ckpt
 from rl_ckpt import ShardSpec
-from rl_ckpt.sharded import relay_address
+from rl_ckpt.sharded import join_addresses, relay_address
 from rl_ckpt.testing import new_name
 from rl_ckpt.testing.ends import die_at_message
 
@@ -100,7 +100,7 @@ async def be_receiver(addresses, fault):
         if fault == "landed":
             die()
 
-    async with rl_ckpt.ShardedReceiver(addresses, timeout_s=TIMEOUT_S) as receiver:
+    async with rl_ckpt.ShardedReceiver(addresses.of(0), timeout_s=TIMEOUT_S) as receiver:
         say("ready")
         while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
             await asyncio.sleep(float(line))
@@ -149,7 +149,8 @@ class Job:
         relayed = [relay_address(*each, num_replicas - 1) for each in zip(addresses, below, strict=True)]
         dialled = [relayed, *[below] * (num_replicas - 1)] if has_relay else [addresses] * num_replicas
         self.has_relay = has_relay
-        self.receivers = [Process("receive", fault, *own) for fault, own in zip(faults, dialled, strict=True)]
+        told = [join_addresses([{0: address} for address in own], 1).to_json() for own in dialled]
+        self.receivers = [Process("receive", *each) for each in zip(faults, told, strict=True)]
         assert {receiver.hear() for receiver in self.receivers} == {"ready"}
 
     def sync(self, version, receivers=None, late_s=0.0):
@@ -333,4 +334,4 @@ if __name__ == "__main__":
     if role == "send":
         asyncio.run(be_sender(rest[0], int(rest[1]), rest[2]))
     else:
-        asyncio.run(be_receiver(rest[1:], rest[0]))
+        asyncio.run(be_receiver(rl_ckpt.Addresses.from_json(rest[1]), rest[0]))

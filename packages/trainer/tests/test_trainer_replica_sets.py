@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_ckpt import DigestShare, ShardSpec, tree_digest
+from rl_ckpt import Address, Addresses, DigestShare, ShardSpec, tree_digest
 from rl_ckpt.traffic import Placement, Traffic
 from rl_ckpt.types import SyncReport
 from rl_rollout.errors import ServerLostError, WeightUpdateError
@@ -20,6 +20,9 @@ from rl_trainer.runtime.base import ReplicaSet
 from rl_trainer.workers.agent import EvalReport, FailureReport, Job
 from rl_trainer.workers.engine import LocalWeights
 from rl_trainer.workers.rollout import Receivers
+
+BOTH = (Address("shm://0"), Address("shm://1"))
+"""Sessions of both ranks of the trainer."""
 
 
 class LocalReplicas(ReplicaSet):
@@ -344,7 +347,7 @@ def test_ranks_that_send_shards_commit_together_and_the_plan_is_made_once():
         *("stage 5 for 2", "abort: a receiver went away", "stage 5 for 1", "commit 5"),
         *("stage 6 for 1", "commit 6"),
     ]
-    assert replicas.workers[1].told == "shards:shm://0 shm://1"
+    assert Addresses.from_json(replicas.workers[1].told) == Addresses((BOTH,))
     assert replicas.workers[1].asked == [{"w": ("float32", (4,))}, None, None], "shapes are told once"
     assert session_pattern("tcp://10.0.0.1:4000", delta=False) == "tcp://{host}:0"
 
@@ -362,7 +365,7 @@ def test_the_plan_is_made_for_what_every_receiver_of_a_replica_takes_and_one_tha
     assert (plan.sizes, plan.source_nodes, plan.target_nodes) == ({"w": 4}, ["node 0", "node 1"], [["n", "n"]])
     assert Traffic(plan).pairs == {(0, 0): 8, (1, 1): 8}
     assert actor.told == ["layout", "open 2 to 2 shm://job-{rank}-{target}", "stage 5 for 1", "commit 5"]
-    assert replicas.workers[0].told == "shards:shm://0 shm://1;shm://0 shm://1"
+    assert Addresses.from_json(replicas.workers[0].told) == Addresses((BOTH, BOTH))
     replicas.resize(2)
     with pytest.raises(ConfigError, match="replica 1 cuts the weights otherwise than replica 0"):
         weights.sync(6)

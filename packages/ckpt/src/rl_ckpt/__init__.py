@@ -20,7 +20,17 @@ from rl_ckpt.errors import (
 )
 from rl_ckpt.registry import capabilities, connect
 from rl_ckpt.resharding import Resharding
-from rl_ckpt.types import Metadata, Receipt, ReceiverState, Role, SessionConfig, ShardSpec, SyncReport
+from rl_ckpt.types import (
+    Address,
+    Addresses,
+    Metadata,
+    Receipt,
+    ReceiverState,
+    Role,
+    SessionConfig,
+    ShardSpec,
+    SyncReport,
+)
 
 if TYPE_CHECKING:
     from rl_ckpt.adapters.layout import read_layouts, write_layout_request
@@ -33,13 +43,14 @@ if TYPE_CHECKING:
         join_digest,
         merge_reports,
         relay_address,
-        split_address,
     )
     from rl_ckpt.tensors.digest import tree_digest
     from rl_ckpt.traffic import Placement
 
 __all__ = [
+    "Address",
     "AddressError",
+    "Addresses",
     "AttestationError",
     "BackendError",
     "CheckpointEngine",
@@ -74,7 +85,6 @@ __all__ = [
     "merge_reports",
     "read_layouts",
     "relay_address",
-    "split_address",
     "tree_digest",
     "write_layout_request",
 ]
@@ -93,7 +103,6 @@ _HOMES = {
         "join_digest",
         "merge_reports",
         "relay_address",
-        "split_address",
     ),
     "rl_ckpt.sharded",
 )

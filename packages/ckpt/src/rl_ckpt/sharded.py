@@ -21,14 +21,12 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
-from rl_ckpt.errors import AddressError, SyncAbortedError, TensorError, UsageError, VersionError
-from rl_ckpt.receiver.receiver import Receiver
-from rl_ckpt.registry import connect
+from rl_ckpt.errors import SyncAbortedError, TensorError, UsageError, VersionError
+from rl_ckpt.registry import capabilities, connect
 from rl_ckpt.relay.pipe import Forwarding
 from rl_ckpt.resharding import Resharding
-from rl_ckpt.sender.sender import Sender
 from rl_ckpt.tensors.digest_share import DigestShare, join_digest
-from rl_ckpt.types import ShardSpec, SyncReport
+from rl_ckpt.types import Address, Addresses, Capability, ShardSpec, SyncReport
 from rl_csrc.ipc import Waker
 
 if TYPE_CHECKING:
@@ -37,9 +35,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt.receiver.receiver import Receiver
     from rl_ckpt.receiver.unpacker import Unpacker
     from rl_ckpt.resharding import Box, Move
-    from rl_ckpt.sender.sender import PreparedVersion
+    from rl_ckpt.sender.sender import PreparedVersion, Sender
 
 __all__ = [
     "DigestShare",
@@ -50,41 +49,20 @@ __all__ = [
     "join_digest",
     "merge_reports",
     "relay_address",
-    "split_address",
 ]
 
 T = TypeVar("T")
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<box>[0-9:,]*)\]", re.DOTALL)
 
 
-_PREFIX = "shards:"
+def join_addresses(addresses: Sequence[Mapping[int, Address | str]], num_targets: int) -> Addresses:
+    """Addresses of all receivers of a replica, of what the `prepare` of each rank of the trainer returned."""
+    return Addresses(
+        tuple(tuple(_address_of(each[target]) for each in addresses if target in each) for target in range(num_targets))
+    )
 
 
-def join_addresses(addresses: Sequence[Mapping[int, str]], num_targets: int) -> str:
-    """Joined address for all receivers of a replica, of what the `prepare` of each rank of the trainer returned."""
-    groups = [" ".join(each[target] for each in addresses if target in each) for target in range(num_targets)]
-    return _PREFIX + ";".join(groups)
-
-
-def split_address(address: str, target: int = 0) -> list[str] | None:
-    """The sessions of one rank of a server in such a string; None if it is the URL of a single session.
-
-    Raises:
-        AddressError: it has no such rank.
-    """
-    if not address.startswith(_PREFIX):
-        return None
-    groups = address.removeprefix(_PREFIX).split(";")
-    if not target < len(groups):
-        raise AddressError(f"{address!r} is for {len(groups)} ranks; this is rank {target}")
-    return groups[target].split()
-
-
-_ON = ">"
-"""Separator of the parts of a relay's address."""
-
-
-def relay_address(address: str, below: str, num_receivers: int) -> str:
+def relay_address(address: str, below: str, num_receivers: int) -> Address:
     """Address of a session for a receiver that sends on what it takes of it: as a relay.
 
     Args:
@@ -92,17 +70,17 @@ def relay_address(address: str, below: str, num_receivers: int) -> str:
         below: URL of a session of its own, which as many other receivers dial instead.
         num_receivers: They vote as well, or nothing is committed.
     """
-    return f"{address}{_ON}{num_receivers}{_ON}{below}"
+    return Address(address, below, num_receivers)
 
 
-def _split_relay(address: str) -> tuple[str, str, int]:
-    """The session of an address, and where and to how many receivers it is sent on: empty, and 0, if to none."""
-    parts = address.split(_ON)
-    if len(parts) == 1:
-        return address, "", 0
-    if len(parts) != 3 or not parts[1].isdecimal() or parts[1] == "0":
-        raise AddressError(f"{address!r} is no address of a relay; make it by rl_ckpt.relay_address")
-    return parts[0], parts[2], int(parts[1])
+def _address_of(address: Address | str) -> Address:
+    return Address(address) if isinstance(address, str) else address
+
+
+def _require_votes(url: str) -> None:
+    """Raise `UsageError` if the backend of a URL does not know its receivers."""
+    if Capability.VOTES not in capabilities(url):
+        raise UsageError(f"slices need votes, and {url} has none: send whole tensors to it")
 
 
 def _token_for(address: str, token: str | None) -> str | None:
@@ -186,10 +164,8 @@ class ShardedSender:
         self._ends: dict[int, Sender] = {}
         self._urls = {target: url(target) for target in plan.moves.targets_of(rank)}
         for target, own in self._urls.items():
-            end = connect(own, role="send", timeout_s=timeout_s, token=token)
-            if not isinstance(end, Sender):
-                raise UsageError(f"slices need votes from {end.address}; file:// has none, so send whole tensors to it")
-            self._ends[target] = end
+            _require_votes(own)
+            self._ends[target] = cast("Sender", connect(own, role="send", timeout_s=timeout_s, token=token))
         self._moves = {target: _by_name(plan.moves.moves(rank, target)) for target in self._ends}
         self._counted = _by_name(plan.counted(rank))
         self._share: dict[str, DigestShare] = {}
@@ -393,22 +369,22 @@ class ShardedReceiver:
         token: Of the sessions that are at a port; those inside a host take none.
     """
 
-    def __init__(self, addresses: Sequence[str], *, timeout_s: float = 60.0, token: str | None = None) -> None:
-        self.address = " ".join(addresses)
+    def __init__(
+        self, addresses: Sequence[Address | str], *, timeout_s: float = 60.0, token: str | None = None
+    ) -> None:
+        sessions = [_address_of(address) for address in addresses]
+        self.address = " ".join(session.url for session in sessions)
         self._ends: list[Receiver] = []
         self._below: dict[Receiver, tuple[Sender, int]] = {}
         """Sender and number of receivers of each session that is sent on."""
-        for address in addresses:
-            above, below, count = _split_relay(address)
-            end = connect(above, role="receive", timeout_s=timeout_s, token=_token_for(above, token))
-            if not isinstance(end, Receiver):
-                raise UsageError(f"slices need votes to {address}; file:// has none")
-            self._ends.append(end)
-            if below:
+        for url in (url for session in sessions for url in (session.url, session.below) if url):
+            _require_votes(url)
+        for session in sessions:
+            above = connect(session.url, role="receive", timeout_s=timeout_s, token=_token_for(session.url, token))
+            self._ends.append(end := cast("Receiver", above))
+            if below := session.below:
                 sender = connect(below, role="send", timeout_s=timeout_s, token=_token_for(below, token))
-                if not isinstance(sender, Sender):
-                    raise UsageError(f"slices need votes to {below}; file:// has none")
-                self._below[end] = (sender, count)
+                self._below[end] = (cast("Sender", sender), session.num_below)
         self._views: dict[Receiver, _Slices] = {}
         self._checked: tuple[int, bool, list[str]] | None = None
         """Targets and slices of the last check, which need none when they come again."""

@@ -1,10 +1,13 @@
-"""Public types: roles, capabilities, states, session configuration, receipts and reports."""
+"""Public types: roles, capabilities, states, session configuration, addresses, receipts and reports."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rl_ckpt.errors import AddressError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -225,3 +228,57 @@ class ShardSpec:
                 sizes[axis] = min(chunk, sizes[axis] - start)
                 offsets[axis] += start
         return cls(name=name, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Session that a receiver takes part in; with `below`, as a relay."""
+
+    url: str
+    """URL that the receiver dials."""
+    below: str = ""
+    """URL of a session that it sends on to what it takes; empty: it is no relay."""
+    num_below: int = 0
+    """Receivers of that session, all of which must vote."""
+
+    def __post_init__(self) -> None:
+        """Check that `below` and `num_below` agree."""
+        if bool(self.below) != (self.num_below > 0):
+            raise AddressError(f"{self} is no address of a relay; make it by rl_ckpt.relay_address")
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Sessions of every rank of a replica, one to each rank of the trainer that has slices for it."""
+
+    ranks: tuple[tuple[Address, ...], ...]
+    """By rank of the replica."""
+
+    def of(self, rank: int) -> tuple[Address, ...]:
+        """Sessions of one rank.
+
+        Raises:
+            AddressError: there is no such rank.
+        """
+        if not 0 <= rank < len(self.ranks):
+            raise AddressError(f"{self.to_json()} is for {len(self.ranks)} ranks; this is rank {rank}")
+        return self.ranks[rank]
+
+    def to_json(self) -> str:
+        """Text that is passed where a server takes a URL."""
+        return json.dumps({"ranks": [[asdict(address) for address in addresses] for addresses in self.ranks]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Addresses | None:
+        """Read what `to_json` wrote; None if it is the URL of a single session.
+
+        Raises:
+            AddressError: it is something else.
+        """
+        if not text.startswith("{"):
+            return None
+        try:
+            ranks: list[list[dict[str, Any]]] = json.loads(text)["ranks"]
+            return cls(tuple(tuple(Address(**address) for address in addresses) for addresses in ranks))
+        except (ValueError, TypeError, KeyError) as error:
+            raise AddressError(f"{text!r} holds no addresses ({error}); pass Addresses.to_json()") from error

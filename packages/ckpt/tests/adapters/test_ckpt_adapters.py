@@ -206,7 +206,7 @@ class Pair:
 
         def held():
             deadline = time.monotonic() + 30
-            while not any(peer.staged for peer in self._sender._peers.all) and time.monotonic() < deadline:
+            while not any(peer.staged for peer in self._sender._peers.members.admitted) and time.monotonic() < deadline:
                 time.sleep(0.005)
             raise RuntimeError("vetoed")
 

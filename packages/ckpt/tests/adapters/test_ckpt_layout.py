@@ -228,7 +228,7 @@ class Trainer:
         async def prepare():
             return [await sender.prepare() for sender in self.senders]
 
-        return rl_ckpt.join_addresses(asyncio.run(prepare()), self.plan.num_targets)
+        return rl_ckpt.join_addresses(asyncio.run(prepare()), self.plan.num_targets).to_json()
 
     def send(self, weights, version):
         async def run():
@@ -495,7 +495,7 @@ def test_whole_tensors_after_slices_can_be_undone_as_well(layered_job):
 
 def test_slices_are_refused_where_no_layout_was_told():
     engine = Engine(Rank(0))
-    address = rl_ckpt.join_addresses([{0: "inproc://nobody"}], 1)
+    address = rl_ckpt.join_addresses([{0: "inproc://nobody"}], 1).to_json()
     with pytest.raises(rl_ckpt.UsageError, match="no plan was made for rank 0"):
         engine.installer.join(address, 0, timeout_s=1)
 

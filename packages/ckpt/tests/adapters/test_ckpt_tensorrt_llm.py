@@ -323,7 +323,8 @@ class ShardedTrainer:
             )  # fmt: skip
 
     async def open(self):
-        return rl_ckpt.join_addresses([await sender.prepare() for sender in self.senders], self.plan.num_targets)
+        addresses = [await sender.prepare() for sender in self.senders]
+        return rl_ckpt.join_addresses(addresses, self.plan.num_targets).to_json()
 
     async def send(self, weights, version):
         shares = await asyncio.gather(

@@ -11,7 +11,7 @@ from ckpt_ranks import decide
 import rl_ckpt
 from rl_ckpt import ShardSpec
 from rl_ckpt.errors import SyncAbortedError
-from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, join_addresses, split_address
+from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, join_addresses
 from rl_ckpt.testing import new_name
 from rl_ckpt.testing.gpu import fake_gpu, fake_nccl
 
@@ -72,7 +72,7 @@ class Pairs:
             self.stack.push_async_callback(sender.close)
         told = join_addresses([await sender.prepare() for sender in self.senders], 2)
         self.receivers = [
-            (target, ShardedReceiver(split_address(told, target), timeout_s=TIMEOUT_S, token=self.token))
+            (target, ShardedReceiver(told.of(target), timeout_s=TIMEOUT_S, token=self.token))
             for target in (0, 1)
             for _ in (0, 1)
         ]

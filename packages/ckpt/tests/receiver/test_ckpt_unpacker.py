@@ -39,8 +39,11 @@ class Ring:
         self.slots = [self.memory[BUCKET_BYTES : 2 * BUCKET_BYTES]]
         self.is_sender_memory = False
 
-    def fetch(self, bucket, contents):
+    def begin(self, bucket, pieces, *, is_stop):
         return False
+
+    def fetch(self, bucket):
+        pass
 
     def refresh(self, slot):
         return False

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from contextlib import AsyncExitStack
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from ckpt_ranks import decide
 
 import rl_ckpt
-from rl_ckpt import ShardSpec
-from rl_ckpt.errors import AddressError, SyncAbortedError
+from rl_ckpt import Address, Addresses, ShardSpec
+from rl_ckpt.errors import AddressError, SyncAbortedError, UsageError
 from rl_ckpt.relay.pipe import RelayPipe
-from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, relay_address
+from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, join_addresses, relay_address
 from rl_ckpt.testing import new_name
 
 SHAPES = {"up": (700, 300), "down": (300, 700), "norm": (300,), "embed": (2048, 1030)}
@@ -122,12 +123,51 @@ def test_a_receiver_that_refuses_calls_it_off_for_all_and_the_next_sync_is_whole
     asyncio.run(main())
 
 
+@pytest.mark.process
+def test_a_chain_of_relays_takes_a_version_to_its_end():
+    """Each session is sent on to the next receiver; the trainer sends to the first alone."""
+
+    async def main():
+        async with AsyncExitStack() as stack:
+            whole = [ShardSpec(name=n, shape=s, offsets=(0,) * len(s), sizes=s) for n, s in SHAPES.items()]
+            name, plan = new_name(), ShardPlan([whole])
+            sender = ShardedSender(plan, 0, lambda _: f"shm://{name}-0?{BUCKET}", timeout_s=TIMEOUT_S)
+            stack.push_async_callback(sender.close)
+            await sender.prepare()
+            urls = [f"shm://{name}-{level}" for level in range(4)]
+            chain = [*(relay_address(*pair, 1) for pair in pairwise(urls)), urls[-1]]
+            receivers = [
+                await stack.enter_async_context(ShardedReceiver([each], timeout_s=TIMEOUT_S)) for each in chain
+            ]
+            weights = model(1)
+            held = [{name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in receivers]
+            taking = [
+                asyncio.ensure_future(each.receive_into(into)) for each, into in zip(receivers, held, strict=True)
+            ]
+            shards = [(spec, weights[spec.name]) for spec in whole]
+            shares = await sender.stage(lambda: shards, version=1)
+            report = await sender.commit(rl_ckpt.join_digest([shares]), version=1)
+            assert await asyncio.gather(*taking) == [1] * 4
+            assert len(report.receipts) == 1
+            for each in held:
+                assert all(torch.equal(each[name], weights[name]) for name in weights)
+
+    asyncio.run(main())
+
+
 def test_the_address_of_a_relay_is_refused_where_it_is_none():
-    for wrong in ("shm://a>0>shm://b", "shm://a>x>shm://b", "shm://a>2"):
+    for below, count in (("shm://b", 0), ("shm://b", -1), ("", 2)):
         with pytest.raises(AddressError, match="is no address of a relay"):
-            ShardedReceiver([wrong])
+            relay_address("shm://a", below, count)
     address = relay_address("tcp://host:1?delta=1", "shm://below", 3)
-    assert address == "tcp://host:1?delta=1>3>shm://below"
+    assert address == Address("tcp://host:1?delta=1", "shm://below", 3)
+    joined = join_addresses([{0: address}, {0: "shm://b"}], 1)
+    assert Addresses.from_json(joined.to_json()) == joined
+
+
+def test_what_sends_on_needs_votes(tmp_path):
+    with pytest.raises(UsageError, match="has none: send whole tensors"):
+        ShardedReceiver([relay_address(f"file://{tmp_path}", "shm://below", 1)])
 
 
 def test_what_was_called_off_to_the_receivers_below_is_no_vote():

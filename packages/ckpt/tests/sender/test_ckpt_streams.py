@@ -3,11 +3,13 @@
 import asyncio
 import gc
 import os
+import select
 import socket
-import threading
 import time
 import weakref
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from rl_ckpt import PeerTimeoutError, SyncAbortedError, connect
 from rl_ckpt.protocol.channel import Observer, observers
 from rl_ckpt.protocol.messages import Buckets
 from rl_ckpt.sender.packer import BATCH_SHARE, MAX_BATCH
-from rl_ckpt.testing import failure, new_name, new_port, receive_all
-from rl_ckpt.transports.streams import ByteRun, StreamWriter
+from rl_ckpt.testing import failure, new_name, new_port, receive_all, until
+from rl_ckpt.transports.streams import StreamWriter
+from rl_csrc.ipc import Waker
 
 PAYLOAD = torch.arange(16 << 20, dtype=torch.uint8)
 
@@ -31,63 +34,63 @@ def pair(kind):
 
 
 def stream_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "rl-ckpt stream"]
+    """Native threads that write streams."""
+    names = [comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm") if comm.exists()]
+    return [name for name in names if name == "rl-stream"]
 
 
-def writer_of(connection, *, on_idle=lambda: None, on_error=lambda error: None):
-    writer = StreamWriter(lambda *_: pytest.fail("there is no slot"), on_idle, on_error)
+@contextmanager
+def writer_of(connection):
+    """A writer with one stream, and its waker."""
+    waker = Waker()
+    writer = StreamWriter(waker)
     writer.attach(0, 1, connection)
-    return writer
+    try:
+        yield writer, waker
+    finally:
+        writer.close()
+        waker.close()
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_a_writer_closes_in_the_middle_of_a_write(kind):
     mine, theirs = pair(kind)
-    errors = []
     before = len(stream_threads())
-    with theirs:
-        writer = writer_of(mine, on_error=errors.append)
-        writer.put([(0, [ByteRun(len(PAYLOAD), view=memoryview(PAYLOAD.numpy()))])])
-        time.sleep(0.1)  # the kernel's buffers are full by now, and the thread waits in a write
-        assert not writer.is_empty
+    with theirs, writer_of(mine) as (writer, _):
+        writer.put([(0, [(PAYLOAD, 0, len(PAYLOAD))])])
+        theirs.recv(1)  # it has begun, and the kernel has no room for all of it
+        assert not writer.wake_when_empty()
         since = time.monotonic()
         writer.close()
         assert time.monotonic() - since < 5
-        assert len(stream_threads()) == before
-        assert errors == []  # who closes wants to hear of none
+        assert writer.error() is None  # who closes wants to hear of none
+        asyncio.run(until(lambda: len(stream_threads()) == before, 20))
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_a_writer_puts_all_runs_on_the_stream_in_order(kind):
     mine, theirs = pair(kind)
-    idle = threading.Event()
-    view = memoryview(PAYLOAD.numpy())
     cuts = [0, 1, 3_000_000, 3_000_001, 9_999_999, len(PAYLOAD)]
-    with theirs:
-        writer = writer_of(mine, on_idle=idle.set)
-        runs = [ByteRun(end - start, view=view[start:end]) for start, end in pairwise(cuts)]
+    with theirs, writer_of(mine) as (writer, waker):
+        runs = [(PAYLOAD, start, end - start) for start, end in pairwise(cuts)]
         writer.put([(0, runs[:2]), (1, runs[2:])])
         got = bytearray(len(PAYLOAD))
         left = memoryview(got)
         while left:
             left = left[theirs.recv_into(left, min(len(left), 700_001)) :]
-        assert idle.wait(20)
-        assert writer.is_empty
-        assert got == view
-        writer.close()
+        while not writer.wake_when_empty():
+            assert select.select([waker], [], [], 20)[0]
+        assert got == memoryview(PAYLOAD.numpy())
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_a_stream_whose_other_end_is_gone_is_reported(kind):
     mine, theirs = pair(kind)
-    errors, is_told = [], threading.Event()
-    writer = writer_of(mine, on_error=lambda error: (errors.append(error), is_told.set()))
-    writer.put([(0, [ByteRun(len(PAYLOAD), view=memoryview(PAYLOAD.numpy()))])])
-    theirs.close()
-    assert is_told.wait(20)
-    assert isinstance(errors[0], ConnectionError)
-    assert not writer.is_empty
-    writer.close()
+    with writer_of(mine) as (writer, waker):
+        writer.put([(0, [(PAYLOAD, 0, len(PAYLOAD))])])
+        theirs.close()
+        assert select.select([waker], [], [], 20)[0]
+        assert isinstance(writer.error(), ConnectionError)
 
 
 class Batches(Observer):
@@ -142,7 +145,7 @@ def test_a_receiver_that_stops_reading_is_named_and_its_threads_end():
                 assert isinstance(error.__cause__, PeerTimeoutError)
                 assert str(os.getpid()) in str(error)
                 await first
-                assert not stream_threads()
+                await until(lambda: not stream_threads(), 20)
 
     asyncio.run(main())
 

@@ -206,7 +206,7 @@ def vetoed(url: str, sender: WeightSender) -> Generator[Future[Any]]:
 
     def veto() -> None:
         deadline = time.monotonic() + 60
-        while not any(peer.staged for peer in sender._peers.all) and time.monotonic() < deadline:  # pyright: ignore
+        while not any(peer.staged for peer in sender._peers.members.admitted) and time.monotonic() < deadline:  # pyright: ignore
             time.sleep(0.01)
         raise RuntimeError("no")
 

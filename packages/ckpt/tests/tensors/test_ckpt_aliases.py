@@ -5,11 +5,11 @@ import asyncio
 import pytest
 import safetensors
 import torch
+from ckpt_nodes import Relay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_ckpt
-from rl_ckpt.relay import Relay
 from rl_ckpt.testing import assert_same, new_name, receive_all
 from rl_ckpt.testing.aliases import AliasDeltaSuite, AliasSuite
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rl_ckpt import ShardedReceiver
     from rl_ckpt.base import WeightReceiver
 
-SLICES = "shards:"
-"""Prefix of the addresses that `rl_ckpt.join_addresses` makes."""
+SLICES = "{"
+"""Beginning of the JSON that `rl_ckpt.Addresses` writes, which no URL begins with."""
 
 
 class CkptReceiver:
@@ -23,7 +23,7 @@ class CkptReceiver:
 
     Pass it to `update_weights` of any server: a server in this process opens the session through it; a client sends the
     address on, and the server's own process opens it. An object opens one session and uses it for every sync. For an
-    address made by `rl_ckpt.sharded.join_addresses`, it opens one with every rank of the trainer.
+    address that is the JSON of `rl_ckpt.Addresses`, it opens one with every rank of the trainer.
     """
 
     def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
@@ -61,9 +61,10 @@ class CkptReceiver:
             rl_ckpt.CkptError: a session could not be opened, or the sync failed.
         """
         if self._shards is None:
-            from rl_ckpt import ShardedReceiver, split_address
+            from rl_ckpt import Addresses, ShardedReceiver
 
-            self._shards = ShardedReceiver(split_address(self.address) or [], timeout_s=self.timeout_s)
+            addresses = Addresses.from_json(self.address)
+            self._shards = ShardedReceiver([] if addresses is None else addresses.of(0), timeout_s=self.timeout_s)
         return await self._shards.receive_into(targets, strict=False, on_landed=on_landed)
 
     async def receive_weights(self) -> AsyncIterator[tuple[str, Tensor]]:

@@ -20,6 +20,7 @@ from aiohttp import web
 from layouts import tell_layout
 from serving import serve
 
+from rl_ckpt import Addresses
 from rl_rollout import (
     CkptReceiver,
     FinishReason,
@@ -116,7 +117,7 @@ class FakeTrtllm:
             return
         assert told.keys() - {"version"} == {"url", "timeout_s", "folder"}
         if "version" not in told:
-            assert told["url"].startswith("shards:")
+            assert Addresses.from_json(told["url"]) is not None
             touch(told["folder"])
             return
         while self.server.status()["num_running"]:  # noqa: ASYNC110  it finishes those whose client has left, too

@@ -32,7 +32,8 @@ class Ranks:
         ]
 
     async def open(self):
-        return join_addresses([await sender.prepare() for sender in self.senders], self.plan.num_targets)
+        addresses = [await sender.prepare() for sender in self.senders]
+        return join_addresses(addresses, self.plan.num_targets).to_json()
 
     async def send(self, weights, version, num_replicas=1):
         staging = [

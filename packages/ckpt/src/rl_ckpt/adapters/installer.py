@@ -20,7 +20,8 @@ from rl_ckpt.adapters.layout import DryLoad, answer_request, compact, write_answ
 from rl_ckpt.adapters.load_recorder import Held
 from rl_ckpt.errors import TensorError, UsageError, VersionError
 from rl_ckpt.receiver.staging import Staging
-from rl_ckpt.sharded import ShardedReceiver, split_address
+from rl_ckpt.sharded import ShardedReceiver
+from rl_ckpt.types import Addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -104,18 +105,18 @@ class Installer:
         self._receiver = receiver
 
     def join(self, url: str, rank: int, *, timeout_s: float, token: str | None = None) -> None:
-        """Attach to a session by its URL, or to those of this rank of the server that `join_addresses` put in one.
+        """Attach to a session by its URL, or to those of this rank of the server in `Addresses.to_json()`.
 
         Raises:
             UsageError: slices are to come, and this rank was not asked for its layout.
         """
-        addresses = split_address(url, rank)
+        addresses = Addresses.from_json(url)
         if addresses is None:
             self.attach(rl_ckpt.connect(url, role="receive", timeout_s=timeout_s, token=token))
         elif not self._parts:
             raise UsageError(f"slices would come from {url}, and no plan was made for rank {rank}: ask for its layout")
         else:
-            self.attach(ShardedReceiver(addresses, timeout_s=timeout_s, token=token))
+            self.attach(ShardedReceiver(addresses.of(rank), timeout_s=timeout_s, token=token))
 
     def tell_layout(self, url: str, rank: int, load_dry: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Answer a request of `rl_ckpt.adapters.layout`, and be ready for slices of such tensors.

@@ -5,7 +5,6 @@ For where two containers share no memory, but the network namespace.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, ClassVar
 
 from rl_ckpt.transports.base import Transport
@@ -14,7 +13,6 @@ from rl_ckpt.transports.unix import UnixReceive, UnixSend
 from rl_csrc.ipc import SharedMemory
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Mapping
 
     from torch import Tensor
@@ -41,18 +39,16 @@ class UdsSend(StreamSend, UnixSend):
 
     is_direct = False
     _memory: SharedMemory | None = None
-    _bucket_bytes = 0
 
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """The ring."""
-        self._bucket_bytes = bucket_bytes
         self._memory = SharedMemory.create(num_slots * bucket_bytes, name=f"rl-ckpt-{self._config.name}")
         return list(self._memory.map().split(bucket_bytes))
 
-    def write(self, connection: socket.socket, slot: int, start: int, end: int) -> int:
-        """Lend the pages."""
-        memory = self._memory.fd if self._memory is not None else -1
-        return os.sendfile(connection.fileno(), memory, slot * self._bucket_bytes + start, end - start)
+    @property
+    def file(self) -> int | None:
+        """Descriptor of the memfd."""
+        return None if self._memory is None else self._memory.fd
 
     def close(self) -> None:
         """Give name and memory back."""

@@ -94,6 +94,11 @@ class Connection:
         """Name of the sender."""
         return self.channel.peer
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds that a native thread has spent on verifying and unpacking buckets of the sync."""
+        return 0.0 if self.reader is None else self.reader.busy_s
+
     def begin_sync(self) -> None:
         """Discard messages of an earlier sync, and number the next one."""
         self.inbox.clear()
@@ -159,6 +164,17 @@ class Connection:
             self._batch_ends.difference_update(freed)
             self.send_until(Free(freed), Deadline(self.timeout_s))
 
+    def announced(self, can_begin: Callable[[Bucket], bool]) -> Bucket | None:
+        """Next message, if it is here and a bucket that can be begun now."""
+        if self.inbox and isinstance(bucket := self.inbox[0][1], Bucket) and can_begin(bucket):
+            self.inbox.popleft()
+            return bucket
+        return None
+
+    def is_batch_end(self, bucket: Bucket) -> bool:
+        """Whether a bucket is the last of its announcement."""
+        return bucket.sequence in self._batch_ends
+
     def receive(self, failing: str) -> Message | Bucket:
         """Next message of this sync; see `next`."""
         return self.next(Deadline(self.timeout_s), failing)
@@ -174,7 +190,7 @@ class Connection:
         """Close the connection."""
         self.mapped_source = None
         if self.reader is not None:
-            self.reader.close()
+            self.reader.release()
             self.reader = None  # it refers back to the connection: the ring would stay mapped until a collection
         self.channel.close()
 
@@ -211,6 +227,23 @@ class Connection:
                 return
             if not ready:
                 raise PeerTimeoutError(f"{self.peer} sent no more payload within {deadline.timeout_s:g} s")
+
+    def until_moved(self, waker: Waker, is_done: Callable[[], bool], num_bytes: Callable[[], int]) -> None:
+        """Wait for a native thread; raises meanwhile if the sync is aborted, or no byte moves before the deadline."""
+        deadline, before = Deadline(self.timeout_s), num_bytes()
+        waker.clear()
+        while not is_done():
+            if self.channel.is_closed:
+                raise self.channel.loss()
+            ready = wait_for(self.canceller, deadline, readable=[waker.fileno(), self.channel.fileno()])
+            if waker.fileno() in ready:
+                waker.clear()
+            if self.channel.fileno() in ready:
+                self._read()
+            if not ready:
+                if num_bytes() == before:
+                    raise PeerTimeoutError(f"{self.peer} sent no more payload within {deadline.timeout_s:g} s")
+                deadline, before = Deadline(self.timeout_s), num_bytes()
 
     def until(self, is_done: Callable[[], bool]) -> None:
         """Wait until a read of the sender's memory is complete; raises meanwhile if the sync is aborted."""

@@ -270,12 +270,19 @@ class Receiver(WeightReceiver):
         try:
             connection.free(unpacker.held_buckets.recycle())
             while True:
+                if unpacker.begun:
+                    sequence = unpacker.begun[0].bucket.sequence
+                    if tensors := self._finish_bucket(connection, unpacker):
+                        self._handed_at = time.perf_counter()
+                        return unpacker.held_buckets.hand_out(sequence, tensors)
+                    connection.free([sequence])
+                    if self._pipe is not None:
+                        self._pipe.landed()
+                    continue
                 message = connection.receive("sent nothing more")
                 if isinstance(message, Bucket) and connection.reader is not None:
-                    if tensors := unpacker.unpack(message, connection.reader):
-                        self._handed_at = time.perf_counter()
-                        return unpacker.held_buckets.hand_out(message.sequence, tensors)
-                    connection.free([message.sequence])
+                    is_stop = self._pipe is not None or connection.is_batch_end(message)
+                    unpacker.begin(message, connection.reader, is_stop=is_stop)
                 elif isinstance(message, Mapped) and connection.mapped_source is not None:
                     if tensors := self._copy_mapped(unpacker, connection.mapped_source, message):
                         return unpacker.held_buckets.hand_out(message.sequence, tensors)
@@ -286,13 +293,26 @@ class Receiver(WeightReceiver):
                     return None
                 else:
                     raise ProtocolError(f"{connection.peer} sent {type(message).__name__} inside a sync")
-                if self._pipe is not None:
+                if self._pipe is not None and not unpacker.begun:
                     self._pipe.landed()
         except BaseException as error:
             self._give_up(unpacker, reason_of(error), str(error) or repr(error))
             if not isinstance(error, Exception):  # an interrupt may lose received messages, and break the next sync
                 self._connector.close()
             raise
+
+    def _finish_bucket(self, connection: Connection, unpacker: Unpacker) -> list[tuple[str, Tensor]]:
+        """Finish the oldest bucket, after beginning those that are announced and can be unpacked meanwhile."""
+        reader = connection.reader
+        assert reader is not None, "a bucket was begun"
+        is_ahead = reader.reads_ahead and unpacker.targets is not None
+
+        def begin() -> None:
+            while is_ahead and (ahead := connection.announced(unpacker.can_begin)) is not None:
+                unpacker.begin(ahead, reader, is_stop=self._pipe is not None or connection.is_batch_end(ahead))
+
+        begin()
+        return unpacker.finish(reader, meanwhile=begin)
 
     def _copy_mapped(
         self, unpacker: Unpacker, mapped_source: MappedSource, message: Mapped
@@ -329,7 +349,7 @@ class Receiver(WeightReceiver):
             unpacker.version,
             digest,
             len(unpacker.digests),
-            verify_ns=int(unpacker.verify_s * 1e9),
+            verify_ns=int((unpacker.verify_s + connection.busy_s) * 1e9),
             install_ns=int(unpacker.install_s * 1e9),
         )
         if unpacker.staging is not None:

@@ -7,7 +7,9 @@ one that came in several is assembled in scratch memory, or directly in the cons
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -16,7 +18,7 @@ from rl_ckpt.errors import DigestError, ProtocolError, TensorError
 from rl_ckpt.tensors import delta
 from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, Codec, Span
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
-from rl_ckpt.tensors.spec import TensorSpec, as_bytes, from_bytes, is_plain_on, memory_key, require_memory
+from rl_ckpt.tensors.spec import TensorSpec, as_bytes, dense, from_bytes, is_plain_on, memory_key, require_memory
 from rl_csrc.buffers.bucket import aligned
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from rl_ckpt.protocol.messages import Bucket
     from rl_ckpt.receiver.slots import HeldBuckets
     from rl_ckpt.receiver.staging import Staging
+    from rl_ckpt.transports.streams import UnpackedPiece
     from rl_ckpt.types import ReceiverState
 
 
@@ -71,15 +74,19 @@ class Unpacker:
     is_over: bool = False
     """Whether the sync was committed or aborted."""
     _names: set[str] = field(default_factory=set[str])
+    begun: deque[_Begun] = field(default_factory=deque["_Begun"])
+    """Buckets that were begun and are not finished."""
     _partial: Span | None = None
-    """Last piece of a tensor that is incomplete."""
+    """Last piece of a tensor that is incomplete, of the buckets that were begun."""
+    _landed: Span | None = None
+    """The same of those that are finished."""
     _pieces: list[int] = field(default_factory=list[int])
     """Leaf digests of the pieces of the current part."""
     _leaves: list[int] = field(default_factory=list[int])
     """Leaf digests of the complete parts of the current tensor."""
     _last: int | None = None
     """Index of the tensor completed last in the current bucket; aliases may refer to it."""
-    _content: Tensor | None = None
+    _content: Callable[[], Tensor] | None = None
     """Content of that tensor, uint8: all of it, or its last part if it is in its target."""
 
     @property
@@ -87,39 +94,69 @@ class Unpacker:
         """Tree digest of all verified tensors."""
         return model_digest(self.digests.items())
 
-    def unpack(self, bucket: Bucket, memory: BucketSource) -> list[tuple[str, Tensor]]:
-        """Verify the next bucket; return the tensors that it completes, unless they were written to targets.
+    def can_begin(self, bucket: Bucket) -> bool:
+        """Whether a bucket may be begun before those in front of it are finished: none of it shares scratch memory."""
+        targets = self.targets
+        return targets is not None and all(
+            span.num_bytes == span.total_bytes
+            or (span.codec == Codec.RAW and span.tensor < len(self.specs) and is_plain_on(self._target_of(span)))
+            for span in bucket.spans
+        )
+
+    def begin(self, bucket: Bucket, memory: BucketSource, *, is_stop: bool = True) -> None:
+        """Begin the next bucket: check what it says, and have it read, verified and unpacked.
 
         Raises:
-            ProtocolError, DigestError, TensorError: nothing of this bucket may be used.
+            ProtocolError, TensorError: nothing of this bucket may be used.
         """
-        slots, sequence = memory.slots, self.num_buckets
+        slots, sequence = memory.slots, self.num_buckets + len(self.begun)
         if bucket.sequence != sequence or bucket.slot >= len(slots) or bucket.used_bytes > self.bucket_bytes:
             raise ProtocolError(
                 f"{self.sender} sent bucket {bucket.sequence} of {bucket.used_bytes} bytes in slot {bucket.slot}; "
                 f"{sequence} is due, of at most {self.bucket_bytes} in one of {len(slots)} slots"
             )
-        slot = slots[bucket.slot]
-        destinations = self._destinations(bucket, slot.device, is_sender_memory=memory.is_sender_memory)
+        device = slots[bucket.slot].device
+        destinations = self._destinations(bucket, device, is_sender_memory=memory.is_sender_memory)
         self.is_touched = self.is_touched or any(
             destination.is_target for destination in destinations
         )  # from here on, whatever happens
-        is_fetched = memory.fetch(bucket, lambda: contents_of(bucket, destinations, slot))
+        is_native = memory.begin(bucket, [destination.piece for destination in destinations], is_stop=is_stop)
+        self.begun.append(_Begun(bucket, destinations, is_native))
+
+    def finish(self, memory: BucketSource, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[str, Tensor]]:
+        """Finish the oldest bucket that was begun; return its complete tensors, unless they were written to targets.
+
+        `meanwhile` is called when messages may have come during a wait.
+
+        Raises:
+            DigestError, TensorError, ProtocolError: nothing of this bucket may be used.
+        """
+        begun = self.begun[0]
+        bucket, slot = begun.bucket, memory.slots[begun.bucket.slot]
         since = time.perf_counter()
-        found = self._check(bucket, destinations, slot, None if is_fetched else memory)
+        if not begun.is_native:
+            memory.fetch(bucket)
+        found = self._check(begun, slot, memory, meanwhile)
         checked = time.perf_counter()
+        self.begun.popleft()
         self.num_buckets += 1
         items: list[tuple[str, Tensor]] = []
-        for destination, leaves in zip(destinations, found, strict=True):
+        for destination, leaves in zip(begun.destinations, found, strict=True):
             self._pieces += leaves
             if destination.span.is_last:
-                content = destination.content if destination.content is not None else piece_of(slot, destination.span)
-                self._complete(destination, content, items)
+                self._complete(destination, partial(destination.content_in, slot), items)
+        last = bucket.spans[-1] if bucket.spans else None
+        self._landed = None if last is None or _is_whole(last, self.specs[last.tensor]) else last
         self._content = None
         self.is_touched = self.is_touched or bool(items)
-        self.verify_s += checked - since
+        self.verify_s += 0.0 if begun.is_native else checked - since
         self.install_s += time.perf_counter() - checked
         return items
+
+    def unpack(self, bucket: Bucket, memory: BucketSource) -> list[tuple[str, Tensor]]:
+        """Begin a bucket and finish it."""
+        self.begin(bucket, memory)
+        return self.finish(memory)
 
     def begin_mapped(self, sequence: int, specs: Sequence[TensorSpec]) -> list[Tensor] | None:
         """Count a bucket of whole tensors that are read from the sender's memory; returns their targets, if any.
@@ -141,7 +178,7 @@ class Unpacker:
 
     def progress(self) -> tuple[TensorSpec, int] | None:
         """Incomplete tensor, and how many of its bytes are verified and written to its target."""
-        span = self._partial
+        span = self._landed
         if span is None or self.targets is None:
             return None
         spec = self.specs[span.tensor]
@@ -170,7 +207,7 @@ class Unpacker:
             if span.bucket_offset != end or end + span.num_bytes > bucket.used_bytes or not self._follows(span, spec):
                 raise ProtocolError(f"{self.sender} sent {span} of {spec}, which does not fit after what came before")
             end = aligned(span.bucket_offset + span.num_bytes)
-            is_whole = span.is_last and end_of(span, spec) == spec.num_bytes
+            is_whole = _is_whole(span, spec)
             self._partial = None if is_whole else span
             destinations.append(self._choose(span, spec, device, is_sender_memory=is_sender_memory))
             if is_whole:
@@ -224,21 +261,20 @@ class Unpacker:
             return span.total_bytes == num_bytes
         return span.codec in (Codec.DELTA, Codec.DELTA_ZSTD) and 0 < span.total_bytes < num_bytes
 
+    def _target_of(self, span: Span) -> Tensor:
+        return self._target(self.specs[span.tensor])
+
     def _choose(self, span: Span, spec: TensorSpec, device: torch.device, *, is_sender_memory: bool) -> Destination:
         """Destination of a piece: target, scratch memory, new memory or the slot."""
         is_whole = span.num_bytes == span.total_bytes
         target = None if self.targets is None else self._target(spec)
         if span.codec == Codec.RAW and target is not None and is_plain_on(target, device):
-            content = part_of(as_bytes(target), span.start, span.total_bytes)
-            return Destination(span, spec, content, is_target=True)
+            return Destination(span, spec, dense(target), start=span.start, is_target=True)
         if span.codec == Codec.RAW and span.total_bytes < spec.num_bytes:
             raise ProtocolError(f"{self.sender} sent a leaf of {spec.name!r}, which this end did not ask for")
         if is_sender_memory and is_whole and self.targets is None:
-            return Destination(
-                span, spec, torch.empty(span.total_bytes, dtype=torch.uint8, device=device), is_target=False
-            )
-        content = None if is_whole else self.scratch.get(span.total_bytes, device)
-        return Destination(span, spec, content, is_target=False)
+            return Destination(span, spec, torch.empty(span.total_bytes, dtype=torch.uint8, device=device))
+        return Destination(span, spec, None if is_whole else self.scratch.get(span.total_bytes, device))
 
     def _target(self, spec: TensorSpec) -> Tensor:
         targets = self.targets or {}
@@ -254,25 +290,29 @@ class Unpacker:
         return target
 
     def _check(
-        self, bucket: Bucket, destinations: Sequence[Destination], slot: Tensor, memory: BucketSource | None
+        self, begun: _Begun, slot: Tensor, memory: BucketSource, meanwhile: Callable[[], None]
     ) -> list[list[int]]:
-        """Copy pieces to their destinations, unless fetched there, and verify them; returns leaf digests."""
-        found = _bring(destinations, slot, is_fetched=memory is None)
+        """Verify a bucket, unpacking it if that was not done natively; returns leaf digests."""
+        destinations = begun.destinations
+        found = memory.finish(meanwhile) if begun.is_native else _bring(destinations, slot)
         wrong = _differing(destinations, found)
-        if wrong is not None and memory is not None and memory.refresh(bucket.slot):
-            found = _bring(destinations, slot, is_fetched=False)
+        if wrong is not None and memory.refresh(begun.bucket.slot):
+            found = _bring(destinations, slot)
             wrong = _differing(destinations, found)
+        if begun.is_native:
+            torch.autograd.graph.increment_version([each.content for each in destinations if each.content is not None])
         if wrong is not None:
             span = destinations[wrong].span
             raise DigestError(
-                f"bucket {bucket.sequence} of version {self.version} landed with digest {combine(found[wrong]):#018x} "
-                f"for {span.num_bytes} bytes of {destinations[wrong].spec.name!r}; {self.sender} sent "
-                f"{span.digest:#018x}. "
-                "None of its tensors is handed out"
+                f"bucket {begun.bucket.sequence} of version {self.version} landed with digest "
+                f"{combine(found[wrong]):#018x} for {span.num_bytes} bytes of {destinations[wrong].spec.name!r}; "
+                f"{self.sender} sent {span.digest:#018x}. None of its tensors is handed out"
             )
         return found
 
-    def _complete(self, destination: Destination, content: Tensor, items: list[tuple[str, Tensor]]) -> None:
+    def _complete(
+        self, destination: Destination, contents: Callable[[], Tensor], items: list[tuple[str, Tensor]]
+    ) -> None:
         """Finish a complete part: apply a delta, record digests, yield or copy the tensor."""
         span, spec = destination.span, destination.spec
         if span.codec == Codec.ALIAS:
@@ -281,28 +321,29 @@ class Unpacker:
             return
         if span.codec == Codec.RAW:
             is_cut_into_leaves = span.num_bytes == span.total_bytes or self.bucket_bytes % LEAF_BYTES == 0
-            self._leaves += self._pieces if is_cut_into_leaves else leaves_of(content)
+            self._leaves += self._pieces if is_cut_into_leaves else leaves_of(contents())
         else:
-            self._leaves.append(self._apply(content, span, spec))
+            self._leaves.append(self._apply(contents(), span, spec))
         self._pieces = []
         if end_of(span, spec) < spec.num_bytes:
             return
         self.num_bytes += spec.num_bytes
         self.digests[spec], self._leaves = combine(self._leaves), []
-        self._content = content
+        self._content = contents
         if self.targets is None:
-            items.append((spec.name, from_bytes(content, spec)))
+            items.append((spec.name, from_bytes(contents(), spec)))
         elif span.codec == Codec.RAW and not destination.is_target:
             self.is_touched = True
+            content = contents()
             self._target(spec).detach().copy_(from_bytes(content, spec))
             if content.is_cuda:  # the copy is asynchronous, and the sender may refill the slot after this
                 torch.cuda.current_stream(content.device).synchronize()
 
     def _copy_alias(self, spec: TensorSpec, items: list[tuple[str, Tensor]]) -> None:
         """Copy an alias (tied tensor) from its original, which was just completed."""
-        content = self._content
-        if spec.alias_of is None or content is None:
+        if spec.alias_of is None or self._content is None:
             raise ProtocolError(f"{self.sender} tied {spec.name!r} to nothing")
+        content = self._content()
         first = self.specs[spec.alias_of]
         digest = self.digests[spec] = self.digests[first]
         self.num_bytes += spec.num_bytes
@@ -337,22 +378,23 @@ class Unpacker:
         return delta.apply(content, leaf, spec)
 
 
-def _bring(destinations: Sequence[Destination], slot: Tensor, *, is_fetched: bool) -> list[list[int]]:
-    """Copy pieces from the slot to their destinations, unless fetched; returns their leaf digests."""
+def _is_whole(span: Span, spec: TensorSpec) -> bool:
+    """Whether a span completes its tensor."""
+    return span.is_last and end_of(span, spec) == spec.num_bytes
+
+
+def _bring(destinations: Sequence[Destination], slot: Tensor) -> list[list[int]]:
+    """Copy pieces from the slot to their destinations; returns their leaf digests."""
     pieces = [
-        (destination.content, destination.span.offset, destination.span.bucket_offset, destination.span.num_bytes)
-        for destination in destinations
-        if destination.content is not None and not is_fetched
+        (as_bytes(content), start, bucket_offset, num_bytes)
+        for content, start, bucket_offset, num_bytes in (destination.piece for destination in destinations)
+        if content is not None
     ]
     copied = iter(unpack_leaves(slot, pieces) if pieces else ())
-    found: list[list[int]] = []
-    for destination in destinations:
-        span, content = destination.span, destination.content
-        if content is None:
-            found.append(leaves_of(piece_of(slot, span)))
-        else:
-            found.append(leaves_of(part_of(content, span.offset, span.num_bytes)) if is_fetched else next(copied))
-    return found
+    return [
+        leaves_of(destination.content_in(slot)) if destination.content is None else next(copied)
+        for destination in destinations
+    ]
 
 
 def _differing(destinations: Sequence[Destination], found: Sequence[list[int]]) -> int | None:
@@ -369,8 +411,19 @@ class BucketSource(Protocol):
     is_sender_memory: bool
     """Whether the slots are writable memory of the sender: tensors in them are not yielded as views."""
 
-    def fetch(self, bucket: Bucket, contents: Callable[[], Sequence[Tensor]]) -> bool:
-        """Read a bucket into the buffers `contents()`, uint8, in order; False if it is in its slot already."""
+    def begin(self, bucket: Bucket, pieces: Sequence[UnpackedPiece], *, is_stop: bool) -> bool:
+        """Have a native thread read, verify and unpack a bucket, after earlier ones. False: the caller does.
+
+        `is_stop`: `finish` waits for it, and those in front of it, together.
+        """
+        ...
+
+    def finish(self, meanwhile: Callable[[], None]) -> list[list[int]]:
+        """Leaf digests of the pieces of the oldest bucket that was begun; `meanwhile` may begin others."""
+        ...
+
+    def fetch(self, bucket: Bucket) -> None:
+        """Bring a bucket into its slot, for a caller that unpacks it."""
         ...
 
     def refresh(self, slot: int) -> bool:
@@ -403,9 +456,32 @@ class Destination:
     span: Span
     spec: TensorSpec
     content: Tensor | None
-    """Buffer uint8 [total_bytes] of the part; None: the part is complete in the slot."""
-    is_target: bool
-    """Whether `content` is the memory of the consumer's own tensor."""
+    """Contiguous memory of the part; None: the part is complete in the slot."""
+    start: int = 0
+    """Start of the part in it, bytes."""
+    is_target: bool = False
+    """Whether `content` is the consumer's own tensor."""
+
+    @property
+    def piece(self) -> UnpackedPiece:
+        """Where the piece is in the content and in the slot."""
+        span = self.span
+        return self.content, self.start + span.offset, span.bucket_offset, span.num_bytes
+
+    def content_in(self, slot: Tensor) -> Tensor:
+        """Content of the part, uint8 [total_bytes]."""
+        if self.content is None:
+            return slot[self.span.bucket_offset : self.span.bucket_offset + self.span.num_bytes]
+        return part_of(as_bytes(self.content), self.start, self.span.total_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Bucket that was begun."""
+
+    bucket: Bucket
+    destinations: Sequence[Destination]
+    is_native: bool
 
 
 def leaf_bytes(span: Span, spec: TensorSpec) -> int:
@@ -431,25 +507,6 @@ def is_base(targets: Mapping[str, Tensor]) -> bool:
     return all(is_plain_on(target) for target in targets.values())
 
 
-def piece_of(slot: Tensor, span: Span) -> Tensor:
-    """View of the piece of a span in a slot."""
-    return slot[span.bucket_offset : span.bucket_offset + span.num_bytes]
-
-
 def part_of(content: Tensor, start: int, num_bytes: int) -> Tensor:
     """Run of bytes of a buffer; the buffer itself if it is all of it."""
     return content if num_bytes == content.numel() else content[start : start + num_bytes]
-
-
-def contents_of(bucket: Bucket, destinations: Sequence[Destination], slot: Tensor) -> list[Tensor]:
-    """Buffers for the bytes of a bucket, in order; the slot itself for bytes without another destination."""
-    contents: list[Tensor] = []
-    in_slot = 0
-    for destination in destinations:
-        span = destination.span
-        if destination.content is not None:
-            contents.append(slot[in_slot : span.bucket_offset])
-            contents.append(destination.content[span.offset : span.offset + span.num_bytes])
-            in_slot = span.bucket_offset + span.num_bytes
-    contents.append(slot[in_slot : bucket.used_bytes])
-    return [content for content in contents if content.numel()]

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt.sender.membership import Peer
     from rl_ckpt.sender.packer import RelayPipe
-    from rl_ckpt.sender.peers import Peer
     from rl_ckpt.transports.base import SendTransport
     from rl_ckpt.types import SessionConfig, SyncReport
 
@@ -120,6 +120,7 @@ class Sender(SourceSender):
         self.address = self._transport.address
         return Peers(
             transport=self._transport,
+            slots=self._slots,
             session=Session(self._bucket_bytes, self._transport.num_slots, self._transport.num_streams),
             canceller=self._worker.canceller,
             timeout_s=self._config.timeout_s,
@@ -267,6 +268,7 @@ class Sender(SourceSender):
             base_copy=base_copy,
             clock=clock,
             limit_gb_per_s=self._limit_gb_per_s,
+            pipeline=peers.pipeline,
             pipe=pipe,
         )
         try:

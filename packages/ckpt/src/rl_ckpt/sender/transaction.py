@@ -12,7 +12,7 @@ from rl_ckpt.protocol.messages import NO_VERSION, Begin, Commit, Mapped, Seal, S
 from rl_ckpt.sender.packer import BucketPacker
 from rl_ckpt.tensors.buckets import Codec
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, digests_of, model_digest
-from rl_ckpt.tensors.spec import TensorSpec, as_bytes, spec_of
+from rl_ckpt.tensors.spec import TensorSpec, as_bytes, dense, spec_of
 from rl_ckpt.types import Receipt, SyncReport
 
 if TYPE_CHECKING:
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.protocol.messages import AbortReason, Staged
+    from rl_ckpt.sender.membership import Peer
     from rl_ckpt.sender.packer import RelayPipe
-    from rl_ckpt.sender.peers import Peer, Peers
+    from rl_ckpt.sender.peers import Peers
     from rl_ckpt.tensors.delta import BaseCopy
     from rl_ckpt.tensors.source import Clock, ManifestIndex, Source
     from rl_ckpt.transports.mapped_source import SourceMap
+    from rl_csrc.buffers.pipeline import Pipeline
 
 
 class Transaction:
@@ -47,6 +49,7 @@ class Transaction:
         base_copy: BaseCopy | None,
         clock: Clock,
         limit_gb_per_s: float | None,
+        pipeline: Pipeline,
         pipe: RelayPipe | None = None,
     ) -> None:
         self._limit_gb_per_s = limit_gb_per_s
@@ -58,7 +61,7 @@ class Transaction:
         self._manifest = manifest
         self._base_copy = base_copy
         self._clock = clock
-        self._packer = BucketPacker(peers, participants, slots, manifest, clock, pipe)
+        self._packer = BucketPacker(peers, participants, slots, pipeline, manifest, clock, pipe)
         self._pipe = pipe
         self._digests: dict[TensorSpec, int] = {}
         self._names: set[str] = set()
@@ -81,12 +84,12 @@ class Transaction:
         for name, tensor in items if self._pipe is None else self._pass_on(self._pipe):
             if name not in source.alias_of:  # else it was sent with its original
                 self._pack(spec_of(name, tensor), tensor)
-                source.require_unchanged([name, *source.aliases.get(name, ())])
             if not source.is_at_rest and self._pipe is None:
                 self._packer.flush()  # the next item may be slow, or depend on what receivers do with this one
         if not self._names:
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
         self._packer.close()
+        self._packer.end()
 
     def stage(self) -> None:
         """Wait for the votes of all receivers, and check what each attests."""
@@ -138,6 +141,7 @@ class Transaction:
 
     def abort(self, reason: AbortReason, text: str) -> None:
         """Send `Abort` to every receiver, without waiting."""
+        self._packer.end()
         self._peers.abort(self._participants, reason, text)
 
     def _choose_base(self) -> int | None:
@@ -226,38 +230,62 @@ class Transaction:
     def _pack(self, spec: TensorSpec, tensor: Tensor) -> None:
         if spec.name in self._names:
             raise TensorError(f"the source yielded {spec.name!r} twice; names must differ")
-        with self._clock("pack_s"):
-            raw = as_bytes(tensor)
+        self._names.add(spec.name)
+        raw = dense(tensor)
         index = self._manifest.index(spec)
         aliases: list[TensorSpec] = []
 
         def add_aliases() -> list[int]:
             aliases.extend(replace(spec, name=name) for name in self._aliases_of(spec.name))
+            self._names.update(alias.name for alias in aliases)
             return [self._manifest.index(alias, index) for alias in aliases]
 
-        if self._base_copy is None:
-            stays = self._is_stable and raw.data_ptr() == tensor.data_ptr()  # not a copy made here
-            has_aliases = self._pipe is not None or spec.name in self._source.aliases
-            found = self._packer.add(
-                index, 0, Codec.RAW, raw, stays=stays, aliases=add_aliases if has_aliases else tuple
-            )
-            digest = combine(found)
-        else:
-            with self._clock("pack_s"):
-                self._base_copy.separate(spec.name, self._aliases_of(spec.name))
-            if self._base is None or not self._base_copy.can_advance(spec):
-                with self._clock("pack_s"):
-                    copied = self._base_copy.replace(spec, raw)
-                leaves = self._packer.add(index, 0, Codec.RAW, copied, stays=True, aliases=add_aliases)
-                self._base_copy.note(spec, leaves)
-                digest = combine(leaves)
-            else:
-                digest = self._tell_differences(index, spec, raw, self._base_copy, add_aliases)
+        def packed(digest: int) -> None:
+            for sent in (spec, *aliases):
+                self._digests[sent] = digest
+                self._num_bytes += sent.num_bytes
+            self._source.require_unchanged([spec.name, *self._source.aliases.get(spec.name, ())])
+
+        if self._base_copy is not None:
+            self._pack_with_copy(index, spec, raw, self._base_copy, add_aliases, packed)
             self._base_copy.add_aliases(spec, aliases)
-        for sent in (spec, *aliases):
-            self._names.add(sent.name)
-            self._digests[sent] = digest
-            self._num_bytes += sent.num_bytes
+            return
+        stays = self._is_stable and raw is tensor  # not a copy made here
+        has_aliases = self._pipe is not None or spec.name in self._source.aliases
+        self._packer.add(
+            index,
+            0,
+            Codec.RAW,
+            raw,
+            stays=stays,
+            then=lambda leaves: packed(combine(leaves)),
+            aliases=add_aliases if has_aliases else tuple,
+        )
+
+    def _pack_with_copy(
+        self,
+        index: int,
+        spec: TensorSpec,
+        raw: Tensor,
+        base_copy: BaseCopy,
+        add_aliases: Callable[[], Iterable[int]],
+        packed: Callable[[int], None],
+    ) -> None:
+        """Take a tensor into the base copy, and send it from there, or how it differs."""
+        raw = as_bytes(raw)
+        with self._clock("pack_s"):
+            base_copy.separate(spec.name, self._aliases_of(spec.name))
+        if self._base is not None and base_copy.can_advance(spec):
+            packed(self._tell_differences(index, spec, raw, base_copy, add_aliases))
+            return
+        with self._clock("pack_s"):
+            copied = base_copy.replace(spec, raw)
+
+        def noted(leaves: list[int]) -> None:
+            base_copy.note(spec, leaves)
+            packed(combine(leaves))
+
+        self._packer.add(index, 0, Codec.RAW, copied, stays=True, then=noted, is_awaited=True, aliases=add_aliases)
 
     def _aliases_of(self, name: str) -> Sequence[str]:
         """Names of the aliases of a tensor."""

@@ -106,6 +106,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(-1).view(torch.uint8)
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements in row-major order: the tensor itself where its memory is that, else a copy. Calls torch only then."""
+    if type(tensor) in {torch.Tensor, torch.nn.Parameter} and is_plain(tensor):
+        return tensor
+    return as_bytes(tensor)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a strided tensor's memory is its elements in row-major order, without gaps."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

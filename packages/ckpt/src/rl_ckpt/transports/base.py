@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rl_ckpt.protocol.messages import NewGroup, Session
     from rl_ckpt.transports.mapped_source import SourceMap
     from rl_ckpt.types import SessionConfig
+    from rl_csrc.ipc import Waker
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -68,6 +69,10 @@ class PayloadWaits(Protocol):
         """Wait until a descriptor is readable."""
         ...
 
+    def until_moved(self, waker: Waker, is_done: Callable[[], bool], num_bytes: Callable[[], int]) -> None:
+        """Wait until the function returns True, asked again when the waker fires; bytes that move extend the wait."""
+        ...
+
     def until(self, is_done: Callable[[], bool]) -> None:
         """Poll until the function returns True."""
         ...
@@ -93,6 +98,11 @@ class SendTransport(ABC):
     token: bytes | None = None
     """Secret that receivers must prove; None if the kernel authenticates them."""
 
+    @property
+    def file(self) -> int | None:
+        """Descriptor of a file that is the ring's memory, whose pages streams lend to a socket; None: they copy."""
+        return None
+
     @abstractmethod
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Bind the address and allocate the ring: `num_slots` writable tensors, uint8 [bucket_bytes].
@@ -112,17 +122,6 @@ class SendTransport(ABC):
     def descriptors(self) -> Sequence[int]:
         """File descriptors sent with the `Session` message."""
         return ()
-
-    def write(self, connection: socket.socket, slot: int, start: int, end: int) -> int:
-        """Write bytes `start` to `end` of a slot to a stream; returns the byte count. Only for sessions with streams.
-
-        Each stream has a thread that calls this on a blocking socket. The slot does not change before the receiver has
-        freed its bucket, so the kernel may refer to it until then.
-
-        Raises:
-            OSError: the receiver is gone, or the socket was shut down because the sync was aborted.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no streams")
 
     def memory(self) -> bytes:
         """Metadata for remote reads of the ring; sent with the `Session` message."""

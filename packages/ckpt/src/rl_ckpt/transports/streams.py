@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import queue
+import os
 import socket
 import struct
-import threading
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from rl_ckpt.errors import AddressError, ProtocolError
 from rl_ckpt.protocol.messages import Session, Stream, encode
-from rl_ckpt.tensors.spec import memory_of
-from rl_ckpt.transports.base import ConnectingReceive, ListeningSend
-from rl_csrc.ipc import close_in_children
+from rl_ckpt.tensors.digest import LEAF_BYTES
+from rl_ckpt.transports.base import ConnectingReceive, ListeningSend, ReceiveTransport
+from rl_csrc.buffers.pipeline import Pipeline
+from rl_csrc.buffers.pipeline import StreamWriter as NativeWriter
+from rl_csrc.ipc import Waker, close_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
     from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Bucket
-    from rl_ckpt.transports.base import PayloadWaits, ReceiveTransport
+    from rl_ckpt.transports.base import PayloadWaits
     from rl_ckpt.types import SessionConfig
 
 MAX_BUCKET_BYTES = 1 << 30
@@ -62,7 +60,6 @@ class StreamSend(ListeningSend):
     def __init__(self, config: SessionConfig) -> None:
         super().__init__(config)
         self.num_streams = stream_count(config)
-        self._views: list[memoryview] = []
 
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Check the bucket size, bind the address and allocate."""
@@ -72,18 +69,7 @@ class StreamSend(ListeningSend):
 
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Allocate the ring in private memory."""
-        slots = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(num_slots)]
-        self._views = [memory_of(slot) for slot in slots]
-        return slots
-
-    def write(self, connection: socket.socket, slot: int, start: int, end: int) -> int:
-        """Send bytes of a slot; the kernel copies them."""
-        return connection.send(self._views[slot][start:end])
-
-    def close(self) -> None:
-        """Give the address back."""
-        super().close()
-        self._views = []
+        return [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(num_slots)]
 
 
 class StreamReceive(ConnectingReceive):
@@ -104,80 +90,56 @@ class StreamReceive(ConnectingReceive):
         return self._slots
 
 
-ENDING_S = 10.0
-"""Longest wait for a thread whose socket was shut down, seconds."""
 BUFFER_BYTES = 4 << 20
 """Requested kernel buffer of a UNIX socket; limited by net.core.wmem_max."""
-PATIENCE_S = 0.02
-"""Longest blocking system call, seconds, after which deadlines and cancellation are checked."""
-THREAD_PATIENCE_S = 1.0
-"""Longest blocking call of a writer thread, seconds: `close` wakes it, and interrupted calls cost CPU time."""
+
+PATIENCE_S = 1
+"""Longest system call that reads, seconds, after which it counts what came: a deadline looks at that."""
+
+ByteRun: TypeAlias = "tuple[Tensor | bytes | int, int, int]"
+"""Run of bytes: the memory or the descriptor of a file that it is in, its start there, and its size, bytes."""
 
 
-def set_patience(connection: socket.socket, patience_s: float = PATIENCE_S) -> None:
-    """Set a socket's timeouts in the kernel: calls block, so that one moves a bucket, for `patience_s` at most."""
-    connection.setblocking(True)
-    seconds = int(patience_s)
-    patience = struct.pack("ll", seconds, int((patience_s - seconds) * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+UnpackedPiece: TypeAlias = "tuple[Tensor | None, int, int, int]"
+"""Piece of a bucket: its content (None: it stays in the slot), its start there and in the slot, and its size, bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRun:
-    """Run of bytes of a slot or of a source tensor."""
-
-    num_bytes: int
-    """Size in bytes."""
-    slot: int = 0
-    """Number of the slot."""
-    start: int = 0
-    """Start in the slot, bytes."""
-    view: memoryview | None = None
-    """Memory of the tensor; None: the slot."""
-
-    def after(self, num_bytes: int) -> ByteRun:
-        """Rest of the run after `num_bytes`."""
-        view = None if self.view is None else self.view[num_bytes:]
-        return ByteRun(self.num_bytes - num_bytes, self.slot, self.start + num_bytes, view)
-
-
-MAX_BUFFERS = 512
-"""Most buffers of one call; the kernel's limit is 1,024."""
+class _OutStream(NamedTuple):
+    connection: socket.socket
+    opened: int
+    native: NativeWriter
 
 
 class StreamWriter:
-    """Writer of one receiver's payload streams, with a blocking thread per stream. Owns the sockets.
+    """Writer of one receiver's payload streams, with a native thread for each. Owns the sockets.
 
     Args:
-        write: `SendTransport.write`.
-        on_idle: Called by a stream thread that has written everything.
-        on_error: Called by a stream thread with the error that ended its stream.
+        waker: Woken when a stream fails, or is empty while that is awaited.
     """
 
-    def __init__(
-        self,
-        write: Callable[[socket.socket, int, int, int], int],
-        on_idle: Callable[[], None],
-        on_error: Callable[[OSError], None],
-    ) -> None:
+    def __init__(self, waker: Waker) -> None:
         self._streams: dict[int, _OutStream] = {}
-        self._write = write
-        self._on_idle = on_idle
-        self._on_error = on_error
+        self._waker = waker
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the kernel has accepted everything, so that tensors may change."""
-        return all(stream.is_idle for stream in self._streams.values())
+    def wake_when_empty(self) -> bool:
+        """Whether the kernel has accepted everything, so that tensors may change; else the waker fires when it has."""
+        return all(stream.native.wake_when_idle() for stream in self._streams.values())
+
+    def error(self) -> OSError | None:
+        """Error that ended a stream."""
+        numbers = [stream.native.error() for stream in self._streams.values()]
+        return next((OSError(number, os.strerror(number)) for number in numbers if number), None)
 
     def attach(self, index: int, opened: int, connection: socket.socket) -> None:
         """Use a connection for stream `index`, replacing an earlier one. `opened` is its generation."""
+        connection.setblocking(True)
         if connection.family == socket.AF_UNIX:  # TCP tunes its buffers itself
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         if index in self._streams:
-            self._streams[index].close()
-        self._streams[index] = _OutStream(connection, opened, self)
+            _close_stream(self._streams[index])
+        self._streams[index] = _OutStream(
+            connection, opened, NativeWriter(connection.fileno(), self._waker.writer_fileno())
+        )
 
     def is_open(self, num_streams: int, opened: int) -> bool:
         """Whether all streams of a generation are attached."""
@@ -185,115 +147,32 @@ class StreamWriter:
             range(num_streams), opened
         )
 
-    def put(self, payloads: Sequence[tuple[int, Sequence[ByteRun]]], *, is_alone: bool = False) -> None:
+    def put(self, payloads: Sequence[tuple[int, Sequence[ByteRun]]]) -> None:
         """Queue the payload of buckets, `(sequence, runs)` each, distributed over the streams round-robin.
 
-        Slots must not change before their bucket is freed, tensors before the kernel has accepted them. For a single
-        receiver this thread itself writes what the kernel accepts quickly, which saves waking a thread.
+        Slots must not change before their bucket is freed, tensors before the kernel has accepted them.
         """
         num_streams = len(self._streams)
         for index, stream in self._streams.items():
-            runs = deque(run for sequence, runs in payloads if sequence % num_streams == index for run in runs)
-            if is_alone and stream.is_idle:
-                self._write_now(stream, runs)
-            if runs:
-                stream.put(runs)
-
-    def _write_now(self, stream: _OutStream, runs: deque[ByteRun]) -> None:
-        stream.set_patience(PATIENCE_S)
-        try:
-            while runs and self.write_some(stream.connection, runs):
-                pass
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            runs.clear()
-            self._on_error(error)
-
-    def write_some(self, connection: socket.socket, runs: deque[ByteRun]) -> bool:
-        """Write as much as a socket takes in one call, from a slot or consecutive tensors; the rest stays in `runs`.
-
-        False if the kernel took only a part of a run before the timeout.
-        """
-        run = runs[0]
-        if run.view is None:
-            num_bytes = self._write(connection, run.slot, run.start, run.start + run.num_bytes)
-        else:
-            views = takewhile(lambda view: view is not None, (run.view for run in islice(runs, MAX_BUFFERS)))
-            num_bytes = connection.sendmsg(views)  # pyright: ignore[reportArgumentType]  # there is no None in them
-        while num_bytes and num_bytes >= runs[0].num_bytes:
-            num_bytes -= runs.popleft().num_bytes
-        if num_bytes:
-            runs[0] = runs[0].after(num_bytes)
-        return not num_bytes
-
-    def write_all(self, stream: _OutStream) -> None:
-        """Loop of a stream thread."""
-        try:
-            while (left := stream.jobs.get()) is not None:
-                stream.set_patience(THREAD_PATIENCE_S)
-                while left and not stream.is_closed:
-                    with suppress(BlockingIOError, InterruptedError):  # timeout, and nothing else to do
-                        self.write_some(stream.connection, left)
-                stream.num_done += 1
-                if stream.is_idle:
-                    self._on_idle()
-        except OSError as error:
-            if not stream.is_closed:
-                self._on_error(error)
+            stream.native.put([run for sequence, runs in payloads if sequence % num_streams == index for run in runs])
 
     def close(self) -> None:
         """Close the streams, dropping unwritten payload."""
         streams = list(self._streams.values())
         self._streams.clear()
         for stream in streams:
-            stream.close()
+            _close_stream(stream)
 
 
-class _OutStream:
-    """Stream of a writer, with the thread that writes to it."""
-
-    def __init__(self, connection: socket.socket, opened: int, writer: StreamWriter) -> None:
-        self.connection = connection
-        self.opened = opened
-        self.jobs: queue.SimpleQueue[deque[ByteRun] | None] = queue.SimpleQueue()
-        """Jobs, emptied by the thread while it writes, so that it keeps no tensor alive while idle."""
-        self.num_done = 0
-        self.is_closed = False
-        self._num_put = 0
-        self._patience_s = 0.0
-        self._thread = threading.Thread(target=writer.write_all, args=(self,), name="rl-ckpt stream", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether everything is written."""
-        return self.num_done == self._num_put
-
-    def set_patience(self, patience_s: float) -> None:
-        """Set the write timeout; called by the next writer: the thread or, while it is idle, the caller."""
-        if patience_s != self._patience_s:
-            set_patience(self.connection, patience_s)
-            self._patience_s = patience_s
-
-    def put(self, runs: deque[ByteRun]) -> None:
-        """Queue runs after earlier ones."""
-        self._num_put += 1
-        self.jobs.put(runs)
-
-    def close(self) -> None:
-        """End the thread, even during a write, and close the socket."""
-        self.is_closed = True
-        self.jobs.put(None)
-        with suppress(OSError):  # the peer may have closed first
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join(ENDING_S)
-        if not self._thread.is_alive():  # the descriptor must not be reused while the thread may write
-            self.connection.close()
+def _close_stream(stream: _OutStream) -> None:
+    if stream.native.close():  # else the descriptor must not be reused while the thread may write
+        stream.connection.close()
 
 
 class BucketReader:
-    """`BucketSource` of a session: reads bucket payloads from streams, or from the ring. Owns the streams.
+    """`BucketSource` of a session: buckets are read from streams, or come in the ring. Owns the streams.
+
+    Where slots are on the CPU, a native pipeline reads, verifies and unpacks them; elsewhere the caller does.
 
     Args:
         transport: Opens the streams, and pulls from the ring.
@@ -316,18 +195,36 @@ class BucketReader:
         self._session = session
         self._waits = waits
         self._streams: list[socket.socket] = []
+        self._waker = Waker()
+        self._pipeline = Pipeline([], LEAF_BYTES, self._waker.writer_fileno()) if slots[0].is_cpu else None
+        self._has_pull = session.num_streams == 0 and type(transport).pull is not ReceiveTransport.pull
+        self._num_put = self._num_taken = self._busy_ns = 0
+        self._stops: deque[int] = deque()
+        """Numbers of buckets to wait for together, those of one announcement."""
 
     @property
     def opened(self) -> int:
         """Number of the sync for which the streams were opened; or the generation of the process group."""
         return self._opened if self._session.num_streams else self._transport.generation
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether buckets can be begun before those in front of them are finished."""
+        return self._pipeline is not None and not self._has_pull
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the native thread has spent on verifying and unpacking in this sync."""
+        return 0.0 if self._pipeline is None else (self._pipeline.busy_ns() - self._busy_ns) / 1e9
+
     def open(self, sync: int, timeout_s: float) -> None:
-        """Open the streams if they are closed.
+        """Begin a sync; open the streams if they are closed.
 
         Raises:
             ConnectionError: the sender is gone.
         """
+        self._reset()
+        self._busy_ns = 0 if self._pipeline is None else self._pipeline.busy_ns()
         if len(self._streams) == self._session.num_streams:
             return
         self.close()
@@ -337,34 +234,49 @@ class BucketReader:
             self._streams.append(stream)
             stream.settimeout(timeout_s)
             stream.sendall(encode(Stream(self._session.ticket, index, sync), 0))
-            set_patience(stream)
+            stream.setblocking(True)
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", PATIENCE_S, 0))
 
-    def fetch(self, bucket: Bucket, contents: Callable[[], Sequence[Tensor]]) -> bool:
-        """Read a bucket into memory. See `rl_ckpt.receiver.unpacker.BucketSource`."""
-        if self._session.num_streams == 0:
-            self._transport.pull(bucket.slot, self.slots[bucket.slot][: bucket.used_bytes], self._waits)
+    def begin(self, bucket: Bucket, pieces: Sequence[UnpackedPiece], *, is_stop: bool) -> bool:
+        """Begin a bucket. See `rl_ckpt.receiver.unpacker.BucketSource`."""
+        if self._pipeline is None:
             return False
-        stream = self._streams[bucket.sequence % len(self._streams)]
-        views = deque(memory_of(content) for content in contents())
-        while views:
-            try:
-                num_bytes = stream.recvmsg_into(islice(views, MAX_BUFFERS), 0, socket.MSG_WAITALL)[0]
-            except (BlockingIOError, InterruptedError):
-                self._waits.readable(stream.fileno())
-                continue
-            except OSError:  # reset, or the network is gone
-                num_bytes = 0
-            if num_bytes == 0:
-                self._waits.ended()
-            while num_bytes:
-                view = views.popleft()
-                if num_bytes < view.nbytes:
-                    views.appendleft(view[num_bytes:])
-                    break
-                num_bytes -= view.nbytes
-            if views:  # a slow sender: check deadlines between calls
-                self._waits.readable(stream.fileno())
+        if self._has_pull:
+            self.fetch(bucket)
+        stream = self._streams[bucket.sequence % len(self._streams)].fileno() if self._streams else -1
+        self._num_put = self._pipeline.unpack(self.slots[bucket.slot], stream, bucket.used_bytes, list(pieces))
+        if is_stop:
+            self._stops.append(self._num_put)
+        if self._streams or self._num_put > self._num_taken + 1:
+            self._pipeline.start()
         return True
+
+    def finish(self, meanwhile: Callable[[], None]) -> list[list[int]]:
+        """Leaf digests of the oldest bucket that was begun. See `rl_ckpt.receiver.unpacker.BucketSource`."""
+        pipeline = self._pipeline
+        assert pipeline is not None, "nothing was begun"
+        if self._streams or self._num_put > self._num_taken + 1:
+            stop = self._stops[0] if self._stops else self._num_put
+            if pipeline.num_done() <= self._num_taken:
+
+                def is_done() -> bool:
+                    meanwhile()
+                    return pipeline.wake_at(self._num_taken, stop)
+
+                self._waits.until_moved(self._waker, is_done, pipeline.num_bytes)
+        else:
+            pipeline.help(self._num_put)
+        ((error, leaves),) = pipeline.take(1)
+        self._num_taken += 1
+        while self._stops and self._stops[0] <= self._num_taken:
+            self._stops.popleft()
+        if error:
+            self._waits.ended()
+        return leaves
+
+    def fetch(self, bucket: Bucket) -> None:
+        """Have the transport bring a bucket into its slot."""
+        self._transport.pull(bucket.slot, self.slots[bucket.slot][: bucket.used_bytes], self._waits)
 
     def refresh(self, slot: int) -> bool:
         """Discard private writes to a slot. See `rl_ckpt.receiver.unpacker.BucketSource`."""
@@ -372,7 +284,22 @@ class BucketReader:
 
     def close(self) -> None:
         """Close the streams, dropping unread payload; the next sync opens new ones."""
+        self._reset()
         for stream in self._streams:
             stream.close()
         self._streams = []
         self._transport.leave_group()
+
+    def release(self) -> None:
+        """Close for good."""
+        self.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._waker.close()
+
+    def _reset(self) -> None:
+        """Drop what was begun; a read that is under way shuts its stream down."""
+        if self._pipeline is not None:
+            self._pipeline.cancel()
+        self._num_put = self._num_taken = 0
+        self._stops.clear()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.types import SyncReport
+    from rl_ckpt.types import Address, SyncReport
     from rl_engine.types import LoraConfig
     from rl_trainer.workers.engine import EngineWorker, LocalWeights
     from rl_trainer.workers.rollout import Receivers, WeightShapes
@@ -194,16 +194,16 @@ class ShardedTransfer(WeightTransfer):
         }
 
     def _address_of(self, member: int, num_targets: int) -> str:
-        told: list[dict[int, str]] = []
+        told: list[dict[int, Address | str]] = []
         for source, opened in enumerate(self._opened):
-            own: dict[int, str] = {}
+            own: dict[int, Address | str] = {}
             for target, address in opened.items():
                 group = next(group for group in self._groups[source, target] if member in group)
                 below = f"{self._below}-{source}-{target}-{group[0]}"
                 direct = address if len(group) == 1 else rl_ckpt.relay_address(address, below, len(group) - 1)
                 own[target] = direct if member == group[0] else below
             told.append(own)
-        return rl_ckpt.join_addresses(told, num_targets)
+        return rl_ckpt.join_addresses(told, num_targets).to_json()
 
     def send(self, version: int, receivers: Mapping[int, int]) -> SyncReport:
         """See `WeightTransfer`."""

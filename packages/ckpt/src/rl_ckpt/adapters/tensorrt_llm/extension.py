@@ -68,8 +68,8 @@ class Receiver:
         """Take a version, or make ready for slices. Nothing is in flight in the engine while a version is taken.
 
         Args:
-            url: Of the session, as for `rl_ckpt.connect`; of many, as `rl_ckpt.join_addresses` joins them; or a request
-                of `rl_ckpt.adapters.layout`. A token of `tcp` is the variable RL_CKPT_TOKEN of the server.
+            url: Of the session, as for `rl_ckpt.connect`; of many, as `rl_ckpt.Addresses.to_json` writes them; or a
+                request of `rl_ckpt.adapters.layout`. A token of `tcp` is the variable RL_CKPT_TOKEN of the server.
             folder: Where this worker writes the reason to the file `failed-RANK` if it fails (the model then holds the
                 weights before, or refuses), and makes `landed-RANK` when all of the slices that it takes have landed.
             timeout_s: Longest wait for the sender, seconds.

@@ -31,7 +31,7 @@ from rl_ckpt.adapters.load_recorder import Copy, Held, Layout, LoadRecorder, cop
 from rl_ckpt.adapters.lora import HeldAdapters, brings_adapters
 from rl_ckpt.adapters.vllm.lora import VllmAdapters
 from rl_ckpt.errors import TensorError, UsageError
-from rl_ckpt.sharded import split_address
+from rl_ckpt.types import Addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -48,7 +48,7 @@ class InitInfo(WeightTransferInitInfo):
     """Body of `/init_weight_transfer_engine`, under `init_info`."""
 
     url: str
-    """Of the session, as for `rl_ckpt.connect`; of many, as `rl_ckpt.join_addresses` joins them; or a request of
+    """Of the session, as for `rl_ckpt.connect`; of many, as `rl_ckpt.Addresses.to_json` writes them; or a request of
     `rl_ckpt.adapters.layout`, which opens none."""
     token: str | None = None
     """Of the session; for `tcp` the variable RL_CKPT_TOKEN of the server is better."""
@@ -102,7 +102,7 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the receiving end. The sender may come later."""
         parallel, url = self.parallel_config, init_info.url
-        is_whole = not url.startswith(SCHEME) and split_address(url) is None
+        is_whole = not url.startswith(SCHEME) and Addresses.from_json(url) is None
         is_spread = parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel
         if init_info.adapters and parallel.pipeline_parallel_size > 1:
             raise UsageError(
