@@ -36,6 +36,10 @@ struct Result {
   std::shared_ptr<void> owner;
 };
 
+// What streams have not written of what they were given: the thread of a pipeline digests no further ahead of them, so that
+// what is written is in the cache still, and digests do not take a core from writes.
+struct Backlog;
+
 // Jobs in order, on one thread, with a ring of slots. All methods may be called from any thread.
 class Pipeline {
  public:
@@ -51,6 +55,7 @@ class Pipeline {
   std::uint64_t num_bytes() const;  // moved or read so far: what a deadline looks at
   std::uint64_t busy_ns() const;  // time spent on jobs, without reads from streams
   bool wake_at(std::uint64_t seen, std::uint64_t count);  // wakes when `count` are done, or more than `seen` and no slot is free; true: now
+  bool is_stalled() const;        // no job is being done, and none can begin: there is none, or it has no slot
   int slot_of(std::uint64_t bucket) const;  // -1: none yet
   int assign(std::uint64_t bucket);         // gives it a slot for a caller that fills it; -1: none is free
   void release(std::uint64_t bucket);
@@ -58,6 +63,7 @@ class Pipeline {
   std::vector<Result> take(std::size_t count);  // results of the next jobs, which must be done
   void cancel();                  // drops all jobs and results, frees every slot; returns when no memory is touched any more
   void close();                   // the same, and ends the thread
+  std::shared_ptr<Backlog> backlog() const;
 
  private:
   struct State;
@@ -75,7 +81,7 @@ struct Run {
 // Writes runs to a blocking socket, in order, on a thread of its own. The caller owns the socket.
 class StreamWriter {
  public:
-  StreamWriter(int socket, int waker);
+  StreamWriter(int socket, int waker, std::shared_ptr<Backlog> backlog = nullptr);
   ~StreamWriter();
   StreamWriter(const StreamWriter&) = delete;
   StreamWriter& operator=(const StreamWriter&) = delete;

@@ -71,14 +71,37 @@ void start_thread(const std::shared_ptr<State>& state, [[maybe_unused]] const ch
 
 }  // namespace
 
+struct Backlog {
+  static constexpr std::int64_t kMost = std::int64_t{16} << 20;  // of each stream: less than what a core's cache holds
+
+  std::mutex mutex;  // of the pipeline
+  std::condition_variable work;
+  std::int64_t nbytes = 0, num_streams = 0;
+
+  bool is_full() const { return nbytes > kMost * std::max<std::int64_t>(1, num_streams); }
+
+  void add(std::int64_t more, std::int64_t streams = 0) {
+    {
+      const Lock lock(mutex);
+      const bool was_full = is_full();
+      nbytes += more;
+      num_streams += streams;
+      if (!was_full || is_full()) return;
+    }
+    work.notify_one();
+  }
+};
+
 struct Pipeline::State {
   std::vector<Range> slots;
   std::size_t leaf_nbytes;
   int waker;
   const pid_t process = getpid();
 
-  mutable std::mutex mutex;
-  std::condition_variable work, rest;
+  const std::shared_ptr<Backlog> backlog = std::make_shared<Backlog>();
+  std::mutex& mutex = backlog->mutex;
+  std::condition_variable& work = backlog->work;
+  std::condition_variable rest;
   std::deque<Job> jobs;
   std::deque<Result> results;
   std::vector<bool> is_used;
@@ -99,6 +122,9 @@ struct Pipeline::State {
     }
     return -1;
   }
+
+  // Whether the thread should wait for streams: the next job only reads what they are to write.
+  bool is_ahead() const { return !jobs.empty() && !jobs.front().pieces.empty() && !jobs.front().pieces.front().is_copied && jobs.front().bucket >= 0 && backlog->is_full(); }
 
   bool can_step() { return !jobs.empty() && (jobs.front().bucket < 0 || assign(static_cast<std::uint64_t>(jobs.front().bucket)) >= 0); }
 
@@ -166,7 +192,7 @@ struct Pipeline::State {
   void run() {
     Lock lock(mutex);
     for (;;) {
-      work.wait(lock, [&] { return is_closed || (!is_running && !is_cancelled && num_done < num_started && can_step()); });
+      work.wait(lock, [&] { return is_closed || (!is_running && !is_cancelled && num_done < num_started && !is_ahead() && can_step()); });
       if (is_closed) break;
       step(lock);
     }
@@ -223,6 +249,8 @@ std::uint64_t Pipeline::num_done() const {
   return state_->num_done;
 }
 
+std::shared_ptr<Backlog> Pipeline::backlog() const { return state_->backlog; }
+
 std::uint64_t Pipeline::num_bytes() const { return state_->num_bytes; }
 std::uint64_t Pipeline::busy_ns() const { return state_->busy_ns; }
 
@@ -232,6 +260,11 @@ bool Pipeline::wake_at(std::uint64_t seen, std::uint64_t count) {
   if (s.num_done >= count || (s.num_done > seen && !s.is_running && !s.can_step())) return true;
   s.wake_at = count;
   return false;
+}
+
+bool Pipeline::is_stalled() const {
+  const Lock lock(state_->mutex);
+  return !state_->is_running && !state_->can_step();
 }
 
 int Pipeline::slot_of(std::uint64_t bucket) const {
@@ -305,6 +338,13 @@ void Pipeline::close() {
 
 struct StreamWriter::State {
   int socket, waker;
+  std::shared_ptr<Backlog> backlog;
+  std::atomic<std::int64_t> num_left{0};
+
+  void count(std::int64_t more) {
+    num_left += more;
+    if (backlog) backlog->add(more);
+  }
   const pid_t process = getpid();
 
   mutable std::mutex mutex;
@@ -351,6 +391,7 @@ struct StreamWriter::State {
       ssize_t written = write_some(left);
       if (written < 0 && (errno == EINTR || errno == EAGAIN) && !is_closed) continue;
       if (written <= 0) return written < 0 ? errno : EPIPE;
+      count(-written);
       while (written > 0) {
         Run& run = left.front();
         const std::size_t taken = std::min(static_cast<std::size_t>(written), run.nbytes);
@@ -389,9 +430,11 @@ struct StreamWriter::State {
   }
 };
 
-StreamWriter::StreamWriter(int socket, int waker) : state_(std::make_shared<State>()) {
+StreamWriter::StreamWriter(int socket, int waker, std::shared_ptr<Backlog> backlog) : state_(std::make_shared<State>()) {
   state_->socket = socket;
   state_->waker = waker;
+  state_->backlog = std::move(backlog);
+  if (state_->backlog) state_->backlog->add(0, 1);
   const timeval patience{1, 0};  // shutting a UNIX socket down does not end a write that waits
   setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
 }
@@ -399,6 +442,9 @@ StreamWriter::StreamWriter(int socket, int waker) : state_(std::make_shared<Stat
 StreamWriter::~StreamWriter() { close(); }
 
 void StreamWriter::put(std::vector<Run> runs) {
+  std::int64_t more = 0;
+  for (const Run& run : runs) more += static_cast<std::int64_t>(run.nbytes);
+  state_->count(more);
   {
     const Lock lock(state_->mutex);
     if (!state_->has_thread && !state_->is_closed) {
@@ -435,12 +481,12 @@ bool StreamWriter::close() {
   if (getpid() != s.process) return true;
   Lock lock(s.mutex);
   s.runs.clear();
-  if (!s.is_closed) {
-    s.is_closed = true;
-    shutdown(s.socket, SHUT_RDWR);  // ends a write that waits
-  }
+  const bool is_first = !s.is_closed.exchange(true);
+  if (is_first) shutdown(s.socket, SHUT_RDWR);  // ends a write that waits
   s.work.notify_all();
-  return s.rest.wait_for(lock, std::chrono::seconds(10), [&] { return !s.has_thread; });
+  const bool has_ended = s.rest.wait_for(lock, std::chrono::seconds(10), [&] { return !s.has_thread; });
+  if (is_first && s.backlog) s.backlog->add(-s.num_left, -1);
+  return has_ended;
 }
 
 }  // namespace rl

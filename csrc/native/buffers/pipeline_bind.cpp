@@ -145,6 +145,7 @@ void bind_pipeline(py::module_& m) {
       .def("num_bytes", of(&Pipeline::num_bytes))
       .def("busy_ns", of(&Pipeline::busy_ns))
       .def("wake_at", of(&Pipeline::wake_at))
+      .def("is_stalled", of(&Pipeline::is_stalled))
       .def("slot_of", of(&Pipeline::slot_of))
       .def("assign", of(&Pipeline::assign))
       .def("release", of(&Pipeline::release))
@@ -152,7 +153,10 @@ void bind_pipeline(py::module_& m) {
       .def("cancel", of(&Pipeline::cancel), Unlocked())
       .def("close", of(&Pipeline::close), Unlocked());
   py::class_<StreamWriter>(m, "StreamWriter")
-      .def(py::init<int, int>(), py::arg("socket"), py::arg("waker"))
+      .def(py::init([](int socket, int waker, Buckets* ahead) {
+             return std::make_unique<StreamWriter>(socket, waker, ahead ? ahead->pipeline().backlog() : nullptr);
+           }),
+           py::arg("socket"), py::arg("waker"), py::arg("ahead") = nullptr)
       .def("put", &put_runs)
       .def("is_idle", &StreamWriter::is_idle)
       .def("wake_when_idle", &StreamWriter::wake_when_idle)

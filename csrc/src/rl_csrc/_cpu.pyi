@@ -119,6 +119,9 @@ class Pipeline:
     def wake_at(self, seen: int, count: int) -> bool:
         """Wake once `count` jobs are done, or all that have a slot. True, and no wake, if that is so after `seen`."""
 
+    def is_stalled(self) -> bool:
+        """Whether no job is being done and none can begin: there is none, or it has no slot."""
+
     def slot_of(self, bucket: int) -> int: ...
     def assign(self, bucket: int) -> int:
         """Give a bucket a slot that the caller fills; -1: none is free."""
@@ -133,9 +136,12 @@ class Pipeline:
     def close(self) -> None: ...
 
 class StreamWriter:
-    """Writes to a blocking socket, which the caller owns, on a thread of its own."""
+    """Writes to a blocking socket, which the caller owns, on a thread of its own.
 
-    def __init__(self, socket: int, waker: int) -> None: ...
+    The pipeline `ahead` digests what is sent from its source not much further ahead than this writes.
+    """
+
+    def __init__(self, socket: int, waker: int, ahead: Pipeline | None = None) -> None: ...
     def put(self, runs: list[tuple[Any, int, int]]) -> None:
         """Queue runs of memory, or of a file by its descriptor: (memory, start, bytes). They must stay."""
 

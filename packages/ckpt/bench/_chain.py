@@ -5,34 +5,44 @@ import itertools
 import os
 
 import torch
-from packages.ckpt.bench._child import TOKEN, Child, tensors
+from packages.ckpt.bench._child import TOKEN, Child, shapes, tensors
 
 import rl_ckpt
+from rl_ckpt.testing import new_port
 
 
 class Chain:
-    """A sender, and `count` receivers of which each serves the next."""
+    """A sender, and `count` receivers of which each sends on to the next."""
 
     def __init__(self, stack, size, count, cores):
-        self._engine = stack.enter_context(rl_ckpt.connect("tcp://127.0.0.1:0", role="send", token=TOKEN))
-        asyncio.run(self._engine.prepare())
+        whole = [
+            rl_ckpt.ShardSpec(name=name, shape=shape, offsets=(0,) * len(shape), sizes=shape)
+            for name, shape in shapes(*size).items()
+        ]
+        self._specs = {spec.name: spec for spec in whole}
+        self._runner = stack.enter_context(asyncio.Runner())
+        self._sender = rl_ckpt.ShardedSender(rl_ckpt.ShardPlan([whole]), 0, lambda _: "tcp://127.0.0.1:0", token=TOKEN)
+        stack.callback(lambda: self._runner.run(self._sender.close()))
+        urls = [self._runner.run(self._sender.prepare())[0]]
+        urls += [f"tcp://127.0.0.1:{new_port()}" for _ in range(count - 1)]
         self._versions, self._children = itertools.count(), []
-        address = self._engine.address
-        for i in range(count):
-            is_last = i == count - 1
-            where = address if is_last else f"{address} tcp://127.0.0.1:0"
-            child = Child("ckpt-into" if is_last else "relay", size, where, cores)
+        for address in [*(rl_ckpt.relay_address(*pair, 1) for pair in itertools.pairwise(urls)), urls[-1]]:
+            child = Child("slices", size, rl_ckpt.join_addresses([{0: address}], 1).to_json(), cores)
             stack.callback(child.close)
-            address = None if is_last else child.hear()
             child.wait()
             self._children.append(child)
 
     def __call__(self, weights):
         for child in self._children:
             child.tell()
-        self._engine.send(weights.items(), version=next(self._versions), num_peers=1)
+        self._runner.run(self._send(weights, next(self._versions)))
         for child in self._children:
             child.hear()
+
+    async def _send(self, weights, version):
+        shards = [(self._specs[name], tensor) for name, tensor in weights.items()]
+        shares = await self._sender.stage(lambda: shards, version=version)
+        await self._sender.commit(rl_ckpt.join_digest([shares]), version=version)
 
 
 class Fan:

@@ -13,7 +13,6 @@ import torch
 
 import rl_ckpt
 import rl_csrc
-from rl_ckpt.relay import Relay
 
 TIMEOUT = timedelta(seconds=60)
 TOKEN = "of the benchmark"
@@ -143,11 +142,9 @@ def child(system, num_layers, vocab_size, where, *cores):
     if system.startswith("ckpt"):
         token = TOKEN if where.startswith("tcp") else None
         engine = rl_ckpt.connect(where, role="receive", token=token)
-    elif system == "relay":
-        relay = Relay(*where.split(), token=TOKEN)
+    elif system == "slices":
+        receiver = rl_ckpt.ShardedReceiver(rl_ckpt.Addresses.from_json(where).of(0), token=TOKEN)
         runner = asyncio.Runner()
-        runner.run(relay.prepare())
-        print(relay.address, flush=True)
     elif system == "gloo":
         dist = join_group(1, where)
     elif system == "socket":
@@ -162,8 +159,8 @@ def child(system, num_layers, vocab_size, where, *cores):
         since = time.process_time()
         if system == "ckpt-into":
             engine.recv_into(mine)
-        elif system == "relay":
-            runner.run(relay.receive_into(mine))
+        elif system == "slices":
+            runner.run(receiver.receive_into(mine))
         elif system == "ckpt-iterate":
             copy_into(mine, engine.recv())
         elif system == "gloo":

@@ -388,25 +388,24 @@ class BucketPacker:
             )
 
     def _has_moved(self) -> bool:
-        """Release slots and take packed buckets; if there were none, announce what idle receivers wait for."""
+        """Release slots and take packed buckets; if there is no slot, announce what idle receivers wait for."""
         freed = [sequence for sequence in self._in_use if self._peers.num_freed[sequence] == len(self._participants)]
         for sequence in freed:
             self._pipeline.release(sequence)
             self._in_use.remove(sequence)
         if self._collect() or freed:
             return True
-        is_idle = self._is_anyone_idle()
-        if is_idle:
+        if self._batch and self._pipeline.is_stalled() and self._is_anyone_idle():
             self.flush()
         if not self._pending:
             return False
-        missing = 1 if is_idle or not self._batch else self._batch_size() - len(self._batch)
-        last = self._pending[min(len(self._pending), max(1, missing)) - 1]
+        missing = max(1, self._batch_size() - len(self._batch))
+        last = self._pending[min(len(self._pending), missing) - 1]
         while self._pipeline.wake_at(self._num_seen, last.end):
             if self._collect():
                 return True
         return False
 
     def _is_anyone_idle(self) -> bool:
-        """Whether buckets are unannounced and a receiver may be idle (it may hold those announced to it)."""
-        return bool(self._batch) and any(peer.num_sent - len(peer.freed) < NUM_SLOTS for peer in self._participants)
+        """Whether a receiver may be idle: it has few of the buckets that were announced, and may hold those."""
+        return any(peer.num_sent - len(peer.freed) < NUM_SLOTS for peer in self._participants)

@@ -243,7 +243,7 @@ class Peers:
 
     def _accept(self) -> None:
         while (channel := self.transport.accept()) is not None:
-            peer = Peer(channel, StreamWriter(self._waker), Deadline(self.timeout_s))
+            peer = Peer(channel, StreamWriter(self._waker, self.pipeline), Deadline(self.timeout_s))
             self.members.joining.append(peer)
             self._selector.register(channel, selectors.EVENT_READ, peer)
 

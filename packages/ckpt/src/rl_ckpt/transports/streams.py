@@ -115,11 +115,13 @@ class StreamWriter:
 
     Args:
         waker: Woken when a stream fails, or is empty while that is awaited.
+        pipeline: Digests what is written; it keeps close to the streams.
     """
 
-    def __init__(self, waker: Waker) -> None:
+    def __init__(self, waker: Waker, pipeline: Pipeline | None = None) -> None:
         self._streams: dict[int, _OutStream] = {}
         self._waker = waker
+        self._pipeline = pipeline
 
     def wake_when_empty(self) -> bool:
         """Whether the kernel has accepted everything, so that tensors may change; else the waker fires when it has."""
@@ -138,7 +140,7 @@ class StreamWriter:
         if index in self._streams:
             _close_stream(self._streams[index])
         self._streams[index] = _OutStream(
-            connection, opened, NativeWriter(connection.fileno(), self._waker.writer_fileno())
+            connection, opened, NativeWriter(connection.fileno(), self._waker.writer_fileno(), self._pipeline)
         )
 
     def is_open(self, num_streams: int, opened: int) -> bool:
