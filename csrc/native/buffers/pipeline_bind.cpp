@@ -1,6 +1,8 @@
 // The pipeline and the stream writer for Python: addresses are borrowed here, under Python's lock, and checked.
 #include "rl_csrc/pipeline.h"
 
+#include <sys/socket.h>
+
 #include "buffers.h"
 #include "exchange.h"
 
@@ -130,9 +132,28 @@ void put_runs(StreamWriter& writer, const py::list& runs) {
   writer.put(std::move(found));
 }
 
+// A thread that asks for Python's lock again waits for up to 5 ms where another computes: what does not wait keeps it.
+std::size_t send_now(int socket, py::handle data) {
+  const auto memory = borrow(data, false);
+  const ssize_t sent = ::send(socket, memory->data, memory->nbytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (sent >= 0) return static_cast<std::size_t>(sent);
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw py::error_already_set();
+}
+
+py::bytes receive_now(int socket) {
+  char room[1 << 16];
+  const ssize_t found = ::recv(socket, room, sizeof(room), MSG_DONTWAIT);
+  if (found >= 0) return py::bytes(room, static_cast<std::size_t>(found));
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw py::error_already_set();
+}
+
 }  // namespace
 
 void bind_pipeline(py::module_& m) {
+  m.def("send_now", &send_now);
+  m.def("receive_now", &receive_now);
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<Buckets>(m, "Pipeline")
       .def(py::init<const py::list&, std::uint64_t, int>(), py::arg("slots"), py::arg("leaf_nbytes"), py::arg("waker"))

@@ -87,6 +87,9 @@ class DecodedFrame:
     @property
     def has_digest(self) -> bool: ...
 
+def send_now(socket: int, data: Any) -> int: ...
+def receive_now(socket: int) -> bytes: ...
+
 class Pipeline:
     """Jobs in order on one thread, with a ring of slots (uint8 [N] each, or None for those on a device)."""
 

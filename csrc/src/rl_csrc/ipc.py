@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from rl_csrc.errors import ArgumentError
+from rl_csrc.native import cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,6 +192,24 @@ def _abstract(name: str) -> str:
     return f"\0{name}"
 
 
+def send_now(connection: socket.socket, data: memoryview | bytes) -> int:
+    """Send what a socket takes at once. Keeps the interpreter lock, which a thread that computes may hold for 5 ms.
+
+    Raises:
+        BlockingIOError, OSError: as `send` does.
+    """
+    return cpu.send_now(connection.fileno(), data)
+
+
+def receive_now(connection: socket.socket) -> bytes:
+    """Receive what is here, 64 KiB at most; empty at the end of the stream. Keeps the lock as `send_now` does.
+
+    Raises:
+        BlockingIOError, OSError: as `recv` does.
+    """
+    return cpu.receive_now(connection.fileno())
+
+
 class Waker:
     """Self-pipe to wake a thread from `poll`: readable from `wake` to `clear`. Thread-safe; closed in children."""
 
@@ -210,12 +229,12 @@ class Waker:
     def wake(self) -> None:
         """Make it readable. Publish data for the other thread first."""
         with contextlib.suppress(BlockingIOError):  # the socket is full, so it is readable already
-            self._writer.send(b"!")
+            send_now(self._writer, b"!")
 
     def clear(self) -> None:
         """Consume every `wake` so far. Look for data after this call, not before."""
         with contextlib.suppress(BlockingIOError):
-            while self._reader.recv(4096):
+            while receive_now(self._reader):
                 pass
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import torch
 import rl_csrc
 from rl_csrc import ArgumentError
 from rl_csrc.buffers.pipeline import Pipeline, StreamWriter
-from rl_csrc.ipc import SharedMemory, Waker
+from rl_csrc.ipc import SharedMemory, Waker, receive_now, send_now
 
 LEAF = 1024
 SLOT = 4096
@@ -245,6 +245,21 @@ def test_jobs_are_done_while_another_thread_holds_the_lock(ring, waker):
         assert pipeline.num_done() == 200
     finally:
         sys.setswitchinterval(before)
+
+
+def test_what_does_not_wait_is_sent_and_received_at_once():
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        assert send_now(mine, memoryview(b"hello")) == 5
+        assert receive_now(theirs) == b"hello"
+        with pytest.raises(BlockingIOError):
+            receive_now(theirs)
+        with pytest.raises(BlockingIOError):
+            while True:
+                send_now(mine, bytes(1 << 16))
+        theirs.close()
+        with pytest.raises(BrokenPipeError):
+            send_now(mine, b"x")
 
 
 def test_many_threads_may_use_it(ring, waker):

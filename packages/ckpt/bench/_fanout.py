@@ -1,10 +1,10 @@
 """What a sender spends on each bucket and receiver, at 1, 8 and 64 receivers.
 
 The row "per bucket and receiver" is CPU time of the sender's process: what its main thread spends on receivers
-(announcing buckets, waiting, reading answers: `BucketPacker.flush`, `Peers.send` and `Peers.pump`) and all that its
-other threads spend, less the system calls that take payload, over buckets times receivers. Left out are what is done
-once per bucket however many receivers there are (taking it from the source, packing, digesting), and the kernel's copy
-of payload, once per receiver over TCP, which is a row of its own. Beside it stands the CPU time of all of the sync,
+(announcing buckets, waiting, reading answers: `BucketPacker.flush`, `Peers.send` and `Peers.pump`) and all that the
+threads of streams spend, less the system calls that take payload, over buckets times receivers. Left out are what is
+done once per bucket however many receivers there are (taking it from the source, packing, digesting), and the kernel's
+copy of payload, once per receiver over TCP, which is a row of its own. Beside it stands the CPU time of all of the sync,
 and, for TCP, the same figure of a loop that does nothing but write the same bytes from as many threads.
 
 The receivers are stand-ins in one other process, which speak WIRE.md, throw payload away in the kernel and free what
@@ -53,7 +53,6 @@ from rl_ckpt.sender.packer import BucketPacker
 from rl_ckpt.sender.peers import Peers
 from rl_ckpt.tensors.buckets import Codec, Span
 from rl_ckpt.transports import TcpReceive, UnixReceive
-from rl_ckpt.transports.streams import StreamWriter
 from rl_ckpt.types import Role, SessionConfig
 
 NUM_RECEIVERS = (1, 8, 64)
@@ -160,10 +159,10 @@ def stand_in(url, token, count, core):
 
 
 class Clock:
-    """CPU time inside some functions, each of one thread at a time, seconds."""
+    """CPU time of the main thread inside some functions, seconds."""
 
     def __init__(self):
-        self.spent = {"receivers": [], "payload": []}
+        self.spent = 0.0
         self._is_inside = False
 
     @contextmanager
@@ -172,7 +171,6 @@ class Clock:
         with ExitStack() as stack:
             for owner, name in ((BucketPacker, "flush"), (Peers, "send"), (Peers, "pump")):
                 stack.enter_context(mock.patch.object(owner, name, self._outermost(getattr(owner, name))))
-            stack.enter_context(mock.patch.object(StreamWriter, "write_some", self._timed(StreamWriter.write_some)))
             yield
 
     def _outermost(self, function):
@@ -184,19 +182,16 @@ class Clock:
                 return function(*arguments)
             finally:
                 self._is_inside = False
-                self.spent["receivers"].append(time.thread_time() - since)
+                self.spent += time.thread_time() - since
 
         return timed
 
-    def _timed(self, function):
-        def timed(*arguments):
-            since = time.thread_time()
-            try:
-                return function(*arguments)
-            finally:
-                self.spent["payload"].append(time.thread_time() - since)
 
-        return timed
+def stream_seconds(sender):
+    """CPU time of the threads of all streams, and of it the system calls that take payload."""
+    peers = sender._peers.members.admitted
+    streams = [stream.native for peer in peers for stream in peer.writer._streams.values()]
+    return sum(each.thread_ns() for each in streams) / 1e9, sum(each.system_ns() for each in streams) / 1e9
 
 
 def sender_cpu(scheme, count, num_buckets, core):
@@ -215,11 +210,12 @@ def sender_cpu(scheme, count, num_buckets, core):
         for version in range(3):
             clock = Clock()
             with clock.watching():
-                since, since_here = time.process_time(), time.thread_time()
+                since = time.process_time()
+                before = stream_seconds(sender) if version else (0.0, 0.0)
                 sender.send(weights.items(), version=version, num_peers=count)
-                spent, here = time.process_time() - since, time.thread_time() - since_here
-            payload = sum(clock.spent["payload"])
-            own = sum(clock.spent["receivers"]) + spent - here - payload
+                spent = time.process_time() - since
+                threads, payload = (now - then for now, then in zip(stream_seconds(sender), before, strict=True))
+            own = clock.spent + threads - payload
             rows.append((spent, payload, own / count / num_buckets * 1e6))
     child.join(30)
     return bucket_bytes >> 20, list(zip(*rows[1:], strict=True))

@@ -124,8 +124,7 @@ def measure(run, size):
         rows, num_bytes = sample(scheme, size)
         metric = f"a Python loop beside a sync over {scheme}"
         shares = [mine / limit for (mine, _), (limit, _) in zip(rows["same"], rows["other"], strict=True)]
-        run.record(f"{metric}: its speed, compared with a sync of another process", "rl-ckpt", shares, unit="share",
-                   goal=">= 0.9 share")  # fmt: skip
+        run.record(f"{metric}: its share of the limit's speed", "rl-ckpt", shares, unit="share", goal=">= 0.9 share")
         for name, what in (("same", "with the loop"), ("other", "of another process"), ("alone", "without a loop")):
             rates = [num_bytes / seconds / 1e9 for _, seconds in rows[name]]
             run.record(f"{metric}: the sync", f"rl-ckpt, {what}", rates, unit="GB/s")

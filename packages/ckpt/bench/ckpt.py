@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from packages.ckpt.bench import _fanout, _pairs, _parts
+from packages.ckpt.bench import _fanout, _loop, _pairs, _parts
 from packages.ckpt.bench._child import (
     TOKEN,
     Child,
@@ -86,6 +86,7 @@ def measure(run, cores):
     memcpy = {"memcpy, one process": lambda: copy_into(mine, weights.items())}
     _parts.measure(run, weights, mine, num_bytes)
     _parts.verification(run, weights)
+    _loop.measure(run, size)
     _fanout.measure(run, cores)
     _pairs.measure(run, Sending, (size[0], size[1] // 6), cores)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rl-bench-") as folder, ExitStack() as stack:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rl_ckpt.errors import PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
 from rl_ckpt.protocol.messages import GREETING_BYTES, MAX_BODY_BYTES, Decoder, Encoded
-from rl_csrc.ipc import Waker, close_in_children
+from rl_csrc.ipc import Waker, close_in_children, receive_now, send_now
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -233,7 +233,7 @@ class Channel:
 
     def _read(self) -> bytes:
         if not self._takes_descriptors:
-            return self._socket.recv(_READ_BYTES)
+            return receive_now(self._socket)
         data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC)
         self.descriptors += descriptors
         return data
@@ -242,7 +242,7 @@ class Channel:
         try:
             if descriptors:
                 return socket.send_fds(self._socket, [data], list(descriptors))
-            return self._socket.send(data)
+            return send_now(self._socket, data)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
