@@ -247,6 +247,11 @@ def test_jobs_are_done_while_another_thread_holds_the_lock(ring, waker):
         sys.setswitchinterval(before)
 
 
+def fill(connection):
+    while send_now(connection, bytes(1 << 16)):
+        pass
+
+
 def test_what_does_not_wait_is_sent_and_received_at_once():
     mine, theirs = socket.socketpair()
     with mine, theirs:
@@ -255,8 +260,7 @@ def test_what_does_not_wait_is_sent_and_received_at_once():
         with pytest.raises(BlockingIOError):
             receive_now(theirs)
         with pytest.raises(BlockingIOError):
-            while True:
-                send_now(mine, bytes(1 << 16))
+            fill(mine)
         theirs.close()
         with pytest.raises(BrokenPipeError):
             send_now(mine, b"x")

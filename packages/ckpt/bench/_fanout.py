@@ -4,7 +4,7 @@ The row "per bucket and receiver" is CPU time of the sender's process: what its 
 (announcing buckets, waiting, reading answers: `BucketPacker.flush`, `Peers.send` and `Peers.pump`) and all that the
 threads of streams spend, less the system calls that take payload, over buckets times receivers. Left out are what is
 done once per bucket however many receivers there are (taking it from the source, packing, digesting), and the kernel's
-copy of payload, once per receiver over TCP, which is a row of its own. Beside it stands the CPU time of all of the sync,
+copy of payload, once per receiver over TCP, which is a row of its own. Next to it is the CPU time of all of the sync,
 and, for TCP, the same figure of a loop that does nothing but write the same bytes from as many threads.
 
 The receivers are stand-ins in one other process, which speak WIRE.md, throw payload away in the kernel and free what
