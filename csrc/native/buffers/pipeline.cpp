@@ -1,6 +1,7 @@
 #include "rl_csrc/pipeline.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -69,16 +70,27 @@ void start_thread(const std::shared_ptr<State>& state, [[maybe_unused]] const ch
   thread.detach();
 }
 
+
+// Whether all threads share one core: then two that work at once only evict each other's cache.
+bool has_one_core() {
+#if defined(__linux__)
+  cpu_set_t cores;
+  return sched_getaffinity(0, sizeof(cores), &cores) == 0 && CPU_COUNT(&cores) == 1;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 struct Backlog {
-  static constexpr std::int64_t kMost = std::int64_t{16} << 20;  // of each stream: less than what a core's cache holds
+  const std::int64_t most = has_one_core() ? 0 : std::int64_t{16} << 20;  // of each stream: less than what a core's cache holds
 
   std::mutex mutex;  // of the pipeline
   std::condition_variable work;
   std::int64_t nbytes = 0, num_streams = 0;
 
-  bool is_full() const { return nbytes > kMost * std::max<std::int64_t>(1, num_streams); }
+  bool is_full() const { return nbytes > most * std::max<std::int64_t>(1, num_streams); }
 
   void add(std::int64_t more, std::int64_t streams = 0) {
     {
