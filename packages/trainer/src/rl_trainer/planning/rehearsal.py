@@ -142,7 +142,7 @@ def check_rows(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
     order += [(True, index) for index in range(len(datasets.eval))]
     random.Random(config.seed).shuffle(order)
     rows += [(datasets.eval if is_eval else datasets.train)[index] for is_eval, index in order]
-    lengths = _measured(config, rows, _SAMPLE_S)
+    lengths, num_changed = _measured(config, rows, _SAMPLE_S)
     for at, length in enumerate(lengths):
         if not isinstance(length, int):
             place = at - len(places)
@@ -159,46 +159,61 @@ def check_rows(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
     total = "a stream" if datasets.stream is not None else f"{len(rows):,}"
     told = f"{len(lengths):,} of {total} checked; {num_long:,} have more than data.max_prompt_tokens={longest}"
     bad = f", {complaints.count:,} cannot be used; for example {complaints.first[0]}" if complaints.count else ""
-    return [("rows", f"{told}{bad}")]
+    lines = [("rows", f"{told}{bad}")]
+    if num_changed:
+        why = "such as of environments without a seed; a rollout whose prompt turns out too long fails and is counted"
+        lines.append(("random prompts", f"{num_changed} of {min(_TWICE, len(rows))} differ when made again, {why}"))
+    return lines
 
 
-def _measured(config: Config, rows: Sequence[Row], seconds: float) -> list[int | str]:
+_TWICE = 8
+"""Prompts that are made twice: environments without a seed open anew each time."""
+
+
+def _measured(config: Config, rows: Sequence[Row], seconds: float) -> tuple[list[int | str], int]:
     """Prompt lengths as their agent loops send them, or why a row cannot be asked, of as many rows as time allows.
+
+    Returns:
+        Lengths, and the number of the first `_TWICE` prompts that differ when they are made again.
 
     Raises:
         InputError: the tokenizer, its chat template or an agent loop cannot be used.
     """
-    from rl_trainer.workers.agent import create_runner
-    from rl_trainer.workers.columns import takes_images
+    from rl_trainer.workers.agent import PromptMeter, create_runner
 
-    folder, until = Path(str(config.model.path)), time.monotonic() + seconds
-    has_images = takes_images(folder)
+    folder, until = str(config.model.path), time.monotonic() + seconds
 
-    async def measure(tokenizer: Any) -> list[int | str]:
+    async def measure(tokenizer: Any) -> tuple[list[int | str], int]:
         runner = create_runner(config.agent, cast("Generator", None), tokenizer)  # nothing is generated
-        found: list[int | str] = []
+        meter = PromptMeter(
+            tokenizer,
+            folder,
+            num_given=config.batch.given,
+            max_new_tokens=config.rollout.max_new_tokens,
+            teacher=config.teacher,
+        )
+        found, num_changed = list[int | str](), 0
         try:
             while len(found) < len(rows) and (not found or time.monotonic() < until):
-                for prompt in await runner.prompts(rows[len(found) : len(found) + 64]):
-                    if isinstance(prompt, rl_agent.Failure):
-                        found.append(f"the prompt cannot be asked: {prompt.message}")
-                    elif prompt[1] and not has_images:
-                        found.append("the prompt has images, and the model takes none; take it out")
-                    else:
-                        found.append(len(prompt[0]))
+                chunk = rows[len(found) : len(found) + 64]
+                prompts = await runner.prompts(chunk)
+                if not found:
+                    again = await runner.prompts(chunk[:_TWICE])
+                    num_changed = sum(one != two for one, two in zip(prompts[:_TWICE], again, strict=True))
+                found += map(meter.length, chunk, prompts)
         finally:
             await runner.close()
-        return found
+        return found, num_changed
 
     try:
-        return asyncio.run(measure(rl_agent.load_tokenizer(str(folder))))
+        return asyncio.run(measure(rl_agent.load_tokenizer(folder)))
     except (AgentError, ValueError, OSError) as error:
         told = str(error).splitlines()[0]
         raise InputError(f"prompts cannot be made by the tokenizer of model.path={folder}: {told}") from error
 
 
 def _tokens(config: Config, row: Row) -> str:
-    (length,), longest = _measured(config, [row], _SAMPLE_S), config.data.max_prompt_tokens
+    ((length,), _), longest = _measured(config, [row], _SAMPLE_S), config.data.max_prompt_tokens
     if not isinstance(length, int):
         raise InputError(f"the first row cannot be used: {length}")
     told = f"the first prompt has {length} tokens"

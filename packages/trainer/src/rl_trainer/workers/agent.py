@@ -145,6 +145,51 @@ class _GroupWriter:
             await self._task
 
 
+class PromptMeter:
+    """Lengths of prompts, as they are compared with `data.max_prompt_tokens` before the start and by the workers."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        model_path: str,
+        *,
+        num_given: int,
+        max_new_tokens: int,
+        teacher: TeacherSection | None,
+    ) -> None:
+        self._tokenizer, self._num_given, self._max_new_tokens = tokenizer, num_given, max_new_tokens
+        self._context = None if teacher is None else teacher.context
+        self.tokens = read_folder_tokens(model_path)
+        """Tokens of the model's folder."""
+        self.reader = ImageReader(Path(model_path)) if takes_images(Path(model_path)) else None
+        """Reader of images, of a model that takes them."""
+
+    def length(self, row: Row, prompt: tuple[tuple[int, ...], tuple[str, ...]] | Failure) -> int | str:
+        """Tokens of the longest prompt of a row, images and the teacher's included; or why it cannot be used."""
+        if isinstance(prompt, Failure):
+            return f"the prompt cannot be asked: {prompt.message}"
+        ids, images = prompt
+        for text in row.get("given", ())[: self._num_given]:
+            if (length := len(given_tokens(self._tokenizer, text, self.tokens))) > self._max_new_tokens:
+                return (
+                    f"a completion that the row gives has {length} tokens, more than rollout.max_new_tokens="
+                    f"{self._max_new_tokens}; take it out, or raise that"
+                )
+        if images and self.reader is None:
+            return "the prompt has images, and the model takes none; take it out"
+        longest = len(ids)
+        if self._context is not None:
+            try:
+                longest = max(longest, len(self.teacher_prompt(row, self._context)))
+            except (DataError, RowError) as error:
+                return str(error)
+        return longest if self.reader is None else longest + self.reader.num_added(images)
+
+    def teacher_prompt(self, row: Row, context: str) -> tuple[int, ...]:
+        """Token ids of a row's prompt with the context that the teacher alone sees."""
+        return rl_agent.tokenize_prompt(self._tokenizer, with_context(row, context))[0]
+
+
 class AgentWorker:
     """Agent worker: many rollouts on one event loop; a group enters the queue when its last rollout is scored."""
 
@@ -180,8 +225,10 @@ class AgentWorker:
             thinking=thinking_of(self._tokenizer, reward, config),
             num_steps=num_steps,
         )
-        self._tokens = read_folder_tokens(model_path)
-        self._reader = ImageReader(Path(model_path)) if takes_images(Path(model_path)) else None
+        self._meter = PromptMeter(
+            self._tokenizer, model_path, num_given=num_given, max_new_tokens=max_new_tokens, teacher=teacher
+        )
+        self._tokens, self._reader = self._meter.tokens, self._meter.reader
         self._runner = self._loop.run(self._open(config, servers), timeout_s)
 
     async def _open(self, config: AgentSection, servers: Sequence[ServerAddress]) -> rl_agent.AgentRunner:
@@ -199,31 +246,7 @@ class AgentWorker:
     def prompt_lengths(self, rows: list[Row]) -> list[int | str]:
         """Lengths of the prompts that the rows' loops start with, images included; or why a row cannot be used."""
         prompts = self._loop.run(self._runner.prompts(rows), self._timeout_s)
-        return [self._prompt_length(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
-
-    def _prompt_length(self, row: Row, prompt: tuple[tuple[int, ...], tuple[str, ...]] | Failure) -> int | str:
-        if isinstance(prompt, Failure):
-            return f"the prompt cannot be asked: {prompt.message}"
-        ids, images = prompt
-        for text in row.get("given", ())[: self._num_given]:
-            if (length := len(given_tokens(self._tokenizer, text, self._tokens))) > self._max_new_tokens:
-                return (
-                    f"a completion that the row gives has {length} tokens, more than rollout.max_new_tokens="
-                    f"{self._max_new_tokens}; take it out, or raise that"
-                )
-        if self._teacher is not None and self._teacher.context is not None:
-            try:
-                return len(self._teacher_prompt(row, self._teacher.context))  # the longer one
-            except (DataError, RowError) as error:
-                return str(error)
-        if not images:
-            return len(ids)
-        if self._reader is None:
-            return "the prompt has images, and the model takes none; take it out"
-        return len(ids) + self._reader.num_added(images)
-
-    def _teacher_prompt(self, row: Row, context: str) -> tuple[int, ...]:
-        return rl_agent.tokenize_prompt(self._tokenizer, with_context(row, context))[0]
+        return [self._meter.length(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
     def _with_teacher_prompt(self, sample: Sample, row: Row) -> Sample:
         """Sample with the teacher's own prompt, where it is told more.
@@ -239,7 +262,7 @@ class AgentWorker:
                 "teacher.context is written below the prompt of a row, and the agent loop has asked something else; "
                 "use a loop that asks the prompt as it is, or leave context out"
             )
-        fields = {**output.extra_fields, TEACHER_PROMPT: self._teacher_prompt(row, self._teacher.context)}
+        fields = {**output.extra_fields, TEACHER_PROMPT: self._meter.teacher_prompt(row, self._teacher.context)}
         return replace(output, extra_fields=fields), score
 
     def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> list[None]:

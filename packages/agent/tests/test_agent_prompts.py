@@ -1,0 +1,108 @@
+"""The prompt that is measured is the prompt that a server gets, token for token, of every loop that is installed."""
+
+import asyncio
+import itertools
+import shutil
+from importlib.metadata import entry_points
+
+import pytest
+
+from rl_agent import AgentRunner, Failure, create_loop
+from rl_agent.testing import FakeGenerator
+
+ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add should add"}]
+SHOTS = [*ASK, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "and now?"}]
+
+
+class Room:
+    """Opens with a text that depends on its seed; without one it opens anew each time."""
+
+    opened = itertools.count(1000)
+
+    def __init__(self, size=1):
+        self._size = size
+
+    def reset(self, *, seed):
+        return f"you see door {next(self.opened) if seed is None else seed} " * self._size, {}
+
+    def step(self, action):
+        return "the end", 1.0, True, False, {}
+
+
+def lookup(city: str, limit: int = 3) -> str:
+    """Look a city up."""
+    return city
+
+
+FILES = {"files": {"a.py": "a = 1\n"}, "tests": {"command": "true", "files": {"test_a.py": "\n"}}}
+PAGE = {"html": "<title>Shop</title><p>Welcome", "check": "true"}
+TOOLS = {"tools": [lookup, "calculator"]}
+TASK = {"task": "basic_arithmetic", "index": 3, "task_args": {"seed": 7, "size": 10}}
+CASES = {
+    "single_turn": ("single_turn", {}, {"prompt": ASK}),
+    "few shots": ("single_turn", {}, {"prompt": SHOTS}),
+    "tool": ("tool", TOOLS, {"prompt": ASK}),
+    "a row's tools": ("tool", TOOLS, {"prompt": SHOTS, "tools": ["calculator"]}),
+    "template_kwargs": ("tool", {**TOOLS, "template_kwargs": {"mood": "cheerful"}}, {"prompt": ASK}),
+    "gym": ("gym", {"environments": {"room": Room}}, {"seed": 7, "environment_args": {"size": 40}}),
+    "gym with system": ("gym", {"environments": {"room": Room}}, {"seed": 7, "system": "you play a game"}),
+    "reasoning_gym": ("reasoning_gym", {}, {**TASK, "system": "think"}),
+    "swe": ("swe", {}, {"prompt": ASK, **FILES}),
+    "gui": ("gui", {}, {"prompt": ASK, **PAGE}),
+}
+OURS = {point.name for point in entry_points(group="rl_agent.loops") if point.value.startswith("rl_agent.")}
+
+
+def test_every_loop_has_a_case():
+    assert {loop for loop, _, _ in CASES.values()} == OURS
+
+
+def marked(name):
+    return pytest.param(name, marks=pytest.mark.process if name in ("swe", "gui") else ())
+
+
+@pytest.mark.parametrize("family", ["qwen", "plain"])
+@pytest.mark.parametrize("name", [*map(marked, CASES)])
+def test_the_server_gets_the_prompt_that_was_measured(make_tokenizer, name, family):
+    kind, options, row = CASES[name]
+    if kind == "reasoning_gym":
+        pytest.importorskip("reasoning_gym", reason="needs the extra rl-agent[reasoning_gym]")
+    if kind == "gui":
+        pytest.importorskip("playwright", reason="uv sync --group frameworks")
+        if shutil.which("chromium") is None:
+            pytest.skip("there is no chromium on the path")
+    tokenizer = make_tokenizer(family)
+    if "template_kwargs" in options:
+        tokenizer.chat_template = "{{ mood or '' }}" + tokenizer.chat_template
+    server = FakeGenerator(lambda _: [*tokenizer.encode("ok", add_special_tokens=False), tokenizer.eos_token_id])
+
+    async def main():
+        runner = AgentRunner(lambda _: create_loop(kind, server, tokenizer, **options))
+        try:
+            return await runner.prompts([row]), [each async for each in runner.run([row], {"max_new_tokens": 16})]
+        finally:
+            await runner.close()
+
+    ((measured, images),), (result,) = asyncio.run(main())
+    assert not isinstance(result.outputs, Failure), result.outputs
+    assert (measured, images) == (tuple(server.requests[0].prompt_token_ids), ())
+    said = tokenizer.decode(measured)
+    shown = {"gym": ["door 7"], "gym with system": ["you play a game", "door 7"], "reasoning_gym": ["think"]}
+    assert all(text in said for text in shown.get(name, ["be brief", "add should add"]))
+    if kind in ("tool", "swe", "gui") and family == "qwen":
+        assert '"parameters"' in said
+    assert ("cheerful" in said) is (name == "template_kwargs")
+
+
+def test_an_environment_without_a_seed_may_open_anew(make_tokenizer):
+    """Its prompt cannot be known; the rollout has the one that it opened with."""
+    tokenizer = make_tokenizer("plain")
+    server = FakeGenerator(lambda _: [*tokenizer.encode("ok"), tokenizer.eos_token_id])
+
+    async def main():
+        runner = AgentRunner(lambda _: create_loop("gym", server, tokenizer, environments={"room": Room}))
+        return await runner.prompts([{}]), await runner.prompts([{}]), [each async for each in runner.run([{}], {})]
+
+    first, second, (result,) = asyncio.run(main())
+    assert first != second
+    assert result.outputs[0].prompt_token_ids == tuple(server.requests[0].prompt_token_ids)
