@@ -9,8 +9,9 @@ import pytest
 from rl_engine.testing.hub import serve_hub
 from rl_rollout.testing import write_tiny_model
 from rl_trainer.config import load_config
+from rl_trainer.data.datasets import Datasets
 from rl_trainer.errors import ConfigError, InputError
-from rl_trainer.planning.rehearsal import check_signature, rehearse, reward_source
+from rl_trainer.planning.rehearsal import check_rows, check_signature, rehearse, reward_source
 
 ROW = {
     "prompt": [{"role": "user", "content": "2+2="}],
@@ -109,3 +110,53 @@ def test_a_dry_run_of_a_model_by_its_hub_id_fetches_no_weights(model, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert refusal.returncode == 2
     assert "the hub has no model some/other" in refusal.stderr
+
+
+COLUMN = """
+def trl(completions, city, **kwargs):
+    return [float(len(each)) for each in city]
+
+def ours(text, row):
+    return float(row["extra_info"]["level"])
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("reward", "bad", "words"),
+    [
+        ("trl", {}, "it takes city"),
+        ("trl", {"city": None}, "TypeError"),
+        ("ours", {"extra_info": {}}, "KeyError: 'level'"),
+        ("ours", {"extra_info": {"level": "high"}}, "could not convert"),
+        (None, {"reward_model": {"style": "rule", "ground_truth": None}}, "no ground truth"),
+    ],
+)
+def test_a_reward_is_tried_on_every_kind_of_row(model, tmp_path, reward, bad, words):
+    (tmp_path / "rewards.py").write_text(COLUMN)
+    path = [] if reward is None else [f"reward.path={tmp_path}/rewards.py:{reward}"]
+    good = {**ROW, "city": "paris", "extra_info": {"level": 1}}
+    lacking = {name: value for name, value in good.items() if name != "city" or reward != "trl"} | bad
+    rows = [good] * 499 + [lacking] + [good] * 100
+    with pytest.raises(InputError, match=f"f.jsonl, row 500: the reward cannot be used: .*{words}"):
+        rehearse(config_of(model, *path), rows, lambda index: f"f.jsonl, row {index + 1}")
+    config = config_of(model, *path, "data.on_bad_row=drop")
+    assert "reward tried" in dict(rehearse(config, rows))
+
+
+class Room:
+    """Opens with another text each time."""
+
+    opened = iter(range(1000, 9000))
+
+    def reset(self, *, seed):
+        return f"door {next(self.opened) if seed is None else seed}", {}
+
+
+def test_prompts_that_differ_when_made_again_are_in_the_plan(model, monkeypatch):
+    monkeypatch.setattr("rl_agent.loops.gym.load_plugin", lambda *_: Room)
+    for fields, is_random in (({}, True), ({"seed": 3}, False)):
+        row = {**ROW, "environment": "room", **fields}
+        told = dict(check_rows(config_of(model, "agent.loop=gym"), Datasets(train=[row] * 3, eval=[row])))
+        assert ("random prompts" in told) is is_random
+        assert told.get("random prompts", "4 of 4 differ").startswith("4 of 4 differ")

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -107,7 +108,8 @@ def _planned(config: Config, counts: BatchPlan, console: Console, *, resume: Res
     others_facts = [("changed", f"{name}: not as in the checkpoint's run (resume=anyway)") for name in others]
     backends = preflight.check_backends(config)
     known = _facts(config, datasets)  # reads the chat template, before a row is rendered
-    rehearsed = rehearse(config, datasets.train or datasets.eval) if is_rehearsed else []
+    tried, where = datasets.train or datasets.eval, partial(datasets.where, is_eval=not datasets.train)
+    rehearsed = rehearse(config, tried, where) if is_rehearsed else []
     checked = check_rows(config, datasets)
     facts = [*known, *checked, *_resumed(config), *others_facts, *backends, *rehearsed]
     show_plan(console, counts, facts)

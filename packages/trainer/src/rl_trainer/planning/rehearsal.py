@@ -19,7 +19,7 @@ from rl_trainer.errors import ConfigError, DataError, InputError, RewardError
 from rl_trainer.rewards import Scorer, resolve_reward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rl_agent.base import Generator
     from rl_trainer.config import Config, RewardSection
@@ -30,8 +30,18 @@ _PROGRAMS = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt_llm"}
 _MADE_UP = "I do not know."
 
 
-def rehearse(config: Config, rows: Iterable[Row]) -> list[tuple[str, str]]:
-    """Rehearse the first row: chat template, reward, server; returns lines of the plan.
+def rehearse(
+    config: Config, rows: Sequence[Row], where: Callable[[int], str] = "row {0}".format
+) -> list[tuple[str, str]]:
+    """Rehearse the first row: chat template, reward, server; the reward on other kinds of rows as well.
+
+    Args:
+        config: Configuration of the run.
+        rows: Rows of the run.
+        where: Gives the location of a row by its index.
+
+    Returns:
+        Lines of the plan.
 
     Raises:
         InputError: something that the run needs does not work; in one sentence.
@@ -44,7 +54,9 @@ def rehearse(config: Config, rows: Iterable[Row]) -> list[tuple[str, str]]:
         found.append(("chat template", _tokens(config, row)))
     served = [name for name, part in config.reward.parts.items() if part.kind in ("judge", "classifier", "loop")]
     if not served and (config.reward.path or config.reward.parts or config.agent.loop == "single_turn"):
-        found.append(("reward tried", asyncio.run(_reward(config.reward, row))))
+        complaints = Complaints(is_error=config.data.on_bad_row == "error")
+        found.append(("reward tried", asyncio.run(_reward(config.reward, rows, where, complaints))))
+        complaints.check(len(rows) - complaints.count, of_all="tried ")
     return found
 
 
@@ -220,7 +232,30 @@ def _tokens(config: Config, row: Row) -> str:
     return told if length <= longest else f"{told}, more than data.max_prompt_tokens={longest}: it would be left out"
 
 
-async def _reward(section: RewardSection, row: Row) -> str:
+_MOST_KINDS = 64
+"""Kinds of rows on which a reward is tried."""
+
+
+def _first_of_kinds(rows: Sequence[Row]) -> list[int]:
+    """Index of the first row of each kind: rows whose fields have the same names and types, from one data source."""
+    found: dict[object, int] = {}
+    for index, row in enumerate(rows):
+        nested = {name: type(value) for part in ("reward_model", "extra_info") for name, value in _fields(row, part)}
+        kind = (row["data_source"], *({name: type(value) for name, value in row.items()} | nested).items())
+        found.setdefault(frozenset(kind), index)
+    return list(found.values())[:_MOST_KINDS]
+
+
+def _fields(row: Row, name: str) -> Iterable[tuple[str, Any]]:
+    part = row.get(name)
+    return ((f"{name}.{each}", value) for each, value in part.items()) if isinstance(part, dict) else ()
+
+
+async def _reward(
+    section: RewardSection, rows: Sequence[Row], where: Callable[[int], str], complaints: Complaints
+) -> str:
+    first, *others = _first_of_kinds(rows)
+    row = rows[first]
     truth = row["reward_model"].get("ground_truth")
     texts = {"a made-up completion": _MADE_UP} | ({} if truth is None else {"the ground truth": str(truth)})
     scorer, told = Scorer(section), list[str]()
@@ -228,6 +263,12 @@ async def _reward(section: RewardSection, row: Row) -> str:
         await scorer.start()
         for what, text in texts.items():
             told.append(f"{what} {await _scored(scorer, text, row)}")
+        if not told[0].endswith(")"):  # a reward that refuses made-up texts says nothing about rows by that
+            for index in others:
+                try:
+                    await scorer.score(_MADE_UP, rows[index])
+                except (RewardError, TimeoutError) as error:
+                    complaints.add(f"{where(index)}: the reward cannot be used: {error}")
     except (RewardError, OSError) as error:
         raise InputError(f"the reward cannot be used: {error}") from error
     finally:
