@@ -138,6 +138,28 @@ def test_a_rows_text_is_made_well_formed():
     assert MARK in FakeTokenizer().decode(result.outputs[0].prompt_token_ids)
 
 
+@pytest.mark.parametrize("text", ["a\0b", "\ud83d", "x" * 1_000_000], ids=["nul", "lone", "long"])
+@pytest.mark.parametrize("place", ["tool", "reset", "step", "row", "policy"])
+def test_any_text_at_any_boundary_ends_as_a_result(place, text):
+    call = json.dumps({"name": "echo", "arguments": {"x": text}})
+    loop, row = {
+        "tool": lambda: (ToolLoop(asking([CALL, "done"]), StrictTokenizer(), tools=[Echo(text)]), PROMPT),
+        "reset": lambda: (played((text, {}), ("", 1.0, True, False, {})), {}),
+        "step": lambda: (played(("", {}), (text, 1.0, False, False, {text: text})), {}),
+        "row": lambda: (
+            SingleTurnLoop(FakeGenerator(), StrictTokenizer()),
+            {"prompt": [{"role": "user", "content": text}], text: [text]},
+        ),
+        "policy": lambda: (
+            ToolLoop(asking([f"<tool_call>{call}</tool_call>", "done"]), StrictTokenizer(), tools=[Echo("ok")]),
+            PROMPT,
+        ),
+    }[place]()
+    (result,) = run(loop, row)
+    assert isinstance(result.outputs, Failure | tuple)
+    json.dumps(repr(result.outputs)).encode()
+
+
 def broken_parser(text):
     raise RecursionError(LONE)
 

@@ -101,6 +101,34 @@ def test_a_stream_of_prompts_that_are_all_too_long_is_told():
         order.take(1)
 
 
+def test_late_bad_rows_of_a_stream_are_named_by_file_and_number(tmp_path):
+    """What the sample before the start does not reach is checked as it is read."""
+    lines = [json.dumps({"prompt": f"q{n}", "answer": "1"}) for n in range(400)]
+    lines[299:307] = ["{}", *['{"prompt": "images", "answer": "1"}'] * 7]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    (tmp_path / "test.jsonl").write_text(lines[0])
+    config = DataConfig(path=str(tmp_path), format="rows", options={"stream_buffer": 1}, on_bad_row="drop")
+
+    def ask(rows):
+        return ["no images" if row["prompt"][0]["content"] == "images" else 3 for row in rows]
+
+    def order(**options):
+        return StreamOrder(rows=load_datasets(config, seed=0).stream, measure=ask, longest=4, **options)
+
+    with pytest.raises(DataError) as caught:
+        order().take(400)
+    told = str(caught.value)
+    assert "8 of 64 rows cannot be used" in told
+    assert [f"train.jsonl, row {n}" in told for n in range(300, 306)] == [True] * 5 + [False]
+    dropping = order(drops=True)
+    taken = dropping.take(392)
+    assert (dropping.num_bad, len(set(taken)), dropping.where(taken[-1])) == (
+        8,
+        392,
+        f"{tmp_path}/train.jsonl, row 400",
+    )
+
+
 def test_an_empty_stream_is_told():
     with pytest.raises(DataError, match="mine has no rows"):
         StreamedRows(Source("mine", lambda: iter(())), lambda r, _: dict(r), seed=0, buffer_size=2)[0]

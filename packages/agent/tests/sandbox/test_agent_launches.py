@@ -96,8 +96,14 @@ ATTACKS = {
         "(while :; do :; done) & disown -a; setsid bash -c 'while :; do :; done' &",
         "launches",
     ),
-    "a flood of output": ("x=$(printf '%1000000s' y); while :; do echo \"$x\"; done", "wrote more|CPU|MiB|ran for more"),
-    "a flood of errors": ("x=$(printf '%1000000s' y); while :; do echo \"$x\" >&2; done", "wrote more|CPU|MiB|ran for more"),
+    "a flood of output": (
+        "x=$(printf '%1000000s' y); while :; do echo \"$x\"; done",
+        "wrote more|CPU|MiB|ran for more",
+    ),
+    "a flood of errors": (
+        "x=$(printf '%1000000s' y); while :; do echo \"$x\" >&2; done",
+        "wrote more|CPU|MiB|ran for more",
+    ),
     "a long trace": ("printf -v x '%900000s' y; for i in {1..40}; do : \"$x\"; done", "launches"),
     "its parent": ("kill -9 $PPID; kill -STOP $PPID", "launches"),
     "itself": ("kill -STOP $$", "ran for more"),
