@@ -94,6 +94,7 @@ def run_loop(
     *,
     start_step: int = 0,
     timer: PhaseTimer | None = None,
+    first_rows: Sequence[Row] | None = None,
 ) -> Iterator[StepRecord]:
     """Run `steps_of` with all objects of before frozen, so that the garbage collector does not walk them.
 
@@ -102,7 +103,7 @@ def run_loop(
     """
     gc.freeze()  # and no collection before: that alone takes half a second
     try:
-        yield from steps_of(components, config, eval_rows, start_step=start_step, timer=timer)
+        yield from steps_of(components, config, eval_rows, start_step=start_step, timer=timer, first_rows=first_rows)
     finally:
         gc.unfreeze()
 
@@ -114,6 +115,7 @@ def steps_of(
     *,
     start_step: int = 0,
     timer: PhaseTimer | None = None,
+    first_rows: Sequence[Row] | None = None,
 ) -> Iterator[StepRecord]:
     """Train: the loop itself. Yields a record per step; step 0's is the evaluation of the start policy.
 
@@ -126,6 +128,7 @@ def steps_of(
         eval_rows: Held-out rows.
         start_step: The last step of an earlier process; 0 begins at the start.
         timer: Attributes time to phases; by it another thread knows which one is under way.
+        first_rows: Held-out rows of the evaluation before the first step; None: all.
 
     Raises:
         StaleWeightsError: a token is older than the schedule allows.
@@ -134,7 +137,7 @@ def steps_of(
     schedule, source, replay = create_schedule(config), components.source, components.replay
     timer, first = timer or PhaseTimer(), start_step + 1
     learns_late = config.batch.stream and update_barrier(config) is not None
-    yield begin(components, eval_rows, start_step, timer)
+    yield begin(components, eval_rows if first_rows is None else first_rows, start_step, timer)
 
     source.resume(components.held)
     lag = schedule.lag if components.held else 0  # the first batch was not generated ahead: it is of these weights
@@ -389,6 +392,7 @@ def record_of(
         reward=generated.reward,
         accuracy=None if held_out is None else held_out.accuracy,
         eval_reward=None if held_out is None else held_out.reward,
+        eval_prompts=None if held_out is None else held_out.num_prompts,
         num_tokens=sum([tag["num_tokens"] for tag in tags]),
         num_truncated=num_truncated(tags),
         failures=generated.failures,

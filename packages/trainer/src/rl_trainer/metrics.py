@@ -54,6 +54,8 @@ class Evaluation:
     """Mean reward of the completions."""
     accuracy: float | None
     """Share of the completions that are correct; None where the reward does not say what is."""
+    num_prompts: int = 0
+    """Held-out rows that it covers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,8 @@ class StepRecord:
     """Share of held-out completions that are correct after the step, where it was evaluated and the reward says so."""
     eval_reward: float | None = None
     """Mean reward on held-out rows after the step, where it was evaluated."""
+    eval_prompts: int | None = None
+    """Held-out rows of that evaluation; the first one may cover a sample (see the plan)."""
     num_tokens: int
     """Completion tokens generated."""
     num_truncated: int
@@ -110,6 +114,7 @@ class StepRecord:
     def scalars(self) -> dict[str, float]:
         """Every number of the step under a flat name: `reward`, `policy_loss`, `phase_s/update`, `failures/timeout`."""
         found = {"reward": self.reward, "accuracy": self.accuracy, "eval_reward": self.eval_reward}
+        found["eval_prompts"] = self.eval_prompts
         numbers = {name: value for name, value in found.items() if value is not None}
         numbers |= {"num_tokens": self.num_tokens, "num_truncated": self.num_truncated}
         numbers |= {"tokens_per_s": self.tokens_per_s, "wall_s": self.wall_s, **self.metrics}
@@ -125,6 +130,7 @@ class StepRecord:
             reward=None,
             accuracy=found.accuracy,
             eval_reward=found.reward,
+            eval_prompts=found.num_prompts,
             num_tokens=0,
             num_truncated=0,
             failures={},

@@ -40,6 +40,7 @@ from rl_trainer.planning.memory import checkpoint_facts, memory_facts, memory_of
 from rl_trainer.planning.placement import placement_facts
 from rl_trainer.planning.plan import show_plan
 from rl_trainer.planning.rehearsal import check_rows, rehearse, reward_source
+from rl_trainer.planning.speed import first_rows, speed_facts
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.runtime import create_runtime
@@ -250,6 +251,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         *placement_facts(config, memory_of_pools(config), gpus=count_gpus(config)),
         *memory_facts(config, there=gpu_gib()),
         *checkpoint_facts(config),
+        *speed_facts(config, datasets),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
         *([("rows left out", f"{datasets.num_bad}: {'; '.join(datasets.bad)}")] if datasets.num_bad else []),
         ("reward", reward_source(config.reward, [*datasets.train, *datasets.eval])),
@@ -392,13 +394,22 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
             phase, since = timer.current or ("between phases", time.perf_counter())
             done, released = components.source.progress
             groups = f", {done} of {released} groups complete" if "generate" in phase else ""
+            if phase == "eval":
+                groups = ", {} of {} completions graded".format(*components.source.evaluated)
             step = run.progress.next_step(state.step)
             return f"step {step}/{config.steps}: {phase}, {time.perf_counter() - since:.0f} s{groups}"
 
         if config.batch.replay is None:  # whose draws for a step cannot be taken back
             components.source.should_stop = _Patience(run.stop).is_over
         with _stop_when_asked(console, run.stop, timer), progress_lines(console, doing) as renew:
-            records = run_loop(components, config, components.eval_rows, start_step=state.step, timer=timer)
+            records = run_loop(
+                components,
+                config,
+                components.eval_rows,
+                start_step=state.step,
+                timer=timer,
+                first_rows=first_rows(config, components.eval_rows),
+            )
 
             def add(record: StepRecord) -> None:
                 run.progress.add(record)

@@ -66,6 +66,12 @@ class AgentReplicas:
         """Score one completion per row; nothing enters the queue."""
         return self._map(AgentWorker.evaluate, jobs, sampling_params)
 
+    def num_evaluated(self) -> int:
+        """Completions that the evaluation under way has graded, on the members that answer."""
+        members = self.replica_set.members
+        answers = self.replica_set.call(AgentWorker.num_evaluated, dict.fromkeys(members, ()))
+        return sum(answer for answer in answers.values() if isinstance(answer, int))
+
     def write_samples(self, batch: BatchMeta, step: int, folder: str) -> None:
         """Have one member write these rows of the queue; where it died there are none of this step."""
         first = min(self._members())

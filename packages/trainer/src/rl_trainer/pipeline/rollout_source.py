@@ -152,6 +152,7 @@ class RolloutSource:
         self._jobs: dict[int, Job] = {}
         self._ready: dict[int, BatchMeta] = {}
         self._polled_at = -math.inf
+        self._num_asked = 0
         self._awaited = set(order.returned) if config.batch.over_sampling else set[int]()
         """Prompts whose groups are waited for: they were stopped once."""
         self.should_stop: Callable[[], bool] = lambda: False
@@ -174,6 +175,11 @@ class RolloutSource:
     def progress(self) -> tuple[int, int]:
         """Numbers of groups that are finished and wait to be learned from, and of all that were released."""
         return len(self._ready), len(self._outstanding)
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """Numbers of completions of the evaluation under way that are graded, and of all; asks the agent workers."""
+        return self._agents.num_evaluated(), self._num_asked
 
     @property
     def num_too_long(self) -> int:
@@ -317,6 +323,7 @@ class RolloutSource:
             Job(row=rows[i], row_index=i, group_id=n, place=n, where=location(rows, i, kind="held-out row"))
             for n, i in ((n, n % len(rows)) for n in each)
         ]
+        self._num_asked = len(asked)
         reports = self._agents.evaluate(asked, sampling)
         rewards = [reward for report in reports for reward in report.rewards]
         num_failed = sum(report.num_failed for report in reports)
@@ -327,6 +334,7 @@ class RolloutSource:
         return Evaluation(
             reward=sum(rewards) / len(rewards),
             accuracy=None if None in right else sum(filter(None, right)) / len(rewards),
+            num_prompts=len(rows),
         )
 
     def draw(self, count: int, first_place: int = 0) -> list[Job]:

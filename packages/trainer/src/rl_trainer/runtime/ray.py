@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_trainer.errors import PlacementError, TrainerError, WorkerDiedError, WorkerHungError, WorkerTimeoutError
-from rl_trainer.runtime.base import Call, ReplicaSet, ResourcePool, Runtime
+from rl_trainer.runtime.base import DISPATCH_ATTRIBUTE, Call, ReplicaSet, ResourcePool, Runtime
 from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
 from rl_trainer.runtime.heartbeat import Heartbeat, PlacedHost, Whereabouts
 from rl_trainer.runtime.limits import OBJECT_STORE_BYTES, check_limits
@@ -531,6 +531,11 @@ class _RayGroup:
         return join(call, mesh, runtime.get(references, called, f"{name}.{method}"))
 
 
+def _is_urgent(method: Callable[..., Any]) -> bool:
+    call: Call | None = getattr(method, DISPATCH_ATTRIBUTE, None)
+    return call is not None and call.is_urgent
+
+
 class RayReplicas(ReplicaSet[W]):
     """Replica set on Ray: members are host processes of one worker each."""
 
@@ -582,7 +587,8 @@ class RayReplicas(ReplicaSet[W]):
                 if host is None:
                     answers[member] = WorkerDiedError(f"member {member} of {self._name} is not there any more")
                 else:
-                    sent[host.actor.call.remote(self._name, name, own, {})] = member
+                    call = host.actor.call_beside if _is_urgent(method) else host.actor.call
+                    sent[call.remote(self._name, name, own, {})] = member
 
         def late(pending: list[Any]) -> str:
             told = told_of([self._hosts[sent[r]].where for r in pending if sent[r] in self._hosts])

@@ -25,6 +25,7 @@ from rl_rollout.errors import ServerLostError
 from rl_trainer.errors import DataError, TrainerError
 from rl_trainer.plugins import loop_named
 from rl_trainer.rewards import Scorer, Thinking
+from rl_trainer.runtime.base import Dispatch, register
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.tracing import trace_requests
 from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, ImageReader, takes_images, to_columns
@@ -219,6 +220,7 @@ class AgentWorker:
         self._running: set[asyncio.Task[Any]] = set()
         self._failures = _Failures()
         self._tokenizer = cast("Tokenizer", PromptMemory(rl_agent.load_tokenizer(model_path)))
+        self._num_evaluated = 0
         self._scorer = Scorer(
             reward,
             num_sharing=context.world_size,
@@ -404,16 +406,22 @@ class AgentWorker:
         """Score one completion per row; nothing enters the queue."""
         return [self._loop.run(self._evaluate(jobs, sampling_params), self._timeout_s)]
 
+    @register(Dispatch.GATHER, is_urgent=True)
+    def num_evaluated(self) -> int:
+        """Completions of the evaluation under way that are graded."""
+        return self._num_evaluated
+
     async def _evaluate(self, jobs: list[Job], sampling_params: dict[str, Any]) -> EvalReport:
         scores: list[Score] = []
         failures: list[str] = []
         rows = [job.row for job in jobs]
-        grading = Grading(rows, self._scorer)
+        grading, self._num_evaluated = Grading(rows, self._scorer), 0
         async for group in self._runner.run_groups(
             rows, sampling_params, group_size=1, grade=grading.grade, complete=grading.complete
         ):
             scores += [score for rollout in group.rollouts for _, score in scored(rollout)]
             failures += [_located(jobs[group.row_index], failure) for failure in group.failures]
+            self._num_evaluated += 1
         right = [score.is_right for score in scores]
         return EvalReport(
             rewards=tuple(score.reward for score in scores),
