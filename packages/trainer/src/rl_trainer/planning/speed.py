@@ -91,7 +91,7 @@ def first_rows(config: Config, rows: Sequence[Row]) -> Sequence[Row]:
     size = first_evaluation(config, rows)
     if size == len(rows):
         return rows
-    chosen = random.Random(config.seed).sample(range(len(rows)), size)  # noqa: S311 - no secret
+    chosen = random.Random(config.seed).sample(range(len(rows)), size)
     return LocatedRows([rows[i] for i in chosen], [location(rows, i, kind="held-out row") for i in chosen])
 
 
