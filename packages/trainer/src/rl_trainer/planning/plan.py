@@ -169,16 +169,20 @@ def has_old_pass(config: Config) -> bool:
 
     With one mini-batch the update's own pass tells the same, unless something reads them before.
     """
-    algorithm, batch = config.algorithm, config.batch
-    needs = estimator_named(algorithm.advantage).needs
-    is_read_before = (
-        bool({"ratio", "logprobs", "sum_pi_squared"} & {*needs})
+    has_several = config.batch.mini_batch_size < config.batch.batch_size
+    return config.algorithm.old_logprobs == "recompute" and (has_several or reads_old_pass(config))
+
+
+def reads_old_pass(config: Config) -> bool:
+    """Whether something reads the scores of the engine's pass before the update."""
+    algorithm = config.algorithm
+    return (
+        bool({"ratio", "logprobs", "sum_pi_squared"} & {*estimator_named(algorithm.advantage).needs})
         or (algorithm.kl_in_reward and algorithm.kl_coef > 0)
         or loss_named(algorithm.loss).selects_tokens
         or algorithm.top_entropy < 1
         or (algorithm.rejection != "none" and algorithm.rejection_counts == "after")
     )
-    return algorithm.old_logprobs == "recompute" and (batch.mini_batch_size < batch.batch_size or is_read_before)
 
 
 def update_barrier(config: Config) -> str | None:

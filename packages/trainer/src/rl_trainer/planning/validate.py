@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rl_engine.types import LoraExport
 from rl_trainer import plugins
-from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES, estimator_named, loss_named
+from rl_trainer.algorithms import ADVANTAGES, estimator_named, loss_named
 from rl_trainer.algorithms.distillation import ALONE
 from rl_trainer.algorithms.losses import check_loss
 from rl_trainer.config.schema import CriticSection, StalenessSection, refuse_unused
@@ -19,7 +19,7 @@ from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.elastic import create_policy as create_elastic
 from rl_trainer.pipeline.staleness import Schedule, create_schedule
 from rl_trainer.planning.placement import check_placement, is_offloaded
-from rl_trainer.planning.plan import BatchPlan, has_old_pass, has_reference, update_barrier
+from rl_trainer.planning.plan import BatchPlan, has_old_pass, has_reference, reads_old_pass, update_barrier
 from rl_trainer.rewards.scorer import check_rule
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _check_given(config: Config) -> None:
     }
     for what, is_so in in_the_way.items():
         if is_so:
-            raise PlanError(f"batch.given={given} does not go with {what}")
+            raise PlanError(f"batch.given={given} does not go with {what}; leave one of them out")
 
 
 def _check_teacher(config: Config) -> None:
@@ -226,17 +226,15 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
             "and algorithm.old_logprobs=rollout computes none; set old_logprobs=recompute"
         )
     if algorithm.old_logprobs == "rollout" and algorithm.correction != "none" and loss_named(algorithm.loss).has_ratio:
-        without = [name for name, loss in POLICY_LOSSES.items() if not loss.has_ratio]
         raise PlanError(
             f"algorithm.correction={algorithm.correction} with algorithm.old_logprobs=rollout corrects twice: the "
             f"ratio of algorithm.loss={algorithm.loss} is that to the sampler already; set "
-            f"algorithm.old_logprobs=recompute, correction=none, or loss={' or '.join(without)}"
+            "algorithm.old_logprobs=recompute or correction=none"
         )
 
 
 def _check_pipeline(config: Config) -> None:
     """Check the schedule, and what learning from older weights or another distribution needs."""
-    algorithm = config.algorithm
     if config.rollout.top_p < 1.0:
         raise PlanError(
             f"rollout.top_p={config.rollout.top_p:g} samples from a part of the vocabulary and the engine scores "
@@ -261,7 +259,7 @@ def _check_pipeline(config: Config) -> None:
             "begins groups ahead and waits for none that may be late: leave it out, and see staleness"
         )
     if schedule.lag or schedule.policy.max_staleness:
-        _require_off_policy(algorithm, f"pipeline={config.pipeline}")
+        _require_off_policy(config, f"pipeline={config.pipeline}")
 
 
 def _check_stream(config: Config, schedule: Schedule) -> None:
@@ -283,7 +281,7 @@ def _check_stream(config: Config, schedule: Schedule) -> None:
     }
     for what, is_so in in_the_way.items():
         if is_so:
-            raise PlanError(f"batch.stream=true does not go with {what}")
+            raise PlanError(f"batch.stream=true does not go with {what}; leave stream out")
 
 
 def _check_replay(config: Config, schedule: Schedule) -> None:
@@ -306,17 +304,19 @@ def _check_replay(config: Config, schedule: Schedule) -> None:
             f"batch.replay.share={replay.share:g} of batch.batch_size={config.batch.batch_size} groups is "
             "less than one, so that it does nothing; raise it, or leave batch.replay out"
         )
-    _require_off_policy(config.algorithm, "batch.replay")
+    _require_off_policy(config, "batch.replay")
 
 
-def _require_off_policy(algorithm: AlgorithmConfig, what: str) -> None:
+def _require_off_policy(config: Config, what: str) -> None:
+    algorithm = config.algorithm
     if algorithm.correction != "none" or loss_named(algorithm.loss).is_to_sampler:
         return
     if algorithm.old_logprobs == "recompute":
+        needs_pass = reads_old_pass(config) or config.batch.given or not loss_named(algorithm.loss).has_ratio
         raise PlanError(
             f"{what} learns from tokens of older weights, which algorithm.old_logprobs=recompute "
-            "would treat as the engine's own; set algorithm.correction=tis (or icepop), or "
-            "algorithm.old_logprobs=rollout"
+            "would treat as the engine's own; set algorithm.correction=tis (or icepop)"
+            + ("" if needs_pass else ", or algorithm.old_logprobs=rollout")
         )
     if not loss_named(algorithm.loss).has_ratio:
         raise PlanError(
