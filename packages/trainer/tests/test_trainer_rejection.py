@@ -257,7 +257,7 @@ def test_bypass_mode_rejects_by_the_policy_under_update(loss):
 def test_what_bypass_mode_takes_and_refuses():
     make_plan(load_config("quickstart", [*BYPASS, "algorithm.rejection=sequence_mean_k3"]))
     make_plan(load_config("quickstart", [*BYPASS, "algorithm.loss=reinforce", "algorithm.correction=sequence_tis"]))
-    with pytest.raises(PlanError, match=r"corrects twice: .* algorithm.loss=ppo .* or loss=reinforce"):
+    with pytest.raises(PlanError, match=r"corrects twice: .* algorithm.loss=ppo .* or correction=none"):
         make_plan(load_config("quickstart", [*BYPASS, "algorithm.correction=tis"]))
     keys = ["algorithm.rejection=token_k1", "algorithm.rejection_counts=after"]
     with pytest.raises(PlanError, match="rejection_counts=after counts what is left before the update"):
