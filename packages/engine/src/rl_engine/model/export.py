@@ -1,14 +1,17 @@
-"""Export of weights: full tensors by name, shards of this rank, and model folders."""
+"""Tensors that leave an engine: full ones by name, shards of this rank, model folders, and checkpoints' state."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES
 from rl_engine.checkpoint.sharded import local_shards, whole
 from rl_engine.checkpoint.slices import read_mtp
 from rl_engine.model.lora import write_adapter
+from rl_engine.optimizer import optimizer_tensors
 from rl_engine.types import Mtp, ShardSpec
 
 if TYPE_CHECKING:
@@ -74,3 +77,28 @@ class WeightExport:
             return
         model = hf_folder.empty_model(config.model_path, dtype=DTYPES[config.precision], head=config.head)
         hf_folder.write_model(path, model, weights, config.model_path)
+
+
+class TrainingState:
+    """Weights and optimizer state of this rank. Collective."""
+
+    def __init__(self, built: BuiltModel) -> None:
+        self._built = built
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Checkpoint tensors of this rank: `restore` fills them, `take` then takes them over."""
+        named = self._built.scorer.named_weights()
+        state = {f"model.{name}": tensor for name, tensor in named.items()}
+        if self._built.optimizer is not None:
+            trained = [(name, tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)]
+            state |= {
+                f"optim.{name}": value for name, value in optimizer_tensors(self._built.optimizer, trained).items()
+            }
+        return state
+
+    def described(self) -> dict[str, Tensor] | None:
+        """Names and shapes of all ranks' checkpoint tensors; None: they are those of this rank."""
+        return None
+
+    def take(self, tensors: dict[str, Tensor]) -> None:
+        """Take what was read into `tensors()`, where that is not the live tensors themselves."""

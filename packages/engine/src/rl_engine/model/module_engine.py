@@ -20,12 +20,11 @@ from rl_engine.distributed.world import World, expected_size, join_world
 from rl_engine.errors import ConfigError, EngineError
 from rl_engine.model.batch_runner import BatchRunner
 from rl_engine.model.device_memory import has_float8, has_gpu, idle_accelerator
-from rl_engine.model.export import WeightExport
+from rl_engine.model.export import TrainingState, WeightExport
 from rl_engine.model.lora import adapter_layers
 from rl_engine.model.placement import Placement
 from rl_engine.model.scorer import BuiltModel, Scorer
 from rl_engine.model.settings import settings_status
-from rl_engine.model.training_state import TrainingState
 from rl_engine.optimizer import StepOptimizer, learning_rate, module_optimizer
 from rl_engine.types import EngineConfig, EngineOutput, Fp8, ModelInit, OptimizerConfig, PeftConfig, ShardSpec
 

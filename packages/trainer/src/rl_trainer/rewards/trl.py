@@ -116,7 +116,7 @@ class _Log:
 
     def metric(self, name: str, value: float) -> None:
         """`log_metric`: values of one name are averaged."""
-        self._metrics[str(name)].append(_number(value, f"log_metric({str(name)!r})"))
+        self._metrics[str(name)].append(finite(value, f"log_metric({str(name)!r}) is"))
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
         """`log_extra`: a value per completion; one that JSON lacks becomes its text."""
@@ -148,18 +148,22 @@ def batch_rewards(answer: Any, num_completions: int) -> BatchRewards:
         if not isinstance(values, list) or len(cast("list[Any]", values)) != num_completions:
             raise ValueError(f"it gave a list that is not of {num_completions} completions")
     return BatchRewards(
-        rewards=[None if v is None else _number(v, "a reward") for v in cast("list[Any]", rewards)],
-        metrics={str(name): _number(value, str(name)) for name, value in cast("dict[Any, Any]", metrics).items()},
+        rewards=[None if v is None else finite(v, "a reward is") for v in cast("list[Any]", rewards)],
+        metrics={str(name): finite(value, f"{name} is") for name, value in cast("dict[Any, Any]", metrics).items()},
         extra={str(name): values for name, values in columns.items()},
     )
 
 
-def _number(value: Any, name: str) -> float:
-    """Raises ValueError unless it is a finite number."""
+def finite(value: Any, name: str, wanted: str = "a number is needed") -> float:
+    """Number as a float.
+
+    Raises:
+        ValueError: it is no finite number; begins with `name`.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} is {value!r:.80}; a number is needed") from None
+        raise ValueError(f"{name} {value!r:.80}; {wanted}") from None
     if not math.isfinite(number):
-        raise ValueError(f"{name} is {number}; a finite number is needed")
+        raise ValueError(f"{name} {number}; a finite number is needed")
     return number

@@ -13,7 +13,6 @@ import base64
 import contextlib
 import inspect
 import json
-import math
 import os
 import queue
 import struct
@@ -23,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any, cast
 
 from rl_trainer.plugins import Serialized, find
-from rl_trainer.rewards.trl import is_batched, of_batch
+from rl_trainer.rewards.trl import finite, is_batched, of_batch
 
 HEADER = struct.Struct("<Q")
 """Bytes of the JSON that follows."""
@@ -179,13 +178,7 @@ def checked(value: Any) -> float | dict[str, float]:
 
 
 def _number(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"it gave {value!r:.80}; a number, or numbers by name, are needed") from None
-    if not math.isfinite(number):
-        raise ValueError(f"it gave {number}; a finite number is needed")
-    return number
+    return finite(value, "it gave", "a number, or numbers by name, are needed")
 
 
 def _write(answers: IO[bytes], answer: Answer) -> None:

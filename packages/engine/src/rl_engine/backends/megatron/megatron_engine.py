@@ -41,13 +41,12 @@ from rl_engine.checkpoint.sharded import local_shards
 from rl_engine.checkpoint.slices import open_folder
 from rl_engine.errors import ConfigError
 from rl_engine.model.batch_runner import BatchRunner, score_rows
-from rl_engine.model.export import WeightExport
+from rl_engine.model.export import TrainingState, WeightExport
 from rl_engine.model.lora import adapter_weights
 from rl_engine.model.module_engine import Capabilities, EngineParts, ModuleBackend, ModuleEngine
 from rl_engine.model.moe import check_aux
 from rl_engine.model.placement import Placement
 from rl_engine.model.settings import check_adapter, check_candidates, check_float8, refuse_fsdp_only, refuse_muon
-from rl_engine.model.training_state import TrainingState
 from rl_engine.types import EngineConfig, Fp8, Head, ModelInit, Precision, ShardSpec
 
 if TYPE_CHECKING:
