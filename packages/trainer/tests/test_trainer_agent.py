@@ -9,7 +9,7 @@ import pytest
 import rl_agent
 from rl_agent.types import AgentLoopOutput
 from rl_trainer.errors import TrainerError
-from rl_trainer.loop import completion_metrics, part_means
+from rl_trainer.pipeline.step_record import completion_metrics, part_means
 from rl_trainer.rewards import Score
 from rl_trainer.workers.agent import _GroupWriter
 from rl_trainer.workers.columns import to_columns

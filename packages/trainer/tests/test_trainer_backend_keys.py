@@ -17,9 +17,8 @@ from rl_rollout.types import Capabilities
 from rl_trainer.config import EngineSection, RolloutSection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError, InputError, PlanError
+from rl_trainer.pipeline.roles import actor_config, critic_config, frozen_config, is_offloaded, server_config
 from rl_trainer.pipeline.rollout_source import RolloutSource
-from rl_trainer.planning.placement import is_offloaded
-from rl_trainer.planning.plan import actor_config, critic_config, frozen_config, server_config
 from rl_trainer.planning.preflight import check_backends, check_images, check_started, folder_facts
 from rl_trainer.runtime.network import address_of
 from rl_trainer.setup import create_engine, resource_pools

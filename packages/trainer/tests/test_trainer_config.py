@@ -9,7 +9,7 @@ from rl_engine.types import EngineConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.config import RECIPES, as_tree, load_config
 from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.planning.plan import server_config
+from rl_trainer.pipeline.roles import server_config
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.run import counted
 

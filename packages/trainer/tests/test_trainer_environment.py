@@ -11,9 +11,9 @@ import pytest
 import rl_engine
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError
+from rl_trainer.pipeline.roles import actor_config
 from rl_trainer.planning import environments
 from rl_trainer.planning.environments import check_environment, engine_python, gives_shards
-from rl_trainer.planning.plan import actor_config
 from rl_trainer.planning.preflight import backends_asked, check_engines
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.process]

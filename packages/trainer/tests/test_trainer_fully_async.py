@@ -6,9 +6,11 @@ from rl_tq.types import BatchMeta
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import ReplaySection, load_config
 from rl_trainer.errors import PlanError, RolloutFailedError, StaleWeightsError
-from rl_trainer.loop import ages_of, run_loop
+from rl_trainer.loop import run_loop
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipeline.rollout_source import Generated
+from rl_trainer.pipeline.staleness import AgeBound
+from rl_trainer.pipeline.step_record import ages_of
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.testing import FakeAgents, QueueJob
 
@@ -126,7 +128,7 @@ def test_ages_by_hand():
     _, records = run(config())
     assert set(records[1].metrics) >= {"staleness_0", "staleness_mean", "staleness_max"}
     made = Generated(batch=rows_of(2, 3, 4), reward=0.5, failures={}, dropped_groups=0)
-    assert ages_of(made, version=4, bound=2) == {
+    assert ages_of(made, version=4, bound=AgeBound(0, 2)) == {
         "staleness_0": 0.0, "staleness_1": 1.0, "staleness_mean": 1.0, "staleness_max": 1.0
     }  # fmt: skip
 
@@ -137,11 +139,11 @@ def test_only_what_is_replayed_may_be_as_old_as_replay_allows():
         HeldGroup(group_id=g, row_index=g, place=g, released=3) for g in sorted({t["group_id"] for t in batch.tags})
     ]
     made = Generated(batch=batch, reward=0.5, failures={}, dropped_groups=0, reused=tuple(groups))
-    assert ages_of(made, version=5, bound=0, replay=ReplaySection(max_age=2))["staleness_2"] == 1.0
+    assert ages_of(made, version=5, bound=AgeBound(0, 0), replay=ReplaySection(max_age=2))["staleness_2"] == 1.0
     with pytest.raises(StaleWeightsError, match="weights of version 6 may learn from 4 to 6"):
-        ages_of(made, version=6, bound=0, replay=ReplaySection(max_age=2))
+        ages_of(made, version=6, bound=AgeBound(0, 0), replay=ReplaySection(max_age=2))
     with pytest.raises(StaleWeightsError, match="weights of version 5 may learn from 5 to 5"):
-        ages_of(replace(made, reused=(groups[0],)), version=5, bound=0, replay=ReplaySection(max_age=2))
+        ages_of(replace(made, reused=(groups[0],)), version=5, bound=AgeBound(0, 0), replay=ReplaySection(max_age=2))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rl_trainer.algorithms.selection import beyond_moment, high_entropy
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import AlgorithmConfig, load_config
 from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.planning.plan import has_old_pass
+from rl_trainer.pipeline.roles import has_old_pass
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.setup import entropy_of
 

@@ -14,6 +14,7 @@ from rl_rollout.backends.embedded.model.model_runner import load_model
 from rl_rollout.testing import write_tiny_model
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
+from rl_trainer.pipeline.roles import actor_config, model_config, server_config
 from rl_trainer.planning.memory import (
     block_activations,
     count_parameters,
@@ -21,7 +22,6 @@ from rl_trainer.planning.memory import (
     memory_plan,
     stored_parameters,
 )
-from rl_trainer.planning.plan import actor_config, model_config, server_config
 from rl_trainer.planning.simulate import forecast
 from rl_trainer.planning.validate import make_plan
 

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from rl_trainer.config import load_config
 from rl_trainer.metrics import peak_flops
+from rl_trainer.pipeline.roles import model_config
 from rl_trainer.planning.memory import count_parameters, learning_flops
-from rl_trainer.planning.plan import model_config
 from rl_trainer.run import run
 from rl_trainer.workers import engine
 

@@ -2,7 +2,7 @@ import pytest
 
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.planning.plan import longest_sequence
+from rl_trainer.pipeline.roles import longest_sequence
 from rl_trainer.planning.validate import make_plan
 
 

@@ -19,10 +19,10 @@ from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.loop import score
 from rl_trainer.metrics import PhaseTimer
+from rl_trainer.pipeline.roles import critic_config, frozen_config, model_config
 from rl_trainer.planning import gpus
 from rl_trainer.planning.memory import memory_of_pools, memory_plan, stored_parameters
 from rl_trainer.planning.placement import node_facts, placement_facts, pools_of
-from rl_trainer.planning.plan import critic_config, frozen_config, model_config
 from rl_trainer.planning.preflight import check_engines
 from rl_trainer.planning.simulate import forecast
 from rl_trainer.planning.validate import make_plan

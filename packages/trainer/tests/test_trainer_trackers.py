@@ -15,8 +15,8 @@ from rich.console import Console
 from rl_trainer import checkpoints
 from rl_trainer.config import load_config
 from rl_trainer.errors import InputError
-from rl_trainer.loop import completion_metrics
 from rl_trainer.metrics import Evaluation, StepRecord
+from rl_trainer.pipeline.step_record import completion_metrics
 from rl_trainer.trackers import RunInfo, Tracker, TrackerGroup
 from rl_trainer.trackers.console import progress_lines, sparkline, status
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from rl_trainer.config import Config
     from rl_trainer.data.datasets import Datasets
-    from rl_trainer.loop import Components
     from rl_trainer.metrics import StepRecord
+    from rl_trainer.pipeline.components import Components
 
 STATE_FILE = "trainer_state.json"
 _OF_THE_PROCESS = ("output_dir", "resume_from")

@@ -14,8 +14,8 @@ import rl_agent
 import rl_rollout
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import RolloutFailedError
+from rl_trainer.pipeline.roles import server_config
 from rl_trainer.pipeline.rollout_source import hash_seed
-from rl_trainer.planning.plan import server_config
 from rl_trainer.rewards import Scorer, answer_of
 from rl_trainer.samples import Order, Shown
 from rl_trainer.workers.agent import create_runner, thinking_of

@@ -9,82 +9,31 @@ from __future__ import annotations
 
 import gc
 import random
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.algorithms import estimator_named
-from rl_trainer.algorithms.kl_controller import TOKEN_ENTROPY, AdaptiveEntropy, AdaptiveKl
-from rl_trainer.errors import StaleWeightsError
+from rl_trainer.algorithms.kl_controller import TOKEN_ENTROPY
 from rl_trainer.metrics import PhaseTimer, StepRecord, receipt_of
-from rl_trainer.pipeline.rollout_source import Generated, StopRequestedError, hash_seed
+from rl_trainer.pipeline.roles import has_old_pass, update_barrier
+from rl_trainer.pipeline.rollout_source import Generated, StopRequestedError, hash_seed, take_parts
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.planning.plan import has_old_pass, update_barrier
-from rl_trainer.workers.columns import GIVEN, TRUNCATED
+from rl_trainer.pipeline.step_record import ages_of, record_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
-    from rl_trainer.config import Config, ReplaySection
+    from rl_trainer.config import Config
     from rl_trainer.data import Row
-    from rl_trainer.metrics import Evaluation, HeldGroup
-    from rl_trainer.pipeline.ema_reference import EmaReference
-    from rl_trainer.pipeline.replay_buffer import Replay
-    from rl_trainer.pipeline.replicas import AgentReplicas, SomeSamples
-    from rl_trainer.pipeline.rollout_source import RolloutSource
-    from rl_trainer.pipeline.weight_sync import WeightSync
-    from rl_trainer.workers.engine import CriticWorker, EngineWorker, UpdateReport
-    from rl_trainer.workers.queue import SampleWorker
-    from rl_trainer.workers.teacher import ServedTeacherWorker, Teachers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Components:
-    """Components of a training run: the worker groups and clients that the loop calls. `setup.place` makes them."""
-
-    actor: EngineWorker
-    """The policy being trained."""
-    reference: EngineWorker | None
-    """The reference: an engine with the start policy, or the actor itself if it trains an adapter; None without KL."""
-    ema_reference: EmaReference | None = None
-    """Moves the reference's weights after the policy's; None: they stay those of the start policy."""
-    teacher: EngineWorker | ServedTeacherWorker | Teachers | None = None
-    """The teacher of distillation, or several; the actor, where the policy is its own; None without one."""
-    critic: CriticWorker | None = None
-    """The critic: a value function, or PRIME's process reward model; None without one."""
-    kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))
-    """The coefficient of the KL penalty in the rewards."""
-    entropy: AdaptiveEntropy = field(default_factory=lambda: AdaptiveEntropy(coef=0.0, target=0.0, step=0.005))
-    """The coefficient of the entropy bonus, where it follows a target."""
-    source: RolloutSource
-    """The rollout source: prompts out, complete groups in."""
-    weights: WeightSync
-    """The weight sync from the actor to the servers."""
-    queue: TransferQueue
-    """The controller's client of the queue: ids and tags, no tensors."""
-    agents: AgentReplicas
-    """The agent workers."""
-    eval_rows: Sequence[Row]
-    """Held-out rows."""
-    samples: SampleWorker | SomeSamples | None = None
-    """Writes samples to disk; None: none are kept."""
-    replay: Replay | None = None
-    """The replay buffer; None: every group is learned from once."""
-    held: tuple[HeldGroup, ...] = ()
-    """Resumed groups: in the queue, finished by an earlier process that did not learn from them."""
-    num_too_long: int = 0
-    """Rows that were left out because their prompts are longer than `data.max_prompt_tokens`."""
-    num_bad: int = 0
-    """Rows that were left out because they cannot be asked (`data.on_bad_row=drop`)."""
-    pools: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By scoring stage, the pool that computes it, of those that have one of their own; the others have the actor's."""
+    from rl_trainer.metrics import Evaluation
+    from rl_trainer.pipeline.components import Components
+    from rl_trainer.pipeline.staleness import Schedule
+    from rl_trainer.workers.engine import UpdateReport
 
 
 def run_loop(
@@ -134,63 +83,64 @@ def steps_of(
         StaleWeightsError: a token is older than the schedule allows.
         RolloutFailedError: a batch cannot be filled.
     """
-    schedule, source, replay = create_schedule(config), components.source, components.replay
-    timer, first = timer or PhaseTimer(), start_step + 1
-    learns_late = config.batch.stream and update_barrier(config) is not None
+    source, timer = components.source, timer or PhaseTimer()
+    schedule = create_schedule(config).starting(start_step + 1, is_ahead=bool(components.held))
     yield begin(components, eval_rows if first_rows is None else first_rows, start_step, timer)
-
     source.resume(components.held)
-    lag = schedule.lag if components.held else 0  # the first batch was not generated ahead: it is of these weights
-    for step in range(first, config.steps + 1):
+    for step in range(start_step + 1, config.steps + 1):
         parts: list[Generated] = []
-        updates, ages = list[dict[str, float]](), dict[str, float]()
-        for size in sizes_of(config):
-            with timer.phase("generate" if schedule.is_on_policy else "wait_generate"):
-                if not parts:
-                    source.release(step)
-                parts.append(source.take(step, size))
-            ages = ages_of(parts[-1], version=step, bound=schedule.bound(lag), least=lag, replay=config.batch.replay)
-            if schedule.releases_before_update:
-                source.release(step)
-            if size is None:
-                with timer.phase("yield_memory"):
-                    components.weights.yield_memory()
-            if learns_late:
-                parts[-1] = replace(parts[-1], batch=score(components, config, parts[-1].batch, timer))
-            else:
-                updates += learn(components, config, score(components, config, parts[-1].batch, timer), step, timer)
+        scored: list[BatchMeta] = []
+        updates: list[dict[str, float]] = []
+        # 1. Generate and 2. claim: the whole batch, or with `batch.stream` each mini-batch as it is complete.
+        for part in take_parts(source, schedule, config, step, timer):
+            # 3. Check that no token is too old.
+            ages_of(part, version=step, bound=schedule.bound_at(step), replay=config.batch.replay)
+            with timer.phase("yield_memory"):
+                components.weights.yield_memory()
+            # 4. Score.
+            parts.append(part)
+            scored.append(score(components, config, part.batch, timer))
+            # 5. Advantages and 6. update, unless the mini-batches wait for each other.
+            if (batch := learnable(scored, config, is_last=part.is_last)) is not None:
+                updates += learn(components, config, batch, step, timer)
+        # 7. Sync weights.
+        receipt = sync_weights(components, schedule, step, timer)
+        # 8. Finish: keep groups for replay, free the others' rows, and release prompts with the new weights.
         generated = Generated.joined(parts)
-        if learns_late:
-            updates = learn(components, config, by_release(generated.batch), step, timer)
-        if len(parts) > 1:
-            ages = ages_of(generated, version=step, bound=schedule.bound(lag), least=lag)
-        if components.ema_reference is not None:
-            with timer.phase("update_reference"):
-                components.ema_reference.follow(step)
-        if schedule.settles_before_sync and not schedule.is_on_policy:
-            with timer.phase("wait_generate"):
-                source.settle()
-        with timer.phase("weight_sync"):
-            receipt = receipt_of(components.weights.sync(step + 1))
-        if replay is not None:
-            replay.keep(generated.batch, generated.groups, step + 1)
+        if components.replay is not None:
+            components.replay.keep(generated.batch, generated.groups, step + 1)
         for part in parts:
             source.finish(part, step)
         if schedule.releases_after_sync:
             source.release(step + 1)
-        held_out = None
-        if is_eval_due(config, step):
-            with suppress(StopRequestedError):
-                held_out = evaluate(components, eval_rows, timer)
-        record = record_of(step, generated, source, ages, updates, held_out, timer.take())
-        yield replace(record, weights=receipt)
-        lag = schedule.lag
+        held_out = evaluate_if_due(components, config, eval_rows, step, timer)
+        ages = ages_of(generated, version=step, bound=schedule.bound_at(step), replay=config.batch.replay)
+        yield replace(record_of(step, generated, source, ages, updates, held_out, timer.take()), weights=receipt)
 
 
-def sizes_of(config: Config) -> list[int | None]:
-    """Groups per part of a step's batch: one whole part (None), or with `batch.stream` one part per mini-batch."""
-    batch = config.batch
-    return [batch.mini_batch_size] * (batch.batch_size // batch.mini_batch_size) if batch.stream else [None]
+def learnable(scored: list[BatchMeta], config: Config, *, is_last: bool) -> BatchMeta | None:
+    """Rows to learn from now: those scored last, or where mini-batches wait for each other, all once the last is there.
+
+    Groups of a joined batch are in the order of one that was taken whole.
+    """
+    if not config.batch.stream or update_barrier(config) is None:
+        return scored[-1]
+    if not is_last:
+        return None
+    batch = type(scored[0]).concat(scored)
+    return batch.reorder(sorted(range(len(batch)), key=lambda row: batch.tags[row]["group_id"]))
+
+
+def sync_weights(components: Components, schedule: Schedule, step: int, timer: PhaseTimer) -> dict[str, Any]:
+    """Sync the weights that step `step` made, as version `step + 1`, after the reference that follows them."""
+    if components.ema_reference is not None:
+        with timer.phase("update_reference"):
+            components.ema_reference.follow(step)
+    if schedule.settles_before_sync and not schedule.is_on_policy:
+        with timer.phase("wait_generate"):
+            components.source.settle()
+    with timer.phase("weight_sync"):
+        return receipt_of(components.weights.sync(step + 1))
 
 
 def begin(components: Components, eval_rows: Sequence[Row], start_step: int, timer: PhaseTimer) -> StepRecord:
@@ -205,6 +155,16 @@ def evaluate(components: Components, eval_rows: Sequence[Row], timer: PhaseTimer
     """Evaluate on held-out rows."""
     with timer.phase("eval"):
         return components.source.evaluate(eval_rows)
+
+
+def evaluate_if_due(
+    components: Components, config: Config, eval_rows: Sequence[Row], step: int, timer: PhaseTimer
+) -> Evaluation | None:
+    """Evaluate every `eval_every` steps and after the last; None at other steps, and where the run is to stop."""
+    if step == config.steps or (config.eval_every > 0 and step % config.eval_every == 0):
+        with suppress(StopRequestedError):
+            return evaluate(components, eval_rows, timer)
+    return None
 
 
 def score(components: Components, config: Config, batch: BatchMeta, timer: PhaseTimer) -> BatchMeta:
@@ -246,11 +206,6 @@ def update_actor(components: Components, mini_batch: BatchMeta) -> UpdateReport:
     report = components.actor.update_actor(mini_batch, entropy_coef=weight)
     entropy.update(report.metrics[TOKEN_ENTROPY])
     return replace(report, metrics={**report.metrics, "entropy_coef": weight})
-
-
-def by_release(batch: BatchMeta) -> BatchMeta:
-    """Order the groups of a joined batch as those of a batch that was taken whole."""
-    return batch.reorder(sorted(range(len(batch)), key=lambda row: batch.tags[row]["group_id"]))
 
 
 def learn(
@@ -322,115 +277,3 @@ def mini_batches(batch: BatchMeta, config: Config, step: int) -> list[BatchMeta]
     size = config.batch.mini_batch_size
     chosen = [order[at : at + size] for at in range(0, len(order), size)]
     return [batch.reorder([*chain.from_iterable([groups[g] for g in part])]) for part in chosen]
-
-
-def ages_of(
-    generated: Generated, *, version: int, bound: int | None, least: int = 0, replay: ReplaySection | None = None
-) -> dict[str, float]:
-    """Staleness metrics of a batch, after the check that no token is older than allowed.
-
-    An age is that of a sample's oldest token, in weight versions: `staleness_N` is the share of samples of age N,
-    beside `staleness_mean` and `staleness_max`.
-
-    Args:
-        generated: The batch.
-        version: Version of the weights that learn from it.
-        bound: The highest age that the schedule allows; None: any.
-        least: The lowest age that the schedule allows.
-        replay: The highest age of replayed groups, which may be older than fresh ones.
-
-    Raises:
-        StaleWeightsError: a token is older than `bound`, or newer than `least`.
-    """
-    ages: Counter[int] = Counter()
-    batch, reused = generated.batch, {group.group_id for group in generated.reused}
-    spans = [
-        (tags["weight_version_min"], tags["weight_version_max"], tags["group_id"] in reused) for tags in batch.tags
-    ]
-    for (low, high, is_reused), count in Counter(spans).items():
-        limit = replay.max_age if replay is not None and is_reused else bound
-        if not low <= high <= version - least or (limit is not None and version - low > limit):
-            sample_id = batch.sample_ids[spans.index((low, high, is_reused))]
-            raise StaleWeightsError(
-                f"sample {sample_id} has tokens of weight versions {low} to {high}; weights of version {version} may "
-                f"learn from {'any up' if limit is None else version - limit} to {version - least}"
-            )
-        ages[version - low] += count
-    shares = {f"staleness_{age}": ages[age] / len(batch) for age in range(max(ages, default=0) + 1)}
-    mean = sum(age * count for age, count in ages.items()) / len(batch)
-    return {**shares, "staleness_mean": mean, "staleness_max": float(max(ages, default=0))}
-
-
-def is_eval_due(config: Config, step: int) -> bool:
-    """Whether held-out rows are evaluated after `step`: every `eval_every` steps, and after the last."""
-    return step == config.steps or (config.eval_every > 0 and step % config.eval_every == 0)
-
-
-def record_of(
-    step: int,
-    generated: Generated,
-    source: RolloutSource,
-    ages: Mapping[str, float],
-    updates: Sequence[Mapping[str, float]],
-    held_out: Evaluation | None,
-    phase_s: dict[str, float],
-) -> StepRecord:
-    """The step's record: metrics averaged over its optimizer steps, staleness, lengths, rewards and times."""
-    reused = {group.group_id for group in generated.reused}
-    tags = [tags for tags in generated.batch.tags if tags["group_id"] not in reused and not tags.get(GIVEN)]
-    names = {name: None for update in updates for name in update}  # in order
-    metrics: dict[str, float] = {name: fmean(u[name] for u in updates if name in u) for name in names}
-    metrics |= {name: value for name, value in updates[-1].items() if name == "lr"}
-    metrics |= {"dropped_groups": generated.dropped_groups, "late_groups": generated.late_groups}
-    metrics |= {"stopped_groups": generated.stopped_groups, "replayed_groups": len(reused)}
-    metrics |= {**ages, **part_means(tags), **completion_metrics(tags)}
-    return StepRecord(
-        step=step,
-        position=source.position,
-        pending=source.pending,
-        held=source.held,
-        reward=generated.reward,
-        accuracy=None if held_out is None else held_out.accuracy,
-        eval_reward=None if held_out is None else held_out.reward,
-        eval_prompts=None if held_out is None else held_out.num_prompts,
-        num_tokens=sum([tag["num_tokens"] for tag in tags]),
-        num_truncated=num_truncated(tags),
-        failures=generated.failures,
-        last_failure=generated.last_failure,
-        metrics=metrics,
-        phase_s=phase_s,
-        rows=tuple(group.row_index for group in generated.groups),
-    )
-
-
-def num_truncated(tags: Sequence[Mapping[str, Any]]) -> int:
-    """Number of completions that were cut off by their length or the deadline of the rollout."""
-    return len([None for tag in tags if tag["finish_reason"] in TRUNCATED])
-
-
-def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of completions: lengths in tokens, truncated share, spread of rewards, groups with equal rewards.
-
-    With `unknown_tokens`, ids that the tokenizer has not, where any was sampled.
-    """
-    if not tags:
-        return {}
-    rewards, lengths = [tag["reward"] for tag in tags], [tag["num_tokens"] for tag in tags]
-    groups = [tag["group_id"] for tag in tags]
-    first = dict(zip(groups, rewards, strict=True))  # one reward per group
-    has_signal = {group for group, reward in zip(groups, rewards, strict=True) if reward != first[group]}
-    mean = fmean(rewards)
-    return {
-        "completion_tokens_mean": fmean(lengths),
-        "completion_tokens_max": float(max(lengths)),
-        "truncated_share": num_truncated(tags) / len(tags),
-        "reward_std": fmean([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
-        "groups_without_signal": 1 - len(has_signal) / len(first),
-        **({"unknown_tokens": float(unknown)} if (unknown := sum(tag.get("num_unknown", 0) for tag in tags)) else {}),
-    }
-
-
-def part_means(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means of reward components, unweighted, as `reward/NAME`; empty where rewards have none."""
-    names = dict.fromkeys(name for tag in tags for name in tag.get("parts", {}))  # a sample lacks what does not apply
-    return {f"reward/{name}": fmean(t["parts"][name] for t in tags if name in t["parts"]) for name in names}

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
     from rl_trainer.config import Config
     from rl_trainer.data.datasets import Datasets
-    from rl_trainer.loop import Components
     from rl_trainer.metrics import StepRecord
+    from rl_trainer.pipeline.components import Components
     from rl_trainer.planning.plan import BatchPlan
     from rl_trainer.runtime.base import ReplicaSet, Runtime
 

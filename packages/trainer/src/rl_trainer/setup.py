@@ -16,12 +16,34 @@ from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.data import shows_images
 from rl_trainer.data.sampler import make_prompts
 from rl_trainer.errors import DataError, PlanError
-from rl_trainer.loop import Components
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipeline import ema_reference
+from rl_trainer.pipeline.components import Components
 from rl_trainer.pipeline.ema_reference import EmaReference
 from rl_trainer.pipeline.replay_buffer import Replay
 from rl_trainer.pipeline.replicas import AgentReplicas, SomeSamples
+from rl_trainer.pipeline.roles import (
+    actor_config,
+    candidates_of,
+    critic_config,
+    engine_of,
+    frozen_config,
+    has,
+    has_old_pass,
+    has_process_rewards,
+    has_reference,
+    home_of,
+    is_in_turn,
+    is_offloaded,
+    is_self,
+    lends_engine,
+    model_config,
+    reward_models,
+    sends_adapter,
+    server_config,
+    teacher_folders,
+    update_barrier,
+)
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.pipeline.weight_sync import WeightSync
@@ -36,23 +58,7 @@ from rl_trainer.pipeline.weight_transfer import (
 from rl_trainer.planning.environments import engine_python
 from rl_trainer.planning.gpus import count_gpus, named, why_apart
 from rl_trainer.planning.memory import learning_flops
-from rl_trainer.planning.placement import has, home_of, is_in_turn, is_offloaded, lends_engine, pools_of, reward_models
-from rl_trainer.planning.plan import (
-    actor_config,
-    candidates_of,
-    critic_config,
-    engine_of,
-    frozen_config,
-    has_old_pass,
-    has_process_rewards,
-    has_reference,
-    is_self,
-    model_config,
-    sends_adapter,
-    server_config,
-    teacher_folders,
-    update_barrier,
-)
+from rl_trainer.planning.placement import pools_of
 from rl_trainer.planning.preflight import check_started, why_gathered
 from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime.network import address_of, check_reach, has_votes, storage_of

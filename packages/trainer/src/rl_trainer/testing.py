@@ -18,8 +18,8 @@ from rl_tq.types import BatchMeta
 from rl_trainer.checkpoints import RunState
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlacementError
-from rl_trainer.loop import Components
 from rl_trainer.metrics import Evaluation, HeldGroup
+from rl_trainer.pipeline.components import Components
 from rl_trainer.pipeline.rollout_source import Generated, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register

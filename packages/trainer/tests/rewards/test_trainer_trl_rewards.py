@@ -11,7 +11,7 @@ from rl_trainer.config import RewardPart, RewardSection
 from rl_trainer.data.rows import checked as checked_row
 from rl_trainer.data.rows import completed
 from rl_trainer.errors import RewardError
-from rl_trainer.loop import part_means
+from rl_trainer.pipeline.step_record import part_means
 from rl_trainer.rewards import Completion, Scorer
 from rl_trainer.rewards.trl import Batch, batch_rewards
 from rl_trainer.rewards.worker import adapted

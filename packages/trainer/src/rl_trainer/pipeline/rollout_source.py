@@ -27,16 +27,17 @@ from rl_trainer.workers.agent import Job
 from rl_trainer.workers.columns import GIVEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
     from rl_trainer.config import Config
     from rl_trainer.data import Order, Row
     from rl_trainer.data.sampler import StreamOrder
+    from rl_trainer.metrics import PhaseTimer
     from rl_trainer.pipeline.replay_buffer import Replay
     from rl_trainer.pipeline.replicas import AgentReplicas
-    from rl_trainer.pipeline.staleness import StalenessPolicy
+    from rl_trainer.pipeline.staleness import Schedule, StalenessPolicy
     from rl_trainer.workers.agent import FailureReport
 
 T = TypeVar("T")
@@ -72,6 +73,8 @@ class Generated:
     """The groups in `batch` that were generated for it."""
     reused: tuple[HeldGroup, ...] = ()
     """The groups in `batch` that an earlier step has learned from (`batch.replay`)."""
+    is_last: bool = True
+    """Whether no other part of the step's batch follows."""
 
     @classmethod
     def joined(cls, parts: Sequence[Generated]) -> Generated:
@@ -511,6 +514,25 @@ class RolloutSource:
         job, attempt = self._jobs[group], self._ready[group].tags[0]["attempt"]
         released = self._outstanding[group].released
         return HeldGroup(group_id=group, row_index=job.row_index, place=job.place, released=released, attempt=attempt)
+
+
+def take_parts(
+    source: RolloutSource, schedule: Schedule, config: Config, step: int, timer: PhaseTimer
+) -> Iterator[Generated]:
+    """Take the batch of a step: whole, or with `batch.stream` each mini-batch as soon as its groups are complete.
+
+    What the schedule generates while a batch is learned from is released before that batch is given.
+    """
+    batch = config.batch
+    sizes = [batch.mini_batch_size] * (batch.batch_size // batch.mini_batch_size) if batch.stream else [None]
+    for number, size in enumerate(sizes, 1):
+        with timer.phase("generate" if schedule.is_on_policy else "wait_generate"):
+            if number == 1:
+                source.release(step)
+            part = source.take(step, size)
+        if schedule.releases_before_update:
+            source.release(step)
+        yield replace(part, is_last=number == len(sizes))
 
 
 def _sampled_rewards(meta: BatchMeta) -> list[float]:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from abc import ABC
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from rl_trainer.errors import ConfigError
 from rl_trainer.plugins import named
@@ -43,6 +43,15 @@ class Span:
     def since(self) -> int:
         """Version of its oldest token, or while it is being generated the lowest possible one."""
         return self.released if self.oldest is None else self.oldest
+
+
+class AgeBound(NamedTuple):
+    """Ages that tokens may have, in weight versions behind those that learn."""
+
+    least: int = 0
+    """Lowest age."""
+    most: int | None = None
+    """Highest age; None: the policy bounds something else."""
 
 
 Outstanding = Mapping[int, Span]
@@ -222,16 +231,23 @@ class Schedule:
     settles_before_sync: bool = True
     """Weights change when nothing is being generated; otherwise under running generations."""
     lag: int = 0
-    """Weight versions that every batch but a first one is behind the weights that learn from it."""
+    """Weight versions that a batch generated ahead is behind the weights that learn from it."""
+    lags_from: int = 2
+    """First step whose batch is generated ahead: that of a first step has no learning to overlap with."""
 
     @property
     def is_on_policy(self) -> bool:
         """Whether generation and learning take turns, so that both may use the same GPUs."""
         return not (self.releases_before_update or self.releases_after_sync)
 
-    def bound(self, lag: int) -> int | None:
-        """Highest age of a token of a batch with this lag, weight versions; None: the policy bounds something else."""
-        return None if self.policy.bound is None else self.policy.bound + lag
+    def starting(self, step: int, *, is_ahead: bool) -> Schedule:
+        """The schedule from `step` on; `is_ahead`: its batch is there already, from an earlier process."""
+        return replace(self, lags_from=step if is_ahead else step + 1)
+
+    def bound_at(self, step: int) -> AgeBound:
+        """Ages that tokens of the batch of `step` may have."""
+        lag = self.lag if step >= self.lags_from else 0
+        return AgeBound(lag, None if self.policy.bound is None else self.policy.bound + lag)
 
 
 def sync(config: Config) -> Schedule:

@@ -20,8 +20,7 @@ from rl_engine.errors import EngineError
 from rl_engine.types import EngineConfig, ModelInit
 from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.errors import ConfigError
-from rl_trainer.planning.placement import home_of
-from rl_trainer.planning.plan import actor_config
+from rl_trainer.pipeline.roles import actor_config, home_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from rl_engine import Precision, auto_precision, for_this_machine
 from rl_trainer.errors import ConfigError
+from rl_trainer.pipeline.roles import is_offloaded
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.memory import cache_beside_engine
-from rl_trainer.planning.placement import is_offloaded, pools_of
+from rl_trainer.planning.placement import pools_of
 from rl_trainer.runtime.network import SHARED_MEMORY, scheme_of
 
 if TYPE_CHECKING:

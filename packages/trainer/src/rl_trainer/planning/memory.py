@@ -29,8 +29,18 @@ from typing import TYPE_CHECKING, Any
 
 from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.errors import PlanError
-from rl_trainer.planning.placement import has, home_of, is_offloaded, lends_engine, reward_models
-from rl_trainer.planning.plan import engine_of, longest_sequence, model_config, pool_size, teacher_folders
+from rl_trainer.pipeline.roles import (
+    engine_of,
+    has,
+    home_of,
+    is_offloaded,
+    lends_engine,
+    longest_sequence,
+    model_config,
+    pool_size,
+    reward_models,
+    teacher_folders,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 
 from rl_trainer.config.schema import ENGINE_POOL, ROLES, PoolSection
 from rl_trainer.errors import PlanError
-from rl_trainer.planning.plan import data_parallel_ranks, engine_of, has_reference, pool_size, teacher_folders
+from rl_trainer.pipeline.roles import data_parallel_ranks, engine_of, has, home_of, pool_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from rl_trainer.config import Config
-
-REWARD_POOL = "reward"
-"""Pool of reward models that share no GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,47 +57,6 @@ def pools_of(config: Config) -> list[Pool]:
         Pool(name="agent", num_workers=config.agent.num_workers, gpus_per_worker=0, roles=("agent workers",)),
         Pool(name="queue", num_workers=1, gpus_per_worker=0, roles=("queue",)),
     ]
-
-
-def home_of(config: Config, role: str) -> str:
-    """The pool of a role of `placement`."""
-    section: PoolSection | None = getattr(config.placement, role)
-    if section is not None:
-        return section.pool
-    return REWARD_POOL if role == "reward" and not config.rollout.colocated else ENGINE_POOL
-
-
-def has(config: Config, role: str) -> bool:
-    """Whether a run has processes of a role of `placement`."""
-    if role == "reference":
-        return has_reference(config) and config.engine.lora is None
-    if role == "critic":
-        return config.critic is not None
-    if role == "teacher":
-        return bool(teacher_folders(config.teacher))
-    return bool(reward_models(config))
-
-
-def reward_models(config: Config) -> dict[str, str]:
-    """Folders of the reward models that the run serves, by part of the reward."""
-    terms = config.reward.parts.items()
-    return {name: term.path for name, term in terms if term.kind == "classifier" and term.path is not None}
-
-
-def lends_engine(config: Config) -> bool:
-    """Whether the engine's GPUs are lent to rollout while learning waits."""
-    return config.rollout.elastic is not None and config.rollout.elastic.lend
-
-
-def is_offloaded(config: Config) -> bool:
-    """Whether engine and colocated servers give each other their memory."""
-    return bool(config.rollout.colocated) and config.rollout.sleep is not False
-
-
-def is_in_turn(config: Config, role: str) -> bool:
-    """Whether a role has memory in turn with servers; reward models not with lent ones: they are asked all along."""
-    lends = lends_engine(config) and role != "reward"
-    return (is_offloaded(config) or lends) and home_of(config, role) == ENGINE_POOL
 
 
 def _size(config: Config, pool: str, roles: list[str]) -> int:

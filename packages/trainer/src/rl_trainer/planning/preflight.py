@@ -29,22 +29,23 @@ from rl_trainer.checkpoints import check_output_dir
 from rl_trainer.data import shows_images
 from rl_trainer.equivalents import hint
 from rl_trainer.errors import ConfigError, InputError
-from rl_trainer.pipeline.weight_transfer import check_start_layers
-from rl_trainer.planning.environments import asked_beside, check_engine, check_environment, gives_shards, role_python
-from rl_trainer.planning.gpus import check_ipc
-from rl_trainer.planning.placement import has, is_offloaded
-from rl_trainer.planning.plan import (
+from rl_trainer.pipeline.roles import (
     actor_config,
     candidates_of,
     critic_config,
     engine_of,
     frozen_config,
+    has,
+    is_offloaded,
     longest_sequence,
     model_config,
     sends_adapter,
     server_config,
     teacher_folders,
 )
+from rl_trainer.pipeline.weight_transfer import check_start_layers
+from rl_trainer.planning.environments import asked_beside, check_engine, check_environment, gives_shards, role_python
+from rl_trainer.planning.gpus import check_ipc
 from rl_trainer.planning.rehearsal import check_signature
 from rl_trainer.rewards import check_packages, resolve_reward
 from rl_trainer.rewards.verl import rule_of

@@ -25,8 +25,9 @@ from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError
-from rl_trainer.loop import Components, run_loop
+from rl_trainer.loop import run_loop
 from rl_trainer.metrics import Evaluation
+from rl_trainer.pipeline.components import Components
 from rl_trainer.pipeline.rollout_source import PARTITION, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.gpus import gpu_pools, named, why_apart

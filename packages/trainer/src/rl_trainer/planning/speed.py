@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.data.datasets import LocatedRows, location
+from rl_trainer.pipeline.roles import has_old_pass, has_reference, model_config
 from rl_trainer.planning.gpus import count_gpus
 from rl_trainer.planning.memory import count_parameters, stored_parameters
-from rl_trainer.planning.plan import has_old_pass, has_reference, model_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

@@ -17,9 +17,10 @@ from rl_trainer.config.schema import CriticSection, StalenessSection, refuse_unu
 from rl_trainer.data.datasets import check_data
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.elastic import create_policy as create_elastic
+from rl_trainer.pipeline.roles import has_old_pass, has_reference, is_offloaded, reads_old_pass, update_barrier
 from rl_trainer.pipeline.staleness import Schedule, create_schedule
-from rl_trainer.planning.placement import check_placement, is_offloaded
-from rl_trainer.planning.plan import BatchPlan, has_old_pass, has_reference, reads_old_pass, update_barrier
+from rl_trainer.planning.placement import check_placement
+from rl_trainer.planning.plan import BatchPlan
 from rl_trainer.rewards.scorer import check_rule
 
 if TYPE_CHECKING:
