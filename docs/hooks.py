@@ -46,10 +46,9 @@ def pages() -> dict[str, Path]:
 @cache
 def tables() -> dict[str, str]:
     """By page, what is rendered from the code."""
-    from rl_trainer import equivalents
-    from rl_trainer.config.explain import reference
+    from rl_trainer.config.explain import names_elsewhere, reference
 
-    names = f"# Names elsewhere\n\n{equivalents.table()}"
+    names = f"# Names elsewhere\n\n{names_elsewhere()}"
     return {"reference/config.md": reference(), "how-to/names.md": names, "performance.md": performance()}
 
 

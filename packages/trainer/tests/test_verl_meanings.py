@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 import pytest
 
 from rl_trainer import equivalents
+from rl_trainer.config.explain import names_elsewhere
 from rl_trainer.config.load import _all_keys
 from rl_trainer.config.schema import Config
 from rl_trainer.recipes.from_verl import convert
@@ -465,7 +466,7 @@ def test_every_reason_is_for_a_condition_of_the_table():
 
 
 def test_the_documentation_lists_what_has_no_equivalent():
-    page = equivalents.table()
+    page = names_elsewhere()
     assert "| `algorithm.advantage` | `algorithm.adv_estimator` |" in page
     assert "| `actor_rollout_ref.actor.ppo_epochs` | each mini-batch is learned from once" in page
     assert "| `*use_remove_padding` | rows are never padded |" in page

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import yaml
 
+from rl_trainer import equivalents
 from rl_trainer.config.load import as_tree, layers
 from rl_trainer.config.schema import Config
 from rl_trainer.errors import ConfigError
@@ -248,6 +249,24 @@ def _write(lines: list[str], section: Any, tree: Mapping[str, Any], prefix: str,
             _write(lines, held, value, f"{key.name}.", sources)
         else:
             lines.append(f"{indent}{name}: {_yaml(value)}")
+
+
+def names_elsewhere() -> str:
+    """Names of verl, TRL and prime-rl with ours, as Markdown for the documentation."""
+    lines = ["| here | verl | TRL | prime-rl |", "|---|---|---|---|"]
+    lines += [
+        "| " + " | ".join(f"`{cell}`" if cell else "-" for cell in row.values()) + " |" for row in equivalents.rows()
+    ]
+    values = ["", "| key | value of verl or TRL | value here |", "|---|---|---|"]
+    values += [
+        f"| `{key}` | `{t}` | `{o}` |" for key, of in equivalents.tables()["values"].items() for t, o in of.items()
+    ]
+    notes = ["", "| key of verl (a pattern, with `*`) | why `--from-verl` sets nothing for it |", "|---|---|"]
+    notes += [
+        f"| `{key}` | {row['missing']} |" for key, row in equivalents.tables()["verl"].items() if "missing" in row
+    ]
+    notes += [f"| `{pattern}` | {why} |" for _, pattern, why, *_ in equivalents.tables()["unread"]]
+    return "\n".join([*lines, *values, *notes]) + "\n"
 
 
 def reference() -> str:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rl_trainer.config.schema import AlgorithmConfig, Config
-from rl_trainer.equivalents import keys_named
+from rl_trainer.equivalents import rows
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.plugins import absolute
 
@@ -182,11 +182,23 @@ def unknown_key(key: str) -> str:
     """Error text for an unknown key, with the nearest one of its section, or one of the same last name."""
     keys = _all_keys(Config, "")
     last = [each for each in keys if each.rpartition(".")[2] == key.rpartition(".")[2]]
-    if not last and (others := keys_named(key)):
+    if not last and (others := _keys_elsewhere(key)):
         named = " or ".join(f"{ours} ({libraries})" for ours, libraries in others.items())
         return f"unknown configuration key {key}; here it is {named}"
     near = difflib.get_close_matches(key, last or keys, n=1, cutoff=0.0)
     return f"unknown configuration key {key}; the nearest one is {near[0]}"
+
+
+def _keys_elsewhere(name: str) -> dict[str, str]:
+    """Libraries by our key that use this name, its last part or the whole."""
+    found: dict[str, str] = {}
+    last = name.rpartition(".")[2]
+    for row in rows():
+        ours = row["ours"]
+        for library, theirs in (("verl", row["verl"]), ("TRL", row["trl"]), ("prime-rl", row["prime_rl"])):
+            if theirs and last == theirs.rpartition(".")[2] and library not in found.get(ours, ""):
+                found[ours] = f"{found[ours]} and {library}" if ours in found else library
+    return found
 
 
 def _is_by_name(cls: type, key: str) -> bool:

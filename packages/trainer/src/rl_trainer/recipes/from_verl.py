@@ -1,15 +1,15 @@
 """verl's settings as a recipe: `rl-train --from-verl SCRIPT.sh | FILE.yaml | overrides...`, for verl 0.6 to 0.9.
 
-`equivalents.yaml` says which key becomes which, verl's defaults, and why a key needs none here or has no equivalent.
-Here are its interpreter and the rules that compute with several keys. Every word becomes a key, is listed with a
-reason, or is an error.
+`equivalents.yaml` maps the keys; this is its interpreter, with the rules that compute with several keys.
+Every word becomes a key, is listed with a reason, or is an error.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from functools import partialmethod, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,17 +36,14 @@ _TITLES = {"missing": "No equivalent here", "ignored": "Ignored by verl too", "n
 class Conversion:
     """A recipe, and by verl's key the reason why it did not become part of it."""
 
-    program: str = "rl-train"
-    """Program that the recipe is for: rl-train, or rl-sft."""
+    program: str = "rl-train"  # or rl-sft
     recipe: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     needless: dict[str, str] = field(default_factory=dict)
     assumed: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    """Value by verl's key, as given; None where it is deleted."""
-    entry: Mapping[str, Any] = field(default_factory=dict)
-    """Row of the program in the table `entries`; empty for main_ppo."""
+    values: dict[str, Any] = field(default_factory=dict)  # by verl's key, as given; None for a deleted one
+    entry: Mapping[str, Any] = field(default_factory=dict)  # verl's program in the table `entries`; empty for main_ppo
 
     def text(self) -> str:
         """The recipe as YAML, the rest as comments above it."""
@@ -99,10 +96,10 @@ def _read(arguments: Sequence[str]) -> Conversion:
 def _check_known(values: Mapping[str, Any], unknown: Mapping[str, str]) -> None:
     """Refuse what holds the output of a command that was not run."""
     for key, value in values.items():
-        for marker, command in ((f"@unknown{number}@", command) for number, command in unknown.items()):
-            if marker in f"{key}={value}":
-                where = key.replace(marker, "...")
-                raise ConfigError(f"--from-verl: {where}: value unknown: $({command}); give it after the script")
+        for number, command in unknown.items():
+            if (marker := f"@unknown{number}@") in f"{key}={value}":
+                said = f"{key.replace(marker, '...')}: value unknown: $({command})"
+                raise ConfigError(f"--from-verl: {said}; give it after the script")
 
 
 def _launch(file: Path, arguments: Sequence[str], chosen: str, found: Conversion) -> tuple[Launch, Mapping[str, str]]:
@@ -112,23 +109,20 @@ def _launch(file: Path, arguments: Sequence[str], chosen: str, found: Conversion
         read = reader.recorded(file) if file.is_dir() else reader.read(file, arguments)
     except (ScriptError, SandboxError) as error:
         raise ConfigError(f"--from-verl {file}{': ' if file.is_dir() else ' '}{error}") from error
-    named: dict[Any, tuple[Launch, Mapping[str, Any]]] = {}
-    for launch in read.launches:
-        for row in (row for row in tables()["entries"] if fnmatchcase(launch.module, row["module"])):
-            named.setdefault((launch.module, launch.arguments), (launch, row))
+    named = {(each.module, each.arguments): (each, row) for each in read.launches
+             for row in reversed(tables()["entries"]) if fnmatch.fnmatchcase(each.module, row["module"])}  # fmt: skip
     ours = [each for each in named.values() if "refused" not in each[1]] or [*named.values()]
     if not ours:
         said = "; ".join(read.complaints)
         said = f"; bash said: {said}; its variables can be set before rl-train" if said else ""
         ran = "".join(f"; it runs {command[:200]}" for command in dict.fromkeys(read.unknown.values()))
         raise ConfigError(f"--from-verl {file} launches no trainer of verl's{said}{ran}; give its overrides instead")
-    if chosen not in ("", *map(str, range(1, len(ours) + 1))):
-        raise ConfigError(f"--launch={chosen} is none of the {len(ours)} launches of {file}; give 1 to {len(ours)}")
-    if len(ours) > 1 and not chosen:
-        words = [f"{launch.module} {' '.join(launch.arguments)[:200]}" for launch, _ in ours[:20]]
-        listed = "".join(f"\n  --launch={i}: {each}" for i, each in enumerate(words, 1))
-        raise ConfigError(f"--from-verl {file} launches verl {len(ours)} times; choose one:{listed}")
-    launch, found.entry = ours[int(chosen or 1) - 1]
+    numbered = {str(i): each for i, each in enumerate(ours, 1)}
+    if (chosen or (len(ours) > 1)) and chosen not in numbered:
+        lines = [f"--launch={i}: {one.module} {' '.join(one.arguments)[:200]}" for i, (one, _) in numbered.items()]
+        listed = "\n  ".join(lines[:20])
+        raise ConfigError(f"--from-verl {file} launches verl {len(ours)} times; choose one:\n  {listed}")
+    launch, found.entry = numbered[chosen or "1"]
     if why := found.entry.get("refused"):
         raise ConfigError(f"--from-verl {file} launches {launch.module}: {why}")
     found.program = "rl-sft" if found.entry.get("is_sft") else "rl-train"
@@ -152,8 +146,9 @@ class _Converter:
             self.settings[name], self.given[name] = value, key
         engine, strategy = (self.settings.get(key) for key in ("model_engine", f"{_A}.strategy"))
         if not (engine or strategy):  # the engine that has keys of its own
-            engine = next((name for name in tables()["layouts"] if self.below(f"{_A}.{name}.")), None)
-            self.settings |= {"model_engine": engine} if engine else {}
+            named = (name for name in tables()["layouts"] if fnmatch.filter(self.settings, f"{_A}.{name}.*"))
+            if engine := next(named, None):
+                self.settings["model_engine"] = engine
         self.engine = engine if engine not in (None, "dp") else strategy
         self.mode = out.entry.get("mode") or str(self.get("trainer.v1.trainer_mode"))
 
@@ -222,16 +217,15 @@ class _Converter:
             return first
         if kind == "count":
             return max(math.ceil(self.number(key) * row.get("scale", 1)), 0) or row.get("zero", 0)
-        if kind == "size":
-            return size if (size := self.whole(key)) > 1 else None
         if kind == "flag":
             flag = row["flags"][self.at("rollout.backend")]
             words = [] if value is False else [flag] if value is True else [flag, str(value)]
             return [*(self.at("rollout.options.args") or []), *words] or None
+        if kind in ("int", "float", "size"):
+            number = float(self.number(key)) if kind == "float" else self.whole(key)
+            return None if kind == "size" and number < 2 else number
         if kind == "floats":
             return [float(each) for each in _listed(value)]
-        if kind in ("int", "float"):
-            return int(self.number(key)) if kind == "int" else float(self.number(key))
         return {"bool": bool, "str": str, "path": _path}[kind](value)
 
     def peek(self, key: str) -> Any:
@@ -266,41 +260,29 @@ class _Converter:
 
     def at(self, ours: str) -> Any:
         """Value of our key so far; None if it is not set."""
-        tree: Any = self.out.recipe
-        for name in ours.split("."):
-            tree = tree.get(name) if isinstance(tree, dict) else None
-        return tree
+        *parents, last = ours.split(".")
+        return reduce(lambda tree, name: tree.get(name) or {}, parents, self.out.recipe).get(last)
 
     def set(self, ours: str, value: Any) -> None:
         """Set our key; the recipes of rl-sft are flat."""
-        tree: dict[str, Any] = self.out.recipe
         *parents, last = ours.split(".")
         if self.out.program == "rl-sft":
             parents, last, value = [], ours, ",".join(value) if isinstance(value, list) else value
-        for parent in parents:
-            tree = tree.setdefault(parent, {})
-        tree[last] = value
-
-    def below(self, prefix: str) -> list[str]:
-        """Keys that are given and start with a prefix."""
-        return [key for key in self.settings if key.startswith(prefix)]
+        reduce(lambda tree, name: tree.setdefault(name, {}), parents, self.out.recipe)[last] = value
 
     def note(self, notes: str, key: str, why: str) -> None:
-        """List a key, if it is given, with a reason."""
+        """List a key with a reason: one without equivalent also where its default is verl's, any other if given."""
         self.read.add(key)
-        if self.settings.get(key) is not None:
+        if notes == "missing" or self.settings.get(key) is not None:
             getattr(self.out, notes)[self.given.get(key, key)] = why
 
-    def miss(self, key: str, why: str) -> None:
-        """List a key, or a default of verl's, as one without equivalent."""
-        self.read.add(key)
-        self.out.missing[self.given.get(key, key)] = why
+    miss = partialmethod(note, "missing")
 
     def list_unread(self, key: str) -> None:
         """List a key that nothing has read; what is off is off here too."""
         value = self.settings[key]
         for notes, pattern, why, *needs in tables()["unread"]:
-            if fnmatchcase(key, pattern) and all(map(self.holds, needs)):
+            if fnmatch.fnmatchcase(key, pattern) and all(map(self.holds, needs)):
                 return getattr(self.out, notes).update({self.given[key]: why})
         if value in (None, False, "", -1) or value in ([], {}):
             return self.out.needless.update({self.given[key]: "off"})
@@ -331,7 +313,7 @@ class _Converter:
             parts = {f"{i}_{Path(file).parent.name or 'part'}": {"path": file} for i, file in enumerate(train)}
             self.out.recipe["data"].pop("path")
             self.set("data.mixture", parts)
-        loggers = [str(name) for name in _listed(self.get("trainer.logger"))]
+        loggers = [*map(str, _listed(self.get("trainer.logger")))]
         known = [name for name in loggers if name in ("console", "wandb", "tensorboard", "trackio")]
         if len(known) < len(loggers):
             self.miss("trainer.logger", f"of {', '.join(loggers)} there are console, tensorboard, trackio, wandb")
@@ -355,12 +337,11 @@ class _Converter:
         if self.mode == "fully_async":
             most = self.whole("rollout.total_rollout_steps")
             self.set("steps", max((most if rows is None else min(most, int(rows * epochs))) // batch, 1))
-        elif self.settings.get("trainer.total_training_steps") is not None:
-            self.set("steps", self.whole("trainer.total_training_steps"))
-        elif rows is None:
-            self.set("epochs", int(epochs))  # a run counts them; verl drops the last rows of each, ours does not
-        else:
-            self.set("steps", max(int(epochs) * (rows // batch), 1))
+        elif self.at("steps") is None:  # verl drops the last rows of each epoch; a run that counts epochs does not
+            by_rows = rows is not None
+            self.set(
+                "steps" if by_rows else "epochs", max(int(epochs) * (rows // batch), 1) if by_rows else int(epochs)
+            )
         advantage = self.at("algorithm.advantage")
         if ADVANTAGES[advantage].compares_group and self.at("batch.group_size") < 2:
             self.set("batch.group_size", 2)
@@ -377,15 +358,15 @@ class _Converter:
                 self.set("algorithm.correction_bounds", [float(each) for each in f"0_{threshold}".split("_")[-2:]])
         elif level not in (None, "null"):
             self.miss(f"{_C}.rollout_is", f"no {level} here; there are token and sequence")
-        if (rejection := str(self.get(f"{_C}.rollout_rs"))) not in ("None", "null", ""):
-            first, *others = (each.strip() for each in rejection.split(","))
+        first, *others = (each.strip() for each in str(self.get(f"{_C}.rollout_rs")).split(","))
+        if first not in ("None", "null", ""):
             if others:
                 self.miss(f"{_C}.rollout_rs", f"one test a run: {first} is taken, {', '.join(others)} is not")
             low, _, high = str(self.get(f"{_C}.rollout_rs_threshold")).split(",")[0].strip().rpartition("_")
             scheme, upper = self.cast(self.rows[f"{_C}.rollout_rs"], f"{_C}.rollout_rs", first), float(high)
             inverse = [1 / upper, 1 / float(low) if low else upper]  # verl's ratio is rollout / engine
-            self.set("algorithm.rejection", scheme)
-            self.set("algorithm.rejection_bounds", inverse if scheme.endswith("k1") else [0.0, upper])
+            bounds = inverse if scheme.endswith("k1") else [0.0, upper]
+            self.out.recipe["algorithm"] |= {"rejection": scheme, "rejection_bounds": bounds}
         if self.mode not in ("sync", "colocate_async") and not self.at("algorithm.correction"):
             self.set("algorithm.old_logprobs", "rollout")
 
@@ -398,8 +379,8 @@ class _Converter:
         elif not steps and ratio:
             why = f"set engine.optimizer.warmup_steps to {ratio:g} x steps x {per_step}"
             self.miss(f"{o}.lr_warmup_steps_ratio", why)
-        if warmup := warmup if warmup > 0 else round(ratio * steps):
-            self.set("engine.optimizer.warmup_steps", warmup * per_step)  # verl counts training steps
+        if warmup := warmup if warmup > 0 else round(ratio * steps):  # verl counts training steps
+            self.set("engine.optimizer.warmup_steps", warmup * per_step)
         if self.at("engine.lr_schedule") == "cosine" and (least := float(self.number(f"{o}.min_lr"))):
             self.set("engine.min_lr_ratio", least / self.at("engine.optimizer.lr"))
 
@@ -422,9 +403,8 @@ class _Converter:
         if rows % max(ranks, 1):
             self.miss("trainer.n_gpus_per_node", f"a mini-batch of {rows} completions must divide over {ranks} ranks")
         longest = self.at("data.max_prompt_tokens") + self.at("rollout.max_new_tokens")
-        tokens = longest * self.whole(f"{_A}.ppo_micro_batch_size_per_gpu")
-        if self.get(f"{_A}.use_dynamic_bsz"):
-            tokens = self.whole(f"{_A}.ppo_max_token_len_per_gpu")
+        rows, tokens = self.whole(f"{_A}.ppo_micro_batch_size_per_gpu"), self.whole(f"{_A}.ppo_max_token_len_per_gpu")
+        tokens = tokens if self.get(f"{_A}.use_dynamic_bsz") else rows * longest
         self.set("engine.max_tokens_per_gpu", max(tokens, longest))
         self.set("rollout.max_model_len", max(self.whole(f"{_R}.max_model_len"), longest))
 
@@ -450,7 +430,7 @@ class _Converter:
             self.set("agent.options.max_turns", self.at("agent.options.max_turns") or most)
         if self.at("engine.router_replay") and self.at("rollout.backend") == "vllm":
             self.at("rollout.options.args").append("--enable-return-routed-experts")
-        for key in self.below(f"{_R}.engine_kwargs."):
+        for key in fnmatch.filter(self.settings, f"{_R}.engine_kwargs.*"):
             engine, _, name = key.removeprefix(f"{_R}.engine_kwargs.").partition(".")
             if (backend := self.at("rollout.backend")) != engine and backend in ("vllm", "sglang"):
                 self.note("ignored", key, f"the server is {backend}")
@@ -462,17 +442,15 @@ class _Converter:
         models = "distillation.teacher_models."
         if not self.get("distillation.enabled"):
             return
-        names = dict.fromkeys(key.removeprefix(models).partition(".")[0] for key in self.below(models))
-        paths = {name: _path(path) for name in names if (path := self.get(f"{models}{name}.model_path"))}
-        sources = {str(self.get(f"{models}{name}.key") or name): path for name, path in paths.items()}
+        given = [key for key in fnmatch.filter(self.settings, f"{models}*.model_path") if self.get(key)]
+        paths = {str(self.get(f"{key[:-11]}.key") or key.split(".")[2]): _path(self.get(key)) for key in given}
         self.set("teacher.path", next(iter(paths.values()), None))
         if len(paths) > 1:
-            self.set("teacher.by_source", sources)
+            self.set("teacher.by_source", paths)
         if not self.get("distillation.distillation_loss.use_task_rewards"):
-            wanted = {"loss": "distill", "advantage": "grpo"}
-            dropped = ("loss_options", "correction", "correction_bounds", "rejection", "rejection_bounds")
-            kept = {key: value for key, value in self.at("algorithm").items() if key not in dropped}
-            self.out.recipe["algorithm"] = kept | wanted
+            for key in ("loss_options", "correction", "correction_bounds", "rejection", "rejection_bounds"):
+                self.out.recipe["algorithm"].pop(key, None)
+            self.out.recipe["algorithm"] |= {"loss": "distill", "advantage": "grpo"}
 
 
 def _listed(value: Any) -> list[Any]:
