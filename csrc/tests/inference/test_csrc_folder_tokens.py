@@ -154,3 +154,10 @@ def test_a_template_that_does_not_end_is_an_error(tmp_path, monkeypatch, templat
     with pytest.raises(ValueError, match="the chat template of .* does not end"):
         read_folder_tokens(folder_of(tmp_path, template=template))
     assert sys.gettrace() is None or "on_event" not in repr(sys.gettrace())
+
+
+@pytest.mark.parametrize("operation", ["9**9**9", "9**n", "'x' * 30000000000", "[0] * 9999999", "30000000000 * 'x'"])
+def test_an_operation_that_no_deadline_stops_is_an_error(tmp_path, operation):
+    template = "{% generation %}{% set n = 9 %}{{ OPERATION }}{% endgeneration %}".replace("OPERATION", operation)
+    with pytest.raises(ValueError, match="the chat template of .* may never end"):
+        read_folder_tokens(folder_of(tmp_path, template=template))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from contextlib import contextmanager
@@ -304,6 +305,7 @@ def _renderings(template: str, named: Mapping[str, str], folder: Path) -> Iterat
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError:
         return
+    _check_operators(template, folder)
     render: Any = render_jinja_template
     parts = [[{"type": "text", "text": text}] for text in ("question", _ANCHOR)]
     tool = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
@@ -331,6 +333,30 @@ class EndlessTemplateError(ValueError):
     """A chat template renders for seconds, or fills the memory."""
 
 
+def _check_operators(template: str, folder: Path) -> None:
+    """Refuse powers and huge repetitions: one operation of C that no deadline can stop.
+
+    Raises:
+        EndlessTemplateError: the template has one.
+    """
+    from jinja2 import Environment, TemplateError, nodes  # transformers renders with it
+
+    extensions = ["jinja2.ext.loopcontrols", "jinja2.ext.do"]
+    try:
+        tree = Environment(extensions=extensions).parse(_GENERATION_TAGS.sub("", template))
+    except (TemplateError, RecursionError):  # who renders a row says what is wrong
+        return
+    factors = (side for each in tree.find_all(nodes.Mul) for side in (each.left, each.right))
+    numbers = (each.value for each in factors if isinstance(each, nodes.Const) and isinstance(each.value, int))
+    if tree.find(nodes.Pow) or max(numbers, default=0) > _MAX_FACTOR:
+        raise EndlessTemplateError(
+            f"the chat template of {folder} computes powers, or multiplies by more than {_MAX_FACTOR}, which may never "
+            "end; correct it, or download the folder again"
+        )
+
+
+_GENERATION_TAGS = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+_MAX_FACTOR = 1_000_000
 _MAX_RENDER_S = 5.0
 """Seconds of processor time that a rendering may take; it takes milliseconds."""
 _MAX_RENDER_BYTES = 1 << 30
