@@ -1,20 +1,24 @@
 """Text of foreign code: lone surrogates are replaced at every boundary, and exceptions are failures of one rollout."""
 
 import asyncio
+import importlib
 import json
 import os
 import signal
+import sys
+from types import SimpleNamespace
 
 import pytest
 
-from rl_agent import AgentLoop, AgentRunner, Failure, ParsedTurn, ToolCall
+from rl_agent import AgentLoop, AgentRunner, Failure, ParsedTurn, PluginError, ToolCall
 from rl_agent.errors import FailureError, LoopError, ToolError, described, is_foreign
 from rl_agent.loops.gym import GymLoop
 from rl_agent.loops.single_turn import SingleTurnLoop
 from rl_agent.loops.tool import ToolLoop
 from rl_agent.testing import FakeGenerator, FakeTokenizer
-from rl_agent.text import parse_turn, well_formed
+from rl_agent.text import parse_turn
 from rl_agent.tools.base import Tool
+from rl_agent.types import ToolResult, well_formed
 
 LONE, MARK = "a\ud800b", "a\ufffdb"
 
@@ -85,6 +89,35 @@ def test_a_tools_text_is_made_well_formed(answer):
     assert not isinstance(result.outputs, Failure), result.outputs
     assert tool.seen == [{"x": MARK}], "the policy's JSON spells a surrogate"
     assert MARK in FakeTokenizer().decode(result.outputs[0].completion_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("error", "recorded"),
+    [
+        (KeyError("x"), "echo: KeyError: 'x'"),
+        (ToolError("no such page"), "echo: ToolError: no such page"),
+        (SystemExit(3), "echo: SystemExit: 3"),
+        (ValueError(LONE), f"echo: ValueError: {MARK}"),
+        (ValueError("x" * 9999), f"echo: ValueError: {'x' * 482}"),
+    ],
+)
+def test_the_type_of_a_tools_error_is_recorded(error, recorded):
+    (result,) = run(ToolLoop(asking([CALL, "done"]), StrictTokenizer(), tools=[Echo(error)]), PROMPT)
+    (output,) = result.outputs
+    assert output.extra_fields == {"end": "answer", "tool_error": recorded}
+    assert output.metrics["num_tool_error"] == 1
+
+
+def test_the_last_of_several_tool_errors_is_recorded():
+    class Failing(Echo):
+        async def call(self, arguments, session_id):
+            self.seen.append(arguments)
+            raise KeyError(len(self.seen))
+
+    (result,) = run(ToolLoop(asking([CALL * 2, CALL, "done"]), FakeTokenizer(), tools=[Failing("")]), PROMPT)
+    assert result.outputs[0].extra_fields["tool_error"] == "echo: KeyError: 3"
+    (result,) = run(ToolLoop(asking([CALL, "done"]), FakeTokenizer(), tools=[Echo("ok")]), PROMPT)
+    assert "tool_error" not in result.outputs[0].extra_fields
 
 
 class UnprintableError(Exception):
@@ -368,3 +401,57 @@ def test_ctrl_c_stops_the_run():
     with pytest.raises(KeyboardInterrupt):
         interrupted(with_pythons_handler)
     assert is_foreign(KeyboardInterrupt()) is (signal.getsignal(signal.SIGINT) is not signal.default_int_handler)
+
+
+class Page:
+    """A browser whose page shows, answers and refuses with the given text."""
+
+    def __init__(self, text):
+        self.text = text
+
+    async def open(self, session_id, url, html):
+        return ToolResult(text=self.text)
+
+    async def act(self, session_id, action):
+        raise ToolError(self.text)
+
+    async def evaluate(self, session_id, check):
+        return self.text
+
+    async def leave(self, session_id):
+        return
+
+
+@pytest.mark.parametrize("text", [LONE, "a\0b", "\ud83d", "\udfff\0"])
+def test_a_pages_text_is_made_well_formed(text, monkeypatch):
+    stub = SimpleNamespace(Error=type("Error", (Exception,), {}), async_playwright=None)
+    if "rl_agent.loops.gui" not in sys.modules:
+        monkeypatch.setitem(sys.modules, "playwright", SimpleNamespace(async_api=stub))
+        monkeypatch.setitem(sys.modules, "playwright.async_api", stub)
+        monkeypatch.delitem(sys.modules, "rl_agent.loops.gui", raising=False)
+    gui = importlib.import_module("rl_agent.loops.gui")
+    monkeypatch.delitem(sys.modules, "rl_agent.loops.gui", raising=False)
+    loop = gui.GuiLoop(asking(['<tool_call>{"name": "look", "arguments": {}}</tool_call>', "done"]), StrictTokenizer())
+    loop._browser = Page(text)
+    for tool in loop._tools.values():
+        tool._browser = loop._browser
+    (result,) = run(loop, {**PROMPT, "html": text, "check": text})
+    assert (result.outputs.kind, result.outputs.stage) == ("grader", "check"), "no number for a reward"
+    result.outputs.message.encode()
+
+
+@pytest.mark.parametrize("text", [LONE, "a\0b"])
+@pytest.mark.parametrize("column", ["environment", "environment_args", "system", "seed", "tools", "images"])
+def test_odd_text_in_any_column_ends_as_a_result(column, text):
+    row = {**PROMPT, column: {text: text} if column == "environment_args" else text}
+    for loop in (
+        played(("seen", {}), ("", 1.0, True, False, {})),
+        ToolLoop(asking(["done"] * 2), StrictTokenizer(), tools=[Echo("ok")]),
+    ):
+        try:
+            (result,) = run(loop, row)
+        except PluginError as error:
+            found = str(error)
+        else:
+            found = repr(result.outputs)
+        found.encode()

@@ -3,17 +3,20 @@
 import asyncio
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 import rl_agent
 from rl_agent.types import AgentLoopOutput
 from rl_trainer.errors import TrainerError
-from rl_trainer.pipeline.step_record import completion_metrics, part_means
+from rl_trainer.metrics import Evaluation
+from rl_trainer.pipeline.step_record import completion_metrics, part_means, record_of
 from rl_trainer.rewards import Score
-from rl_trainer.workers.agent import _GroupWriter
+from rl_trainer.workers.agent import AgentWorker, Job, _GroupWriter
 from rl_trainer.workers.columns import to_columns
 from rl_trainer.workers.grading import Grading, overlong_penalty, scored
+from rl_trainer.workers.loop_thread import LoopThread
 
 NOTHING, HALF, ONE = (Score(reward=reward) for reward in (0.0, 0.5, 1.0))
 
@@ -50,6 +53,58 @@ def test_sampled_ids_beyond_the_tokenizer_are_counted():
     assert completion_metrics(tags)["unknown_tokens"] == 2.0
     _, tags = to_columns([(7, [(first, ONE)], None)])
     assert "unknown_tokens" not in completion_metrics(tags)
+
+
+def stepped(tags, *, failures=(), held_out=None):
+    """The record of a step that generated completions with these tags."""
+    generated = SimpleNamespace(
+        reused=(), groups=(), batch=SimpleNamespace(tags=tags), dropped_groups=0, late_groups=0, stopped_groups=0,
+        reward=0.5, failures=dict(failures), last_failure="row 1: x" if failures else "",
+    )  # fmt: skip
+    source = SimpleNamespace(position=2, pending=(), held=())
+    return record_of(1, generated, source, {}, [{"lr": 0.1}], held_out, {})
+
+
+def test_the_last_tool_error_is_reported_with_type_and_row():
+    """The rollout went on with the error's text, so that its trajectory is whole; the step's record names it."""
+    errors = {"tool_error": "lookup: KeyError: 'x'", "rollout_index": 0}
+    broken = dataclasses.replace(output([3]), extra_fields=errors, metrics={"num_tool_error": 2.0})
+    worker, queued = AgentWorker.__new__(AgentWorker), []
+    worker._asks_experts, worker._reader, worker._teacher = False, None, None
+    worker._tokens = SimpleNamespace(num_tokens=None)
+    worker._queue = SimpleNamespace(put=lambda columns, partition, tags: queued.extend(tags))
+    jobs = {7: Job(row={}, row_index=6, group_id=7, place=0, where="train.jsonl, row 7")}
+    worker._put([(7, [(broken, ONE), (output([5], rollout=1), NOTHING)], None)], "train", jobs)
+    found = stepped(queued)
+    assert found.last_tool_error == "train.jsonl, row 7: lookup: KeyError: 'x'"
+    assert (found.metrics["tool_errors"], found.failures, found.last_failure) == (2.0, {}, "")
+    assert "tool_errors" not in stepped(queued[1:]).metrics
+
+
+def test_failures_of_an_evaluation_are_reported():
+    held_out = Evaluation(reward=0.5, accuracy=None, num_failed=1, last_failure="test.jsonl, row 3: KeyError: 'x'")
+    tags = to_columns([(7, [(output([3]), ONE)], None)])[1]
+    found = stepped(tags, held_out=held_out)
+    assert (found.failures, found.last_failure) == ({"evaluation": 1}, "test.jsonl, row 3: KeyError: 'x'")
+    assert stepped(tags, failures={"loop": 1}, held_out=held_out).failures == {"loop": 1, "evaluation": 1}
+
+
+@pytest.mark.process
+def test_a_task_that_raises_system_exit_ends_no_worker():
+    async def leave():
+        raise SystemExit(3)
+
+    async def gathering():
+        await asyncio.gather(leave())
+
+    async def fine():
+        return 1
+
+    thread = LoopThread("test")
+    with pytest.raises(SystemExit):
+        thread.run(gathering(), 60.0)
+    assert thread.run(fine(), 60.0) == 1
+    thread.close()
 
 
 def test_the_weight_versions_of_a_row_are_those_of_its_oldest_and_its_newest_model_token():

@@ -61,8 +61,41 @@ def test_failed_completions_are_in_no_estimate():
     assert found["pass@1"].mean == pytest.approx(0.75)
     assert found["pass@2"].mean == 1.0  # of the one problem with two
     assert found["maj@2"].mean == pytest.approx(0.75)
-    with pytest.raises(RolloutFailedError, match="no completion ended well"):
+    with pytest.raises(RolloutFailedError, match="all completions failed"):
         summarise(problems[2:], [1])
+
+
+def test_the_failure_of_all_completions_names_a_row():
+    failed = replace(problem((), (), num_failed=2), failure="test.jsonl, row 7: KeyError: 'x'")
+    with pytest.raises(RolloutFailedError, match=r"judged; for example test.jsonl, row 7: KeyError: 'x'"):
+        summarise([failed], [1])
+
+
+BROKEN = """
+import rl_agent
+
+class Loop(rl_agent.AgentLoop):
+    async def run(self, sampling_params, row):
+        if row["answer"] == "3":
+            raise KeyError("no such page")
+        return await rl_agent.create_loop("single_turn", self.server, self.tokenizer).run(sampling_params, row)
+"""
+
+
+@pytest.mark.process
+def test_rl_eval_names_the_rows_that_failed(model, tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    rows = "".join(json.dumps({"prompt": "1 + 1", "answer": str(i)}) + "\n" for i in range(8))
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text(rows)
+    settings = [f"data.path={tmp_path}", "data.format=rows", "data.options={}", f"model.path={model}"]
+    output = tmp_path / "rows.jsonl"
+    settings += [f"agent.loop={tmp_path}/broken.py:Loop", "reward.parts={right: {kind: rule, rule: math}}"]
+    assert main_eval(["quickstart", *settings, "--output", str(output)]) == 0
+    said, wanted = capsys.readouterr().out, f"{tmp_path}/test.jsonl, row 4: KeyError: 'no such page'"
+    assert "8, 1 of 8 completions failed" in said
+    assert f"failed       1 of {wanted}" in said
+    assert [json.loads(line)["failure"] for line in output.read_text().splitlines()][3] == wanted
 
 
 def test_accuracy_is_the_share_that_is_right_and_not_the_mean_reward():

@@ -6,6 +6,7 @@ import gzip
 import pytest
 from aiohttp import web
 
+from rl_agent.errors import described
 from rl_agent.proxy import RecordingProxy
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_trainer.config import RewardPart, RewardSection
@@ -343,3 +344,17 @@ def test_an_answer_that_cannot_be_is_one_error_with_the_url(said, settings, word
 def test_a_server_that_claims_endless_tokens_holds_nobody_up():
     server = Server(judged("score: 1", usage={"total_tokens": 10**18}))
     assert ask(server, "x", "y", tokens_per_minute=10**9) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "a\0b", "\ud83d", "\udfff\0"])
+@pytest.mark.parametrize("kind", ["judge", "classifier"])
+def test_odd_text_to_and_from_a_judge_is_no_error_of_ours(text, kind):
+    """The score counts; an answer without one is a failure whose message can be written."""
+    settings = {"prompt": "{completion}{ground_truth}"} if kind == "judge" else {"prompt": None, "kind": kind}
+    good = judged(f"{text} score: 3") if kind == "judge" else {"data": [{"probs": [3.0]}], "note": text}
+    at = {} if kind == "judge" else {"score_at": "data.0.probs.0"}
+    server = Server(good)
+    assert ask(server, text, **settings, **at) == [3.0]
+    (error,) = ask(Server(judged(text)), text, max_attempts=1, **settings, **at)
+    assert isinstance(error, RewardError)
+    assert described(error).encode()

@@ -28,6 +28,32 @@ async def later(text, row):
     await asyncio.sleep(600 if text == "hang" else 0.01)
     return {"length": len(text), "even": len(text) % 2 == 0}
 
+class Panic(BaseException):
+    pass
+
+async def leaves(text, row):
+    async def inside():
+        raise SystemExit(3)
+
+    match text:
+        case "exit":
+            raise SystemExit(3)
+        case "inside":
+            await asyncio.gather(inside())
+        case "panic":
+            raise Panic("called unwrap")
+        case "cancel":
+            raise asyncio.CancelledError("stray")
+        case "interrupt":
+            raise KeyboardInterrupt("mine")
+        case "group":
+            raise BaseExceptionGroup("two", [SystemExit(1), ValueError("a")])
+        case "lone":
+            raise ValueError("a\\ud800b")
+        case "name":
+            return {"a\\ud800b": 1.0, "c\\0d": 2.0}
+    return 1.0
+
 def odd(text, row):
     match text:
         case "hang":
@@ -174,6 +200,34 @@ def test_a_function_that_fails_gives_no_score_and_the_next_one_does(functions, t
         return pid
 
     assert asyncio.run(main()) > 0
+
+
+@pytest.mark.process
+def test_a_coroutine_function_that_leaves_is_named_by_type(functions):
+    """One process serves all calls, and outlives what each of them raises."""
+    wanted = {
+        "exit": "raised SystemExit: 3",
+        "inside": "raised SystemExit: 3",
+        "panic": "raised Panic: called unwrap",
+        "cancel": "raised CancelledError: stray",
+        "interrupt": "raised KeyboardInterrupt: mine",
+        "group": "raised BaseExceptionGroup: two (2 sub-exceptions)",
+        "lone": "raised ValueError: a\ufffdb",
+    }
+
+    async def main():
+        pool = FunctionPool(f"{functions}:leaves", timeout_s=60)
+        await pool.start()
+        first = pool._processes[0]
+        raised = {text: await asyncio.gather(pool.call(text, row()), return_exceptions=True) for text in wanted}
+        named = await pool.call("name", row())
+        assert pool._processes == [first]
+        await pool.close()
+        return {text: str(error) for text, (error,) in raised.items()}, named
+
+    found, named = asyncio.run(main())
+    assert {text: said.partition("leaves' ")[2] for text, said in found.items()} == wanted
+    assert named == {"a\ufffdb": 1.0, "c\0d": 2.0}, "names of components are metrics"
 
 
 def processes_with(text):

@@ -252,6 +252,26 @@ def test_a_tracker_that_fails_is_told_once_and_loses_nothing(run, monkeypatch, a
     assert len((run.output_dir / "metrics.jsonl").read_text().splitlines()) == (3 if at == "log" else 1)
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), BaseExceptionGroup("two", [SystemExit(1)]), ValueError("a\ud800b")])
+def test_whatever_a_tracker_raises_ends_no_run(run, monkeypatch, error):
+    class Leaves(Tracker):
+        def __init__(self, run):
+            pass
+
+        def log(self, record):
+            raise error
+
+        def close(self, summary):
+            raise error
+
+    monkeypatch.setattr(EntryPoint, "load", lambda self: Leaves)
+    with TrackerGroup(run, {"console": {}}) as trackers:
+        trackers.log(record(1, last_failure="a\ud800b\0", metrics={"reward/a\ud800": 1.0}))
+    said = run.console.file.getvalue()
+    assert f"failed at step 1 and is left out from here on: {type(error).__name__}: " in said
+    said.encode()
+
+
 def test_a_tracker_that_cannot_start_ends_the_run_before_it_begins(run):
     with pytest.raises(
         InputError, match=r"tracker 'console' cannot start with tracking.trackers.console=\{'colour': 1\}"

@@ -28,6 +28,7 @@ RECEIPT = {
     "pause_s": 0.1,
     "wall_s": 1,
 }
+TOOL = "train.jsonl, row 7: lookup: KeyError: 'x'"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -197,3 +198,8 @@ def test_a_browser_shows_every_tab(tmp_path, tab, wanted):
     section = ended.stdout.partition(f'id="tab-{tab}"')[2].partition("</section>")[0]
     assert [each for each in wanted if each not in section] == []
     assert "Uncaught" not in ended.stderr
+
+
+def test_errors_of_tools_are_listed_with_the_failures():
+    lines = [{"step": 1, "failures": {}}, {"step": 2, "metrics": {"tool_errors": 3.0}, "last_tool_error": TOOL}]
+    assert [view._failed(line) for line in lines] == [({}, ""), ({"errors that a tool answered": 3.0}, TOOL)]

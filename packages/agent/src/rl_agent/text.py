@@ -1,36 +1,17 @@
-"""Text of foreign code: tools, environments, parsers, dataset rows and clients of the proxy."""
+"""Parsing of what the policy wrote; its text, and any other of foreign code, is made well formed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING
 
 from rl_agent.errors import FailureError, described, is_foreign
-from rl_agent.types import Failure, FailureKind, readable
+from rl_agent.types import Failure, FailureKind, well_formed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_agent.types import ParsedTurn
-
-T = TypeVar("T")
-
-
-def well_formed(value: T) -> T:
-    r"""Replace lone surrogates, which no tokenizer and no wire format takes, by U+FFFD; nested containers included.
-
-    JSON can spell them (`"\ud800"`), and text that was cut inside a UTF-16 pair holds them.
-    """
-    found: Any = value
-    if isinstance(found, str):
-        found = readable(found)
-    elif isinstance(found, Mapping):
-        given = cast("Mapping[Any, Any]", found)
-        found = {well_formed(name): well_formed(each) for name, each in given.items()}
-    elif type(found) in (list, tuple):
-        found = type(found)(well_formed(each) for each in found)
-    return cast("T", found)
 
 
 def parse_turn(parse: Callable[[str], ParsedTurn], text: str) -> ParsedTurn:

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
+
+T = TypeVar("T")
 
 Message = Mapping[str, Any]
 """Chat message: `role` and `content`."""
@@ -17,6 +19,22 @@ RoutedToken = tuple[tuple[int, ...], ...]
 def readable(text: str) -> str:
     """Text with its lone surrogates replaced by U+FFFD."""
     return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def well_formed(value: T) -> T:
+    r"""Replace lone surrogates, which no tokenizer and no wire format takes, by U+FFFD; nested containers included.
+
+    JSON can spell them (`"\ud800"`), and text that was cut inside a UTF-16 pair holds them.
+    """
+    found: Any = value
+    if isinstance(found, str):
+        found = readable(found)
+    elif isinstance(found, Mapping):
+        given = cast("Mapping[Any, Any]", found)
+        found = {well_formed(name): well_formed(each) for name, each in given.items()}
+    elif type(found) in (list, tuple):
+        found = type(found)(well_formed(each) for each in found)
+    return cast("T", found)
 
 
 LARGEST_REWARD = 1e15

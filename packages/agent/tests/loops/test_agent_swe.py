@@ -170,3 +170,39 @@ class TestConformance(AgentLoopConformance):
 
     def make_row(self, index):
         return {**super().make_row(index), "files": {"n": str(index)}, "tests": {"command": f"grep -q {index} n"}}
+
+
+ODD = ["a\0b", "a\ud800b"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text", ODD, ids=["nul", "lone"])
+def test_a_command_with_odd_text_is_answered(text):
+    """A NUL cannot be in a command: the model reads why, and goes on."""
+    output = run(f"$ echo {text}", "done")
+    (said,) = answers(output)
+    assert said == (
+        "a\ufffdb" if "\0" not in text else "error: the command could not be run: ValueError: embedded null byte"
+    )
+    assert output.metrics["num_tool_error"] == ("\0" in text)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text", ODD, ids=["nul", "lone"])
+@pytest.mark.parametrize("column", ["files", "path", "tests", "command", "prompt", "repository"])
+def test_odd_text_of_a_row_ends_as_a_result(column, text):
+    tests = {"command": text if column == "command" else "true", "files": {"t.py": text} if column == "tests" else {}}
+    row = {"prompt": [{"role": "user", "content": text if column == "prompt" else "go"}], "tests": tests}
+    row |= {"files": {text if column == "path" else "a.py": text}} if column != "repository" else {"repository": text}
+
+    async def main():
+        loop = create_loop("swe", says("done"), TOKENIZER)
+        try:
+            return [result async for result in AgentRunner(lambda _: loop, max_attempts=1).run([row], {})]
+        finally:
+            await loop.close()
+
+    (result,) = asyncio.run(main())
+    fails = column in ("command", "repository") or (column == "path" and "\0" in text)
+    assert isinstance(result.outputs, Failure) == fails, result.outputs
+    repr(result.outputs).encode()

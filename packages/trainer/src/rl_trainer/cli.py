@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
 
 
+_MOST_FAILURES = 5
+"""Rows with failed completions that `rl-eval` prints."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Constant of malloc.h."""
 
@@ -255,6 +257,8 @@ def main_eval(argv: Sequence[str] | None = None) -> int:
         print(f"{name:12s} {estimate.mean:.3f} +- {estimate.half_width:.3f}")
     num_failed = sum(problem.num_failed for problem in problems)
     print(f"{'rows':12s} {len(problems)}, {num_failed} of {len(problems) * arguments.samples} completions failed")
+    for problem in [problem for problem in problems if problem.num_failed][:_MOST_FAILURES]:
+        print(f"{'failed':12s} {problem.num_failed} of {problem.failure}")
     return 0
 
 

@@ -24,6 +24,7 @@ from rl_trainer.workers.grading import Grading, scored
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rl_agent.types import Failure
     from rl_rollout.base import RolloutServer
     from rl_trainer.config import Config
     from rl_trainer.rewards.scorer import Score
@@ -63,6 +64,8 @@ class Problem:
     """Whether each of them is correct; None where the reward does not say so."""
     num_failed: int
     """Completions that did not end well; they are in no estimate."""
+    failure: str = ""
+    """Row, type and message of the last of them."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -90,7 +93,8 @@ def summarise(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Estim
     """
     scored = [p for p in problems if p.rewards]
     if not scored:
-        raise RolloutFailedError("no completion ended well, so there is nothing to say about the policy")
+        reasons = [f"; for example {problem.failure}" for problem in problems if problem.failure]
+        raise RolloutFailedError(f"all completions failed, so the policy cannot be judged{(*reasons, '')[0]}")
     found = {"reward": Estimate.of([fmean(p.rewards) for p in scored])}
     judged = [(p.answers, p.right) for p in scored if p.right is not None]
     if len(judged) < len(scored):
@@ -118,7 +122,9 @@ async def sample(
         url: A server that runs already; None starts one as the configuration says.
         num_rows: Take the first so many held-out rows; None takes all.
     """
-    rows = load_datasets(config.data, seed=config.seed).eval[:num_rows]
+    data = load_datasets(config.data, seed=config.seed)
+    rows = data.eval[:num_rows]
+    places = [data.where(index, is_eval=True) for index in range(len(rows))]
     rollout = config.rollout
     server: RolloutServer
     if url is None:
@@ -138,7 +144,7 @@ async def sample(
             "seed": hash_seed(f"{config.seed}/eval"),
         }
         samples: list[list[tuple[str, str, Score]]] = [[] for _ in rows]
-        failed = [0] * len(rows)
+        failures: list[Sequence[Failure]] = [()] * len(rows)
         grading = Grading(rows, scorer)
         groups = runner.run_groups(
             rows,
@@ -150,7 +156,7 @@ async def sample(
             complete=grading.complete,
         )
         async for group in groups:
-            failed[group.row_index] = len(group.failures)
+            failures[group.row_index] = group.failures
             for rollout in group.rollouts:
                 samples[group.row_index] += [
                     (output.text, answer_of(thinking.answer(output.text)), score) for output, score in scored(rollout)
@@ -166,9 +172,10 @@ async def sample(
             answers=tuple(answer for _, answer, _ in found),
             rewards=tuple(score.reward for _, _, score in found),
             right=right_of([score for _, _, score in found]),
-            num_failed=num_failed,
+            num_failed=len(failed),
+            failure=f"{where}: {failed[-1].message}" if failed else "",
         )
-        for row, found, num_failed in zip(rows, samples, failed, strict=True)
+        for row, where, found, failed in zip(rows, places, samples, failures, strict=True)
     ]
 
 

@@ -56,6 +56,15 @@ class Evaluation:
     """Share of the completions that are correct; None where the reward does not say what is."""
     num_prompts: int = 0
     """Held-out rows that it covers."""
+    num_failed: int = 0
+    """Completions that failed; they are in no mean."""
+    last_failure: str = ""
+    """Row, type and message of one failure."""
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Failed completions, as those of training are counted per kind."""
+        return {"evaluation": self.num_failed} if self.num_failed else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +97,8 @@ class StepRecord:
     """Failed rollouts per kind."""
     last_failure: str = ""
     """Message of the last of them."""
+    last_tool_error: str = ""
+    """Row, tool, type and message of the last exception that a tool raised; the model was shown it and went on."""
     weights: Mapping[str, int | float | str] = field(default_factory=dict[str, int | float | str])
     """Receipt of the weights that were sent after the step: version, digest, bytes, how many confirmed, seconds."""
     metrics: Mapping[str, float]
@@ -133,7 +144,8 @@ class StepRecord:
             eval_prompts=found.num_prompts,
             num_tokens=0,
             num_truncated=0,
-            failures={},
+            failures=found.failures,
+            last_failure=found.last_failure,
             metrics={},
             phase_s=phase_s,
         )

@@ -121,12 +121,12 @@ class GuiLoop(ToolLoop):
         async with self._pages:
             try:
                 prompt, images = await self._opened(row, session_id)
-                session, metrics, end = await self._converse(prompt, names, sampling_params, session_id, images)
+                session, metrics, fields = await self._converse(prompt, names, sampling_params, session_id, images)
                 check = str(row["check"])
                 reward = _reward(check, await self._browser.evaluate(session_id, check))
             finally:
                 await self._browser.leave(session_id)
-        return session.finish(reward=reward, metrics=metrics, extra_fields={"end": end})
+        return session.finish(reward=reward, metrics=metrics, extra_fields=fields)
 
     async def close(self) -> None:
         """Close the browser."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_agent.base import AgentLoop
 from rl_agent.chat_template import tokenize_prompt
-from rl_agent.errors import FailureError, RowError
+from rl_agent.errors import FailureError, RowError, described
 from rl_agent.loops.gym import environment_failure
 from rl_agent.session import Session
 from rl_agent.tools.base import DeadlineError, in_thread, with_deadline
@@ -51,7 +51,7 @@ class ReasoningGymLoop(AgentLoop):
         try:
             reward = await with_deadline(_score(dataset, answer, entry), _SCORE_TIMEOUT_S)
         except Exception as error:
-            message = f"the verifier of {task} failed on {answer[:100]!r}: {type(error).__name__}: {error}"
+            message = f"the verifier of {task} failed on {answer[:100]!r}: {described(error)}"
             failure = Failure(kind=FailureKind.GRADER, stage="verifier", message=message, is_retryable=False)
             raise FailureError(failure) from error
         return replace(output, reward=reward, extra_fields={"answer": answer, "task": task})

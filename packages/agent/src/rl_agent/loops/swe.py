@@ -114,13 +114,13 @@ class SweLoop(ToolLoop):
             await asyncio.to_thread(_fill, copy, row)
             self._shell.open(session_id, copy)
             names = (self._shell.name,)
-            session, metrics, end = await self._converse(messages, names, sampling_params, session_id)
+            session, metrics, fields = await self._converse(messages, names, sampling_params, session_id)
             await asyncio.to_thread(_write, copy, test_files)
             status, output = await self._test(command, copy)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)  # a model may have locked a folder
         tests = {"exit_status": status, "output": output[-2000:]}
-        return session.finish(reward=float(status == 0), metrics=metrics, extra_fields={"end": end, "tests": tests})
+        return session.finish(reward=float(status == 0), metrics=metrics, extra_fields={**fields, "tests": tests})
 
     async def _test(self, command: str, folder: Path) -> tuple[int | None, str]:
         result = await self._shell.run(command, folder, timeout_s=self._test_timeout_s)
@@ -217,6 +217,8 @@ class ShellTool(Tool):
         if result.kind not in ("ok", "error"):
             raise ToolError(f"{result.output}\n{result.error}".strip())
         status = exit_status(result)
+        if result.kind == "error" and status is None:  # the command was not started, for example for a NUL in it
+            raise ToolError(f"the command could not be run: {result.error.strip().rpartition(chr(10))[2]}")
         return (result.output.rstrip("\n") + (f"\n[exit status {status}]" if status else "")).lstrip("\n")
 
     async def run(self, command: str, folder: Path, *, timeout_s: float | None = None) -> CodeResult:

@@ -30,7 +30,8 @@ class ToolLoop(AgentLoop):
     A tool that raises, hangs or writes too much, and a malformed call, give the model a short error or a cut answer,
     and a count in the metrics (`num_tool_calls`, of them `num_tool_malformed`, `_unknown`, `_error`, `_timeout`, and
     `num_tool_cut`). The reason of the end is `extra_fields["end"]`: `answer` (a turn without calls), `cut` (a turn
-    ran out of tokens), `max_turns` or `max_completion_tokens`.
+    ran out of tokens), `max_turns` or `max_completion_tokens`. `extra_fields["tool_error"]` has the tool, type and
+    message of the last exception of a tool.
 
     Args:
         server: Generator of tokens, such as a rollout server.
@@ -100,8 +101,8 @@ class ToolLoop(AgentLoop):
         """
         names = self._names_of(row)
         messages, images = take_images(messages_of(row), row)
-        session, metrics, end = await self._converse(messages, names, sampling_params, uuid4().hex, images)
-        return session.finish(metrics=metrics, extra_fields={"end": end})
+        session, metrics, fields = await self._converse(messages, names, sampling_params, uuid4().hex, images)
+        return session.finish(metrics=metrics, extra_fields=fields)
 
     async def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Token ids and images of the prompt, schemas of the row's tools included."""
@@ -115,8 +116,8 @@ class ToolLoop(AgentLoop):
         sampling_params: Mapping[str, Any],
         session_id: str,
         images: Sequence[str] = (),
-    ) -> tuple[Session, dict[str, float], str]:
-        """Run the conversation to its end; returns the session, its metrics, and what ended it."""
+    ) -> tuple[Session, dict[str, float], dict[str, Any]]:
+        """Run the conversation to its end; returns the session, its metrics and extra fields."""
         template, tools = self._template_of(names), {name: self._tools[name] for name in names}
         session = Session(
             self.server,
@@ -127,7 +128,7 @@ class ToolLoop(AgentLoop):
             images=images,
             template=template,
         )
-        counts, end, tool_s = Counter[str](), "max_turns", 0.0
+        counts, end, tool_s, tool_error = Counter[str](), "max_turns", 0.0, ""
         try:
             while True:
                 await session.generate()
@@ -138,7 +139,8 @@ class ToolLoop(AgentLoop):
                 if session.num_turns == self._max_turns:
                     break
                 start = time.perf_counter()
-                answers, shown = await self._answer(turn.calls, tools, template, session_id, counts)
+                answers, shown, error = await self._answer(turn.calls, tools, template, session_id, counts)
+                tool_error = error or tool_error
                 tool_s += time.perf_counter() - start
                 if not session.append(answers, shown):
                     end = "max_completion_tokens"
@@ -147,7 +149,8 @@ class ToolLoop(AgentLoop):
             for tool in tools.values():
                 await tool.end_session(session_id)
         metrics = {f"num_tool_{kind}": float(counts[kind]) for kind in _KINDS}
-        return session, {**metrics, "tool_s": tool_s}, end
+        fields = {"end": end, **({"tool_error": tool_error} if tool_error else {})}
+        return session, {**metrics, "tool_s": tool_s}, fields
 
     async def close(self) -> None:
         """Close the tools."""
@@ -161,8 +164,8 @@ class ToolLoop(AgentLoop):
         template: TurnTemplate,
         session_id: str,
         counts: Counter[str],
-    ) -> tuple[list[Message], list[str]]:
-        """Run the calls of one turn concurrently; returns their answers as messages, in order, and images."""
+    ) -> tuple[list[Message], list[str], str]:
+        """Run the calls of one turn concurrently; returns answers as messages, in order, images, and the last error."""
         answers = await asyncio.gather(
             *(answer_call(call, tools, session_id=session_id, timeout_s=self._timeout_s) for call in calls)
         )
@@ -177,7 +180,7 @@ class ToolLoop(AgentLoop):
             answered = {"role": "tool", "name": call.name, "tool_call_id": call_id}
             messages.append({**answered, "content": content if answer.images else text})
             images += answer.images
-        return messages, images
+        return messages, images, next((each.error for each in reversed(answers) if each.error), "")
 
     def _cut(self, text: str, max_tokens: int | None = None) -> tuple[str, bool]:
         """Truncate a tool's text to the limit of tokens; no text of the model is tokenised here."""

@@ -30,8 +30,8 @@ from rl_agent.proxy import responses as _responses
 from rl_agent.proxy.recording import Exchange, Recording, find_parent, message_key, trajectories
 from rl_agent.proxy.requests import Answer, new_call_id
 from rl_agent.registry import load_plugin
-from rl_agent.text import parse_turn, well_formed
-from rl_agent.types import ParsedTurn
+from rl_agent.text import parse_turn
+from rl_agent.types import ParsedTurn, well_formed
 from rl_rollout.errors import ConfigError, RequestError, RolloutError
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
 

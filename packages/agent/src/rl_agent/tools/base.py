@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from rl_agent.errors import FailureError, ForeignError, RowError, ToolDefinitionError, ToolError, contained, described
 from rl_agent.media import data_url
-from rl_agent.text import well_formed
-from rl_agent.types import ToolResult, readable
+from rl_agent.types import ToolResult, readable, well_formed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -145,6 +144,8 @@ def _arguments_model(function: Callable[..., Any]) -> Any:
     return model
 
 
+_MOST_RECORDED = 500
+"""Characters of an exception that travel with the sample; the model is shown the text up to the limit of tokens."""
 Outcome = Literal["ok", "malformed", "unknown", "error", "timeout"]
 
 
@@ -158,6 +159,8 @@ class ToolAnswer:
     """Outcome of the call."""
     images: tuple[str, ...] = ()
     """Data URLs of images."""
+    error: str = ""
+    """Name of the tool, type and message of its exception; empty where it raised none."""
 
 
 async def answer_call(call: ToolCall, tools: Mapping[str, Tool], *, session_id: str, timeout_s: float) -> ToolAnswer:
@@ -178,10 +181,10 @@ async def answer_call(call: ToolCall, tools: Mapping[str, Tool], *, session_id: 
         return ToolAnswer(text=f"error: {call.name} did not answer within {timeout_s:g} s", outcome="timeout")
     except FailureError:
         raise
-    except ToolError as error:
-        return ToolAnswer(text=readable(f"error: {error}"), outcome="error")
     except Exception as error:  # noqa: BLE001 - a tool is a stranger's code: whatever it raises is shown and counted
-        return ToolAnswer(text=f"error: {described(error)}", outcome="error")
+        said = described(error)
+        text = readable(f"error: {error}") if isinstance(error, ToolError) else f"error: {said}"
+        return ToolAnswer(text=text, outcome="error", error=readable(f"{call.name}: {said}")[:_MOST_RECORDED])
 
 
 def _to_answer(result: Any) -> ToolAnswer:

@@ -173,12 +173,17 @@ def overview(run: Path) -> dict[str, Any]:
             [line["step"], {n.removeprefix("staleness_"): v for n, v in line.get("metrics", {}).items() if _is_age(n)}]
             for line in found
         ],
-        "failures": [
-            [line["step"], line["failures"], line.get("last_failure", "")] for line in found if line.get("failures")
-        ],
+        "failures": [[line["step"], *failed] for line in found if (failed := _failed(line))[0]],
         "weights": [[line["step"], line["weights"]] for line in found if line.get("weights")],
         "told": told,
     }
+
+
+def _failed(line: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Failures of a step by kind, errors of tools among them, and the message of one."""
+    errors = line.get("metrics", {}).get("tool_errors")
+    shown = {"errors that a tool answered": errors} if errors else {}
+    return {**line.get("failures", {}), **shown}, line.get("last_failure") or line.get("last_tool_error", "")
 
 
 def _is_age(name: str) -> bool:

@@ -330,14 +330,16 @@ class RolloutSource:
         reports = self._agents.evaluate(asked, sampling)
         rewards = [reward for report in reports for reward in report.rewards]
         num_failed = sum(report.num_failed for report in reports)
+        reason = next((report.last_failure for report in reports if report.last_failure), "")
         if num_failed * 10 > len(asked):
-            reason = next(report.last_failure for report in reports if report.last_failure)
             raise RolloutFailedError(f"{num_failed} of {len(asked)} evaluation rollouts failed; one of them: {reason}")
         right = [report.num_right for report in reports if report.rewards]
         return Evaluation(
             reward=sum(rewards) / len(rewards),
             accuracy=None if None in right else sum(filter(None, right)) / len(rewards),
             num_prompts=len(rows),
+            num_failed=num_failed,
+            last_failure=reason,
         )
 
     def draw(self, count: int, first_place: int = 0) -> list[Job]:

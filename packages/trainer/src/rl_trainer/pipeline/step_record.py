@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import StepRecord
-from rl_trainer.workers.columns import GIVEN, TRUNCATED
+from rl_trainer.workers.columns import GIVEN, TOOL_ERROR, TRUNCATED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,8 +84,9 @@ def record_of(
         eval_prompts=None if held_out is None else held_out.num_prompts,
         num_tokens=sum([tag["num_tokens"] for tag in tags]),
         num_truncated=num_truncated(tags),
-        failures=generated.failures,
-        last_failure=generated.last_failure,
+        failures={**generated.failures, **(held_out.failures if held_out else {})},
+        last_failure=generated.last_failure or (held_out.last_failure if held_out else ""),
+        last_tool_error=next((tag[TOOL_ERROR] for tag in reversed(tags) if TOOL_ERROR in tag), ""),
         metrics=metrics,
         phase_s=phase_s,
         rows=tuple(group.row_index for group in generated.groups),
@@ -97,10 +98,14 @@ def num_truncated(tags: Sequence[Mapping[str, Any]]) -> int:
     return len([None for tag in tags if tag["finish_reason"] in TRUNCATED])
 
 
+_COUNTS = {"unknown_tokens": "num_unknown", "tool_errors": "num_tool_error"}
+"""Tags of completions whose sum is a metric, by its name."""
+
+
 def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Metrics of completions: lengths in tokens, truncated share, spread of rewards, groups with equal rewards.
 
-    With `unknown_tokens`, ids that the tokenizer has not, where any was sampled.
+    With `unknown_tokens`, ids that the tokenizer has not, and `tool_errors`, exceptions of tools, if there were any.
     """
     if not tags:
         return {}
@@ -115,7 +120,7 @@ def completion_metrics(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "truncated_share": num_truncated(tags) / len(tags),
         "reward_std": fmean([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
         "groups_without_signal": 1 - len(has_signal) / len(first),
-        **({"unknown_tokens": float(unknown)} if (unknown := sum(tag.get("num_unknown", 0) for tag in tags)) else {}),
+        **{name: float(count) for name, tag in _COUNTS.items() if (count := sum(each.get(tag, 0) for each in tags))},
     }
 
 

@@ -15,12 +15,15 @@ import inspect
 import json
 import os
 import queue
+import signal
 import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import IO, Any, cast
 
+from rl_agent.errors import contained, described
+from rl_agent.types import well_formed
 from rl_trainer.plugins import Serialized, find
 from rl_trainer.rewards.trl import finite, is_batched, of_batch
 
@@ -43,6 +46,7 @@ Answer = tuple[int, str, Any]
 def main() -> None:
     """Serve calls until standard input ends."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a KeyboardInterrupt is the function's own
     os.dup2(2, 1)  # what the function prints is no answer
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
@@ -54,13 +58,16 @@ def main() -> None:
             raise TypeError(f"{function!r} is no function of the completion's text and the row")
         function, takes_batch = adapted(function)
     except BaseException as error:  # noqa: BLE001 - a file of the user's may raise anything
-        _write(answers, (-1, "error", f"{type(error).__name__}: {error}"))
+        _write(answers, (-1, "error", described(error)))
         return
     is_async = inspect.iscoroutinefunction(function)
     _write(answers, (-1, "ok", {"is_async": is_async, "is_batched": takes_batch}))
     if is_async:
-        asyncio.run(_serve_together(function, requests, answers))
-        return
+        loop = asyncio.new_event_loop()
+        serving = loop.create_task(_serve_together(function, requests, answers))
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task that the function started: it waits
+                loop.run_until_complete(serving)
     inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
     _read_aside(requests, inbox.put)
     while True:
@@ -142,9 +149,9 @@ async def _serve_together(function: Callable[..., Any], requests: IO[bytes], ans
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
-                kind, told = "ok", await function(given, row)
+                kind, told = "ok", await contained(function(given, row))
         except Exception as error:  # noqa: BLE001 - it is told
-            kind, told = "timeout" if deadline.expired() else "error", f"{type(error).__name__}: {error}"
+            kind, told = "timeout" if deadline.expired() else "error", described(error)
         _write(answers, (number, kind, told))
 
     def begin(request: Request) -> None:
@@ -160,7 +167,7 @@ def _call(function: Callable[..., Any], given: Any, row: Mapping[str, Any]) -> t
     try:
         return "ok", function(given, row)
     except BaseException as error:  # noqa: BLE001 - it is told; SystemExit as well
-        return "error", f"{type(error).__name__}: {error}"
+        return "error", described(error)
 
 
 def checked(value: Any) -> float | dict[str, float]:
@@ -206,12 +213,12 @@ def _plain(value: Any) -> Any:
 
 
 def decoded(data: bytes) -> Any:
-    """Decode a message.
+    """Decode a message; lone surrogates in its texts are replaced.
 
     Raises:
         ValueError: it is no JSON.
     """
-    return json.loads(data, object_hook=_bytes)
+    return well_formed(json.loads(data, object_hook=_bytes))
 
 
 def _bytes(found: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from rl_agent.errors import described, is_foreign
 from rl_trainer.errors import InputError
 from rl_trainer.output_dir import append_line
 from rl_trainer.plugins import find
@@ -80,11 +81,13 @@ class TrackerGroup:
         for name, given in trackers.items():
             try:
                 self._trackers[name] = find(name, GROUP, key="tracking.trackers")(run, **given)
-            except Exception as error:
+            except BaseException as error:
+                if not is_foreign(error):
+                    raise
                 self._close()
                 raise InputError(
                     f"tracker {name!r} cannot start with tracking.trackers.{name}={dict(given)}: "
-                    f"{type(error).__name__}: {error}; mend it, or take it out"
+                    f"{described(error)}; mend it, or take it out"
                 ) from error
 
     def log(self, record: StepRecord) -> None:
@@ -98,7 +101,9 @@ class TrackerGroup:
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.log(record)
-            except Exception as error:  # noqa: BLE001 - a tracker is a plug-in: what it raises must not end the run
+            except BaseException as error:  # a tracker is a plug-in: what it raises must not end the run
+                if not is_foreign(error):
+                    raise
                 del self._trackers[name]
                 self._tell(name, f"failed at step {record.step} and is left out from here on", error)
 
@@ -110,13 +115,15 @@ class TrackerGroup:
         for name, tracker in self._trackers.items():
             try:
                 tracker.close(self._summary)
-            except Exception as error:  # noqa: BLE001 - as in log
+            except BaseException as error:  # as in log
+                if not is_foreign(error):
+                    raise
                 self._tell(name, "could not be closed", error)
         self._trackers.clear()
 
-    def _tell(self, name: str, what: str, error: Exception) -> None:
+    def _tell(self, name: str, what: str, error: BaseException) -> None:
         self._run.console.print(
-            f"tracker {name!r} {what}: {type(error).__name__}: {error}; all numbers are in metrics.jsonl",
+            f"tracker {name!r} {what}: {described(error)}; all numbers are in metrics.jsonl",
             markup=False,
             soft_wrap=True,
         )

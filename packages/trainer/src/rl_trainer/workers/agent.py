@@ -28,7 +28,7 @@ from rl_trainer.rewards import Scorer, Thinking
 from rl_trainer.runtime.base import Dispatch, register
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.tracing import trace_requests
-from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, ImageReader, takes_images, to_columns
+from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TOOL_ERROR, ImageReader, takes_images, to_columns
 from rl_trainer.workers.grading import Grading, overlong_penalty, scored
 from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.queue import write_step
@@ -113,12 +113,12 @@ class _Failures:
         return FailureReport(
             groups=tuple(job.group_id for job, _ in groups),
             failures=Counter(failure.kind for _, failures in groups for failure in failures),
-            last_failure=_located(groups[-1][0], groups[-1][1][-1]) if groups else "",
+            last_failure=_located(groups[-1][0], groups[-1][1][-1].message) if groups else "",
         )
 
 
-def _located(job: Job, failure: Failure) -> str:
-    return f"{job.where}: {failure.message}" if job.where else failure.message
+def _located(job: Job, message: str) -> str:
+    return f"{job.where}: {message}" if job.where else message
 
 
 class _GroupWriter:
@@ -396,6 +396,8 @@ class AgentWorker:
         for tag in tags:
             job = jobs[tag["group_id"]]
             tag |= {"attempt": job.attempt, "is_copy": False}
+            if TOOL_ERROR in tag:
+                tag[TOOL_ERROR] = _located(job, tag[TOOL_ERROR])
             if self._teacher is not None and self._teacher.by_source:
                 tag["data_source"] = job.row["data_source"]
         for _, rows in groupby(tags, itemgetter("group_id")):
@@ -420,7 +422,7 @@ class AgentWorker:
             rows, sampling_params, group_size=1, grade=grading.grade, complete=grading.complete
         ):
             scores += [score for rollout in group.rollouts for _, score in scored(rollout)]
-            failures += [_located(jobs[group.row_index], failure) for failure in group.failures]
+            failures += [_located(jobs[group.row_index], failure.message) for failure in group.failures]
             self._num_evaluated += 1
         right = [score.is_right for score in scores]
         return EvalReport(

@@ -33,6 +33,8 @@ ROLLOUT = "rollout_index"
 """Index of the rollout in its group: an extra field of the trajectory, and a column."""
 TEACHER_PROMPT = "teacher_prompt_token_ids"
 """Ragged int64: the prompt with `teacher.context`, as the teacher reads it; an extra field, and a column."""
+TOOL_ERROR = "tool_error"
+"""Tool, type and message of the last exception of a tool: an extra field of the trajectory, and a tag with its row."""
 GIVEN = "is_given"
 """Whether a trajectory was taken from its row (`batch.given`): an extra field, a column, and a tag."""
 TRUNCATED = ("length", "timeout")
@@ -109,6 +111,8 @@ def to_columns(
             **({"extra": {**score.extra}} if score.extra else {}),
             "num_tokens": len(o.completion_token_ids),
             **({"num_unknown": unknown} if (unknown := _num_unknown(o, num_known)) else {}),
+            **({"num_tool_error": int(count)} if (count := o.metrics.get("num_tool_error")) else {}),
+            **({TOOL_ERROR: error} if (error := o.extra_fields.get(TOOL_ERROR)) else {}),
             "weight_version_min": min(v),
             "weight_version_max": max(v),
             "finish_reason": str(o.finish_reason),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_trainer.errors import WorkerTimeoutError
@@ -20,8 +21,14 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._is_closing:
+            with suppress(SystemExit, KeyboardInterrupt):  # of a task of foreign code: its waiter gets it as well
+                self._loop.run_forever()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine to its end and return its result.
@@ -52,6 +59,7 @@ class LoopThread:
         """Stop the loop. Idempotent."""
         if self._loop.is_closed():
             return
+        self._is_closing = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)
         self._loop.close()
