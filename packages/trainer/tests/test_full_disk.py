@@ -17,7 +17,9 @@ from rl_engine.checkpoint.sharded import write_shard
 from rl_engine.errors import CheckpointError, naming
 from rl_engine.finetune.record import RunRecord
 from rl_tq.durability import Journal
-from rl_trainer import checkpoints, output_dir, samples
+from rl_trainer import checkpoints, load_config, output_dir, samples
+from rl_trainer.data import load_datasets
+from rl_trainer.data.warmup import make_small_model
 from rl_trainer.errors import sentence_of
 from rl_trainer.metrics import Evaluation, Report, StepRecord
 from rl_trainer.trackers.base import RunInfo, TrackerGroup
@@ -94,6 +96,15 @@ def test_a_folder_that_cannot_be_written_leaves_the_earlier(tmp_path):
         publish(tmp_path / "model", lambda draft: (draft / "a").write_text("second"))
     assert str(tmp_path) in str(raised.value.filename)
     assert (tmp_path / "model" / "a").read_text() == "first"
+
+
+def test_the_small_model_s_file_is_named(tmp_path):
+    config = load_config("quickstart")
+    with file_sizes_limited(1 << 20), pytest.raises(OSError, match="model/model.safetensors"):
+        make_small_model(
+            tmp_path, config.model.warmup, load_datasets(config.data, seed=config.seed).train,
+            seed=config.seed, timeout_s=9.0, on_line=print,
+        )  # fmt: skip
 
 
 def test_the_journal_of_the_queue_is_named(tmp_path):

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -196,6 +198,22 @@ def test_a_source_that_raises_publishes_nothing_and_is_drained(url, tmp_path):
         with pytest.raises(SyncAbortedError, match="must be above 4") as caught:
             sender.send({"a": torch.ones(1)}.items(), version=4)
         assert isinstance(caught.value.__cause__, VersionError)
+
+
+def test_the_error_of_a_full_disk_names_the_file(url, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with connect(url, role="send") as sender:
+        sender.send({"a": torch.ones(1)}.items(), version=1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            with pytest.raises(SyncAbortedError) as caught:
+                sender.send({"a": torch.ones(5000)}.items(), version=2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert re.search(r"policy/.*\.safetensors cannot be written: .*File too large", str(caught.value.__cause__))
+        assert not [*tmp_path.glob("policy/*.partial")]
+    with connect(url, role="receive") as receiver:
+        assert dict(receiver.recv())["a"].tolist() == [1.0]
 
 
 def test_an_engine_that_does_not_hold_what_was_read(url):

@@ -237,10 +237,12 @@ def save_checkpoint(
         if target.exists():
             target.rename(old)
         partial.rename(target)
-    except BaseException:
+    except BaseException as error:
         if old.exists() and not target.exists():
             old.rename(target)
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):  # that of a full disk names no file
+            error.filename = error.filename or str(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
 

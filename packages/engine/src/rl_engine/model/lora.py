@@ -14,7 +14,7 @@ from torch.nn import Linear
 
 from rl_engine.checkpoint.hf_folder import empty_model, publish
 from rl_engine.checkpoint.sharded import whole
-from rl_engine.errors import BackendError, ConfigError
+from rl_engine.errors import BackendError, ConfigError, naming
 from rl_engine.types import Head
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ def write_adapter(path: str | Path, weights: dict[str, Tensor], config: Mapping[
     from safetensors.torch import save_file
 
     def write(draft: Path) -> None:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, draft / "adapter_model.safetensors")
+        with naming(draft / "adapter_model.safetensors"):
+            save_file({name: each.contiguous() for name, each in weights.items()}, draft / "adapter_model.safetensors")
         described = {**config, "base_model_name_or_path": base, "inference_mode": True}
         (draft / "adapter_config.json").write_text(json.dumps(described, indent=2, sort_keys=True))
 

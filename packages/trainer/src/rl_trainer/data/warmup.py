@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from rl_engine.errors import naming
 from rl_rollout import ChildProcess
 from rl_trainer.errors import InputError, TrainerError
 
@@ -74,10 +75,11 @@ def make_small_model(
         TrainerError: `rl-sft` failed, or was not done in time; carries its last lines.
     """
     untrained, data, model = folder / "untrained", folder / "sft.jsonl", folder / "model"
-    write_tokenizer(untrained, has_calculator=config.calculator_share > 0)
-    write_config(untrained, config)
+    with naming(untrained):
+        write_tokenizer(untrained, has_calculator=config.calculator_share > 0)
+        write_config(untrained, config)
     choose = random.Random(seed)
-    with data.open("w") as file:
+    with naming(data), data.open("w") as file:
         for row in rows[: config.num_rows]:
             width = _WIDTH if config.calculator_share else 0
             chat = demonstration(row, has_call=choose.random() < config.calculator_share, width=width)
@@ -122,10 +124,12 @@ def _unpack(folder: Path, config: WarmupConfig) -> None:
     """The shipped model as the folder that `rl-sft` would have written."""
     from safetensors.numpy import load_file, save_file
 
-    write_tokenizer(folder)
-    write_config(folder, config)
+    with naming(folder):
+        write_tokenizer(folder)
+        write_config(folder, config)
     weights = {name: array.astype("float32") for name, array in load_file(SHIPPED).items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with naming(folder / "model.safetensors"):
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def ship() -> None:

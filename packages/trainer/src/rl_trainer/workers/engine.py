@@ -19,7 +19,7 @@ import rl_ckpt
 import rl_engine
 import rl_tq
 from rl_ckpt.errors import SyncAbortedError
-from rl_engine.errors import ConfigError
+from rl_engine.errors import ConfigError, naming
 from rl_trainer.algorithms import (
     AdvantageInput,
     PolicyLossFunction,
@@ -706,7 +706,8 @@ def average_folders(reference: Path, policy: Path, into: Path, decay: float) -> 
                     raise InputError(f"the reference in {reference} has no tensor {name!r}, which the policy has")
                 with safe_open(places[name], "pt") as own:
                     averaged[name] = _between(own.get_tensor(name), theirs.get_tensor(name), decay)
-        save_file(averaged, into / file.name, metadata={"format": "pt"})
+        with naming(into / file.name):
+            save_file(averaged, into / file.name, metadata={"format": "pt"})
 
 
 def _between(own: torch.Tensor, policy: torch.Tensor, decay: float) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from rl_ckpt.errors import AddressError, BackendError, ProtocolError
+from rl_ckpt.errors import AddressError, BackendError, CkptError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,12 +202,20 @@ class Folder:
         return safetensors.safe_open(self._path / name, framework="pt")
 
     def put(self, name: str, write: Callable[[Path], object]) -> None:
-        """Let `write(path)` make a file, and put it in place on the disk."""
+        """Let `write(path)` make a file, and put it in place on the disk.
+
+        Raises:
+            CkptError: it cannot be written; names the file, which the errors of safetensors do not.
+        """
         partial = self._path / (name + _PARTIAL)
-        write(partial)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(self._path / name)
+        try:
+            write(partial)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            partial.replace(self._path / name)
+        except (OSError, safetensors.SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise CkptError(f"{self._path / name} cannot be written: {error}") from error
 
     def delete(self, name: str) -> None:
         """Take a file away, if there is one."""
