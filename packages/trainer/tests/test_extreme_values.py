@@ -9,7 +9,7 @@ import rl_agent
 from rl_trainer.config import load_config
 from rl_trainer.config.schema import DataConfig
 from rl_trainer.data import load_datasets
-from rl_trainer.errors import ConfigError, DataError
+from rl_trainer.errors import ConfigError, DataError, InputError
 from rl_trainer.rewards import Score
 from rl_trainer.workers.grading import Grading
 
@@ -77,6 +77,13 @@ def test_a_number_that_cannot_be_meant_is_refused_by_its_key(key, value):
     with pytest.raises(ConfigError) as raised:
         load_config("quickstart", [f"{key}={value}"])
     assert key.rpartition(".")[2] in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["rollout.temperature", "rollout.eval_temperature"])
+@pytest.mark.parametrize("value", ["1e-300", "0.009", "-1"])
+def test_a_temperature_that_no_server_keeps_is_refused(key, value):
+    with pytest.raises(InputError, match=rf"{key}.*0"):
+        load_config("quickstart", [f"{key}={value}"])
 
 
 def test_no_clipping_is_an_infinite_norm():

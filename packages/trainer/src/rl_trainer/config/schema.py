@@ -442,8 +442,8 @@ class RolloutSection(ServerConfig):
     None: where a GPU has no room for both at once, or that is not known (servers of other libraries, a cluster)."""
     elastic: ElasticSection | None = None
     """Add and take away replicas by a policy; None: as many as num_replicas says, or `replicas.json` in output_dir."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature; the trainer's log-probs use the same."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Sampling temperature; the trainer's log-probs use the same. vLLM would raise one below 0.01 to it."""
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature on held-out rows; 0 is greedy."""
     eval_samples: Positive = 1
@@ -466,6 +466,8 @@ class RolloutSection(ServerConfig):
     timeout_s: float = field(init=False, default=600.0)
 
     def __post_init__(self) -> None:
+        if 0 < self.eval_temperature < 0.01:
+            raise PlanError(f"rollout.eval_temperature={self.eval_temperature} must be 0 (greedy), or 0.01 or above")
         if self.eval_samples > 1 and self.eval_temperature == 0:
             raise PlanError(
                 f"rollout.eval_samples={self.eval_samples} greedy completions of a row are all the same; set "
