@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CHAOS = Path(__file__).parents[3] / "fuzz" / "chaos.py"
+CHAOS = Path(__file__).parents[3] / "tests" / "chaos.py"
 _spec = importlib.util.spec_from_file_location("chaos_under_test", CHAOS)
 faults = sys.modules["chaos_under_test"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(faults)
