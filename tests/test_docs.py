@@ -211,6 +211,12 @@ def test_no_page_names_a_machine_path_or_fetches_anything():
     assert theme["font"] is False
 
 
+def test_every_file_of_figures_is_quoted_by_a_page():
+    names = {file.name for file in (ROOT / "bench" / "results").iterdir()}
+    pages = [page.read_text() for page in ROOT.glob("**/*.md") if not {".venv", "node_modules"} & {*page.parts}]
+    assert not {name for name in names if not any(name in page for page in pages)}
+
+
 def test_pictures_are_readable_in_dark_mode():
     for name in ("step", "trainer", "engine", "rollout", "agent", "ckpt", "tq", "csrc"):
         text = (DOCS / "img" / f"{name}.svg").read_text()
