@@ -571,7 +571,8 @@ def _run_standins(overrides: Sequence[str], *, seed: int) -> int:
     from rl_trainer.errors import sentence_of
     from rl_trainer.loop import run_loop
     from rl_trainer.metrics import Report
-    from rl_trainer.run import follow, resumed
+    from rl_trainer.planning.prepare import resumed
+    from rl_trainer.run import follow
     from rl_trainer.testing import FakeAgents, QueueJob
 
     config = load_config("quickstart", overrides)

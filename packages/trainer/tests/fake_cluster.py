@@ -15,10 +15,9 @@ from ray.util import placement_group_table
 
 from rl_trainer.config import load_config
 from rl_trainer.errors import TrainerError
-from rl_trainer.planning.gpus import settle
+from rl_trainer.planning.gpus import check_gpus, resource_pools, settle
 from rl_trainer.runtime.base import Dispatch, ResourcePool, register
 from rl_trainer.runtime.ray import RayRuntime, members_of
-from rl_trainer.setup import check_gpus, resource_pools
 
 APART = ["rollout.colocated=false", "rollout.num_replicas=4", "rollout.parallel={tp: 4}", "algorithm.kl_coef=0.1"]
 APART += ["placement.reference={pool: frozen, num_gpus: 2}"]

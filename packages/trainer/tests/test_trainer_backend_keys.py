@@ -14,14 +14,16 @@ import pytest
 
 from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
 from rl_rollout.types import Capabilities
+from rl_trainer.checkpoints import RunState
 from rl_trainer.config import EngineSection, RolloutSection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError, InputError, PlanError
 from rl_trainer.pipeline.roles import actor_config, critic_config, frozen_config, is_offloaded, server_config
 from rl_trainer.pipeline.rollout_source import RolloutSource
+from rl_trainer.planning.gpus import resource_pools
 from rl_trainer.planning.preflight import check_backends, check_images, check_started, folder_facts
 from rl_trainer.runtime.network import address_of
-from rl_trainer.setup import create_engine, resource_pools
+from rl_trainer.setup import Job, create_engine
 from rl_trainer.testing import FakeAgents
 
 # key: (another value, the part of `built` that it changes)
@@ -144,11 +146,21 @@ def built(*overrides):
     agents = Agents(config)
     manager = RolloutSource(agents, [{}], PromptOrder(num_rows=1, seed=0), agents.queue, config, None)
     manager.evaluate([{}])
+    state = RunState(seed=0, num_rows=1)
+    job = Job(
+        config=config,
+        runtime=Recorder(),
+        model_path=Path("m"),
+        state=state,
+        output_dir=None,
+        name="n",
+        store=None,
+        queue_address="q",
+        weights_address="w",
+    )
     return {
         "engine": {
-            name: value
-            for name, value in create_engine(config, Recorder(), Path("m"), "q", None).items()
-            if name in ("backend", "config", "inputs")
+            name: value for name, value in create_engine(job).items() if name in ("backend", "config", "inputs")
         },
         "server": server_config(config, Path("m")),
         "server's kind": config.rollout.backend,

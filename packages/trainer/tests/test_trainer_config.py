@@ -8,10 +8,11 @@ import yaml
 from rl_engine.types import EngineConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.config import RECIPES, as_tree, load_config
+from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.roles import server_config
+from rl_trainer.planning.prepare import counted
 from rl_trainer.planning.validate import make_plan
-from rl_trainer.run import counted
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -84,7 +85,8 @@ def test_epochs_say_how_many_steps_there_are(tmp_path):
     row = {"prompt": "1 + 1 =", "answer": "2"}
     file.write_text("".join(json.dumps(row) + "\n" for _ in range(50)))
     keys = ["data.format=rows", "data.options={}", f"data.path={file}", "data.eval_size=5", "batch.batch_size=20"]
-    config = counted(load_config("quickstart", [*keys, "epochs=2", "batch.mini_batch_size=20"]))
+    config = load_config("quickstart", [*keys, "epochs=2", "batch.mini_batch_size=20"])
+    config = counted(config, load_datasets(config.data, seed=config.seed))
     assert (config.steps, config.epochs) == (5, 0), "twice 45 rows, 20 a step"
     with pytest.raises(ConfigError, match="steps and epochs both say how long the run is; leave one out"):
         load_config("quickstart", ["epochs=2", "steps=3"])

@@ -15,7 +15,8 @@ from rl_engine import digest_files, hold_lock, read_manifest, write_manifest
 from rl_trainer import checkpoints, cli
 from rl_trainer.config import load_config
 from rl_trainer.errors import InputError
-from rl_trainer.run import resumed, run
+from rl_trainer.planning.prepare import resumed
+from rl_trainer.run import run
 
 STEPS = 3
 SIZES = [

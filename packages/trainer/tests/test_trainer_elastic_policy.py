@@ -8,9 +8,9 @@ from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.metrics import HeldGroup, StepRecord
 from rl_trainer.pipeline.elastic import Elastic, Load, WaitShare, create_policy
+from rl_trainer.planning.gpus import resource_pools
 from rl_trainer.planning.placement import placement_facts
 from rl_trainer.planning.validate import make_plan
-from rl_trainer.setup import resource_pools
 
 AHEAD = ["pipeline=fully_async", "rollout.elastic.max_replicas=4"]
 LOAD = Load(

@@ -12,9 +12,8 @@ from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError
 from rl_trainer.pipeline.roles import is_in_turn, is_offloaded
 from rl_trainer.planning import gpus
-from rl_trainer.planning.gpus import check_ipc, gpu_facts, settle
+from rl_trainer.planning.gpus import check_ipc, gpu_facts, resource_pools, settle
 from rl_trainer.planning.memory import memory_plan
-from rl_trainer.setup import resource_pools
 
 CLUSTER = """
 import sys

@@ -19,7 +19,8 @@ from rl_trainer.config import as_tree, load_config
 from rl_trainer.errors import InputError
 from rl_trainer.loop import run_loop
 from rl_trainer.metrics import HeldGroup
-from rl_trainer.run import follow, resumed
+from rl_trainer.planning.prepare import resumed
+from rl_trainer.run import follow
 from rl_trainer.testing import FakeAgents, QueueJob
 
 BATCH, STEPS = 4, 6

@@ -21,13 +21,14 @@ from rl_trainer.loop import score
 from rl_trainer.metrics import PhaseTimer
 from rl_trainer.pipeline.roles import critic_config, frozen_config, model_config
 from rl_trainer.planning import gpus
+from rl_trainer.planning.gpus import check_gpus, resource_pools
 from rl_trainer.planning.memory import memory_of_pools, memory_plan, stored_parameters
 from rl_trainer.planning.placement import node_facts, placement_facts, pools_of
 from rl_trainer.planning.preflight import check_engines
 from rl_trainer.planning.simulate import forecast
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.run import run
-from rl_trainer.setup import check_gpus, resource_pools, scoring_pools
+from rl_trainer.setup import scoring_pools
 
 GIB = 2**30
 KL = "algorithm.kl_coef=0.1"

@@ -459,9 +459,9 @@ def test_ray_says_what_does_not_fit(ray_runtime, monkeypatch):
 def test_ray_is_not_imported_before_the_settings_that_it_reads_then():
     """Under `uv run` it would build an environment per worker; and its servers would listen to strangers."""
     script = (
-        "import sys; from rich.console import Console; import rl_trainer.cli\n"
-        "from rl_trainer.config import load_config; from rl_trainer.run import plan; import rl_trainer.setup\n"
-        "plan(load_config('quickstart', []), Console(quiet=True))\n"
+        "import sys; import rl_trainer.cli; from rl_trainer.config import load_config\n"
+        "from rl_trainer.planning.prepare import prepare; import rl_trainer.setup\n"
+        "prepare(load_config('quickstart', []))\n"
         "assert 'ray' not in sys.modules, 'imported too early'\n"
         "import rl_trainer.runtime.inline, rl_trainer.api, rl_trainer.loop\n"
         "assert 'ray' not in sys.modules, 'imported where nothing asks for it'\n"

@@ -16,7 +16,6 @@ from rl_trainer.data.rows import completed
 from rl_trainer.errors import ConfigError, DataError
 from rl_trainer.output_dir import new_output_dir, write_whole
 from rl_trainer.plugins import Serialized
-from rl_trainer.run import Resume
 from rl_trainer.run import run as run_config
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from rl_trainer.config import Config
     from rl_trainer.metrics import StepRecord
+    from rl_trainer.planning.prepare import Resume
 
 _POLL_S = 0.2
 

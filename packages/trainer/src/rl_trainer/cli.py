@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from rl_trainer.config import Config
+    from rl_trainer.data import Datasets
 
 
 _MOST_FAILURES = 5
@@ -155,14 +156,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     from rich.console import Console
 
-    from rl_trainer.run import plan, resumed, run
+    from rl_trainer.planning.prepare import prepare, resumed
+    from rl_trainer.run import run
     from rl_trainer.runtime.processes import quiet_libraries
 
     quiet_libraries()
     console = Console(quiet=arguments.quiet)
     if arguments.dry_run:
         config = resumed(config) if arguments.resume else config
-        plan(config, console, resume=arguments.resume, is_rehearsed=True)
+        prepared = prepare(config, resume=arguments.resume)
+        prepared.rows.rest()
+        prepared.show(console)
         return 0
     return 130 if run(config, console, resume=arguments.resume)["interrupted"] else 0
 
@@ -245,10 +249,8 @@ def main_eval(argv: Sequence[str] | None = None) -> int:
         ks = [int(k) for k in arguments.k.split(",")]
         if not 0 < min(ks) <= max(ks) <= arguments.samples:
             raise ConfigError(f"--k={arguments.k} must lie between 1 and --samples={arguments.samples}")
-        config = _config_of_a_policy(arguments.recipe, arguments.overrides)
-        problems = asyncio.run(
-            sample(config, Path(str(config.model.path)), num_samples=arguments.samples, url=arguments.url)
-        )
+        config, datasets = _policy(arguments, arguments.recipe)
+        problems = asyncio.run(sample(config, datasets, num_samples=arguments.samples, url=arguments.url))
     except ValueError as error:
         raise InputError(str(error)) from error
     if arguments.output:
@@ -292,25 +294,19 @@ def main_sample(argv: Sequence[str] | None = None) -> int:
         else:
             if arguments.step is not None:
                 raise ConfigError("--step is of a run, and a recipe was given")
-            config = _config_of_a_policy(arguments.source, arguments.overrides)
-            found = evaluation.fresh(config, url=arguments.url, order=order, count=count, num_samples=samples)
+            config, datasets = _policy(arguments, arguments.source)
+            found = evaluation.fresh(config, datasets, url=arguments.url, order=order, count=count, num_samples=samples)
     except ValueError as error:
         raise InputError(str(error)) from error
     show.show(Console(), found)
     return 0
 
 
-def _config_of_a_policy(recipe: str, overrides: Sequence[str]) -> Config:
+def _policy(arguments: argparse.Namespace, recipe: str) -> tuple[Config, Datasets]:
     from rl_trainer.config import load_config
-    from rl_trainer.errors import ConfigError
-    from rl_trainer.planning.preflight import check_model, with_models
+    from rl_trainer.planning.prepare import prepare_policy
 
-    config = load_config(recipe, overrides)
-    if config.model.path is None:
-        raise ConfigError("model.path is not set: give the folder of the policy, or the hub's id of it")
-    config = with_models(config)
-    check_model(config)
-    return config
+    return prepare_policy(load_config(recipe, arguments.overrides), is_served=arguments.url is not None)
 
 
 def keep_freed_memory() -> None:

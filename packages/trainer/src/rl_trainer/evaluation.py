@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import rl_agent
 import rl_rollout
-from rl_trainer.data import load_datasets
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.pipeline.roles import server_config
 from rl_trainer.pipeline.rollout_source import hash_seed
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from rl_agent.types import Failure
     from rl_rollout.base import RolloutServer
     from rl_trainer.config import Config
+    from rl_trainer.data import Datasets
     from rl_trainer.rewards.scorer import Score
 
 
@@ -111,21 +111,20 @@ def summarise(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Estim
 
 
 async def sample(
-    config: Config, model_path: Path, *, num_samples: int, url: str | None = None, num_rows: int | None = None
+    config: Config, data: Datasets, *, num_samples: int, url: str | None = None, num_rows: int | None = None
 ) -> list[Problem]:
     """Sample every held-out row `num_samples` times, at `rollout.eval_temperature` (one) or `rollout.temperature`.
 
     Args:
-        config: Where the rows come from, and how to sample.
-        model_path: The policy's folder; its tokenizer is used even where another server answers.
+        config: Prepared by `prepare_policy`; the tokenizer of `model.path` is used even where another server answers.
+        data: Its rows.
         num_samples: Completions per row.
         url: A server that runs already; None starts one as the configuration says.
         num_rows: Take the first so many held-out rows; None takes all.
     """
-    data = load_datasets(config.data, seed=config.seed)
     rows = data.eval[:num_rows]
     places = [data.where(index, is_eval=True) for index in range(len(rows))]
-    rollout = config.rollout
+    rollout, model_path = config.rollout, Path(str(config.model.path))
     server: RolloutServer
     if url is None:
         server = rl_rollout.launch_server(rollout.backend, server_config(config, model_path))
@@ -185,10 +184,11 @@ def right_of(scores: Sequence[Score]) -> tuple[bool, ...] | None:
     return right if len(right) == len(scores) else None
 
 
-def fresh(config: Config, *, url: str | None, order: Order, count: int, num_samples: int) -> list[Shown]:
+def fresh(
+    config: Config, data: Datasets, *, url: str | None, order: Order, count: int, num_samples: int
+) -> list[Shown]:
     """Fresh completions of the first `count` held-out rows, by the policy in `model.path`."""
-    assert config.model.path is not None, "the command has checked it"
-    problems = asyncio.run(sample(config, Path(config.model.path), num_samples=num_samples, url=url, num_rows=count))
+    problems = asyncio.run(sample(config, data, num_samples=num_samples, url=url, num_rows=count))
     found = [
         Shown(title=f"row {number}, sample {index}", prompt=problem.prompt, completion=text, reward=reward)
         for number, problem in enumerate(problems, 1)

@@ -8,9 +8,8 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import PositiveInt, TypeAdapter, ValidationError
@@ -22,10 +21,8 @@ from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import (
     FULL,
-    ConfigError,
     InputError,
     PlacementError,
-    PlanError,
     RolloutFailedError,
     WorkerDiedError,
 )
@@ -34,15 +31,8 @@ from rl_trainer.metrics import PhaseTimer, Report
 from rl_trainer.output_dir import locked_output_dir, write_whole
 from rl_trainer.pipeline.elastic import Elastic
 from rl_trainer.pipeline.rollout_source import StopRequestedError
-from rl_trainer.planning import preflight
-from rl_trainer.planning.gpus import count_gpus, gpu_facts, gpu_gib, precision_facts, settle
-from rl_trainer.planning.memory import checkpoint_facts, memory_facts, memory_of_pools
-from rl_trainer.planning.placement import placement_facts
-from rl_trainer.planning.plan import show_plan
-from rl_trainer.planning.rehearsal import check_rows, rehearse, reward_source
-from rl_trainer.planning.speed import first_rows, speed_facts
-from rl_trainer.planning.validate import make_plan
-from rl_trainer.rewards.code import sandbox_facts
+from rl_trainer.planning.prepare import finished, prepare, resumed
+from rl_trainer.planning.speed import first_rows
 from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.network import without_launcher
 from rl_trainer.runtime.processes import quiet_libraries
@@ -58,11 +48,9 @@ if TYPE_CHECKING:
     from rl_trainer.data.datasets import Datasets
     from rl_trainer.metrics import StepRecord
     from rl_trainer.pipeline.components import Components
-    from rl_trainer.planning.plan import BatchPlan
+    from rl_trainer.planning.prepare import Prepared, Resume
+    from rl_trainer.planning.row_checks import RowCheck
     from rl_trainer.runtime.base import ReplicaSet, Runtime
-
-Resume: TypeAlias = 'bool | Literal["anyway"]'
-"""Whether to go on with the run in `output_dir`; "anyway": also if its inputs changed."""
 
 STOP_GRACE_S = 10.0
 """Seconds that a step, or an evaluation, has to end after the run was asked to stop."""
@@ -73,96 +61,6 @@ _ENDS_OF_ROLLOUTS = (StopRequestedError, RolloutFailedError, WorkerDiedError)
 
 _DEATH_WAIT_S = 2.0
 """Seconds that an error waits for a death that may be its cause: a peer's socket closes before Ray tells the death."""
-
-
-def plan(
-    config: Config, console: Console | None = None, *, resume: Resume = False, is_rehearsed: bool = False
-) -> Datasets:
-    """Plan a run: check all that can be known before a process starts, show the plan, and return the data.
-
-    Args:
-        config: Configuration of the run.
-        console: Shows the plan.
-        resume: `resumed` gave the configuration, and has compared the checkpoint's files with their digests; with
-            "anyway" the run may read other data, models and code than the checkpoint's run did.
-        is_rehearsed: Also try the chat template, the reward and the server's program.
-
-    Raises:
-        InputError: something cannot work.
-    """
-    from rl_trainer.setup import check_gpus
-
-    config = settle(counted(config))
-    counts = make_plan(config)
-    check_gpus(config)
-    with preflight.backends_asked(config):
-        return _planned(config, counts, console or Console(), resume=resume, is_rehearsed=is_rehearsed)
-
-
-def _planned(config: Config, counts: BatchPlan, console: Console, *, resume: Resume, is_rehearsed: bool) -> Datasets:
-    datasets = load_datasets(config.data, seed=config.seed)
-    named, config = config, preflight.with_models(config, has_weights=False)
-    rows = [*datasets.train, *datasets.eval]
-    preflight.check(config, rows, is_resumed=bool(resume), has_weights=config.model.path == named.model.path)
-    checkpoints.check_resume(config, len(datasets.train), is_known_whole=bool(resume))  # no rows of a stream
-    others = checkpoints.check_inputs(named, datasets, is_forced=resume == "anyway")
-    others_facts = [("changed", f"{name}: not as in the checkpoint's run (resume=anyway)") for name in others]
-    backends = preflight.check_backends(config)
-    known = _facts(config, datasets)  # reads the chat template, before a row is rendered
-    tried, where = datasets.train or datasets.eval, partial(datasets.where, is_eval=not datasets.train)
-    rehearsed = rehearse(config, tried, where) if is_rehearsed else []
-    checked = check_rows(config, datasets)
-    facts = [*known, *checked, *_resumed(config), *others_facts, *backends, *rehearsed]
-    show_plan(console, counts, facts)
-    return datasets
-
-
-def counted(config: Config) -> Config:
-    """The configuration with the steps that its `epochs` come to, and the same where it has none.
-
-    Raises:
-        PlanError: the rows are streamed, so that nobody can count them.
-    """
-    if not config.epochs:
-        return config
-    datasets = load_datasets(config.data, seed=config.seed)
-    if datasets.stream is not None:
-        raise PlanError(f"epochs={config.epochs} of rows that are streamed cannot be counted; set steps instead")
-    steps = math.ceil(config.epochs * len(datasets.train) / config.batch.batch_size)
-    return replace(config, steps=steps, epochs=0)
-
-
-def resumed(config: Config, console: Console | None = None) -> Config:
-    """Configuration of a resumed run: from the newest undamaged checkpoint in its `output_dir`, or from the start.
-
-    The same command may be given every time. A damaged checkpoint is named and passed over.
-
-    Raises:
-        ConfigError: `output_dir` is not set, so there is nothing to look for.
-        InputError: it has checkpoints, and all of them are damaged.
-    """
-    if config.output_dir is None:
-        raise ConfigError("--resume goes on with the run in output_dir, which is not set; set it, or resume_from")
-    folder = Path(config.output_dir)
-    checkpoint, damaged = checkpoints.newest_whole(folder)
-    for newer, lines in damaged.items():
-        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-        found = f"{newer.name} is damaged: {lines[0]}{more}; going on from {checkpoint and checkpoint.name}"
-        (console or Console()).print(found, highlight=False, soft_wrap=True)
-    if checkpoint is None:
-        return config
-    model = replace(config.model, path=config.model.path or str(folder / "model"))
-    return replace(config, resume_from=str(checkpoint), model=model)
-
-
-def finished(config: Config) -> str | None:
-    """Sentence for a resumed run that has taken all of its steps; None if there are some left."""
-    if config.resume_from is None:
-        return None
-    step = RunState.read(Path(config.resume_from)).step
-    if step < config.steps:
-        return None
-    return f"the run is finished: {config.resume_from} is of step {step} of steps={config.steps}; raise steps to go on"
 
 
 def run(
@@ -190,19 +88,16 @@ def run(
     console = console or Console()
     quiet_libraries()
     with without_launcher(), locked_output_dir(config) as output_dir:
-        config = counted(resumed(config, console) if resume else config)
-        if resume and (told := finished(config)) is not None:
-            console.print(f"rl-train: {told}", highlight=False, soft_wrap=True)
+        config = resumed(config, console) if resume else config
+        if resume and (sentence := finished(config)) is not None:
+            console.print(f"rl-train: {sentence}", highlight=False, soft_wrap=True)
             return {"interrupted": False, "checkpoint": config.resume_from, "output_dir": config.output_dir}
-        config = settle(config)
-        datasets = plan(config, console, resume=resume)
-        named, config = config, preflight.with_models(config)
-        if config.model.path != named.model.path:  # of the hub: the plan had no weights to compare
-            checkpoints.check_inputs(config, datasets, is_forced=resume == "anyway")
-        preflight.check_model(config)
+        prepared = prepare(config, resume=resume)
+        prepared.show(console)
+        prepared = replace(prepared, config=prepared.with_weights())
         try:
             hooks = _Hooks(on_step=on_step or (lambda record: None), stop=stop or threading.Event())
-            return _run(config, datasets, output_dir, console, hooks, resume=bool(resume))
+            return _run(prepared, output_dir, console, hooks)
         except OSError as error:
             if error.errno in FULL and error.filename is None:  # of a library's write, which names no file
                 error.filename = str(output_dir)
@@ -215,11 +110,10 @@ class _Hooks:
     stop: threading.Event
 
 
-def _run(
-    config: Config, datasets: Datasets, output_dir: Path, console: Console, hooks: _Hooks, *, resume: bool
-) -> dict[str, Any]:
+def _run(prepared: Prepared, output_dir: Path, console: Console, hooks: _Hooks) -> dict[str, Any]:
+    config = prepared.config
     start = None if config.resume_from is None else Path(config.resume_from)
-    if resume and start is None:  # killed before its first checkpoint
+    if prepared.resume and start is None:  # killed before its first checkpoint
         checkpoints.forget_after(output_dir, -1)
     if start is not None and start.resolve().parent == output_dir.resolve():
         for folder in checkpoints.set_aside(output_dir, start):
@@ -236,39 +130,7 @@ def _run(
     )
     traced = profiled(output_dir if config.tracking.profile else None)
     with TrackerGroup(about, config.tracking.trackers) as trackers, traced:
-        return _train(config, datasets, output_dir, console, trackers, hooks)
-
-
-def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
-    engine, rollout = config.engine, config.rollout
-    components = f"{engine.backend} x {engine.world_size}, {rollout.backend} x {rollout.num_replicas}"
-    storage = config.queue_storage or "shm, or ray over several nodes"
-    return [
-        ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
-        ("components", f"{components}, weights by {config.weights_transport}, samples by {storage}"),
-        *precision_facts(config),
-        *gpu_facts(config),
-        *placement_facts(config, memory_of_pools(config), gpus=count_gpus(config)),
-        *memory_facts(config, there=gpu_gib()),
-        *checkpoint_facts(config),
-        *speed_facts(config, datasets),
-        ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
-        *([("rows left out", f"{datasets.num_bad}: {'; '.join(datasets.bad)}")] if datasets.num_bad else []),
-        ("reward", reward_source(config.reward, [*datasets.train, *datasets.eval])),
-        *sandbox_facts(config.reward, config.agent),
-        *preflight.folder_facts(config),
-    ]
-
-
-def _resumed(config: Config) -> list[tuple[str, str]]:
-    if config.resume_from is None:
-        return []
-    state = RunState.read(Path(config.resume_from))
-    return [("resumed", f"after step {state.step}"), *(("changed", change) for change in state.changes(config))]
-
-
-def _num_prompts(datasets: Datasets) -> str:
-    return "streamed" if datasets.stream is not None else f"{len(datasets.train):,}"
+        return _train(prepared, output_dir, console, trackers, hooks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +145,7 @@ class _Run:
     stop: threading.Event
     """Set when the run was asked to stop."""
     on_step: Callable[[StepRecord], object]
+    rows: RowCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,9 +161,10 @@ class _Outcome:
 
 
 def _train(
-    config: Config, datasets: Datasets, output_dir: Path, console: Console, trackers: TrackerGroup, hooks: _Hooks
+    prepared: Prepared, output_dir: Path, console: Console, trackers: TrackerGroup, hooks: _Hooks
 ) -> dict[str, Any]:
     start = time.perf_counter()
+    config, datasets = prepared.config, prepared.datasets
     model_path = _model(config, datasets, output_dir, console)
     warmup_s = time.perf_counter() - start
     run = _Run(
@@ -311,6 +175,7 @@ def _train(
         progress=Report(output_dir),
         stop=hooks.stop,
         on_step=hooks.on_step,
+        rows=prepared.rows,
     )
     num_restarts = 0
     while True:
@@ -373,7 +238,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
         runtime = create_runtime(config.runtime, timeout_s=config.timeout_s, heartbeat_s=config.heartbeat_s)
         stack.enter_context(runtime)
         deaths = stack.enter_context(_blamed_on_a_death(runtime))
-        with status(console, "starting the workers"):
+        with status(console, "starting the workers"), run.rows.going_on():
             components = place(config, runtime, run.model_path, datasets, state, output_dir=output_dir)
         stack.callback(components.queue.close)
         deaths.append(components.weights.death)

@@ -105,15 +105,19 @@ class Replay:
         groups = [used.group.as_tuple() for used in self._used.values()]
         return {"columns": [*self.columns], "groups": groups, "drawn": self._drawn}
 
-    def restore(self, state: Mapping[str, Any]) -> int:
-        """Restore the groups of an earlier process; returns the highest group id, or 0."""
+    @property
+    def group_ids(self) -> list[int]:
+        """Ids of the groups in the buffer."""
+        return [*self._used]
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the groups of an earlier process."""
         groups = [HeldGroup.from_tuple(tuple(group)) for group in state.get("groups", ())]
         self.columns = tuple(state.get("columns", ()))
         metas = claim_held(self._queue, PARTITION, groups, self.columns)
         for group in groups:
             self._used[group.group_id] = Used(group=group, meta=metas[group.group_id])
         self._drawn = [group for group in state.get("drawn", ()) if group in self._used]
-        return max(self._used, default=0)
 
 
 def claim_held(

@@ -8,11 +8,14 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from rl_engine import Precision, auto_precision, for_this_machine
-from rl_trainer.errors import ConfigError
+from rl_trainer.config.schema import ENGINE_POOL
+from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.roles import is_offloaded
 from rl_trainer.pipeline.staleness import create_schedule
+from rl_trainer.planning.environments import engine_python
 from rl_trainer.planning.memory import cache_beside_engine
 from rl_trainer.planning.placement import pools_of
+from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime.network import SHARED_MEMORY, scheme_of
 
 if TYPE_CHECKING:
@@ -177,3 +180,36 @@ def gpu_facts(config: Config) -> list[tuple[str, str]]:
         how = "in turn; who waits keeps its memory on the host" if is_offloaded(config) else "both in its memory"
         return [("GPUs", f"{there} for {roles}: colocated, {how}")]
     return [("GPUs", f"{there} for {roles}: each its own" if config.runtime == "ray" else f"1 for {roles}")]
+
+
+def resource_pools(config: Config) -> list[ResourcePool]:
+    """The pools of a job, with a GPU for each that they ask for where there are any."""
+    has_gpus = count_gpus(config) > 0
+    return [
+        ResourcePool(
+            name=pool.name,
+            num_workers=pool.num_workers,
+            num_gpus=float(pool.gpus_per_worker * has_gpus),
+            python=engine_python(config) if pool.name == ENGINE_POOL else None,
+            is_elastic=pool.name == "rollout" and config.rollout.elastic is not None,
+        )
+        for pool in pools_of(config)
+    ]
+
+
+def check_gpus(config: Config) -> None:
+    """Check that there are the GPUs that the pools will ask for, on this machine or in the cluster that is joined.
+
+    Raises:
+        PlanError: there are fewer.
+    """
+    there = count_gpus(config)
+    wanted = {pool.name: round(pool.num_workers * pool.num_gpus) for pool in resource_pools(config)}
+    if config.runtime == "ray" and sum(wanted.values()) > there:
+        asked = named({name: count for name, count in wanted.items() if count})
+        obstacle = why_apart(config, there) or "rollout.colocated=false keeps servers on their own: leave it out"
+        where, more = ("the cluster", "a larger one") if "RAY_ADDRESS" in os.environ else ("this machine", "a cluster")
+        raise PlanError(
+            f"the run asks for {sum(wanted.values())} GPUs ({asked}), and "
+            f"{where} has {there}, which they cannot share because {obstacle}; or set RAY_ADDRESS of {more}"
+        )

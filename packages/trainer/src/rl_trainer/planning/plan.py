@@ -102,11 +102,6 @@ def _streaming(config: Config) -> str:
     return "scored and learned from" if key is None else f"scored; learned from once all are ({key})"
 
 
-def show_plan(console: Console, plan: BatchPlan, facts: Iterable[tuple[str, str]]) -> None:
-    """Print the plan."""
-    show_table(console, "batch plan", [*facts, *plan.lines()])
-
-
 def show_table(console: Console, title: str, facts: Iterable[tuple[str, str]]) -> None:
     """Print lines of (name, text) as a table."""
     table = Table(title=title, show_header=False)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib.util
 import inspect
 import json
 import os
+import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
@@ -28,7 +31,7 @@ from rl_trainer.algorithms import PolicyLossFunction
 from rl_trainer.checkpoints import check_output_dir
 from rl_trainer.data import shows_images
 from rl_trainer.equivalents import hint
-from rl_trainer.errors import ConfigError, InputError
+from rl_trainer.errors import ConfigError, DataError, InputError
 from rl_trainer.pipeline.roles import (
     actor_config,
     candidates_of,
@@ -46,7 +49,6 @@ from rl_trainer.pipeline.roles import (
 from rl_trainer.pipeline.weight_transfer import check_start_layers
 from rl_trainer.planning.environments import asked_beside, check_engine, check_environment, gives_shards, role_python
 from rl_trainer.planning.gpus import check_ipc
-from rl_trainer.planning.rehearsal import check_signature
 from rl_trainer.rewards import check_packages, resolve_reward
 from rl_trainer.rewards.verl import rule_of
 from rl_trainer.rewards.worker import GROUP as REWARDS
@@ -54,45 +56,54 @@ from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, ha
 from rl_trainer.trackers.base import GROUP as TRACKERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable
 
     from rl_rollout.types import Capabilities
-    from rl_trainer.config import AgentSection, Config, TeacherSection, TrackingSection
+    from rl_trainer.config import AgentSection, Config, RewardSection, TeacherSection, TrackingSection
     from rl_trainer.data import Row
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _OWN = "rl-post-trainer"
 
+_PROGRAMS = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt_llm"}
+"""Package that a rollout backend's server is started from, unless rollout.options.command names a program."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def with_models(config: Config, *, has_weights: bool = True) -> Config:
-    """The configuration with a folder for every model of the hub that it names, downloaded where it is not there.
+def with_models(config: Config) -> Config:
+    """The configuration with a folder for every model of the hub that it names, downloaded if it is not there.
 
-    Args:
-        config: Of the run.
-        has_weights: Download the policy's weights too, not its configuration and tokenizer alone.
+    Of the policy that is the configuration and the tokenizer: `with_policy` downloads its weights once all is checked.
 
     Raises:
         InputError: the hub has no such model, or does not answer.
     """
+    path = _model_folder(config.model.path, "model.path", has_weights=False)
+    config = replace(config, model=replace(config.model, path=path))
+    if config.critic is not None:
+        config = replace(config, critic=replace(config.critic, path=_model_folder(config.critic.path, "critic.path")))
+    if (teacher := config.teacher) is not None:
+        by_source = {s: str(_model_folder(path, f"teacher.by_source.{s}")) for s, path in teacher.by_source.items()}
+        teacher = replace(teacher, path=_model_folder(teacher.path, "teacher.path"), by_source=by_source)
+        config = replace(config, teacher=teacher)
+    return config
 
-    def folder(path: str | None, key: str, *, is_whole: bool = True) -> str | None:
-        return None if path is None else model_folder(path, key=key, has_weights=is_whole)
 
+def with_policy(config: Config, path: str | None) -> Config:
+    """The configuration with the folder of the policy at `path`, weights included.
+
+    Raises:
+        InputError: the hub has no such model, or does not answer.
+    """
+    return replace(config, model=replace(config.model, path=_model_folder(path, "model.path")))
+
+
+def _model_folder(path: str | None, key: str, *, has_weights: bool = True) -> str | None:
     try:
-        path = folder(config.model.path, "model.path", is_whole=has_weights)
-        config = replace(config, model=replace(config.model, path=path))
-        if config.critic is not None:
-            config = replace(config, critic=replace(config.critic, path=folder(config.critic.path, "critic.path")))
-        if (teacher := config.teacher) is not None:
-            by_source = {s: str(folder(path, f"teacher.by_source.{s}")) for s, path in teacher.by_source.items()}
-            teacher = replace(teacher, path=folder(teacher.path, "teacher.path"), by_source=by_source)
-            config = replace(config, teacher=teacher)
+        return None if path is None else model_folder(path, key=key, has_weights=has_weights)
     except EngineError as error:
         raise InputError(str(error)) from error
-    return config
 
 
 def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weights: bool = True) -> None:
@@ -124,7 +135,6 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weig
         check_installed(group, name, key)
     if config.runtime == "ray" and not _is_installed("ray"):
         raise ConfigError("runtime=ray needs ray: pip install ray, or choose runtime=inline")
-    check_loop_options(config.agent)
     check_tracking(config.tracking)
     check_model(config, has_weights=has_weights)
     if config.teacher is not None:
@@ -134,11 +144,30 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weig
             "engine.router_replay=true takes the experts that the servers chose, and they do not tell those of prompts "
             "with images or videos, which rows of the data have; leave router_replay out, or those rows"
         )
+    _check_rollouts(config, rows)
+    if config.output_dir is not None:
+        check_output_dir(config, Path(config.output_dir), is_resumed=is_resumed)
+
+
+def check_policy(config: Config, rows: list[Row], *, is_served: bool) -> None:
+    """Check what the evaluation of a policy needs: model folder, agent loop, server and reward rules.
+
+    Raises:
+        InputError: the first thing that cannot work.
+    """
+    check_installed(plugins.LOOPS, config.agent.loop, "agent.loop")
+    check_model(config)
+    _check_rollouts(config, rows)
+    if not is_served:
+        check_installed("rl_rollout.backends", config.rollout.backend, "rollout.backend")
+        _server_capabilities(config, str(config.model.path))
+
+
+def _check_rollouts(config: Config, rows: list[Row]) -> None:
+    check_loop_options(config.agent)
     if config.model.path is not None and any(shows_images(row) for row in rows):
         check_images(config)
     _check_rewards(config, rows)
-    if config.output_dir is not None:
-        check_output_dir(config, Path(config.output_dir), is_resumed=is_resumed)
 
 
 def check_loop_options(agent: AgentSection) -> None:
@@ -588,3 +617,92 @@ def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[st
     if row_term is not None and left.get("loss_in_head", "no").startswith("yes"):
         left["loss_in_head"] = f"no: {row_term}"
     return left
+
+
+def reward_source(reward: RewardSection, rows: Iterable[Row]) -> str:
+    """Source of rewards, as a line of the plan."""
+    if reward.path is not None:
+        return f"{reward.path} (reward.path)"
+    if reward.parts:
+        parts = (f"{name}: {part.rule or part.path or part.url or part.kind}" for name, part in reward.parts.items())
+        return f"{', '.join(parts)} (reward.parts)"
+    by_source: dict[str, str] = {}
+    for row in rows:
+        if row["data_source"] not in by_source:
+            by_source[row["data_source"]] = resolve_reward(row["data_source"])
+    rules = (f"rule {rule} for data_source={source}" for source, rule in sorted(by_source.items()))
+    return f"the agent loop's own, or {'; '.join(rules) or 'the rule of the data source'}"
+
+
+def check_signature(path: str, key: str) -> None:
+    """Check that a reward function of a file takes what it is called with, running none of its code.
+
+    Raises:
+        ConfigError: it takes neither (text, row) nor what verl gives.
+    """
+    place, _, name = path.rpartition(":")
+    if not place.endswith(".py"):
+        return
+    tree = ast.parse(Path(place).read_text())
+    found = next(
+        (n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and n.name == name), None
+    )
+    if found is None or found.decorator_list or found.args.vararg is not None:
+        return
+    names = [each.arg for each in (*found.args.posonlyargs, *found.args.args)]
+    if {"prompts", "completions", "completion_ids"} & {
+        *names,
+        *(each.arg for each in found.args.kwonlyargs),
+    } and "text" not in names:
+        return  # as TRL calls it
+    if {"data_source", "solution_str", "ground_truth"} <= {*names, *(each.arg for each in found.args.kwonlyargs)}:
+        return
+    needed = len(names) - len(found.args.defaults)
+    if not needed <= 2 <= len(names):
+        raise ConfigError(
+            f"{key}={path} takes ({', '.join(names)}); a reward is called with (text, row), as verl does with "
+            "(data_source, solution_str, ground_truth, extra_info), or as TRL does with (prompts, completions, "
+            "**columns)"
+        )
+
+
+def program_facts(config: Config) -> list[tuple[str, str]]:
+    """Line of the plan: the program that the rollout backend starts, if it is another library's.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.rollout.backend not in _PROGRAMS:
+        return []
+    return [("server's program", _program(config))]
+
+
+def _program(config: Config) -> str:
+    backend, command = config.rollout.backend, config.rollout.options.get("command")
+    if command is None:
+        name = _PROGRAMS[backend]
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"rollout.backend={backend} starts {name}, which is not installed here; install it, or give "
+                "rollout.options.command the program of the environment that has it"
+            )
+        return f"{name} of this environment"
+    program = command.split()[0] if isinstance(command, str) else command[0]
+    if (place := shutil.which(program)) is None:
+        raise ConfigError(f"rollout.options.command starts {program}, which is not there; give its whole path")
+    return place
+
+
+def check_given(rows: Iterable[Row], count: int) -> None:
+    """Check that every row gives as many completions as its group takes from it.
+
+    Raises:
+        DataError: one does not.
+    """
+    for row in rows if count else ():
+        given = row.get("given")
+        if not isinstance(given, list | tuple) or len(given) < count or not all(isinstance(x, str) for x in given):
+            raise DataError(
+                f"batch.given={count} takes completions from every row, and one of {row['data_source']!r} has "
+                f"given={given!r:.80}; give each a list of {count} texts or more, or lower batch.given"
+            )

@@ -9,6 +9,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -137,13 +138,39 @@ DATA_SOURCES: Mapping[str, str] = {
 """Rules by `data_source` of a row (`*`: anything), for rewards that name none."""
 
 
+def is_text(truth: object) -> bool:
+    """Whether a ground truth is a text or a number."""
+    return isinstance(truth, (str, int, float))
+
+
+def _is_accepted(truth: object) -> bool:
+    """Whether a ground truth is a text, or texts of which one has to be given."""
+    texts = truth.get("target") if isinstance(truth, Mapping) else truth
+    texts = [texts] if isinstance(texts, str) else texts
+    return isinstance(texts, Sequence) and bool(texts) and all(isinstance(each, str) and each.strip() for each in texts)
+
+
+TRUTHS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("exact_match", "regex", "math", "gsm8k"), is_text),
+    **dict.fromkeys(("verl/gsm8k", "verl/math", "verl/math_dapo", "verl/prime_math", "verl/geo3k"), is_text),
+    **dict.fromkeys(("qa", "verl/search_r1"), _is_accepted),
+}
+"""By rule, whether it can compare with a ground truth; `code` reads tests, which its sandbox refuses itself."""
+
+
+@cache
+def rule_of_source(data_source: str) -> str | None:
+    """Name of the rule for rows of a data source; None if the source is unknown."""
+    return next((rule for known, rule in DATA_SOURCES.items() if fnmatchcase(data_source, known)), None)
+
+
 def resolve_reward(data_source: str) -> str:
     """Name of the rule for rows of a data source.
 
     Raises:
         DataError: the source is unknown (lists those that are), or the rule needs a package that is not installed.
     """
-    rule = next((rule for known, rule in DATA_SOURCES.items() if fnmatchcase(data_source, known)), None)
+    rule = rule_of_source(data_source)
     if rule is None:
         raise DataError(
             f"rows of data_source={data_source!r} have no rule of their own; known are {', '.join(DATA_SOURCES)}. Name "

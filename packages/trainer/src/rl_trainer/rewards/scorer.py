@@ -18,20 +18,23 @@ from rl_trainer.rewards.code import RULES as CODE_RULES
 from rl_trainer.rewards.code import CodeTests
 from rl_trainer.rewards.completions import Thinking
 from rl_trainer.rewards.process_pool import FunctionPool
-from rl_trainer.rewards.rules import ISOLATED, RULES, isolated, resolve_reward
+from rl_trainer.rewards.rules import ISOLATED, MATH, RULES, TRUTHS, is_text, isolated, resolve_reward, rule_of_source
 from rl_trainer.rewards.served import ServedReward
 from rl_trainer.rewards.trl import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 
     from rl_trainer.rewards.trl import BatchRewards
 
 T = TypeVar("T")
 Value = float | dict[str, float] | None
 """What a part gives for a completion: a number, numbers by name, or None where it does not apply."""
+SERVED = ("judge", "classifier", "loop")
+"""Kinds of parts whose values come from servers, or from the agent loop."""
 _CORRECTNESS = ("accuracy", "acc")
 """What reward functions call the component that says whether an answer is correct."""
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +114,14 @@ class Scorer:
         num_steps: int = 0,
     ) -> None:
         self._num_steps = num_steps
-        self._section = section or RewardSection()
+        self.section = section or RewardSection()
+        """Where rewards come from."""
         self._thinking = thinking or Thinking()
         self._graders: dict[str, CodeTests] = {}
         self._num_sharing = num_sharing
         self._isolated = self._pool(f"{isolated.__module__}:{isolated.__name__}")
-        parts = self._section.parts
-        self._parts = {"": RewardPart(kind="function", path=self._section.path)} if self._section.path else dict(parts)
+        parts = self.section.parts
+        self._parts = {"": RewardPart(kind="function", path=self.section.path)} if self.section.path else dict(parts)
         self._sources = {name: self._source(name, part) for name, part in self._parts.items()}
         self._names: dict[str, frozenset[str]] = {}
         self.step = 0
@@ -125,9 +129,9 @@ class Scorer:
 
     def _source(self, name: str, part: RewardPart) -> _Source | None:
         if part.kind in ("judge", "classifier"):
-            return ServedReward(name, part, num_sharing=self._num_sharing, timeout_s=self._section.timeout_s)
+            return ServedReward(name, part, num_sharing=self._num_sharing, timeout_s=self.section.timeout_s)
         if part.rule is not None and part.rule in CODE_RULES:
-            return CODE_RULES[part.rule](self._section.num_processes, **part.options)
+            return CODE_RULES[part.rule](self.section.num_processes, **part.options)
         if part.kind != "function":
             return None
         assert part.path is not None, "the plan has checked it"
@@ -136,7 +140,7 @@ class Scorer:
         return self._pool(path)
 
     def _pool(self, path: str) -> FunctionPool:
-        return FunctionPool(path, num_processes=self._section.num_processes, timeout_s=self._section.timeout_s)
+        return FunctionPool(path, num_processes=self.section.num_processes, timeout_s=self.section.timeout_s)
 
     async def start(self) -> None:
         """Load functions and start sandboxes, so that their errors come before anything is generated.
@@ -270,7 +274,7 @@ class Scorer:
         name = verl.rule_of(row["data_source"]) if name == "verl/default" else name
         if name in CODE_RULES:  # that of a data source
             if name not in self._graders:
-                self._graders[name] = CODE_RULES[name](self._section.num_processes)
+                self._graders[name] = CODE_RULES[name](self.section.num_processes)
             return await self._graders[name].call(text, row)
         if name not in ISOLATED:
             return RULES[name](text, row, **options)
@@ -316,6 +320,45 @@ def compares(part: RewardPart) -> bool:
 def reads_thinking(part: RewardPart) -> bool:
     """Whether a rule sees the thinking of a completion too: those that look at its form, and verl's."""
     return not compares(part) or (part.rule or "").startswith("verl/")
+
+
+def _rules_of(section: RewardSection, data_source: str, *, is_by_source: bool) -> Iterator[tuple[str, RewardPart]]:
+    """Rules that compare a completion with the ground truth of rows of a data source, and their parts."""
+    plain = RewardPart(kind="rule")
+    parts = section.parts.values() if section.parts else [plain] * (is_by_source and section.path is None)
+    for part in parts:
+        if part.kind == "rule" and (part.rule is None or compares(part)):
+            name = part.rule or rule_of_source(data_source)
+            name = verl.rule_of(data_source) if name == "verl/default" else name
+            if name is not None:
+                yield name, part
+
+
+def unusable_truth(section: RewardSection, row: Mapping[str, Any], *, is_by_source: bool) -> str | None:
+    """Why the ground truth of a row cannot be compared with by the rules that score it; None if it can.
+
+    Args:
+        section: Where rewards come from.
+        row: The dataset row.
+        is_by_source: Completions have the reward by the rule of their data source where `section` names none.
+    """
+    truth = row["reward_model"].get("ground_truth")
+    for rule, _ in _rules_of(section, row["data_source"], is_by_source=is_by_source):
+        if rule not in TRUTHS:
+            continue
+        kind = "a text or a number" if TRUTHS[rule] is is_text else "a text, or a list of texts"
+        if truth is None:
+            return f"no ground truth for rule {rule} to compare with: it is null; give {kind}"
+        if not TRUTHS[rule](truth) or (rule in MATH and not str(truth).strip()):
+            return f"rule {rule} cannot compare with the ground truth {truth!r:.60}; give {kind}"
+    return None
+
+
+def needs_parser(section: RewardSection, row: Mapping[str, Any]) -> bool:
+    """Whether a rule reads the ground truth of a row as an expression, so that it may not be able to."""
+    truth = str(row["reward_model"].get("ground_truth")).strip()
+    rules = {rule for rule, _ in _rules_of(section, row["data_source"], is_by_source=True)}
+    return bool(rules & {*MATH}) and not _NUMBER.fullmatch(truth)
 
 
 def check_rule(key: str, part: RewardPart) -> None:

@@ -25,6 +25,7 @@ from rl_rollout.errors import ServerLostError
 from rl_trainer.errors import DataError, TrainerError
 from rl_trainer.plugins import loop_named
 from rl_trainer.rewards import Scorer, Thinking
+from rl_trainer.rewards.scorer import unusable_truth
 from rl_trainer.runtime.base import Dispatch, register
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.tracing import trace_requests
@@ -157,7 +158,10 @@ class PromptMeter:
         num_given: int,
         max_new_tokens: int,
         teacher: TeacherSection | None,
+        reward: RewardSection,
+        is_by_source: bool,
     ) -> None:
+        self._reward, self._is_by_source = reward, is_by_source
         self._tokenizer, self._num_given, self._max_new_tokens = tokenizer, num_given, max_new_tokens
         self._context = None if teacher is None else teacher.context
         self.tokens = read_folder_tokens(model_path)
@@ -167,6 +171,8 @@ class PromptMeter:
 
     def length(self, row: Row, prompt: tuple[tuple[int, ...], tuple[str, ...]] | Failure) -> int | str:
         """Tokens of the longest prompt of a row, images and the teacher's included; or why it cannot be used."""
+        if (why := unusable_truth(self._reward, row, is_by_source=self._is_by_source)) is not None:
+            return why
         if isinstance(prompt, Failure):
             return f"the prompt cannot be asked: {prompt.message}"
         ids, images = prompt
@@ -228,7 +234,13 @@ class AgentWorker:
             num_steps=num_steps,
         )
         self._meter = PromptMeter(
-            self._tokenizer, model_path, num_given=num_given, max_new_tokens=max_new_tokens, teacher=teacher
+            self._tokenizer,
+            model_path,
+            num_given=num_given,
+            max_new_tokens=max_new_tokens,
+            teacher=teacher,
+            reward=reward,
+            is_by_source=config.loop == "single_turn",
         )
         self._tokens, self._reader = self._meter.tokens, self._meter.reader
         self._runner = self._loop.run(self._open(config, servers), timeout_s)
