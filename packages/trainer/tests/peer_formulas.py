@@ -1,9 +1,9 @@
 """Every estimator, loss, correction and aggregation beside independent implementations, on random ragged batches.
 
 Needs the peers (each is optional; only their formulas are called): pip install verl trl torchrl openrlhf skyrl.
-Formulas of peers that no small package has, and of papers, are restated in `_restated.py`. It prints the table of
-ALGORITHMS.md, the largest absolute difference of each row over all seeds, of values and of gradients:
-python trainer_algorithms.py [--seeds 20].
+Formulas of peers that no small package has, and of papers, are restated in `restated_formulas.py`. It prints the table
+of ALGORITHMS.md, the largest absolute difference of each row over all seeds, of values and of gradients:
+python peer_formulas.py [--seeds 20].
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import restated_formulas as restated
 import torch
 from tensordict import TensorDict
 
@@ -31,10 +30,6 @@ from rl_trainer.algorithms.kl_controller import estimate_kl
 from rl_trainer.algorithms.rollout_correction import correction_weights, rejection_mask
 from rl_trainer.algorithms.selection import beyond_moment, high_entropy, select_tokens
 from rl_trainer.config import AlgorithmConfig, TeacherSection
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import _restated as restated
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LONGEST, GAMMA, LAMBDA = 9, 0.97, 0.9
