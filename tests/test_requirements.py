@@ -15,22 +15,17 @@ ENTRIES = {canonicalize_name(name): (version, rest) for name, version, rest in _
 
 
 def wanted():
-    """The requirements of every package, and of its extras that the workspace asks for."""
+    """The requirements of every package and all of its extras."""
     projects = {p["project"]["name"]: p["project"] for p in (tomllib.loads(f.read_text()) for f in PYPROJECTS)}
-    todo = [Requirement(text) for text in projects["rl-stack"]["dependencies"]]
-    seen = set()
-    while todo:
-        each = todo.pop()
-        if each.name not in projects:
-            yield each
-            continue
-        for extra in (None, *each.extras):
-            if (each.name, extra) in seen:
-                continue
-            seen.add((each.name, extra))
-            project = projects[each.name]
-            lines = project.get("dependencies", []) if extra is None else project["optional-dependencies"][extra]
-            todo += [Requirement(line) for line in lines]
+    for project in projects.values():
+        for lines in (project.get("dependencies", []), *project.get("optional-dependencies", {}).values()):
+            yield from (each for line in lines if (each := Requirement(line)).name not in projects)
+
+
+def test_the_first_command_installs_what_it_imports():
+    tree = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert tree["project"]["dependencies"] == ["rl-post-trainer[quickstart]"]
+    assert tree["tool"]["uv"]["default-groups"] == []
 
 
 def test_everything_that_is_asked_for_is_pinned_to_a_version_that_fits():

@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of everything that reads what others wrote: sockets, files, and what a policy says.
 
-    uv sync --group fuzz
+    uv sync --group dev --group fuzz
     uv run python tests/fuzz/run.py                         # every target for a minute
     uv run python tests/fuzz/run.py proxy_chat --seconds 600 --keep
     uv run python tests/fuzz/run.py ckpt_messages --runs 1000000
@@ -170,7 +170,9 @@ def main():
             print(f"{name:20s} ok", flush=True)
         return
     if util.find_spec("atheris") is None:
-        sys.exit("fuzzing needs atheris: uv sync --group fuzz (it has wheels for CPython 3.11 to 3.13 on Linux)")
+        sys.exit(
+            "fuzzing needs atheris: uv sync --group dev --group fuzz (it has wheels for CPython 3.11 to 3.13 on Linux)"
+        )
     num_found = 0
     for name in given.targets or targets():
         executions, taken, said = run(name, seconds=given.seconds, runs=given.runs, keep=given.keep)

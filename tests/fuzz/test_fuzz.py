@@ -30,6 +30,6 @@ def test_no_known_input_is_more_than_an_error_that_is_promised():
 @pytest.mark.parametrize("target", TARGETS)
 def test_fuzzing_finds_nothing(target):
     if importlib.util.find_spec("atheris") is None:
-        pytest.skip("fuzzing needs atheris: uv sync --group fuzz")
+        pytest.skip("fuzzing needs atheris: uv sync --group dev --group fuzz")
     seconds = os.environ.get("RL_FUZZ_SECONDS", "30")
     assert run(target, "--seconds", seconds, "--no-record", timeout_s=800)
