@@ -1,5 +1,6 @@
 """The speed estimate of a plan, and the sample that a slow machine evaluates first."""
 
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from rl_trainer.planning.gpus import settle
 from rl_trainer.planning.speed import Speed, evaluation_s, first_rows, speed_facts, speed_of, step_s
 
 ROWS = [{"prompt": "x" * 40, "number": number} for number in range(400)]
-SPEED = Speed(num_parameters=1000, num_layers=0, decode_flops=1e3, pass_flops=1e6, weights_s=0.0)
+SPEED = Speed(num_parameters=1000, num_layers=0, width=8, decode_flops=1e3, pass_flops=1e6, weights_s=0.0)
 
 
 @pytest.fixture
@@ -36,10 +37,24 @@ def test_a_step_adds_the_passes_over_all_tokens(config):
     """An update is three passes, and four if activations are computed again; a token is a forward pass of 2 P."""
     prompts, completions = config.batch.batch_size, config.batch.batch_size * config.batch.group_size
     made = SPEED.generation_s(prompts=prompts, prompt_tokens=10, completions=completions, new_tokens=10)
-    forward = 2 * 1000 * completions * 20 * 2.5 / 1e6
-    assert step_s(config, SPEED, ROWS, 1.0) == pytest.approx(made + 3 * forward + 0.1)
+    forward, optimizer = 2 * 1000 * completions * 20 / 1e6, 1000 * 7e-9 * prompts / config.batch.mini_batch_size
+    assert step_s(config, SPEED, ROWS, 1.0) == pytest.approx(made + 3 * forward + optimizer + 0.1)
     again = replace(config, engine=replace(config.engine, activation_checkpointing=True))
-    assert step_s(again, SPEED, ROWS, 1.0) == pytest.approx(made + 4 * forward + 0.1)
+    assert step_s(again, SPEED, ROWS, 1.0) == pytest.approx(made + 4 * forward + optimizer + 0.1)
+
+
+def test_what_is_no_product_takes_as_long_in_each_format():
+    """30 layers of width 576 on 2 threads: 30 x 576 x 29e-9 / 2 = 0.25 ms a token, with fast products or slow."""
+    for flops, products in ((1e11, 0.02), (5e11, 0.004)):
+        model = Speed(
+            num_parameters=10**6, num_layers=30, width=576, num_threads=2, decode_flops=flops, pass_flops=flops,
+            weights_s=0.0,
+        )  # fmt: skip
+        assert model.passes_s(1000, 1) == pytest.approx(products + 1000 * 30 * 576 * 29e-9 / 2)
+
+
+def test_the_probe_counts_processor_time():
+    assert speed._fastest(lambda: threading.Event().wait(0.02)) < 0.01, "a thread that waits computes nothing"
 
 
 def test_the_probe_is_short_and_gives_a_rate(config):

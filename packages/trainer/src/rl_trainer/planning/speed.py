@@ -2,8 +2,10 @@
 
 The probe multiplies matrices of the model's width in the number format of the run on one thread, about 0.2 s in
 all: with many rows, as prompts and training have them, and with as many as are decoded together, for which the weights
-are read from memory again with each token. A forward pass is 2 operations per parameter and token, an update 6, or 8 if
-activations are computed again. Attention, and what the processes around do, are constants that were measured.
+are read from memory again with each token. It counts the thread's processor time, so that other work on the machine
+makes it no slower. A forward pass is 2 operations per parameter and token, an update 6, or 8 if activations are
+computed again. What is no product (norms, activations, attention, the optimizer) takes about as long in each number
+format: constants that were measured with a model of 135M parameters, in float32 and in bfloat16.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ _LEAST_CALLS, _THREADS_OF_MEMORY = 4, 4
 _CACHE_BYTES, _MEMORY_BYTES = 32 * 2**20, 256 * 2**20
 """Bytes of weights that a cache may hold, and of memory that the probe reads."""
 _CHARACTERS_PER_TOKEN = 4
-_BESIDE_PRODUCTS = 2.5
-"""Time of a pass by that of its products."""
+_ELEMENT_S, _PARAMETER_S = 29e-9, 7e-9
+"""Seconds on one thread: of a pass around its products, per token, layer and width; of an optimizer step per parameter."""
 _COMPLETION_S, _LAYER_S, _STEP_S = 0.5e-3, 0.6e-3, 0.1
 """Seconds of a rollout around its tokens, of a layer that decodes one token around its products, and of a step."""
 
@@ -52,6 +54,10 @@ class Speed:
     """Parameters of the policy."""
     num_layers: int
     """Layers of the policy."""
+    width: int
+    """Width of a layer."""
+    num_threads: int = 1
+    """Threads that compute."""
     decode_flops: float
     """Operations per second while completions are generated."""
     pass_flops: float
@@ -69,7 +75,8 @@ class Speed:
 
     def passes_s(self, tokens: float, passes: float) -> float:
         """Seconds of forward passes; a backward pass counts as two."""
-        return 2 * self.num_parameters * tokens * passes * _BESIDE_PRODUCTS / self.pass_flops
+        beside = _ELEMENT_S * self.num_layers * self.width / self.num_threads
+        return tokens * passes * (2 * self.num_parameters / self.pass_flops + beside)
 
 
 def speed_facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
@@ -124,7 +131,9 @@ def step_s(config: Config, speed: Speed, rows: Sequence[Row], share: float) -> f
     generation = speed.generation_s(prompts=prompts, prompt_tokens=prompt, completions=completions, new_tokens=new)
     update = 4 if config.engine.activation_checkpointing else 3
     passes = update + has_old_pass(config) + has_reference(config)
-    return generation + speed.passes_s(completions * (prompt + new), passes) + _STEP_S
+    num_updates = config.batch.batch_size / config.batch.mini_batch_size
+    optimizer = num_updates * speed.num_parameters * _PARAMETER_S / speed.num_threads
+    return generation + speed.passes_s(completions * (prompt + new), passes) + optimizer + _STEP_S
 
 
 def speed_of(config: Config) -> Speed | str:
@@ -143,6 +152,8 @@ def speed_of(config: Config) -> Speed | str:
     return Speed(
         num_parameters=count,
         num_layers=num_layers,
+        width=width,
+        num_threads=_num_threads(),
         decode_flops=_flops(width, min(together, _MANY_ROWS), dtype, precision),
         pass_flops=_flops(width, _MANY_ROWS, dtype, precision),
         weights_s=num_bytes / _bandwidth(min(num_bytes, _MEMORY_BYTES)) if num_bytes > _CACHE_BYTES else 0.0,
@@ -167,9 +178,9 @@ def _flops(width: int, num_rows: int, dtype: str, matmul_precision: str) -> floa
 
     kind = getattr(torch, dtype, torch.float32)
     weights, rows = torch.ones(3 * width, width, dtype=kind), torch.ones(num_rows, width, dtype=kind)
-    with _one_thread(matmul_precision) as num_threads:
+    with _one_thread(matmul_precision):
         seconds = _fastest(lambda: torch.nn.functional.linear(rows, weights))
-    return 2 * num_rows * weights.numel() / seconds * num_threads
+    return 2 * num_rows * weights.numel() / seconds * _num_threads()
 
 
 @cache
@@ -178,13 +189,20 @@ def _bandwidth(num_bytes: int) -> float:
     import torch
 
     numbers = torch.zeros(num_bytes // 4)
-    with _one_thread("highest") as num_threads:
-        return num_bytes / _fastest(numbers.sum) * min(num_threads, _THREADS_OF_MEMORY)
+    with _one_thread("highest"):
+        seconds = _fastest(numbers.sum)
+    return num_bytes / seconds * min(_num_threads(), _THREADS_OF_MEMORY)
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
 
 
 @contextmanager
-def _one_thread(matmul_precision: str) -> Generator[int]:
-    """Compute on one thread, as several wait for each other where others use the machine; yields their number."""
+def _one_thread(matmul_precision: str) -> Generator[None]:
+    """Compute on one thread, as several wait for each other where others use the machine."""
     import torch
 
     num_threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
@@ -192,20 +210,20 @@ def _one_thread(matmul_precision: str) -> Generator[int]:
     torch.set_float32_matmul_precision(matmul_precision)
     try:
         with torch.no_grad():
-            yield num_threads
+            yield
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(num_threads)
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    """Seconds of the fastest call: others of the machine disturb some of them."""
+    """Seconds of processor time of the fastest call; the first ones warm up, and others disturb some of them."""
     times, ends = list[float](), time.perf_counter() + _MEASURE_S
     while len(times) < _LEAST_CALLS or time.perf_counter() < ends:
-        start = time.perf_counter()
+        start = time.thread_time()
         call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        times.append(time.thread_time() - start)
+    return max(min(times), 1e-9)
 
 
 def _prompt_tokens(config: Config, rows: Sequence[Row]) -> float:
