@@ -6,7 +6,7 @@ import math
 import pytest
 
 from rl_ckpt import AddressError, connect
-from rl_ckpt.registry import capabilities
+from rl_ckpt.session import capabilities
 from rl_ckpt.testing.gpu import fake_gpu, fake_nccl
 from rl_ckpt.types import Capability
 

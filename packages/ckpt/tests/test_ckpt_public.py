@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 import rl_ckpt
-from rl_ckpt import errors, registry
+from rl_ckpt import errors, session
 
 
 def test_public_names():
@@ -32,6 +32,7 @@ def test_public_names():
         "Role",
         "SessionConfig",
         "ShardPlan",
+        "ShardSender",
         "ShardSpec",
         "ShardedReceiver",
         "ShardedSender",
@@ -44,6 +45,7 @@ def test_public_names():
         "WeightSender",
         "capabilities",
         "connect",
+        "create_sender",
         "join_addresses",
         "join_digest",
         "merge_reports",
@@ -137,16 +139,16 @@ def test_an_unknown_backend_lists_what_is_installed():
 
 
 def test_a_backend_that_cannot_be_imported_says_what_to_install(monkeypatch):
-    entry = EntryPoint("broken", "no_such_module_anywhere", registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    entry = EntryPoint("broken", "no_such_module_anywhere", session.GROUP)
+    monkeypatch.setattr(session, "entry_points", lambda group: [entry])
     with pytest.raises(rl_ckpt.BackendError, match="pip install.*no_such_module_anywhere") as caught:
         rl_ckpt.connect("broken://x", role="send")
     assert isinstance(caught.value.__cause__, ImportError)
 
 
 def test_an_entry_point_that_is_no_backend(monkeypatch):
-    entry = EntryPoint("json", "json", registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    entry = EntryPoint("json", "json", session.GROUP)
+    monkeypatch.setattr(session, "entry_points", lambda group: [entry])
     with pytest.raises(rl_ckpt.BackendError, match="no class Backend"):
         rl_ckpt.connect("json://x", role="send")
 

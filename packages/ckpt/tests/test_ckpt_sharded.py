@@ -12,18 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_ckpt
-from rl_ckpt import Addresses, ShardSpec
+from rl_ckpt import Addresses, ShardSpec, join_addresses
 from rl_ckpt.errors import AddressError, SyncAbortedError, TensorError, VersionError
 from rl_ckpt.protocol.messages import Encoded
-from rl_ckpt.sharded import (
-    DigestShare,
-    ShardedReceiver,
-    ShardedSender,
-    ShardPlan,
-    join_addresses,
-    join_digest,
-)
+from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan
 from rl_ckpt.tensors import digest_share
+from rl_ckpt.tensors.digest_share import DigestShare, join_digest
 from rl_ckpt.testing import new_name
 from rl_ckpt.testing.helpers import until
 

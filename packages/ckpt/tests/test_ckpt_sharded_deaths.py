@@ -16,9 +16,9 @@ import torch
 
 import rl_ckpt
 from rl_ckpt import ShardSpec
-from rl_ckpt.sharded import join_addresses, relay_address
 from rl_ckpt.testing import new_name
 from rl_ckpt.testing.ends import die_at_message
+from rl_ckpt.types import join_addresses, relay_address
 
 pytestmark = pytest.mark.process
 

@@ -4,7 +4,8 @@ import pytest
 
 from rl_ckpt import ShardSpec
 from rl_ckpt.cli import main
-from rl_ckpt.traffic import Placement, Traffic, relay_groups
+from rl_ckpt.traffic import Traffic
+from rl_ckpt.types import Placement, relay_groups
 
 MB = 1 << 20
 

@@ -18,7 +18,7 @@ def test_public_names():
         "PerGroup", "PolicyError", "QueueFullError", "RestoreReport", "RowMeta", "Sampler", "SchemaError",
         "ServerLostError",
         "StaleReferenceError", "StaleVersionError", "Storage", "StorageError", "TransferQueue", "TransferQueueError",
-        "WaitTimeoutError", "connect", "policies", "serve",
+        "WaitTimeoutError", "connect", "create_policy", "policies", "serve",
     ]  # fmt: skip
     assert all(hasattr(rl_tq, name) for name in rl_tq.__all__)
 

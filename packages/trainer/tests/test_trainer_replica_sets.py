@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rl_ckpt import Address, Addresses, DigestShare, ShardSpec, tree_digest
-from rl_ckpt.traffic import Placement, Traffic
+from rl_ckpt.traffic import Traffic
+from rl_ckpt.types import Placement
 from rl_ckpt.types import SyncReport
 from rl_rollout.errors import ServerLostError, WeightUpdateError
 from rl_rollout.types import ServerAddress, TensorPart

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rl_ckpt.base import CheckpointEngine, WeightReceiver, WeightSender
+from rl_ckpt.base import CheckpointEngine, ShardSender, WeightReceiver, WeightSender
 from rl_ckpt.errors import (
     AddressError,
     AttestationError,
@@ -18,34 +18,30 @@ from rl_ckpt.errors import (
     UsageError,
     VersionError,
 )
-from rl_ckpt.registry import capabilities, connect
-from rl_ckpt.resharding import Resharding
 from rl_ckpt.types import (
     Address,
     Addresses,
     Metadata,
+    Placement,
     Receipt,
     ReceiverState,
     Role,
     SessionConfig,
     ShardSpec,
     SyncReport,
+    join_addresses,
+    merge_reports,
+    relay_address,
 )
 
 if TYPE_CHECKING:
     from rl_ckpt.adapters.layout import read_layouts, write_layout_request
-    from rl_ckpt.sharded import (
-        DigestShare,
-        ShardedReceiver,
-        ShardedSender,
-        ShardPlan,
-        join_addresses,
-        join_digest,
-        merge_reports,
-        relay_address,
-    )
+    from rl_ckpt.registry import create_sender
+    from rl_ckpt.resharding import Resharding
+    from rl_ckpt.session import capabilities, connect
+    from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan
     from rl_ckpt.tensors.digest import tree_digest
-    from rl_ckpt.traffic import Placement
+    from rl_ckpt.tensors.digest_share import DigestShare, join_digest
 
 __all__ = [
     "Address",
@@ -68,6 +64,7 @@ __all__ = [
     "Role",
     "SessionConfig",
     "ShardPlan",
+    "ShardSender",
     "ShardSpec",
     "ShardedReceiver",
     "ShardedSender",
@@ -80,6 +77,7 @@ __all__ = [
     "WeightSender",
     "capabilities",
     "connect",
+    "create_sender",
     "join_addresses",
     "join_digest",
     "merge_reports",
@@ -89,27 +87,23 @@ __all__ = [
     "write_layout_request",
 ]
 _HOMES = {
-    "Placement": "rl_ckpt.traffic",
-    "read_layouts": "rl_ckpt.adapters.layout",
-    "tree_digest": "rl_ckpt.tensors.digest",
-    "write_layout_request": "rl_ckpt.adapters.layout",
-} | dict.fromkeys(
-    (
-        "DigestShare",
-        "ShardPlan",
-        "ShardedReceiver",
-        "ShardedSender",
-        "join_addresses",
-        "join_digest",
-        "merge_reports",
-        "relay_address",
-    ),
-    "rl_ckpt.sharded",
-)
-"""Lazily imported names, by module: they need torch, which importing this package does not."""
+    "DigestShare": "tensors.digest_share",
+    "Resharding": "resharding",
+    "ShardPlan": "sharded",
+    "ShardedReceiver": "sharded",
+    "ShardedSender": "sharded",
+    "capabilities": "session",
+    "connect": "session",
+    "create_sender": "registry",
+    "join_digest": "tensors.digest_share",
+    "read_layouts": "adapters.layout",
+    "tree_digest": "tensors.digest",
+    "write_layout_request": "adapters.layout",
+}
+"""Names that importing `rl_ckpt.base` does not need, by module."""
 
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(f"rl_ckpt.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.types import Metadata, ReceiverState, SyncReport
+    from rl_ckpt.types import Metadata, ReceiverState, Shard, SyncReport
 
 
 class Hold:
@@ -276,3 +276,67 @@ class WeightReceiver(CheckpointEngine):
             return await self.receive_into(targets, strict=strict, staged=staged)
 
         return asyncio.run(run())
+
+
+class ShardSender(ABC):
+    """Sending end of one rank of a trainer whose weights go from shard to shard; see `rl_ckpt.registry.create_sender`.
+
+    Order of a sync: `stage` on every rank, `join_digest` on one of them, then `commit` on every rank, or `abort`.
+    Nothing is committed anywhere before all ranks have staged. A failed `stage` is off for the sessions of its rank;
+    the other ranks have to be aborted.
+
+    Called by: one event loop. Not picklable. Every wait has a deadline, whose error names the peer.
+    """
+
+    @abstractmethod
+    async def prepare(self) -> dict[int, str]:
+        """Open the sessions. By rank of the server, the address that its receivers dial. Idempotent."""
+
+    @abstractmethod
+    async def stage(
+        self,
+        shards: Callable[[], Iterable[tuple[Shard, Tensor]]],
+        *,
+        version: int,
+        num_replicas: int | Mapping[int, int] = 1,
+    ) -> Mapping[str, object]:
+        """Send this rank's slices, and wait until every receiver holds and verified all that it takes from all ranks.
+
+        Args:
+            shards: Gives this rank's shards, each of which is valid until the next one is asked for. It is called once
+                for each session, in threads of their own.
+            version: Greater than the last committed one.
+            num_replicas: Receivers that each session waits for; or, by rank of the server, that one waits for. Those
+                that a relay sends on to are its own.
+
+        Returns:
+            This rank's shares of the digest by tensor, for `join_digest`. Picklable: a number for every 4 MiB.
+            `commit` or `abort` must follow.
+
+        Raises:
+            SyncAbortedError: it failed here or elsewhere, and is off for this rank's sessions.
+        """
+
+    @abstractmethod
+    def join_digest(self, shares: Iterable[Mapping[str, object]]) -> int:
+        """Tree digest of the whole model, of what `stage` returned on every rank.
+
+        Raises:
+            TensorError: slices of a tensor are missing, or were counted twice.
+        """
+
+    @abstractmethod
+    async def commit(self, digest: int, version: int) -> SyncReport:
+        """Commit the version that all ranks have staged; returns this rank's report, with the whole model's digest."""
+
+    @abstractmethod
+    async def abort(self, text: str) -> None:
+        """Call off what is staged, and say why. No-op if nothing is staged."""
+
+    @abstractmethod
+    async def dismiss(self, text: str) -> None:
+        """Tell receivers that wait for a sync that none begins, and why."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Leave all sessions. Idempotent."""

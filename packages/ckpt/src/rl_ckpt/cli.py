@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import CkptError
-from rl_ckpt.traffic import Placement, Traffic
+from rl_ckpt.traffic import Traffic
+from rl_ckpt.types import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

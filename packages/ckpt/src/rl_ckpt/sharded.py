@@ -18,15 +18,16 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Set
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar, cast
 
+from rl_ckpt.base import ShardSender
 from rl_ckpt.errors import SyncAbortedError, TensorError, UsageError, VersionError
-from rl_ckpt.registry import capabilities, connect
 from rl_ckpt.relay.pipe import Forwarding
 from rl_ckpt.resharding import Resharding
+from rl_ckpt.session import capabilities, connect
 from rl_ckpt.tensors.digest_share import DigestShare, join_digest
-from rl_ckpt.types import Address, Addresses, Capability, ShardSpec, SyncReport
+from rl_ckpt.types import Address, Capability, Shard, ShardSpec, SyncReport, merge_reports, session_of
 from rl_csrc.ipc import Waker
 
 if TYPE_CHECKING:
@@ -40,41 +41,8 @@ if TYPE_CHECKING:
     from rl_ckpt.resharding import Box, Move
     from rl_ckpt.sender.sender import PreparedVersion, Sender
 
-__all__ = [
-    "DigestShare",
-    "ShardPlan",
-    "ShardedReceiver",
-    "ShardedSender",
-    "join_addresses",
-    "join_digest",
-    "merge_reports",
-    "relay_address",
-]
-
 T = TypeVar("T")
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<box>[0-9:,]*)\]", re.DOTALL)
-
-
-def join_addresses(addresses: Sequence[Mapping[int, Address | str]], num_targets: int) -> Addresses:
-    """Addresses of all receivers of a replica, of what the `prepare` of each rank of the trainer returned."""
-    return Addresses(
-        tuple(tuple(_address_of(each[target]) for each in addresses if target in each) for target in range(num_targets))
-    )
-
-
-def relay_address(address: str, below: str, num_receivers: int) -> Address:
-    """Address of a session for a receiver that sends on what it takes of it: as a relay.
-
-    Args:
-        address: Of the session that it takes part in.
-        below: URL of a session of its own, which as many other receivers dial instead.
-        num_receivers: They vote as well, or nothing is committed.
-    """
-    return Address(address, below, num_receivers)
-
-
-def _address_of(address: Address | str) -> Address:
-    return Address(address) if isinstance(address, str) else address
 
 
 def _require_votes(url: str) -> None:
@@ -86,19 +54,6 @@ def _require_votes(url: str) -> None:
 def _token_for(address: str, token: str | None) -> str | None:
     """The token, for a session at `host:port`: a name inside a host has none."""
     return token if ":" in address.partition("://")[2] else None
-
-
-class Shard(Protocol):
-    """A `ShardSpec`, or another package's description of a shard with the same fields."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def offsets(self) -> tuple[int, ...]: ...
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
 
 
 def spec_of_shard(shard: Shard) -> ShardSpec:
@@ -139,7 +94,7 @@ class ShardPlan:
         return sum(move.num_elements for move in self.moves.moves(source, target))
 
 
-class ShardedSender:
+class ShardedSender(ShardSender):
     """Sender of one rank of the trainer, with a session to each rank of the server that it has slices for.
 
     Args:
@@ -172,7 +127,7 @@ class ShardedSender:
         self._prepared: list[PreparedVersion] = []
 
     async def prepare(self) -> dict[int, str]:
-        """Open the sessions. By rank of the server, the address that its receivers dial. Idempotent."""
+        """See `ShardSender.prepare`."""
         await _all(end.prepare() for end in self._ends.values())
         return {target: _with_options(end.address, self._urls[target]) for target, end in self._ends.items()}
 
@@ -183,21 +138,7 @@ class ShardedSender:
         version: int,
         num_replicas: int | Mapping[int, int] = 1,
     ) -> dict[str, DigestShare]:
-        """Send this rank's slices, and wait until every receiver holds and verified all that it takes from all ranks.
-
-        Args:
-            shards: Gives this rank's shards, each of which is valid until the next one is asked for. It is called once
-                for each session, in threads of their own.
-            version: Greater than the last committed one.
-            num_replicas: Receivers that each session waits for; or, by rank of the server, that one waits for. Those
-                that a relay sends on to are its own.
-
-        Returns:
-            This rank's shares of the digest, for `join_digest`. `commit` or `abort` must follow.
-
-        Raises:
-            SyncAbortedError: it failed here or elsewhere, and is off for this rank's sessions.
-        """
+        """See `ShardSender.stage`."""
         self._share = {}
         targets = list(self._ends)
         counts = dict.fromkeys(targets, num_replicas) if isinstance(num_replicas, int) else num_replicas
@@ -219,23 +160,27 @@ class ShardedSender:
             await asyncio.to_thread(lambda: [None for _ in self._slices(shards, -1, is_first=True)])
         return self._share
 
+    def join_digest(self, shares: Iterable[Mapping[str, object]]) -> int:
+        """See `ShardSender.join_digest`."""
+        return join_digest(cast("Iterable[Mapping[str, DigestShare]]", shares))
+
     async def commit(self, digest: int, version: int) -> SyncReport:
-        """Commit the version that all ranks have staged; returns this rank's report, with the whole model's digest."""
+        """See `ShardSender.commit`."""
         prepared, self._prepared = self._prepared, []
         reports = await asyncio.gather(*(asyncio.to_thread(each.commit) for each in prepared))
         return merge_reports(reports, version=version, digest=digest)
 
     async def abort(self, text: str) -> None:
-        """Call off what is staged, and say why. Nothing where nothing is."""
+        """See `ShardSender.abort`."""
         prepared, self._prepared = self._prepared, []
         await asyncio.gather(*(asyncio.to_thread(each.abort, text) for each in prepared))
 
     async def dismiss(self, text: str) -> None:
-        """Tell receivers that wait for a sync that none begins, and why."""
+        """See `ShardSender.dismiss`."""
         await asyncio.gather(*(end.dismiss(text) for end in self._ends.values()))
 
     async def close(self) -> None:
-        """Leave all sessions. Idempotent."""
+        """See `ShardSender.close`."""
         await asyncio.gather(*(end.close() for end in self._ends.values()))
 
     def _slices(
@@ -372,7 +317,7 @@ class ShardedReceiver:
     def __init__(
         self, addresses: Sequence[Address | str], *, timeout_s: float = 60.0, token: str | None = None
     ) -> None:
-        sessions = [_address_of(address) for address in addresses]
+        sessions = [session_of(address) for address in addresses]
         self.address = " ".join(session.url for session in sessions)
         self._ends: list[Receiver] = []
         self._below: dict[Receiver, tuple[Sender, int]] = {}
@@ -563,30 +508,6 @@ class _Slices(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self._views)
-
-
-def merge_reports(reports: Sequence[SyncReport], *, version: int, digest: int) -> SyncReport:
-    """Merge the reports of several pairs: sums of bytes, the longest of each time, every receipt."""
-    if not reports:
-        zero = dict.fromkeys(("export_s", "pack_s", "wire_s", "verify_s", "wall_s"), 0.0)
-        return SyncReport(version=version, digest=digest, num_tensors=0, num_bytes=0, **zero)
-    longest = {
-        name: max(getattr(each, name) for each in reports)
-        for name in ("export_s", "pack_s", "wire_s", "verify_s", "install_s", "pause_s", "wall_s")
-    }
-    summed = {
-        name: sum(getattr(each, name) for each in reports)
-        for name in ("num_tensors", "num_bytes", "num_wire_bytes", "num_deltas")
-    }
-    return replace(
-        reports[0],
-        version=version,
-        digest=digest,
-        receipts=tuple(receipt for each in reports for receipt in each.receipts),
-        lost=tuple(dict.fromkeys(name for each in reports for name in each.lost)),
-        **longest,
-        **summed,
-    )
 
 
 async def _all(work: Iterable[Coroutine[object, object, T]]) -> list[T]:

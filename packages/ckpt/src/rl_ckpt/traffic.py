@@ -6,99 +6,14 @@ copy in its memory. What is computed meanwhile (digests, exports) is not counted
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rl_ckpt.errors import UsageError
 from rl_ckpt.sharded import ShardPlan
-from rl_ckpt.types import ShardSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from rl_ckpt.sharded import Shard
-
-FORMAT = "rl-ckpt plan 1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Ranks of both sides, what each has of the weights, and the nodes that they are on."""
-
-    sizes: Mapping[str, int]
-    """Bytes of an element, by tensor."""
-    sources: Sequence[Sequence[Shard]]
-    """Shards that each rank of the trainer holds."""
-    targets: Sequence[Sequence[Shard]] | None
-    """Slices that each rank of a replica of the server takes; None: one rank takes all."""
-    source_nodes: Sequence[str]
-    """Node of each rank of the trainer."""
-    target_nodes: Sequence[Sequence[str]]
-    """Node of each rank of each replica."""
-    has_relays: bool = False
-    """Whether one receiver of a node takes a slice for all of them and sends it on inside the node."""
-
-    def groups(self, source: int, target: int) -> list[list[int]]:
-        """Replicas that take a pair's slice from the trainer, each before those that it sends it on to."""
-        nodes = [nodes[target] for nodes in self.target_nodes]
-        if not self.has_relays:
-            return [[replica] for replica in range(len(nodes))]
-        return relay_groups(source, self.source_nodes[source], nodes)
-
-    def save(self, path: Path) -> None:
-        """Write it as JSON, for `rl-ckpt plan`."""
-        fields = {
-            "format": FORMAT,
-            "sizes": dict(self.sizes),
-            "sources": [_encoded(shards) for shards in self.sources],
-            "targets": None if self.targets is None else [_encoded(shards) for shards in self.targets],
-            "source_nodes": list(self.source_nodes),
-            "target_nodes": [list(nodes) for nodes in self.target_nodes],
-            "has_relays": self.has_relays,
-        }
-        path.write_text(json.dumps(fields))
-
-    @classmethod
-    def load(cls, path: Path) -> Placement:
-        """Read what `save` wrote.
-
-        Raises:
-            UsageError: it is something else.
-        """
-        try:
-            fields: dict[str, Any] = json.loads(path.read_text())
-            if fields.pop("format") != FORMAT:
-                raise ValueError(f"its format is not {FORMAT!r}")
-            fields["sources"] = [_decoded(encoded) for encoded in fields["sources"]]
-            fields["targets"] = (
-                None if fields["targets"] is None else [_decoded(encoded) for encoded in fields["targets"]]
-            )
-            return cls(**fields)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UsageError(
-                f"{path} is no plan ({error!r}); give weights-plan.json of the output folder of a run"
-            ) from error
-
-
-def relay_groups(source: int, source_node: str, nodes: Sequence[str]) -> list[list[int]]:
-    """Replicas by who takes a slice from the trainer: the first of each group does, and sends it on to the rest.
-
-    On a node that is not the sender's, all are one group, so that one copy crosses the network. Each rank of the
-    trainer has another one of them as its relay. A group of one sends on to nobody.
-
-    Args:
-        source: Rank of the trainer.
-        source_node: Its node.
-        nodes: By replica, that of its receiver.
-    """
-    groups: dict[str | int, list[int]] = {}
-    for replica, node in enumerate(nodes):
-        groups.setdefault(replica if node == source_node else node, []).append(replica)
-    return [group[source % len(group) :] + group[: source % len(group)] for group in groups.values()]
+    from rl_ckpt.types import Placement
 
 
 class Traffic:
@@ -185,14 +100,3 @@ class Traffic:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.3g} GB"
-
-
-def _encoded(shards: Sequence[Shard]) -> list[tuple[str, list[int], list[int], list[int]]]:
-    return [(each.name, list(each.shape), list(each.offsets), list(each.sizes)) for each in shards]
-
-
-def _decoded(encoded: Sequence[tuple[str, list[int], list[int], list[int]]]) -> list[ShardSpec]:
-    return [
-        ShardSpec(name=name, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes))
-        for name, shape, offsets, sizes in encoded
-    ]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rl_ckpt.errors import AddressError
+from rl_ckpt.errors import AddressError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
+
+PLAN_FORMAT = "rl-ckpt plan 1"
 
 
 class Role(StrEnum):
@@ -230,6 +233,30 @@ class ShardSpec:
         return cls(name=name, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes))
 
 
+class Shard(Protocol):
+    """A `ShardSpec`, or another package's description of a shard with the same fields."""
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor, the same on both sides."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements of the whole tensor along each axis."""
+        ...
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Start of the box along each axis, elements."""
+        ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of the box along each axis, elements."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Session that a receiver takes part in; with `below`, as a relay."""
@@ -282,3 +309,137 @@ class Addresses:
             return cls(tuple(tuple(Address(**address) for address in addresses) for addresses in ranks))
         except (ValueError, TypeError, KeyError) as error:
             raise AddressError(f"{text!r} holds no addresses ({error}); pass Addresses.to_json()") from error
+
+
+def join_addresses(addresses: Sequence[Mapping[int, Address | str]], num_targets: int) -> Addresses:
+    """Addresses of all receivers of a replica, of what the `prepare` of each rank of the trainer returned."""
+    return Addresses(
+        tuple(tuple(session_of(each[target]) for each in addresses if target in each) for target in range(num_targets))
+    )
+
+
+def relay_address(address: str, below: str, num_receivers: int) -> Address:
+    """Address of a session for a receiver that sends on what it takes of it: as a relay.
+
+    Args:
+        address: Of the session that it takes part in.
+        below: URL of a session of its own, which as many other receivers dial instead.
+        num_receivers: They vote as well, or nothing is committed.
+    """
+    return Address(address, below, num_receivers)
+
+
+def session_of(address: Address | str) -> Address:
+    """Session at an address that is no relay's, or as it is."""
+    return Address(address) if isinstance(address, str) else address
+
+
+def merge_reports(reports: Sequence[SyncReport], *, version: int, digest: int) -> SyncReport:
+    """Merge the reports of several pairs: sums of bytes, the longest of each time, every receipt."""
+    if not reports:
+        zero = dict.fromkeys(("export_s", "pack_s", "wire_s", "verify_s", "wall_s"), 0.0)
+        return SyncReport(version=version, digest=digest, num_tensors=0, num_bytes=0, **zero)
+    longest = {
+        name: max(getattr(each, name) for each in reports)
+        for name in ("export_s", "pack_s", "wire_s", "verify_s", "install_s", "pause_s", "wall_s")
+    }
+    summed = {
+        name: sum(getattr(each, name) for each in reports)
+        for name in ("num_tensors", "num_bytes", "num_wire_bytes", "num_deltas")
+    }
+    return replace(
+        reports[0],
+        version=version,
+        digest=digest,
+        receipts=tuple(receipt for each in reports for receipt in each.receipts),
+        lost=tuple(dict.fromkeys(name for each in reports for name in each.lost)),
+        **longest,
+        **summed,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Ranks of both sides, what each has of the weights, and the nodes that they are on."""
+
+    sizes: Mapping[str, int]
+    """Bytes of an element, by tensor."""
+    sources: Sequence[Sequence[Shard]]
+    """Shards that each rank of the trainer holds."""
+    targets: Sequence[Sequence[Shard]] | None
+    """Slices that each rank of a replica of the server takes; None: one rank takes all."""
+    source_nodes: Sequence[str]
+    """Node of each rank of the trainer."""
+    target_nodes: Sequence[Sequence[str]]
+    """Node of each rank of each replica."""
+    has_relays: bool = False
+    """Whether one receiver of a node takes a slice for all of them and sends it on inside the node."""
+
+    def groups(self, source: int, target: int) -> list[list[int]]:
+        """Replicas that take a pair's slice from the trainer, each before those that it sends it on to."""
+        nodes = [nodes[target] for nodes in self.target_nodes]
+        if not self.has_relays:
+            return [[replica] for replica in range(len(nodes))]
+        return relay_groups(source, self.source_nodes[source], nodes)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, for `rl-ckpt plan`."""
+        fields = {
+            "format": PLAN_FORMAT,
+            "sizes": dict(self.sizes),
+            "sources": [_encoded(shards) for shards in self.sources],
+            "targets": None if self.targets is None else [_encoded(shards) for shards in self.targets],
+            "source_nodes": list(self.source_nodes),
+            "target_nodes": [list(nodes) for nodes in self.target_nodes],
+            "has_relays": self.has_relays,
+        }
+        path.write_text(json.dumps(fields))
+
+    @classmethod
+    def load(cls, path: Path) -> Placement:
+        """Read what `save` wrote.
+
+        Raises:
+            UsageError: it is something else.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(path.read_text())
+            if fields.pop("format") != PLAN_FORMAT:
+                raise ValueError(f"its format is not {PLAN_FORMAT!r}")
+            fields["sources"] = [_decoded(encoded) for encoded in fields["sources"]]
+            fields["targets"] = (
+                None if fields["targets"] is None else [_decoded(encoded) for encoded in fields["targets"]]
+            )
+            return cls(**fields)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UsageError(
+                f"{path} is no plan ({error!r}); give weights-plan.json of the output folder of a run"
+            ) from error
+
+
+def relay_groups(source: int, source_node: str, nodes: Sequence[str]) -> list[list[int]]:
+    """Replicas by who takes a slice from the trainer: the first of each group does, and sends it on to the rest.
+
+    On a node that is not the sender's, all are one group, so that one copy crosses the network. Each rank of the
+    trainer has another one of them as its relay. A group of one sends on to nobody.
+
+    Args:
+        source: Rank of the trainer.
+        source_node: Its node.
+        nodes: By replica, that of its receiver.
+    """
+    groups: dict[str | int, list[int]] = {}
+    for replica, node in enumerate(nodes):
+        groups.setdefault(replica if node == source_node else node, []).append(replica)
+    return [group[source % len(group) :] + group[: source % len(group)] for group in groups.values()]
+
+
+def _encoded(shards: Sequence[Shard]) -> list[tuple[str, list[int], list[int], list[int]]]:
+    return [(each.name, list(each.shape), list(each.offsets), list(each.sizes)) for each in shards]
+
+
+def _decoded(encoded: Sequence[tuple[str, list[int], list[int], list[int]]]) -> list[ShardSpec]:
+    return [
+        ShardSpec(name=name, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes))
+        for name, shape, offsets, sizes in encoded
+    ]

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from rl_ckpt.registry import GROUP, capabilities
+from rl_ckpt.session import GROUP, capabilities
 from rl_ckpt.testing import CheckpointEngineSuite, KillSuite, ProcessSuite, VersionSuite, new_name, new_port
 from rl_ckpt.testing.gpu import fake_gpu, fake_nccl, hold_on_gpu, use_fake_gpu, use_fake_nccl
 from rl_ckpt.types import Capability

@@ -195,7 +195,7 @@ def test_what_cannot_be_is_said_when_it_is_asked_for():
         connect("shm+s3://bucket/policy", role="send")
     with pytest.raises(AddressError, match="chain is '0'"):
         connect("file:///tmp/policy?chain=0", role="send")
-    assert rl_ckpt.registry.capabilities("file+memory://bucket/policy") == frozenset()
+    assert rl_ckpt.session.capabilities("file+memory://bucket/policy") == frozenset()
 
 
 DYING_WRITER = """

@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from rl_ckpt.registry import capabilities
+from rl_ckpt.session import capabilities
 from rl_ckpt.testing import AliasSuite, IntoSuite, SessionSuite
 
 pytest.importorskip("safetensors")

@@ -11,9 +11,10 @@ from ckpt_ranks import decide
 import rl_ckpt
 from rl_ckpt import ShardSpec
 from rl_ckpt.errors import SyncAbortedError
-from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, join_addresses
+from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan
 from rl_ckpt.testing import new_name
 from rl_ckpt.testing.gpu import fake_gpu, fake_nccl
+from rl_ckpt.types import join_addresses
 
 pytestmark = pytest.mark.process
 

@@ -8,7 +8,7 @@ import pytest
 from stranger import EXAMPLE, install
 
 import rl_ckpt.testing
-from rl_ckpt import registry
+from rl_ckpt import session
 from rl_ckpt.testing import CheckpointEngineSuite, KillSuite, ProcessSuite, VersionSuite, new_name
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
@@ -17,7 +17,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX soc
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     """As after `pip install` of a distribution with this entry point."""
-    monkeypatch.setattr(registry, "entry_points", registry.entry_points)  # put back after the test
+    monkeypatch.setattr(session, "entry_points", session.entry_points)  # put back after the test
     install()
 
 

@@ -14,8 +14,9 @@ import rl_ckpt
 from rl_ckpt import Address, Addresses, ShardSpec
 from rl_ckpt.errors import AddressError, SyncAbortedError, UsageError
 from rl_ckpt.relay.pipe import RelayPipe
-from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan, join_addresses, relay_address
+from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan
 from rl_ckpt.testing import new_name
+from rl_ckpt.types import join_addresses, relay_address
 
 SHAPES = {"up": (700, 300), "down": (300, 700), "norm": (300,), "embed": (2048, 1030)}
 TIMEOUT_S = 20.0

@@ -4,7 +4,7 @@ import sys
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from rl_ckpt import registry
+from rl_ckpt import session
 
 EXAMPLE = Path(__file__).parents[4] / "examples/mmap_transport.py"
 
@@ -13,5 +13,5 @@ def install():
     """Let `rl_ckpt.connect` find `mmap://` in this process."""
     if str(EXAMPLE.parent) not in sys.path:
         sys.path.append(str(EXAMPLE.parent))
-    entry = EntryPoint("mmap", "mmap_transport", registry.GROUP)
-    registry.entry_points = lambda group: [*entry_points(group=group), entry]
+    entry = EntryPoint("mmap", "mmap_transport", session.GROUP)
+    session.entry_points = lambda group: [*entry_points(group=group), entry]

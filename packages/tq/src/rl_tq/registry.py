@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_tq.base import Storage, TransferQueue
+    from rl_tq.types import Policy
 
 GROUP = "rl_tq.storage"
 _DEFAULT_TIMEOUT_S = 60.0
@@ -85,6 +87,26 @@ def connect(address: str, *, timeout_s: float = _DEFAULT_TIMEOUT_S, token: str |
     for option in getattr(storage, "OPTIONS", {}):
         given.pop(option, None)
     return _traced(storage.connect(name, **given))
+
+
+def create_policy(name: str, **parameters: Any) -> Policy:
+    """Create a policy, shipped or an entry point of the group `rl_tq.policies`, for `get_meta(sampler=...)`.
+
+    Args:
+        name: Its `Policy.name`, such as `all_ready` or `where`; `rl_tq.policies` has the shipped ones.
+        **parameters: Its fields.
+
+    Raises:
+        ValueError: there is no such policy, or it has no such parameter.
+    """
+    from rl_tq.policies import policy_named
+
+    kind = policy_named(name)
+    try:
+        return kind(**parameters)
+    except TypeError as error:
+        known = sorted(each.name for each in fields(kind))
+        raise ValueError(f"policy {name!r} takes {known}, not {sorted(parameters)}") from error
 
 
 def load_storage(name: str) -> Storage:

@@ -15,7 +15,7 @@ from rl_tq.metadata.requests import Batch, Claim, Put
 from rl_tq.metadata.rows import Row
 from rl_tq.metadata.state import dump
 from rl_tq.metadata.store import MetadataStore
-from rl_tq.policies.base import ReadyRows
+from rl_tq.types.policy import ReadyRows
 
 FLOAT = ColumnSchema(kind=ColumnKind.DENSE, dtype="float32", shape=())
 EXTENTS = itertools.count(1)

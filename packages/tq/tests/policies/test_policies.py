@@ -10,6 +10,7 @@ import torch
 import rl_tq
 from rl_tq import policies
 from rl_tq.policies import policy_from_json
+from rl_tq.registry import create_policy
 from rl_tq.types import Policy
 
 
@@ -147,3 +148,12 @@ def test_a_tag_that_cannot_be_ordered_or_added_up_is_refused_where_it_is_put(que
     with pytest.raises(rl_tq.SchemaError, match=f"the tag {tag} is .*: it must be a finite number or null"):
         queue.put({"a": torch.arange(2)}, partition="p", tags=[{tag: 1}, {tag: value}])
     assert queue.stats()["rows"] == 0
+
+
+def test_a_policy_is_made_by_its_name():
+    filtered = create_policy("where", tag="is_copy", op="==", value=False, then=create_policy("all_ready"))
+    assert filtered == policies.Where(tag="is_copy", op="==", value=False, then=policies.AllReady())
+    with pytest.raises(ValueError, match=r"'first_k' takes \['k'\], not \['n'\]"):
+        create_policy("first_k", n=1)
+    with pytest.raises(ValueError, match="there is no policy 'newest'"):
+        create_policy("newest")

@@ -16,7 +16,7 @@ import torch
 
 from rl_ckpt import connect, tree_digest
 from rl_ckpt.errors import SyncAbortedError
-from rl_ckpt.registry import capabilities
+from rl_ckpt.session import capabilities
 from rl_ckpt.tensors.source import aliases_of
 from rl_ckpt.tensors.spec import as_bytes
 from rl_ckpt.types import Capability, ReceiverState

@@ -8,7 +8,7 @@ import itertools
 import torch
 
 from rl_ckpt.errors import AttestationError, CkptError, DigestError, TensorError
-from rl_ckpt.registry import capabilities
+from rl_ckpt.session import capabilities
 from rl_ckpt.testing.helpers import (
     Pair,
     Suite,

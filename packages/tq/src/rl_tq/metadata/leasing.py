@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl_tq.metadata.requests import Claim
     from rl_tq.metadata.rows import Partition
     from rl_tq.metadata.state import State
-    from rl_tq.policies.base import ReadyRows
+    from rl_tq.types.policy import ReadyRows
 
 
 class Leases:

@@ -12,8 +12,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
-    from rl_tq.policies.base import ReadyRows, Row
     from rl_tq.types import Policy
+    from rl_tq.types.policy import ReadyRows, Row
 
 
 class Lease(msgspec.Struct, kw_only=True, eq=False):

@@ -17,7 +17,7 @@ from rl_tq.types import DEFAULT_OPTIONS, PartitionOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from rl_tq.policies.base import ReadyRows
+    from rl_tq.types.policy import ReadyRows
 
 Record: TypeAlias = list[Any]
 """`[method, *arguments]` of one change."""

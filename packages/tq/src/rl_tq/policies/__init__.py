@@ -10,10 +10,11 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from rl_tq.policies.base import AllReady, Fifo, OldestVersion, Policy, Priority
 from rl_tq.policies.groups import FirstK, GroupComplete
+from rl_tq.policies.rows import AllReady, Fifo, OldestVersion, Priority
 from rl_tq.policies.tokens import TokenBudget
 from rl_tq.policies.where import Where
+from rl_tq.types.policy import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +32,7 @@ __all__ = [
     "TokenBudget",
     "Where",
     "policy_from_json",
+    "policy_named",
 ]
 
 GROUP = "rl_tq.policies"
@@ -50,7 +52,7 @@ def policy_from_json(value: Mapping[str, Any]) -> Policy:
     Raises:
         ValueError: there is no such policy, or it has no such parameter.
     """
-    kind = POLICIES.get(value["name"]) or _plug_in(value["name"])
+    kind = policy_named(value["name"])
     given = {key: item for key, item in value.items() if key != "name"}
     known = {each.name for each in fields(kind)}
     if given.keys() != known:
@@ -60,7 +62,14 @@ def policy_from_json(value: Mapping[str, Any]) -> Policy:
     return kind(**given)
 
 
-def _plug_in(name: str) -> type[Policy]:
+def policy_named(name: str) -> type[Policy]:
+    """Class of a policy, shipped or installed.
+
+    Raises:
+        ValueError: there is none of that name, or it cannot be imported.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
         raise ValueError(f"there is no policy {name!r} where the server runs; there are {sorted({*POLICIES, *found})}")

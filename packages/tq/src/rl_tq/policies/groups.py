@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rl_tq.policies.base import Policy, UnsortedRows, check_at_least_one
+from rl_tq.policies.rows import check_at_least_one
+from rl_tq.types.policy import Policy, UnsortedRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
-    from rl_tq.policies.base import ReadyRows, Row
+    from rl_tq.types.policy import ReadyRows, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

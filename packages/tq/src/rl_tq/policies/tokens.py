@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rl_tq.errors import PolicyError
-from rl_tq.policies.base import Policy, ReadyRows, check_at_least_one
+from rl_tq.policies.rows import check_at_least_one
+from rl_tq.types.policy import Policy, ReadyRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
-    from rl_tq.policies.base import Row
+    from rl_tq.types.policy import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

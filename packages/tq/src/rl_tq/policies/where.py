@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_tq.errors import PolicyError
-from rl_tq.policies.base import Fifo, Policy, UnsortedRows
+from rl_tq.policies.rows import Fifo
+from rl_tq.types.policy import Policy, UnsortedRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-    from rl_tq.policies.base import ReadyRows, Row
+    from rl_tq.types.policy import ReadyRows, Row
 
 
 def _is_among(value: object, among: Sequence[object]) -> bool:

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from rl_tq.policies.base import Policy as Policy
-from rl_tq.policies.base import RowMeta as RowMeta
 from rl_tq.types.batch_meta import BatchMeta as BatchMeta
 from rl_tq.types.batch_meta import batch_meta as batch_meta
+from rl_tq.types.policy import Policy as Policy
+from rl_tq.types.policy import RowMeta as RowMeta
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
