@@ -11,7 +11,6 @@ from rl_rollout import BackendError, ConfigError, ModelFolderError, ServerConfig
 PUBLIC = [
     "BackendError",
     "Capabilities",
-    "ChildProcess",
     "CkptReceiver",
     "ConfigError",
     "FinishReason",
@@ -27,19 +26,23 @@ PUBLIC = [
     "SamplingParams",
     "ServerAddress",
     "ServerConfig",
+    "ServerGroup",
     "ServerLostError",
     "ServerParallel",
     "ServerStartError",
+    "Subprocess",
     "TokenChunk",
     "TokenOutput",
     "UnsupportedError",
     "WeightReceiver",
     "WeightUpdateError",
     "connect_server",
+    "create_process",
+    "create_receiver",
+    "create_router",
     "create_server",
     "launch_server",
     "placeholder_repeats",
-    "read_body",
 ]
 
 

@@ -1,7 +1,9 @@
 """Agent loops that return trainable trajectories: tokens that the model emitted are never re-tokenised."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from rl_agent.base import AgentLoop, Generator
-from rl_agent.chat_template import load_tokenizer, tokenize_prompt, tokenize_prompts
 from rl_agent.errors import (
     AgentError,
     FailureError,
@@ -16,23 +18,30 @@ from rl_agent.errors import (
     ToolDefinitionError,
     ToolError,
 )
-from rl_agent.registry import create_loop, create_script_reader
-from rl_agent.runner import AgentRunner, OnFailure
-from rl_agent.sandbox import CodeResult, Grader, SandboxLimits, SandboxReport
-from rl_agent.tools.base import FunctionTool, Tool
 from rl_agent.types import (
     AgentLoopOutput,
+    CodeResult,
     Failure,
     FailureKind,
     GroupResult,
     Message,
+    OnFailure,
     ParsedTurn,
     RolloutResult,
+    SandboxLimits,
+    SandboxReport,
     Tokenizer,
     ToolCall,
     ToolResult,
 )
-from rl_agent.validation import validate_output
+
+if TYPE_CHECKING:
+    from rl_agent.chat_template import load_tokenizer, tokenize_prompt, tokenize_prompts
+    from rl_agent.registry import create_loop, create_script_reader
+    from rl_agent.runner import AgentRunner
+    from rl_agent.sandbox import Grader
+    from rl_agent.tools.base import FunctionTool, Tool
+    from rl_agent.validation import validate_output
 
 __all__ = [
     "AgentError",
@@ -74,3 +83,23 @@ __all__ = [
     "tokenize_prompts",
     "validate_output",
 ]
+
+_HOMES = {
+    "AgentRunner": "runner",
+    "FunctionTool": "tools.base",
+    "Grader": "sandbox",
+    "Tool": "tools.base",
+    "create_loop": "registry",
+    "create_script_reader": "registry",
+    "load_tokenizer": "chat_template",
+    "tokenize_prompt": "chat_template",
+    "tokenize_prompts": "chat_template",
+    "validate_output": "validation",
+}
+"""Names that importing `rl_agent.base` does not need, by module."""
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(f"rl_agent.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

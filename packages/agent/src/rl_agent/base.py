@@ -7,11 +7,20 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rl_agent.errors import LoopError
+from rl_agent.types import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
-    from rl_agent.types import AgentLoopOutput, Tokenizer
+    from rl_agent.types import (
+        AgentLoopOutput,
+        CodeResult,
+        Failure,
+        GroupResult,
+        OnFailure,
+        RolloutResult,
+        SandboxReport,
+    )
     from rl_rollout.types import GenerateRequest, TokenChunk, TokenOutput
 
 
@@ -92,3 +101,115 @@ class AgentLoop(ABC):
     async def close(self) -> None:
         """Free what the loop holds: processes, connections. The default holds nothing."""
         return
+
+
+class PromptTokenizer(Tokenizer, Protocol):
+    """Tokenizer of a model folder, whose rendered chat templates are cached; other attributes are the tokenizer's."""
+
+    def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Token ids of a row's `prompt` under the chat template, and its images as data URLs, in order.
+
+        Raises:
+            TemplateError, RowError: the template or the row cannot be used.
+        """
+        ...
+
+
+class RolloutRunner(ABC):
+    """Runner of rollouts: runs rows in groups, concurrently on one event loop; see `rl_agent.registry.create_runner`.
+
+    A rollout that fails ends as a `Failure`, never as a reward of zero, while the others go on. An error of the set-up
+    is raised from the iteration, and what still runs is cancelled.
+    """
+
+    @abstractmethod
+    def run_groups(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampling_params: Mapping[str, Any],
+        *,
+        group_size: int,
+        on_failure: OnFailure | str = ...,
+        max_refills: int = 2,
+        min_group_size: int = 2,
+        grade: Callable[[RolloutResult], Awaitable[RolloutResult]] | None = None,
+        complete: Callable[[GroupResult], Awaitable[GroupResult]] | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> AsyncGenerator[GroupResult, None]:
+        """Run a batch by groups; yields each as its last rollout ends. Failed rollouts contribute no trajectory.
+
+        Args:
+            rows: Dataset rows.
+            sampling_params: Fields of `rl_rollout.types.SamplingParams`. A `seed` among them seeds the batch: every
+                rollout gets its own, derived from it and the row's position in the batch.
+            group_size: Rollouts per row.
+            on_failure: `refill`, `drop` or `mask`; see `OnFailure`.
+            max_refills: Places of one group that another rollout may take, with `refill`.
+            min_group_size: Rollouts that have to be left, with `mask`; a baseline needs two.
+            grade: Gives the rewards of a rollout that ended well, or the `Failure` to give them; that counts as the
+                rollout's own.
+            complete: Called with each group that has rollouts; its answer is yielded. It may compare them.
+            positions: Position of each row in the batch, where these are a part of one, so that seeds do not depend on
+                how it is divided. None: as given.
+
+        Raises:
+            LoopError: a row's loop is not installed; raised before anything starts.
+            ValueError: a size is not positive, or there is not one position per row.
+        """
+
+    @abstractmethod
+    async def prompts(
+        self, rows: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[tuple[int, ...], tuple[str, ...]] | Failure]:
+        """Prompts that the rows' loops start with: token ids and images, or why there is none.
+
+        Raises:
+            LoopError, TemplateError, TokenizerError: a loop or the tokenizer cannot be used.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the loops."""
+
+
+class CodeGrader(ABC):
+    """Grader of code that a policy wrote: each run in a fresh process, with hard limits, shut off where possible.
+
+    `rl_agent.registry.create_grader` makes one. One event loop; runs are concurrent up to its number of workers.
+    """
+
+    @abstractmethod
+    async def check(self) -> SandboxReport:
+        """Report which limits and isolation hold on this machine, by starting a subprocess.
+
+        Raises:
+            SandboxError: none can be started, or code cannot be shut off as `needs` asks.
+        """
+
+    @abstractmethod
+    async def run(self, code: str, stdin: str = "", *, timeout_s: float | None = None) -> CodeResult:
+        """Run code in a fresh process. Its deadline counts from its start, and not while it waits for a subprocess.
+
+        Raises:
+            FailureError: too many runs wait (kind `grader`, retryable): nothing was said about the code.
+            SandboxError: no subprocess can be started, or network is not denied and has to be.
+        """
+
+    @abstractmethod
+    async def judge(self, code: str, test: str, *, timeout_s: float | None = None) -> CodeResult:
+        """Run assertions about a solution, each of the two in a process of its own.
+
+        The test's process decides. Names that the test does not define are the code's: calls go to the other process,
+        and plain values come back, of exactly the builtin types. So code cannot read what is expected, and cannot
+        change how it is compared. What it holds in classes of its own stays there, and equals no plain value.
+
+        Returns:
+            `ok` where the test came to its end; else what it raised, with the output of the code.
+
+        Raises:
+            FailureError, SandboxError: as of `run`.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Kill the processes."""

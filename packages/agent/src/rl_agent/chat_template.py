@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_agent.errors import RowError, TemplateError, TokenizerError, described, is_foreign
@@ -372,3 +373,35 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     named: tuple[Any, Any] = (getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ()))
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     return dict(zip(*named, strict=True)) | {each.content: i for i, each in added.items() if each.special}
+
+
+_MOST_PROMPTS = 1024
+"""Rendered prompts that are cached; the oldest is dropped first."""
+
+
+class CachedTokenizer:
+    """Tokenizer with a cache of rendered chat templates: a group's completions share one prompt."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the tokenizer's own."""
+        return getattr(self._tokenizer, name)
+
+    def apply_chat_template(self, conversation: Sequence[Message], **kwargs: Any) -> Any:
+        """The tokenizer's `apply_chat_template`, cached."""
+        try:
+            key = json.dumps((conversation, kwargs))  # in the order of its keys, which a template may look at
+        except TypeError:  # it holds something that JSON has no words for
+            return self._tokenizer.apply_chat_template(conversation, **kwargs)
+        if key not in self._known:
+            if len(self._known) == _MOST_PROMPTS:
+                del self._known[next(iter(self._known))]
+            self._known[key] = self._tokenizer.apply_chat_template(conversation, **kwargs)
+        return copy(self._known[key])
+
+    def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """See `tokenize_prompt`."""
+        return tokenize_prompt(cast("Tokenizer", self), row)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rl_agent.base import AgentLoop
 from rl_agent.errors import LoopError, PluginError
 
 if TYPE_CHECKING:
-    from rl_agent.base import Generator
+    from collections.abc import Callable, Collection
+
+    from rl_agent.base import CodeGrader, Generator, PromptTokenizer, RolloutRunner
     from rl_agent.sandbox.launches import ScriptReader
-    from rl_agent.types import Tokenizer
+    from rl_agent.types import SandboxLimits, Tokenizer
 
 GROUP = "rl_agent.loops"
 
@@ -47,6 +49,58 @@ def load_plugin(kind: Literal["parsers", "tools", "environments"], name: str) ->
         PluginError: there is none, or it cannot be imported here.
     """
     return _load(f"rl_agent.{kind}", name, f"{kind.removesuffix('s')} {name!r}", PluginError)[0]
+
+
+def create_tokenizer(model_path: str) -> PromptTokenizer:
+    """Create the tokenizer of a model folder or hub name, by transformers (`pip install 'rl-agent[hf]'`).
+
+    Raises:
+        TokenizerError: transformers is not installed, or the folder holds no tokenizer that it can load.
+    """
+    from rl_agent.chat_template import CachedTokenizer, load_tokenizer
+
+    return cast("PromptTokenizer", CachedTokenizer(load_tokenizer(model_path)))
+
+
+def create_runner(
+    loop_factory: Callable[[str], AgentLoop],
+    *,
+    default_loop: str,
+    max_concurrent: int,
+    timeout_s: float,
+    max_attempts: int,
+) -> RolloutRunner:
+    """Create a runner of rollouts. Its arguments are those of `rl_agent.runner.AgentRunner`.
+
+    Raises:
+        ValueError: a limit is not positive.
+    """
+    from rl_agent.runner import AgentRunner
+
+    return AgentRunner(
+        loop_factory,
+        default_loop=default_loop,
+        max_concurrent=max_concurrent,
+        timeout_s=timeout_s,
+        max_attempts=max_attempts,
+    )
+
+
+def create_grader(
+    *,
+    num_workers: int = 1,
+    limits: SandboxLimits | None = None,
+    max_waiting: int = 4096,
+    needs: Collection[str] = (),
+) -> CodeGrader:
+    """Create a grader of code. Its arguments are those of `rl_agent.sandbox.Grader`.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+    from rl_agent.sandbox import Grader
+
+    return Grader(num_workers=num_workers, limits=limits, max_waiting=max_waiting, needs=needs)
 
 
 def create_script_reader() -> ScriptReader:

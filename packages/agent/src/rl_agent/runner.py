@@ -8,10 +8,9 @@ import logging
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_agent.base import AgentLoop
+from rl_agent.base import AgentLoop, RolloutRunner
 from rl_agent.chat_template import ROWS_AT_ONCE, tokenize_prompt, tokenize_prompts
 from rl_agent.errors import (
     FailureError,
@@ -26,7 +25,15 @@ from rl_agent.errors import (
     contained,
     described,
 )
-from rl_agent.types import AgentLoopOutput, Failure, FailureKind, GroupResult, RolloutResult, well_formed
+from rl_agent.types import (
+    AgentLoopOutput,
+    Failure,
+    FailureKind,
+    GroupResult,
+    OnFailure,
+    RolloutResult,
+    well_formed,
+)
 from rl_agent.validation import validate_output
 from rl_rollout.errors import OverloadedError, RolloutError, WeightUpdateError
 
@@ -43,17 +50,6 @@ _Outcome = tuple[AgentLoopOutput, ...] | Failure
 T = TypeVar("T")
 
 
-class OnFailure(StrEnum):
-    """Policy for a group of which a rollout has failed, all its attempts included."""
-
-    REFILL = "refill"
-    """Run another rollout of the same row in its place, with a seed of its own; after a limit, as `drop`."""
-    DROP = "drop"
-    """Drop the group: it has no trajectories, and its remaining rollouts are not started."""
-    MASK = "mask"
-    """Keep the group without it, if enough rollouts are left; else as `drop`."""
-
-
 @dataclass(slots=True)
 class _Group:
     """State of a group in progress."""
@@ -68,7 +64,7 @@ class _Group:
     failures: list[Failure] = field(default_factory=list)
 
 
-class AgentRunner:
+class AgentRunner(RolloutRunner):
     """Runner of rollouts: runs every row of a batch `group_size` times, concurrently; yields results as they finish.
 
     A rollout that fails is tried again up to `max_attempts` times where that can help; after that, or when its deadline
@@ -163,23 +159,7 @@ class AgentRunner:
         complete: Callable[[GroupResult], Awaitable[GroupResult]] | None = None,
         positions: Sequence[int] | None = None,
     ) -> AsyncGenerator[GroupResult, None]:
-        """Run a batch by groups; yields each as its last rollout ends. Failed rollouts contribute no trajectory.
-
-        Args:
-            rows: Dataset rows.
-            sampling_params: See `run`.
-            group_size: Rollouts per row.
-            on_failure: `refill`, `drop` or `mask`; see `OnFailure`.
-            max_refills: Places of one group that another rollout may take, with `refill`.
-            min_group_size: Rollouts that have to be left, with `mask`; a baseline needs two.
-            grade: Gives the rewards of a rollout that ended well, or the `Failure` to give them; that counts as the
-                rollout's own.
-            complete: Called with each group that has rollouts; its answer is yielded. It may compare them.
-            positions: See `run`.
-
-        Raises:
-            LoopError, ValueError: as of `run`.
-        """
+        """See `RolloutRunner`."""
         on_failure, min_group_size = OnFailure(on_failure), min(min_group_size, group_size)
         if group_size < 1 or max_refills < 0 or min_group_size < 1:
             raise ValueError(
@@ -222,7 +202,7 @@ class AgentRunner:
                     yield group
 
     async def close(self) -> None:
-        """Close the loops."""
+        """See `RolloutRunner`."""
         for loop in self._loops.values():
             try:
                 await contained(loop.close())
@@ -232,11 +212,7 @@ class AgentRunner:
     async def prompts(
         self, rows: Sequence[Mapping[str, Any]]
     ) -> list[tuple[tuple[int, ...], tuple[str, ...]] | Failure]:
-        """Prompts that the rows' loops start with: token ids and images, or why there is none.
-
-        Raises:
-            LoopError and its like: as `run`.
-        """
+        """See `RolloutRunner`."""
         loops = [self._loop_of(row) for row in rows]
         plain = [i for i, loop in enumerate(loops) if type(loop).prompt is AgentLoop.prompt]
         found: dict[int, Any] = {}

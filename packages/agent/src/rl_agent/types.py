@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -191,6 +191,84 @@ class GroupResult:
     def num_failures(self) -> dict[FailureKind, int]:
         """Number of failed rollouts by kind."""
         return dict(Counter(failure.kind for failure in self.failures))
+
+
+class OnFailure(StrEnum):
+    """Policy for a group of which a rollout has failed, all its attempts included."""
+
+    REFILL = "refill"
+    """Run another rollout of the same row in its place, with a seed of its own; after a limit, as `drop`."""
+    DROP = "drop"
+    """Drop the group: it has no trajectories, and its remaining rollouts are not started."""
+    MASK = "mask"
+    """Keep the group without it, if enough rollouts are left; else as `drop`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """Limits of one run of code, all its processes together."""
+
+    timeout_s: float = 10.0
+    """Wall-clock seconds."""
+    memory_bytes: int = 1 << 30
+    """Memory of all processes, with shared memory and files in memory; and address space of each, the
+    interpreter's own included."""
+    num_processes: int = 64
+    """Most processes and threads at a time; without control groups, most processes."""
+    output_bytes: int = 1 << 16
+    """Most bytes of output that are returned."""
+    file_bytes: int = 1 << 24
+    """Largest file that may be written, output included, bytes; more is an error in the code."""
+    scratch_bytes: int = 1 << 26
+    """Most bytes of all files in `/tmp` together, where code has one of its own."""
+
+
+CodeStatus = Literal["ok", "error", "timeout", "memory", "output", "died"]
+"""Status of a run of code. `output`: it wrote too much; `died`: its process was killed or ended by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeResult:
+    """Result of a run of code."""
+
+    kind: CodeStatus
+    """Status of the run."""
+    output: str
+    """Standard output and error, cut at the limit."""
+    error: str
+    """Traceback without the sandbox's own frames; empty after a success."""
+    num_output_bytes: int
+    """Bytes of output in all."""
+    wall_s: float
+    """Seconds that it ran; for a cached result, those of the first run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxReport:
+    """Limits and isolation that hold on this machine."""
+
+    isolation: frozenset[str]
+    """Isolation in force, of `network`, `processes` and `files`."""
+    memory: Literal["cgroup2", "cgroup1", "watcher"]
+    """Enforcer of the memory limit: the kernel, at once, or a watcher, within about 50 ms."""
+    processes: Literal["cgroup2", "cgroup1", "rlimit", "watcher"]
+    """Enforcer of the limit of processes."""
+    has_filter: bool
+    """Whether system calls that reach into other processes are refused (seccomp)."""
+    landlock: int
+    """Version of the kernel's Landlock, which refuses all files but the system's, whatever is mounted; 0 without."""
+
+    def __str__(self) -> str:
+        """Summary in one line, for the start of a run."""
+        off = ", ".join(sorted(self.isolation)) or "nothing"
+        missing = ", ".join(sorted({"network", "processes", "files"} - self.isolation))
+        filtered = "refused" if self.has_filter else "NOT refused"
+        landlock = f"Landlock {self.landlock}" if self.landlock else "mounts alone: this kernel has no Landlock"
+        return (
+            f"code is shut off from {off}{f' and NOT from {missing}' if missing else ''}; memory of all its processes "
+            f"is held by {self.memory}, their number by {self.processes}; system calls into other processes are "
+            f"{filtered}; files are bounded by {landlock}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

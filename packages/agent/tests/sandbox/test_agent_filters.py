@@ -9,7 +9,7 @@ import pytest
 from rl_agent import Grader
 from rl_agent.sandbox import worker as workers
 from rl_agent.sandbox.process import filters
-from rl_agent.sandbox.worker import SandboxReport
+from rl_agent.types import SandboxReport
 
 has_landlock = pytest.mark.skipif(not filters.landlock_version(), reason="this kernel has no Landlock")
 

@@ -37,6 +37,14 @@ class WeightReceiver(Protocol):
         ...
 
 
+class ReceiverSession(WeightReceiver, Protocol):
+    """Weight receiver of a session that its owner closes, such as that of `rl_rollout.registry.create_receiver`."""
+
+    async def close(self) -> None:
+        """Leave the session; the next `receive_weights` opens it again. Idempotent."""
+        ...
+
+
 class RolloutServer(ABC):
     """Rollout server: one replica of a served model.
 
@@ -156,3 +164,73 @@ class RolloutServer(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Stop the server: end requests, close the endpoint, free all memory. Idempotent."""
+
+
+class ServerGroup(RolloutServer):
+    """Replicas behind the interface of one, which may join and leave while they serve.
+
+    `generate` runs on one of them, and continues on another if that one is lost or removed. Other calls reach all.
+    """
+
+    @property
+    @abstractmethod
+    def servers(self) -> tuple[RolloutServer, ...]:
+        """Replicas in use, without those that were lost or wait for weights."""
+
+    @abstractmethod
+    async def add(self, server: RolloutServer, receive: WeightReceiver | None = None) -> None:
+        """Start a replica, and use it once it holds the weights that the others serve.
+
+        Args:
+            server: The new replica.
+            receive: Receiver of the current weights, from a sender that resends them (rl-ckpt's `resend_current`).
+                None: the replica takes part in the next `update_weights`, and `add` returns after that.
+
+        Raises:
+            WeightUpdateError: it did not get the weights; it is stopped and not used.
+        """
+
+    @abstractmethod
+    async def remove(self, server: RolloutServer) -> None:
+        """Remove and stop a replica. Its requests in flight continue on others, from the tokens that they have.
+
+        Raises:
+            ConfigError: the replica is not in use, or is the last one.
+        """
+
+
+class Subprocess(ABC):
+    """Child process under supervision: it and its descendants end with this process, and its last lines are retained.
+
+    No event loop is needed. Any thread may call.
+    """
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Process id; 0 before the start."""
+
+    @property
+    @abstractmethod
+    def returncode(self) -> int | None:
+        """Exit code; None while it runs."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the process.
+
+        Raises:
+            ServerStartError: there is no such command, or the process was started before.
+        """
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for the end; returns the exit code, or None if the process has not ended within the time."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill the process and its descendants. Idempotent."""
+
+    @abstractmethod
+    def told(self, what: str) -> str:
+        """Message `what`, followed by the first errors and the last lines of output."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import RequestError
+from rl_rollout.types import placeholder_repeats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,31 +113,6 @@ def load_preparer(model_path: str, *, token_id: int, num_merged: int) -> ImagePr
     except (ImportError, OSError, ValueError) as error:
         _log.warning("%s is served without images, as its image processor cannot be loaded: %s", model_path, error)
         return None
-
-
-def placeholder_repeats(owner: str, given: Sequence[int], token_id: int, counts: Sequence[int]) -> list[int]:
-    """Number of times to repeat each token, so that image i has `counts[i]` placeholders: 1 for every other token.
-
-    Args:
-        owner: Name of the request or trajectory, for the error.
-        given: Tokens with one placeholder per image, or with all of them already; -1 where a model sampled one.
-        token_id: Id of the placeholder.
-        counts: Placeholders of each image.
-
-    Raises:
-        RequestError: the number of placeholders is neither that of the images nor the sum of `counts`.
-    """
-    num_places = sum(token == token_id for token in given)
-    if num_places == sum(counts):
-        return [1] * len(given)
-    if num_places != len(counts):
-        raise RequestError(
-            f"{owner}: {len(counts)} images and {num_places} places for them (token {token_id}); give one placeholder "
-            f"for each image, or all {sum(counts)} of their features. Sampled placeholders do not count: name them in "
-            "sampled_spans"
-        )
-    left = iter(counts)
-    return [next(left) if token == token_id else 1 for token in given]
 
 
 def _spans(request_id: str, given: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[tuple[int, int], ...]:

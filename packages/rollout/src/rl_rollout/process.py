@@ -24,6 +24,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_rollout.base import Subprocess
 from rl_rollout.errors import ServerStartError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ EXIT_CHECK_S = 0.02
 _IS_ERROR = re.compile(r"\b\w*(Error|Exception)\b: \S")
 
 
-class ChildProcess:
+class ChildProcess(Subprocess):
     """Child process that ends when its standard input is closed.
 
     Args:
@@ -89,12 +90,12 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id; 0 before the start."""
+        """See `Subprocess`."""
         return 0 if self._process is None else self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """Exit code; None while it runs."""
+        """See `Subprocess`."""
         return None if self._process is None else self._process.poll()
 
     def told_stopped(self) -> str | None:
@@ -114,11 +115,7 @@ class ChildProcess:
         return None
 
     def start(self) -> None:
-        """Start the process.
-
-        Raises:
-            ServerStartError: there is no such command, or the process was started before.
-        """
+        """See `Subprocess`."""
         if self._process is not None:
             raise ServerStartError(f"{self._name} was started and stopped already; launch another")
         try:
@@ -195,14 +192,14 @@ class ChildProcess:
         self._reader.join(1.0)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait without an event loop; returns the exit code, or None if the process has not ended within the time."""
+        """See `Subprocess`."""
         assert self._process is not None, "it was started"
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout_s)
         return None
 
     def kill(self) -> None:
-        """Kill the process and its descendants, without an event loop. Idempotent."""
+        """See `Subprocess`."""
         process = self._process
         if process is None or process.stdin is None or process.stdin.closed:
             return
@@ -232,7 +229,7 @@ class ChildProcess:
                     self._first_errors.append(line.rstrip("\n"))
 
     def told(self, what: str) -> str:
-        """Message `what`, followed by the first errors and the last lines of output."""
+        """See `Subprocess`."""
         if self.returncode is not None:
             self._reader.join(1.0)  # its last output may not have been read yet
         if not self._last_lines:

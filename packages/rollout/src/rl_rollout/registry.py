@@ -10,9 +10,9 @@ from rl_rollout.errors import BackendError, ConfigError
 from rl_rollout.validation import find_plugin
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from rl_rollout.base import RolloutServer
+    from rl_rollout.base import ReceiverSession, RolloutServer, ServerGroup, Subprocess
     from rl_rollout.types import ServerAddress, ServerConfig
 
 GROUP = "rl_rollout.backends"
@@ -143,3 +143,39 @@ def connect_server(
     from rl_rollout.http.client import HttpServer  # imported here: only remote servers need the HTTP client
 
     return HttpServer(address if isinstance(address, str) else address.url, api_token=api_token, timeout_s=timeout_s)
+
+
+def create_router(servers: Sequence[RolloutServer]) -> ServerGroup:
+    """Create a router over replicas: by session, then by cached prefix, then by load.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    from rl_rollout.router import Router
+
+    return Router(servers)
+
+
+def create_receiver(address: str, *, timeout_s: float = 60.0) -> ReceiverSession:
+    """Create the receiver of an rl-ckpt session for `update_weights`; the session is opened when it is first needed.
+
+    Args:
+        address: URL of the session, or the JSON of `rl_ckpt.types.Addresses` of one per rank of the trainer.
+        timeout_s: Longest wait for a peer, seconds.
+    """
+    from rl_rollout.receiver import CkptReceiver
+
+    return CkptReceiver(address, timeout_s=timeout_s)
+
+
+def create_process(command: Sequence[str], *, name: str, on_line: Callable[[str], bool]) -> Subprocess:
+    """Create a child process under supervision; nothing is started before `start`.
+
+    Args:
+        command: Command to run, in a session of its own: a Ctrl-C in this terminal goes to this process alone.
+        name: Name of the process in errors.
+        on_line: Called in the reading thread with every line of output; True leaves the line out of the last lines.
+    """
+    from rl_rollout.process import ChildProcess
+
+    return ChildProcess(command, {}, name=name, on_line=on_line)

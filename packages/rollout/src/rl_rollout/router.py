@@ -9,7 +9,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rl_rollout.base import RolloutServer
+from rl_rollout.base import ServerGroup
 from rl_rollout.errors import (
     ConfigError,
     OverloadedError,
@@ -24,7 +24,7 @@ from rl_rollout.types import FinishReason, ServerAddress, TokenChunk, TokenOutpu
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 
-    from rl_rollout.base import PauseMode, WeightReceiver
+    from rl_rollout.base import PauseMode, RolloutServer, WeightReceiver
     from rl_rollout.types import Capabilities, GenerateRequest
 
 K = TypeVar("K")
@@ -118,7 +118,7 @@ class Turns:
             self.changed.notify_all()
 
 
-class Router(RolloutServer):
+class Router(ServerGroup):
     """Router over replicas, which may join and leave while it serves.
 
     A request goes to the replica that holds its session, else to one that has its prefix, else to the least loaded. A
@@ -163,7 +163,7 @@ class Router(RolloutServer):
 
     @property
     def servers(self) -> tuple[RolloutServer, ...]:
-        """Replicas in use, without those that were lost or wait for weights."""
+        """See `ServerGroup`."""
         return tuple(self._turns.loads)
 
     @property
@@ -190,16 +190,7 @@ class Router(RolloutServer):
     # ---- membership
 
     async def add(self, server: RolloutServer, receive: WeightReceiver | None = None) -> None:
-        """Start a replica, and use it once it holds the weights that the others serve.
-
-        Args:
-            server: The new replica.
-            receive: Receiver of the current weights, from a sender that resends them (rl-ckpt's `resend_current`).
-                None: the replica takes part in the next `update_weights`, and `add` returns after that.
-
-        Raises:
-            WeightUpdateError: it did not get the weights; it is stopped and not used.
-        """
+        """See `ServerGroup`."""
         try:
             await server.start()
             async with self._members:
@@ -223,11 +214,7 @@ class Router(RolloutServer):
             self._turns.changed.notify_all()
 
     async def remove(self, server: RolloutServer) -> None:
-        """Remove and stop a replica. Its requests in flight continue on others, from the tokens that they have.
-
-        Raises:
-            ConfigError: the replica is not in use, or is the last one.
-        """
+        """See `ServerGroup`."""
         if server not in self._turns.loads:
             raise ConfigError("the server to remove is not one of the router's")
         if len(self._turns.loads) == 1:

@@ -290,3 +290,28 @@ class ServerConfig:
     """Parallel layout of the replica over GPUs; only vllm and sglang take more than one."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Settings of one backend, JSON values; its module lists them."""
+
+
+def placeholder_repeats(owner: str, given: Sequence[int], token_id: int, counts: Sequence[int]) -> list[int]:
+    """Number of times to repeat each token, so that image i has `counts[i]` placeholders: 1 for every other token.
+
+    Args:
+        owner: Name of the request or trajectory, for the error.
+        given: Tokens with one placeholder per image, or with all of them already; -1 where a model sampled one.
+        token_id: Id of the placeholder.
+        counts: Placeholders of each image.
+
+    Raises:
+        RequestError: the number of placeholders is neither that of the images nor the sum of `counts`.
+    """
+    num_places = sum(token == token_id for token in given)
+    if num_places == sum(counts):
+        return [1] * len(given)
+    if num_places != len(counts):
+        raise RequestError(
+            f"{owner}: {len(counts)} images and {num_places} places for them (token {token_id}); give one placeholder "
+            f"for each image, or all {sum(counts)} of their features. Sampled placeholders do not count: name them in "
+            "sampled_spans"
+        )
+    left = iter(counts)
+    return [next(left) if token == token_id else 1 for token in given]

@@ -15,16 +15,15 @@ from uuid import uuid4
 from rl_agent.chat_template import messages_of
 from rl_agent.errors import FailureError, RowError, ToolError
 from rl_agent.loops.tool import ToolLoop
-from rl_agent.sandbox import Grader, SandboxLimits
+from rl_agent.sandbox import Grader
 from rl_agent.tools.base import Tool
-from rl_agent.types import Failure, FailureKind
+from rl_agent.types import Failure, FailureKind, SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from rl_agent.base import Generator
-    from rl_agent.sandbox import CodeResult
-    from rl_agent.types import AgentLoopOutput, ParsedTurn, Tokenizer
+    from rl_agent.types import AgentLoopOutput, CodeResult, ParsedTurn, Tokenizer
 
 
 _NOT_RUN = (126, 127)

@@ -6,8 +6,11 @@ import contextlib
 import itertools
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_agent.types import SandboxLimits
 
 MIN_MEMORY_BYTES = 1 << 26
 """Address space of Python itself, bytes."""
@@ -16,25 +19,6 @@ _WORKER_BYTES = 1 << 25
 _WORKER_PROCESSES = 8
 _END_TIMEOUT_S = 5.0
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxLimits:
-    """Limits of one run of code, all its processes together."""
-
-    timeout_s: float = 10.0
-    """Wall-clock seconds."""
-    memory_bytes: int = 1 << 30
-    """Memory of all processes, with shared memory and files in memory; and address space of each, the
-    interpreter's own included."""
-    num_processes: int = 64
-    """Most processes and threads at a time; without control groups, most processes."""
-    output_bytes: int = 1 << 16
-    """Most bytes of output that are returned."""
-    file_bytes: int = 1 << 24
-    """Largest file that may be written, output included, bytes; more is an error in the code."""
-    scratch_bytes: int = 1 << 26
-    """Most bytes of all files in `/tmp` together, where code has one of its own."""
 
 
 class ControlGroup:

@@ -12,11 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rl_agent.base import CodeGrader
 from rl_agent.errors import FailureError, SandboxError
 from rl_agent.sandbox import worker as workers
-from rl_agent.sandbox.limits import MIN_MEMORY_BYTES, SandboxLimits
-from rl_agent.sandbox.worker import CodeResult, Files, SandboxReport, Worker
-from rl_agent.types import Failure, FailureKind
+from rl_agent.sandbox.limits import MIN_MEMORY_BYTES
+from rl_agent.sandbox.worker import Files, Worker
+from rl_agent.types import CodeResult, CodeStatus, Failure, FailureKind, SandboxLimits, SandboxReport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Sequence
@@ -27,7 +28,7 @@ _GRACE_S = 0.05
 _ISOLATIONS = ("network", "processes", "files")
 
 
-class Grader:
+class Grader(CodeGrader):
     """Grader: a pool of warm subprocesses that run code for rewards, each run in a fresh fork.
 
     Limits are hard: a run past its deadline is killed with everything that it started, and its processes together are
@@ -88,12 +89,7 @@ class Grader:
         """Number of runs that were answered from the cache."""
 
     async def run(self, code: str, stdin: str = "", *, timeout_s: float | None = None) -> CodeResult:
-        """Run code in a fresh process. Its deadline counts from its start, and not while it waits for a subprocess.
-
-        Raises:
-            FailureError: too many runs wait (kind `grader`, retryable): nothing was said about the code.
-            SandboxError: no subprocess can be started, or network is not denied and has to be.
-        """
+        """See `CodeGrader`."""
         key = _key(code, stdin, timeout_s)
         if (known := self._known(key)) is not None:
             return known
@@ -102,18 +98,7 @@ class Grader:
         return self._keep(key, result)
 
     async def judge(self, code: str, test: str, *, timeout_s: float | None = None) -> CodeResult:
-        """Run assertions about a solution, each of the two in a process of its own.
-
-        The test's process decides. Names that the test does not define are the code's: calls go to the other process,
-        and plain values come back, of exactly the builtin types. So code cannot read what is expected, and cannot
-        change how it is compared. What it holds in classes of its own stays there, and equals no plain value.
-
-        Returns:
-            `ok` where the test came to its end; else what it raised, with the output of the code.
-
-        Raises:
-            FailureError, SandboxError: as of `run`.
-        """
+        """See `CodeGrader`."""
         key = _key(code, test, timeout_s, "judge")
         if (known := self._known(key)) is not None:
             return known
@@ -131,11 +116,7 @@ class Grader:
         return self._keep(key, result)
 
     async def check(self) -> SandboxReport:
-        """Report which limits and isolation hold on this machine, by starting a subprocess.
-
-        Raises:
-            SandboxError: none can be started, or code cannot be shut off as `needs` asks.
-        """
+        """See `CodeGrader`."""
         async with self.worker() as worker:
             return worker.report
 
@@ -208,7 +189,7 @@ class Grader:
         return worker
 
     async def close(self) -> None:
-        """Kill the subprocesses."""
+        """See `CodeGrader`."""
         ours = [*self._idle, *self._judges, *self._busy]
         self._idle, self._judges = [], []
         await asyncio.gather(*(worker.kill() for worker in ours))
@@ -244,7 +225,7 @@ async def _judge(
         return replace(verdict, output=said.output, num_output_bytes=said.num_output_bytes)
 
 
-async def _end(run: asyncio.Future[tuple[workers.Kind | None, str]], worker: Worker) -> None:
+async def _end(run: asyncio.Future[tuple[CodeStatus | None, str]], worker: Worker) -> None:
     """End a run that has ended by itself, or is killed a moment later."""
     await asyncio.wait([run], timeout=_GRACE_S)
     if not run.done():

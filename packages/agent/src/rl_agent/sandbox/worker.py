@@ -16,13 +16,13 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_agent.sandbox.limits import ControlGroup, SandboxLimits, control_group
+from rl_agent.sandbox.limits import ControlGroup, control_group
 from rl_agent.sandbox.process.execution import REPORT
 from rl_agent.sandbox.process.isolation import Watch, kill_descendants
+from rl_agent.types import CodeResult, CodeStatus, SandboxLimits, SandboxReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,54 +37,9 @@ _LATE_S = 0.5
 """Seconds that a worker may take to end a run past its deadline, before the worker itself is killed."""
 _MAX_PACKET_BYTES = 1 << 16
 Mode = Literal["code", "solution", "judge", "session"]
-Kind = Literal["ok", "error", "timeout", "memory", "output", "died"]
 _TOO_MUCH = "the memory limit of all processes was reached"
 _KINDS = ("ok", "error", "memory", "output")
 """Statuses that a run may report itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodeResult:
-    """Result of a run of code."""
-
-    kind: Kind
-    """Status of the run. `output`: it wrote too much; `died`: its process was killed or ended by itself."""
-    output: str
-    """Standard output and error, cut at the limit."""
-    error: str
-    """Traceback without the sandbox's own frames; empty after a success."""
-    num_output_bytes: int
-    """Bytes of output in all."""
-    wall_s: float
-    """Seconds that it ran; for a cached result, those of the first run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxReport:
-    """Limits and isolation that hold on this machine."""
-
-    isolation: frozenset[str]
-    """Isolation in force, of `network`, `processes` and `files`."""
-    memory: Literal["cgroup2", "cgroup1", "watcher"]
-    """Enforcer of the memory limit: the kernel, at once, or a watcher, within about 50 ms."""
-    processes: Literal["cgroup2", "cgroup1", "rlimit", "watcher"]
-    """Enforcer of the limit of processes."""
-    has_filter: bool
-    """Whether system calls that reach into other processes are refused (seccomp)."""
-    landlock: int
-    """Version of the kernel's Landlock, which refuses all files but the system's, whatever is mounted; 0 without."""
-
-    def __str__(self) -> str:
-        """Summary in one line, for the start of a run."""
-        off = ", ".join(sorted(self.isolation)) or "nothing"
-        missing = ", ".join(sorted({"network", "processes", "files"} - self.isolation))
-        filtered = "refused" if self.has_filter else "NOT refused"
-        landlock = f"Landlock {self.landlock}" if self.landlock else "mounts alone: this kernel has no Landlock"
-        return (
-            f"code is shut off from {off}{f' and NOT from {missing}' if missing else ''}; memory of all its processes "
-            f"is held by {self.memory}, their number by {self.processes}; system calls into other processes are "
-            f"{filtered}; files are bounded by {landlock}"
-        )
 
 
 class ProtocolError(Exception):
@@ -213,7 +168,9 @@ class Worker:
                 raise
             return files.result(kind, error, self._limits.output_bytes, time.perf_counter() - start)
 
-    async def end_of(self, mode: Mode, files: Files, channel: socket.socket | None = None) -> tuple[Kind | None, str]:
+    async def end_of(
+        self, mode: Mode, files: Files, channel: socket.socket | None = None
+    ) -> tuple[CodeStatus | None, str]:
         """Run code in a process of its own until it ends; returns why it was killed, or None if it ended by itself.
 
         Past a deadline, cancel this, and then `stop` or `kill` the worker.
@@ -234,7 +191,7 @@ class Worker:
             return "died", f"the process was killed by signal {answer['signal']}"
         return None, ""
 
-    def late(self, timeout_s: float) -> tuple[Kind, str]:
+    def late(self, timeout_s: float) -> tuple[CodeStatus, str]:
         """Reason for which a run did not end by itself: the kernel may have killed a process that it waits for."""
         if self._group is not None and self._group.num_kills() > self._num_kills:
             return "memory", _TOO_MUCH
@@ -246,7 +203,7 @@ class Worker:
         self._control.send(json.dumps({"number": number}).encode())
         return number
 
-    async def _go_on(self, files: Files) -> tuple[Kind | None, str]:
+    async def _go_on(self, files: Files) -> tuple[CodeStatus | None, str]:
         """Run code in the namespace of earlier code."""
         try:
             if self._session is None:
@@ -263,7 +220,7 @@ class Worker:
             return await self._why(has_ended=False)
         return None, ""
 
-    async def _why(self, *, has_ended: bool) -> tuple[Kind, str]:
+    async def _why(self, *, has_ended: bool) -> tuple[CodeStatus, str]:
         """End the worker, if it still runs; returns the reason of its end."""
         kills = 0 if self._group is None else self._group.num_kills()
         if has_ended:  # its exit status says why
@@ -337,7 +294,7 @@ class Files:
                 data = data[os.write(self.descriptors[-1], data) :]
         os.lseek(self.descriptors[1], 0, os.SEEK_SET)
 
-    def result(self, kind: Kind | None, error: str, output_bytes: int, wall_s: float) -> CodeResult:
+    def result(self, kind: CodeStatus | None, error: str, output_bytes: int, wall_s: float) -> CodeResult:
         """Result of the run: killed for a reason, or its own report."""
         size = os.fstat(self.descriptors[2]).st_size
         report = self._report(size)

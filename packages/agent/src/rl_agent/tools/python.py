@@ -7,8 +7,9 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from rl_agent.errors import ToolError
-from rl_agent.sandbox import Grader, SandboxLimits
+from rl_agent.sandbox import Grader
 from rl_agent.tools.base import Tool
+from rl_agent.types import SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
