@@ -8,12 +8,14 @@ from rl_csrc.errors import (
     ArgumentError,
     DeadlineError,
     DeltaError,
+    FolderInUseError,
     FrameError,
     LabelError,
     PeerDiedError,
     RlCsrcError,
 )
 from rl_csrc.inference import decoder, paged, sampling
+from rl_csrc.lock import hold_lock
 from rl_csrc.ops import (
     group_norm,
     linear_logprobs,
@@ -27,6 +29,7 @@ from rl_csrc.ops import (
     stats_merge,
     whiten,
 )
+from rl_csrc.reference import coarse_kl
 from rl_csrc.types import METRIC_NAMES, LinearLoss, LogProbs, Moments, PolicyLoss, Scan
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
     "ArgumentError",
     "DeadlineError",
     "DeltaError",
+    "FolderInUseError",
     "FrameError",
     "LabelError",
     "LinearLoss",
@@ -45,6 +49,7 @@ __all__ = [
     "Scan",
     "bucket",
     "bucket_copy",
+    "coarse_kl",
     "decoder",
     "delta",
     "digest",
@@ -53,6 +58,7 @@ __all__ = [
     "digest_sum",
     "frames",
     "group_norm",
+    "hold_lock",
     "ipc",
     "linear_logprobs",
     "linear_loss",

@@ -6,7 +6,8 @@ RlCsrcError
 ├── FrameError        (ValueError)       bytes that are not a whole frame, or values that a frame cannot hold
 ├── DeltaError        (ValueError)       a delta that does not fit the tensor it is applied to
 ├── DeadlineError     (TimeoutError)     a peer did not answer in time; it may still be alive
-└── PeerDiedError     (ConnectionError)  a peer's process ended, or it closed the connection in the middle of something
+├── PeerDiedError     (ConnectionError)  a peer's process ended, or it closed the connection in the middle of something
+└── FolderInUseError  (RuntimeError)     another process writes to the folder; says which
 """
 
 from __future__ import annotations
@@ -38,3 +39,7 @@ class DeadlineError(RlCsrcError, TimeoutError):
 
 class PeerDiedError(RlCsrcError, ConnectionError):
     """A peer's process ended, or it closed the connection in the middle of something. The message names it."""
+
+
+class FolderInUseError(RlCsrcError, RuntimeError):
+    """Another process writes to the folder. The message names the process, its host and since when."""

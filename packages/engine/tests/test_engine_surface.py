@@ -12,7 +12,7 @@ EngineConfig EngineError EngineOutput Fp8 Head LoraConfig LoraExport LossFunctio
 ModelInit ModelOutput Mtp NonFiniteError OptimizerConfig OptimizerKind ParallelConfig PeftConfig Precision ShardSpec
 StepOutcome TrainingWorker
 auto_precision check create_engine digest_files
-find_damage for_this_machine hold_lock model_folder FolderInUseError read_manifest write_manifest
+find_damage for_this_machine model_folder read_manifest write_manifest describe_model describe_tokens ModelFacts
 """
 
 

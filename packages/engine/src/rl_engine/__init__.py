@@ -6,10 +6,10 @@ verbs; `check` says beforehand what would be refused. Loss functions live in `rl
 `rl_engine.testing`.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from rl_engine.base import Engine, LossFunction
-from rl_engine.checkpoint.hub import model_folder
-from rl_engine.checkpoint.lock import hold_lock
-from rl_engine.checkpoint.manifest import digest_files, find_damage, read_manifest, write_manifest
 from rl_engine.errors import (
     BackendError,
     BatchError,
@@ -17,11 +17,9 @@ from rl_engine.errors import (
     ConfigError,
     DataError,
     EngineError,
-    FolderInUseError,
     ModelFolderError,
     NonFiniteError,
 )
-from rl_engine.registry import auto_precision, check, create_engine, for_this_machine
 from rl_engine.types import (
     BatchCounts,
     EngineConfig,
@@ -31,6 +29,7 @@ from rl_engine.types import (
     LoraConfig,
     LoraExport,
     MatmulPrecision,
+    ModelFacts,
     ModelInit,
     ModelOutput,
     Mtp,
@@ -40,8 +39,23 @@ from rl_engine.types import (
     PeftConfig,
     Precision,
     ShardSpec,
+    digest_files,
+    find_damage,
+    read_manifest,
+    write_manifest,
 )
-from rl_engine.worker import StepOutcome, TrainingWorker
+
+if TYPE_CHECKING:
+    from rl_engine.registry import (
+        auto_precision,
+        check,
+        create_engine,
+        describe_model,
+        describe_tokens,
+        for_this_machine,
+        model_folder,
+    )
+    from rl_engine.worker import StepOutcome, TrainingWorker
 
 __all__ = [
     "BackendError",
@@ -54,13 +68,13 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "EngineOutput",
-    "FolderInUseError",
     "Fp8",
     "Head",
     "LoraConfig",
     "LoraExport",
     "LossFunction",
     "MatmulPrecision",
+    "ModelFacts",
     "ModelFolderError",
     "ModelInit",
     "ModelOutput",
@@ -77,11 +91,31 @@ __all__ = [
     "auto_precision",
     "check",
     "create_engine",
+    "describe_model",
+    "describe_tokens",
     "digest_files",
     "find_damage",
     "for_this_machine",
-    "hold_lock",
     "model_folder",
     "read_manifest",
     "write_manifest",
 ]
+
+_WORKER = ("StepOutcome", "TrainingWorker")
+_REGISTRY = (
+    "auto_precision",
+    "check",
+    "create_engine",
+    "describe_model",
+    "describe_tokens",
+    "for_this_machine",
+    "model_folder",
+)
+"""Names that importing `rl_engine.base` does not need, by module."""
+
+
+def __getattr__(name: str) -> object:
+    for module, names in (("worker", _WORKER), ("registry", _REGISTRY)):
+        if name in names:
+            return getattr(import_module(f"rl_engine.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -173,7 +173,7 @@ class Engine(ABC):
         """Write model, optimizer, scheduler, RNG and `step` for any world size to load. Collective.
 
         Atomic: the folder is complete or absent; one that was there before is replaced. What is complete has a file
-        `manifest.json`, written last, as `rl_engine.write_manifest` writes it: it has a digest of every other file.
+        `manifest.json`, written last by `rl_engine.types.write_manifest`, with a digest of every other file.
         """
 
     @abstractmethod

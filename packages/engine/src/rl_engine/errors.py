@@ -7,8 +7,7 @@ EngineError
 ├── BatchError (ValueError)               a batch lacks a column, or a row does not fit the model or token budget
 ├── DataError (ValueError)                a training file is missing, or one of its rows cannot be used
 ├── NonFiniteError (ArithmeticError)      a loss or gradient norm is NaN or infinite; the step was not taken
-├── CheckpointError (ValueError)          a checkpoint is incomplete, damaged, or belongs to another model
-└── FolderInUseError (RuntimeError)       another process writes to the folder; says which
+└── CheckpointError (ValueError)          a checkpoint is incomplete, damaged, or belongs to another model
 """
 
 from __future__ import annotations
@@ -56,10 +55,6 @@ class NonFiniteError(EngineError, ArithmeticError):
 
 class CheckpointError(EngineError, ValueError):
     """A checkpoint cannot be loaded as it is."""
-
-
-class FolderInUseError(EngineError, RuntimeError):
-    """Another process writes to the folder."""
 
 
 def errno_of(error: BaseException) -> int | None:

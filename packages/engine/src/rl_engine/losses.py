@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.nn import functional
 
-from rl_csrc.reference.logprobs import coarse_kl
+from rl_csrc import coarse_kl
 from rl_engine.errors import ConfigError
 
 if TYPE_CHECKING:

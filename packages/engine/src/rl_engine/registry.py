@@ -1,21 +1,28 @@
-"""Finds a backend by its name, over the entry points of group `rl_engine.backends`: its engine, or what it refuses."""
+"""Registry: backends by name (entry points of group `rl_engine.backends`), model folders by path or id of the hub."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_engine.errors import BackendError, ConfigError
-from rl_engine.types import Precision
+from rl_engine.errors import BackendError, ConfigError, ModelFolderError
+from rl_engine.types import ModelFacts, Precision
 
 if TYPE_CHECKING:
     from rl_engine.base import Engine
-    from rl_engine.types import EngineConfig
+    from rl_engine.types import EngineConfig, FolderTokens
 
 _GROUP = "rl_engine.backends"
+_ID = re.compile(r"(?:hf:)?(?P<name>[\w-][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+_WEIGHTS = "*.safetensors"
+_LEFT_OUT = ("original/*", "onnx/*", "consolidated*")
+"""The same weights again, in other formats."""
+_IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _BFLOAT16_FLAGS = frozenset(["avx512_bf16", "amx_bf16", "bf16"])
 """Flags in /proc/cpuinfo of processors that multiply bfloat16: Intel and AMD, AMX, ARM."""
 
@@ -94,3 +101,103 @@ def _processor_flags() -> frozenset[str]:
         return frozenset()
     found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return frozenset(found.partition(":")[2].split())
+
+
+def describe_model(folder: str | Path) -> ModelFacts:
+    """Describe the model in a Hugging Face folder, by its configuration alone.
+
+    Raises:
+        ModelFolderError: a file of the folder is not what it should be; names it.
+    """
+    from rl_csrc.inference.decoder import longrope_limit  # imports torch
+    from rl_csrc.inference.folder_tokens import read_model_config
+    from rl_csrc.inference.images import takes_images
+
+    try:
+        values = read_model_config(folder)
+    except ValueError as error:
+        raise ModelFolderError(str(error)) from error
+    config = values | values.get("text_config", {})
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    return ModelFacts(
+        config=config,
+        takes_images=takes_images(values) and any((Path(folder) / name).is_file() for name in _IMAGE_PROCESSORS),
+        longrope_limit=longrope_limit(rope, config.get("original_max_position_embeddings")),
+    )
+
+
+def describe_tokens(folder: str | Path) -> FolderTokens:
+    """Describe which tokens of a Hugging Face folder end a turn; its chat template is rendered for that.
+
+    Raises:
+        ModelFolderError: one of the folder's files cannot be read.
+    """
+    from rl_engine.checkpoint.hf_folder import folder_tokens  # imports torch
+
+    return folder_tokens(folder)
+
+
+def model_folder(path: str, *, key: str = "model.path", has_weights: bool = True) -> str:
+    """Folder of a model: `path` where there is one, else the snapshot of the hub's model of that id.
+
+    What is not in the hub's cache (`HF_HOME`) is downloaded, in a terminal with a progress bar. The cache has to be one
+    that every machine of a run sees.
+
+    Args:
+        path: A folder, or an id such as `Qwen/Qwen3-0.6B`, `hf:Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@REVISION`.
+        key: Name of the setting, for messages.
+        has_weights: Download the weights too, not the configuration and the tokenizer alone.
+
+    Returns:
+        The folder; `path` itself where it is no id, for the caller to complain about.
+
+    Raises:
+        ModelFolderError: the hub has no such model, does not answer, or huggingface_hub is not installed (pip line).
+    """
+    found = _ID.fullmatch(path)
+    if found is None or Path(path).exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+    except ImportError as error:
+        raise ModelFolderError(
+            f"{key}={path} is no folder, and the hub's models need huggingface_hub: pip install huggingface_hub"
+        ) from error
+    try:
+        return snapshot_download(
+            found["name"],
+            revision=found["revision"],
+            allow_patterns=[*_SMALL, *([_WEIGHTS] if has_weights else [])],
+            ignore_patterns=[*_LEFT_OUT],
+        )
+    except GatedRepoError as error:
+        raise ModelFolderError(
+            f"{key}={path} is a gated model: accept its terms on its page, and log in by `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelFolderError(
+            f"{key}={path}: the hub's {found['name']} has no revision {found['revision']}"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelFolderError(
+            f"{key}={path} is no folder here, and the hub has no model {found['name']} (or it is private: `hf auth "
+            "login`); correct the name"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelFolderError(
+            f"{key}={path} is no folder here, and cannot be downloaded from the hub: {_told(error)}; give a folder, or "
+            "mend the connection (HF_ENDPOINT names a mirror, HF_HOME the cache)"
+        ) from error
+
+
+def _told(error: BaseException) -> str:
+    """The first line of an error's text, of its cause where it has one."""
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}".rstrip(": ")

@@ -29,9 +29,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rl_csrc import digest_finish, digest_sum
 from rl_engine.checkpoint.hf_folder import previous_folder, replace_folder, sync_to_disk
-from rl_engine.checkpoint.manifest import find_damage, new_digest, read_manifest, write_manifest
 from rl_engine.errors import CheckpointError, EngineError, naming
 from rl_engine.types import ShardSpec
+from rl_engine.types.manifest import find_damage, new_digest, read_manifest, write_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -15,17 +15,16 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
-from rl_engine.checkpoint.hub import model_folder
-from rl_engine.checkpoint.lock import hold_lock
+from rl_csrc import FolderInUseError, hold_lock
 from rl_engine.errors import (
     BackendError,
     BatchError,
     CheckpointError,
     ConfigError,
     DataError,
-    FolderInUseError,
     ModelFolderError,
 )
+from rl_engine.registry import model_folder
 
 if typing.TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_engine.batch.packed import ragged_batch
-from rl_engine.checkpoint.manifest import find_damage
 from rl_engine.errors import BatchError, CheckpointError, ConfigError, EngineError, NonFiniteError
 from rl_engine.losses import DpoLoss, row_mean, row_sum, sft_loss, token_mean, token_values
 from rl_engine.types import OptimizerConfig, Precision
+from rl_engine.types.manifest import find_damage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from rl_engine import FolderInUseError, hold_lock
-from rl_engine.checkpoint import lock as _lock
+from rl_csrc import FolderInUseError, hold_lock
+from rl_csrc import lock as _lock
 
 HOLD = """
 import sys, time
-from rl_engine import hold_lock
+from rl_csrc import hold_lock
 with hold_lock(sys.argv[1], "output_dir=out"):
     print("held", flush=True)
     time.sleep(600)
@@ -29,7 +29,7 @@ def holder(file):
 
 @pytest.mark.process
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_the_second_is_refused_while_the_first_lives_and_takes_over_when_it_is_killed(tmp_path, end):
+def test_the_second_is_refused_until_the_first_is_killed(tmp_path, end):
     file = tmp_path / "run.lock"
     first = holder(file)
     try:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_engine.errors import FolderInUseError, naming
+from rl_csrc.errors import FolderInUseError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -44,8 +44,10 @@ def hold_lock(file: str | Path, what: str) -> Generator[None]:
         holder = _read(descriptor)
         if holder is not None and _may_live(holder):
             raise FolderInUseError(_refusal(path, what, holder))
-        with naming(path):
+        try:
             _write(descriptor, json.dumps(_this_process()))
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
         try:
             yield
         finally:

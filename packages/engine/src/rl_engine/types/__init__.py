@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_engine.errors import ConfigError
+from rl_engine.types.manifest import digest_files as digest_files
+from rl_engine.types.manifest import find_damage as find_damage
+from rl_engine.types.manifest import read_manifest as read_manifest
+from rl_engine.types.manifest import write_manifest as write_manifest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tensordict import TensorDict
     from torch import Tensor
 
@@ -450,3 +456,33 @@ def _need(is_met: bool, name: str, value: object, allowed: str) -> None:
 def _need_named(name: str, value: str, allowed: type[StrEnum]) -> None:
     if value not in list(allowed):
         raise ConfigError(f"{name} is {str(value)!r}; allowed are {', '.join(allowed)}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Facts about the model in a Hugging Face folder, by its configuration."""
+
+    config: Mapping[str, Any]
+    """Values of `config.json`; of a multimodal model, those of its language model are on top."""
+    takes_images: bool
+    """Whether it takes images as patches among packed tokens, and the folder has an image processor."""
+    longrope_limit: int | None
+    """Longest sequence for which longrope does not depend on the batch, tokens; None: it does not use longrope."""
+
+
+class FolderTokens(Protocol):
+    """Special tokens of a Hugging Face folder."""
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Ids of the tokenizer: one more than its highest. None without a `tokenizer.json`."""
+        ...
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines of a plan: the tokens that end a turn, and a warning if no file lists the chat template's."""
+        ...
+
+    def ended(self, token_ids: Sequence[int]) -> list[int]:
+        """An assistant's turn up to the token that ends it, which is added if there is none."""
+        ...
