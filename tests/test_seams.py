@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 SOURCES = {source.name: source for source in [*ROOT.glob("packages/*/src/rl_*"), ROOT / "csrc/src/rl_csrc"]}
 PROJECTS = {name: tomllib.loads((source.parents[1] / "pyproject.toml").read_text()) for name, source in SOURCES.items()}
 INTERFACE = {"base", "types", "errors"}
+TRAINER_SEES = INTERFACE | {"registry"}
+"""Modules of a sibling that the trainer may import, and a plug-in of somebody else."""
 BASES = {"rl_trainer": "runtime/base.py"}
 PLUG_INS = {
     "rl_agent": "loops",
@@ -56,13 +58,14 @@ def public_names(package: str) -> set[str]:
 
 
 def foreign_names(tree: ast.Module, importer: str) -> list[str]:
-    """What a module uses of its siblings beyond their interface (base, types, errors) and their public names."""
+    """What a module uses of its siblings beyond what it may: interface and public names; the trainer, four modules."""
     used = [
         (module, name)
         for module, name in imports_of(tree)
         if sibling_of(module, importer) not in (None, ADD_ONS.get(importer))
     ]
-    modules = {module for module, name in used if name is None}
+    sees_interfaces = importer in ("rl_trainer", "strangers")
+    modules = {module.partition(".")[0] if sees_interfaces else module for module, name in used if name is None}
     nodes = list(ast.walk(tree))
     used += [
         (node.value.id, node.attr)
@@ -72,7 +75,8 @@ def foreign_names(tree: ast.Module, importer: str) -> list[str]:
     strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     # A group's name alone is how entry points are looked up; a module below it is a backend by name.
     plug_in = re.compile(r"rl_\w+\.(backends|storage|loops)\.\w")
-    return [f"{module}.{name}" if name else module for module, name in used if not is_open(module, name)] + [
+    opens = is_open_to_trainer if sees_interfaces else is_open
+    return [f"{module}.{name}" if name else module for module, name in used if not opens(module, name)] + [
         f"the string {string!r}" for string in strings if plug_in.match(string) and sibling_of(string, importer)
     ]
 
@@ -83,6 +87,14 @@ def is_open(module: str, name: str | None) -> bool:
     if not inner:
         return name is None or name in public_names(package) | INTERFACE
     return inner in INTERFACE or (package == "rl_csrc" and not inner.startswith("_"))
+
+
+def is_open_to_trainer(module: str, name: str | None) -> bool:
+    """Whether the trainer may use `name` of `module`: of a sibling four modules, of rl-csrc its public names."""
+    package, _, inner = module.partition(".")
+    if package == "rl_csrc":
+        return not inner and (name is None or name in public_names(package))
+    return inner.partition(".")[0] in TRAINER_SEES or (not inner and name in TRAINER_SEES)
 
 
 def heavy_imports_of_base(tree: ast.Module, package: str) -> list[str]:
@@ -178,7 +190,39 @@ def test_there_is_no_common_package():
     ],
 )
 def test_a_breach_of_a_seam_is_found(code, expected):
+    assert foreign_names(ast.parse(code), "rl_engine") == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import rl_tq.registry\nfrom rl_tq.types import BatchMeta\nrl_tq.registry.connect", []),
+        ("import rl_csrc\nfrom rl_csrc import hold_lock\nrl_csrc.policy_loss", []),
+        ("from rl_tq import types", []),
+        ("from rl_tq import BatchMeta", ["rl_tq.BatchMeta"]),
+        ("import rl_tq\nrl_tq.connect", ["rl_tq", "rl_tq.connect"]),
+        ("import rl_tq.registry\nrl_tq.connect", ["rl_tq.connect"]),
+        ("def f():\n    from rl_ckpt.sharded import ShardedSender", ["rl_ckpt.sharded.ShardedSender"]),
+        ("from rl_csrc.inference import images", ["rl_csrc.inference.images"]),
+        ("import rl_csrc\nrl_csrc.ops", ["rl_csrc.ops"]),
+    ],
+)
+def test_a_breach_by_the_trainer_is_found(code, expected):
     assert foreign_names(ast.parse(code), "rl_trainer") == expected
+
+
+def test_the_contract_of_the_trainer_names_every_other_module():
+    lines = (ROOT / ".importlinter").read_text().partition("contract:trainer-sees-interfaces]")[2]
+    named = set(lines.partition("forbidden_modules =")[2].partition("[")[0].split())
+    wanted = set(PLUG_INS)
+    for package, source in SOURCES.items():
+        for child in source.iterdir() if package in {*PLUG_INS, "rl_csrc"} else ():
+            module = f"{package}.{child.stem}"
+            if child.stem.startswith("_") or (package != "rl_csrc" and child.stem in TRAINER_SEES):
+                continue
+            wanted |= {module} if child.suffix == ".py" else set()
+            wanted |= {module, f"{module}.**"} if (child / "__init__.py").is_file() else set()
+    assert named == wanted
 
 
 @pytest.mark.parametrize("module", ["ray", "logging", "rl_ckpt.types", "pydantic.fields", "rl_rollout.http.client"])
@@ -193,6 +237,7 @@ def test_a_heavy_base_is_found(module):
 BREACHES = {
     "base-is-light": ("rl_tq/base.py", "import logging"),
     "trainer-knows-interfaces": ("rl_trainer/__init__.py", "import rl_engine.backends"),
+    "trainer-sees-interfaces": ("rl_trainer/loop.py", "def f():\n    from rl_rollout.router import Router"),
     "backends-are-plug-ins": ("rl_rollout/__init__.py", "import rl_rollout.backends.embedded"),
     "csrc-stands-alone": ("rl_csrc/__init__.py", "import rl_tq.types"),
     "ckpt-stands-alone": ("rl_ckpt/base.py", "import rl_rollout"),

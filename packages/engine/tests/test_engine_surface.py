@@ -1,10 +1,18 @@
+import json
 import subprocess
 import sys
 
 import pytest
 
 import rl_engine
-from rl_engine import BackendError, EngineConfig, create_engine
+from rl_engine import (
+    BackendError,
+    EngineConfig,
+    ModelFolderError,
+    create_engine,
+    describe_model,
+    describe_tokens,
+)
 
 PUBLIC = """
 BackendError BatchCounts BatchError CheckpointError ConfigError DataError Engine
@@ -46,3 +54,29 @@ def test_a_backend_that_cannot_be_imported_prints_the_pip_line(monkeypatch):
     with pytest.raises(BackendError, match=r"pip install 'rl-engine\[fsdp\]'") as raised:
         create_engine("fsdp", EngineConfig(model_path="nowhere"))
     assert isinstance(raised.value.__cause__, ImportError)
+
+
+def test_a_model_folder_is_described(tmp_path):
+    vision = {"spatial_merge_size": 2, "patch_size": 14}
+    config = {"model_type": "m", "vision_config": vision, "text_config": {"vocab_size": 7}, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = describe_model(tmp_path)
+    assert (facts.config["vocab_size"], facts.takes_images, facts.longrope_limit) == (7, False, None)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert describe_model(tmp_path).takes_images
+    rope = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 100}
+    (tmp_path / "config.json").write_text(json.dumps(rope))
+    assert describe_model(tmp_path).longrope_limit == 100
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelFolderError, match="config.json holds a list, not a JSON object"):
+        describe_model(tmp_path)
+
+
+def test_the_tokens_of_a_folder_are_described(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    tokens = describe_tokens(tmp_path)
+    assert (tokens.num_tokens, tokens.ended([1, 6, 2]), tokens.ended([1])) == (None, [1, 6], [1, 5])
+    assert tokens.lines == ["5, 6"]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "end"}))
+    with pytest.raises(ModelFolderError, match="eos_token_id='end'"):
+        describe_tokens(tmp_path)

@@ -319,6 +319,8 @@ class Actor:
     def stage_weights(self, version, num_replicas):
         return self._ranks.call("stage", self._way, version, num_replicas)
 
+    join_digest = staticmethod(rl_ckpt.join_digest)
+
     def commit_weights(self, version, digest):
         return self._ranks.call("commit", self._way, version, digest)
 

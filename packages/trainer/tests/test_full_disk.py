@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_engine import hold_lock, write_manifest
+from rl_csrc import hold_lock
+from rl_engine import write_manifest
 from rl_engine.checkpoint.hf_folder import publish
 from rl_engine.checkpoint.sharded import write_shard
 from rl_engine.errors import CheckpointError, naming

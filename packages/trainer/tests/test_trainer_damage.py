@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 import rl_tq
-from rl_engine import digest_files, hold_lock, read_manifest, write_manifest
+from rl_csrc import hold_lock
+from rl_engine import digest_files, read_manifest, write_manifest
 from rl_trainer import checkpoints, cli
 from rl_trainer.config import load_config
 from rl_trainer.errors import InputError

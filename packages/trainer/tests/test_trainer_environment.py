@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import rl_engine
+import rl_engine.registry
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError
 from rl_trainer.pipeline.roles import actor_config
@@ -137,7 +137,7 @@ def test_a_child_process_asks_the_backend_while_rows_are_read(model, monkeypatch
 
     monkeypatch.delitem(sys.modules, "transformers", raising=False)  # as in a command that has just begun
     here = rl_engine.check
-    monkeypatch.setattr(rl_engine, "check", refuse)
+    monkeypatch.setattr(rl_engine.registry, "check", refuse)
     monkeypatch.setattr(environments, "_gives_shards", refuse)
     config = load_config("quickstart", [f"model.path={model}"])
     with backends_asked(config):
@@ -146,7 +146,7 @@ def test_a_child_process_asks_the_backend_while_rows_are_read(model, monkeypatch
     wrong = load_config("quickstart", [f"model.path={model}", "engine.parallel.cp=2", "engine.world_size=2"])
     with backends_asked(wrong), pytest.raises(ConfigError, match=r"engine.backend=fsdp cannot be used for the policy"):
         check_engines(wrong, model, is_made=True)
-    monkeypatch.setattr(rl_engine, "check", here)
+    monkeypatch.setattr(rl_engine.registry, "check", here)
     other = load_config("quickstart", [f"model.path={model}", "runtime=inline"])
     with backends_asked(other):
         assert not environments._CHILDREN, "an engine in this process is asked here"

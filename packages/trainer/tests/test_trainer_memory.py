@@ -14,7 +14,7 @@ from rl_rollout.backends.embedded.model.model_runner import load_model
 from rl_rollout.testing import write_tiny_model
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.pipeline.roles import actor_config, model_config, server_config
+from rl_trainer.pipeline.roles import actor_config, model_facts, server_config
 from rl_trainer.planning.memory import (
     block_activations,
     count_parameters,
@@ -214,7 +214,7 @@ def test_weights_gradients_and_moments_are_those_of_an_engine(tmp_path, override
     moments = [value for state in engine.parts.built.optimizer.state.values() for value in state.values()]
     held["optimizer"] = sum(value.nbytes for value in moments if value.ndim)
     engine.close()
-    plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
+    plan = memory_plan(config, model_facts(folder).config, num_parameters=stored_parameters(folder))
     assert {name: round(plan.engine[name] * GIB) for name in held} == held
     assert ("adapter" in plan.engine) == bool(overrides)
 
@@ -247,7 +247,7 @@ def test_a_server_s_parts_are_those_of_its_model_and_cache(tmp_path):
     config = load_config("gsm8k", [f"model.path={folder}", "data.path=there", "engine.precision=float32"])
     model = load_model(server_config(config, folder))
     cache = KVCache(model.layer_shapes, block_size=16, dtype=model.dtype, device=model.device)
-    plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
+    plan = memory_plan(config, model_facts(folder).config, num_parameters=stored_parameters(folder))
     assert round(plan.server["weights"] * GIB) == sum(p.nbytes for p in model.module.parameters())
     assert round(plan.server["keys and values"] * GIB) == cache.bytes_per_block * (512 + 1024) // 16
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from rl_trainer.config import load_config
 from rl_trainer.metrics import peak_flops
-from rl_trainer.pipeline.roles import model_config
+from rl_trainer.pipeline.roles import model_facts
 from rl_trainer.planning.memory import count_parameters, learning_flops
 from rl_trainer.run import run
 from rl_trainer.workers import engine
@@ -56,7 +56,7 @@ def test_peaks_are_known_by_the_names_that_drivers_give():
 @pytest.mark.process
 def test_operations_of_a_token(model):
     config = load_config("quickstart", [f"model.path={model}"])
-    sizes = model_config(model)
+    sizes = model_facts(model).config
     whole = learning_flops(config, sizes)
     assert whole == 6 * count_parameters(sizes)
     adapter = load_config("quickstart", [f"model.path={model}", "engine.lora.rank=4"])

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import rl_agent
+import rl_agent.registry
 from rl_agent.types import AgentLoopOutput
 from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
 from rl_trainer.checkpoints import RunState
@@ -24,7 +24,7 @@ from rl_trainer.planning.preflight import check, check_model
 from rl_trainer.rewards import Score
 from rl_trainer.runtime import create_runtime
 from rl_trainer.setup import place
-from rl_trainer.workers.columns import IMAGES, ImageReader, takes_images, to_columns
+from rl_trainer.workers.columns import IMAGES, ImageReader, to_columns
 
 NOTHING = Score(reward=0.0)
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -133,7 +133,7 @@ def test_the_engine_sees_the_images_of_prompts_and_of_tools(tmp_path, placed, mo
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     options = {"tools": [Camera()], "parser": look, "max_turns": 2} if loop == "tool" else {}
     create_loop = rl_agent.create_loop
-    monkeypatch.setattr(rl_agent, "create_loop", lambda _, *parts, **__: create_loop(loop, *parts, **options))
+    monkeypatch.setattr(rl_agent.registry, "create_loop", lambda _, *parts, **__: create_loop(loop, *parts, **options))
     sampling = RolloutSource.sampling
     stops = {"stop_token_ids": tuple(range(2, 50, 3))}  # a random model stops soon
     monkeypatch.setattr(RolloutSource, "sampling", lambda *args, **kwargs: sampling(*args, **kwargs) | stops)
@@ -209,14 +209,6 @@ def test_images_of_groups_are_kept_once_and_lengths_count_them(tmp_path):
         reader.read([dataclasses.replace(more, images=tuple(urls[1:]))])
     with pytest.raises(TrainerError, match="does not say how to prepare them"):
         to_columns([(7, [(seen, NOTHING)], None)])
-
-
-def test_a_model_takes_images_if_its_folder_says_how_to_prepare_them(tmp_path):
-    assert not takes_images(write_tiny_model(tmp_path / "dense"))
-    folder = write_tiny_vl_model(tmp_path / "vl")
-    assert takes_images(folder)
-    (folder / "preprocessor_config.json").unlink()
-    assert not takes_images(folder)
 
 
 def test_tokens_without_experts_are_told_and_never_replayed():

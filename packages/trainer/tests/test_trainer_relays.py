@@ -72,6 +72,9 @@ class Ranks:
             num_replicas=counts if isinstance(counts, int) else counts[rank],
         )
 
+    def join_digest(self, shares):
+        return self.senders[0].join_digest(shares)
+
     def commit_weights(self, version, digest):
         reports = self._all(sender.commit(digest, version) for sender in self.senders)
         self.num_bytes = sum(report.num_bytes * len(report.receipts) for report in reports)

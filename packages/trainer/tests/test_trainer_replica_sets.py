@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_ckpt import Address, Addresses, DigestShare, ShardSpec, tree_digest
+from rl_ckpt import Address, Addresses, DigestShare, ShardSpec, join_digest, tree_digest
 from rl_ckpt.traffic import Traffic
-from rl_ckpt.types import Placement
-from rl_ckpt.types import SyncReport
+from rl_ckpt.types import Placement, SyncReport
 from rl_rollout.errors import ServerLostError, WeightUpdateError
 from rl_rollout.types import ServerAddress, TensorPart
 from rl_trainer.errors import ConfigError, PlacementError, StaleWeightsError, WorkerDiedError
@@ -324,6 +323,8 @@ class Ranks:
         for rank, share in enumerate(shares):
             share.add(torch.tensor([1.0, 2.0]), ((2 * rank, 2 * rank + 2),))
         return [{"w": share} for share in shares]
+
+    join_digest = staticmethod(join_digest)
 
     def commit_weights(self, version, digest):
         self.told.append(f"commit {version}")

@@ -2,7 +2,7 @@
 
 import asyncio
 
-import rl_rollout
+import rl_rollout.registry
 from rl_rollout.errors import ServerLostError
 from rl_rollout.testing import FakeServer
 from rl_rollout.types import GenerateRequest, SamplingParams, ServerAddress
@@ -33,7 +33,7 @@ class Served(FakeServer):
 def answers(monkeypatch, *rounds, gone=()):
     """The process ids that answer while each of these lists of addresses is in use."""
     gone = set(gone)
-    monkeypatch.setattr(rl_rollout, "connect_server", lambda where, api_token: Served(where, gone))
+    monkeypatch.setattr(rl_rollout.registry, "connect_server", lambda where, api_token: Served(where, gone))
 
     async def ask(router, number):
         params = SamplingParams(max_new_tokens=1)

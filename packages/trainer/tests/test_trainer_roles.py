@@ -19,7 +19,7 @@ from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.loop import score
 from rl_trainer.metrics import PhaseTimer
-from rl_trainer.pipeline.roles import critic_config, frozen_config, model_config
+from rl_trainer.pipeline.roles import critic_config, frozen_config, model_facts
 from rl_trainer.planning import gpus
 from rl_trainer.planning.gpus import check_gpus, resource_pools
 from rl_trainer.planning.memory import memory_of_pools, memory_plan, stored_parameters
@@ -167,7 +167,7 @@ def test_the_plan_has_every_pool_with_gib_by_role_as_an_engine_holds_them(tmp_pa
     engine.initialize()
     held = sum(parameter.nbytes for parameter in engine.parts.built.scorer.model.parameters())
     engine.close()
-    plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
+    plan = memory_plan(config, model_facts(folder).config, num_parameters=stored_parameters(folder))
     assert round(plan.others["frozen"]["reference"] * GIB) == held // 2, "of one of two ranks"
     assert round(plan.engine["critic"] * GIB) == 16 * stored_parameters(folder)
     told = dict(placement_facts(config, memory_of_pools(config), gpus=8))

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-import rl_rollout
+import rl_rollout.registry
 import rl_tq
 from rl_rollout.testing import write_tiny_model
 from rl_rollout.types import Capabilities, ServerConfig, TokenOutput
@@ -70,7 +70,7 @@ class Fake:
 
 def test_every_completion_token_gets_its_own_log_prob(queue, monkeypatch):
     server = Fake()
-    monkeypatch.setattr(rl_rollout, "connect_server", lambda url, timeout_s: server)
+    monkeypatch.setattr(rl_rollout.registry, "connect_server", lambda url, timeout_s: server)
     column = taught(queue, TeacherSection(path="t", url="http://teacher"))
     assert [row.tolist() for row in column.unbind()] == [[-9.0, -10.0], [-11.0, -12.0, -13.0]]
     # A teacher that takes images is told which tokens were sampled, and so stand for none.
@@ -79,10 +79,10 @@ def test_every_completion_token_gets_its_own_log_prob(queue, monkeypatch):
 
 def test_a_server_that_does_not_tell_them_is_refused_and_one_that_tells_too_few_is_not_believed(queue, monkeypatch):
     section = TeacherSection(path="t", url="http://teacher")
-    monkeypatch.setattr(rl_rollout, "connect_server", lambda url, timeout_s: Fake(None))
+    monkeypatch.setattr(rl_rollout.registry, "connect_server", lambda url, timeout_s: Fake(None))
     with pytest.raises(ConfigError, match="teacher.url=http://teacher does not tell the log-probs of a prompt's"):
         taught(queue, section)
-    monkeypatch.setattr(rl_rollout, "connect_server", lambda url, timeout_s: Fake(1))
+    monkeypatch.setattr(rl_rollout.registry, "connect_server", lambda url, timeout_s: Fake(1))
     with pytest.raises(TrainerError, match="told 1 log-probs of a completion of 2 tokens, 1 of them finite"):
         taught(queue, section)
 

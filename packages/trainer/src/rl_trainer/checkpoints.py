@@ -4,7 +4,7 @@ A folder `checkpoint-N` has the state of engine and critic, the rows of the queu
 ordinary model folder, and a state file, which is written last: a folder without it, or without a whole engine, is not
 a checkpoint. A run that is killed at any moment resumes from the newest complete one.
 
-The state file is a manifest (`rl_engine.write_manifest`): it has a digest of itself and of every file that is not an
+The state file is a manifest (`rl_engine.types.write_manifest`): it has a digest of itself and of every file that is no
 engine's, and each engine's folder has a manifest of its own. A checkpoint of which a file is not as it was written is
 damaged: nothing goes on from it.
 """
@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_engine import digest_files, find_damage, read_manifest, write_manifest
 from rl_engine.errors import CheckpointError
+from rl_engine.types import digest_files, find_damage, read_manifest, write_manifest
 from rl_trainer import samples
 from rl_trainer.config import as_tree
 from rl_trainer.errors import InputError

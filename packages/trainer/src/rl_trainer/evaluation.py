@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-import rl_agent
-import rl_rollout
+import rl_agent.registry
+import rl_rollout.registry
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.pipeline.roles import server_config
 from rl_trainer.pipeline.rollout_source import hash_seed
@@ -127,10 +127,10 @@ async def sample(
     rollout, model_path = config.rollout, Path(str(config.model.path))
     server: RolloutServer
     if url is None:
-        server = rl_rollout.launch_server(rollout.backend, server_config(config, model_path))
+        server = rl_rollout.registry.launch_server(rollout.backend, server_config(config, model_path))
     else:
-        server = rl_rollout.connect_server(url, timeout_s=config.timeout_s)
-    router, tokenizer = rl_rollout.Router([server]), rl_agent.load_tokenizer(str(model_path))
+        server = rl_rollout.registry.connect_server(url, timeout_s=config.timeout_s)
+    router, tokenizer = rl_rollout.registry.create_router([server]), rl_agent.registry.create_tokenizer(str(model_path))
     thinking = thinking_of(tokenizer, config.reward, config.agent)
     scorer = Scorer(config.reward, thinking=thinking)
     await router.start()

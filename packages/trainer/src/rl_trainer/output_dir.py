@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_engine import hold_lock
-from rl_engine.errors import FolderInUseError, naming
+from rl_csrc import FolderInUseError, hold_lock
+from rl_engine.errors import naming
 from rl_trainer.errors import InputError, sentence_of
 
 if TYPE_CHECKING:

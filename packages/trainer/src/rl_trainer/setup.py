@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import rl_tq
+import rl_tq.registry
 from rl_trainer.algorithms import Aggregation, ValueLossFunction, estimator_named
 from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.algorithms.kl_controller import AdaptiveEntropy, AdaptiveKl
@@ -37,7 +37,7 @@ from rl_trainer.pipeline.roles import (
     is_offloaded,
     is_self,
     lends_engine,
-    model_config,
+    model_facts,
     reward_models,
     sends_adapter,
     server_config,
@@ -61,7 +61,7 @@ from rl_trainer.planning.preflight import check_started, why_gathered
 from rl_trainer.runtime.network import address_of, check_reach, has_votes, storage_of
 from rl_trainer.samples import FOLDER
 from rl_trainer.workers.agent import AgentWorker
-from rl_trainer.workers.columns import EXPERTS, IMAGES, takes_images
+from rl_trainer.workers.columns import EXPERTS, IMAGES
 from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker, ReferenceWorker
 from rl_trainer.workers.queue import QueueWorker, SampleWorker
 from rl_trainer.workers.reward_server import RewardServers
@@ -155,7 +155,7 @@ def place(
     agents = create_agents(job, servers, engines.rewards)
     samples = create_samples(job, agents)
     prompts = create_prompts(job, datasets, agents)
-    queue = rl_tq.connect(job.queue_address, timeout_s=config.timeout_s)
+    queue = rl_tq.registry.connect(job.queue_address, timeout_s=config.timeout_s)
     replay, held = create_replay(job, queue), tuple(HeldGroup.from_tuple(group) for group in state.held)
     return Components(
         actor=engines.actor,
@@ -473,7 +473,7 @@ def create_engine(job: Job, role: str | None = None, *, num_candidates: int = 0)
     """Start the actor, or as `role` the reference or the teacher, in its pool."""
     config, model_path = job.config, job.model_path
     section = config.engine if role is None else engine_of(config, role)
-    inputs = IMAGES if takes_images(model_path) else ()
+    inputs = IMAGES if model_facts(model_path).takes_images else ()
     if role is None and config.engine.router_replay:  # a reference chooses its own
         inputs += EXPERTS
     is_measured = role is None and (model_path / "config.json").is_file()
@@ -488,7 +488,7 @@ def create_engine(job: Job, role: str | None = None, *, num_candidates: int = 0)
         has_old_pass=has_old_pass(config),
         has_given=config.batch.given > 0,
         inputs=inputs,
-        flops_per_token=learning_flops(config, model_config(model_path)) if is_measured else None,
+        flops_per_token=learning_flops(config, model_facts(model_path).config) if is_measured else None,
         teacher=config.teacher,
         max_new_tokens=config.rollout.max_new_tokens,
         queue_address=job.queue_address,
@@ -532,7 +532,7 @@ def create_critic(job: Job) -> CriticWorker | None:
         backend=engine_of(config, "critic").backend,
         config=critic_config(config, section, job.model_path),
         loss=ProcessRewardLoss() if is_process else ValueLossFunction(clip=section.clip, aggregation=aggregation),
-        inputs=IMAGES if takes_images(job.model_path) else (),
+        inputs=IMAGES if model_facts(job.model_path).takes_images else (),
         masks_truncated=config.algorithm.mask_truncated,
         queue_address=job.queue_address,
         timeout_s=config.timeout_s,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-import rl_tq
+import rl_tq.registry
 from rl_ckpt.types import SyncReport
-from rl_engine import digest_files, write_manifest
+from rl_engine.types import digest_files, write_manifest
 from rl_tq.types import BatchMeta
 from rl_trainer.checkpoints import RunState
 from rl_trainer.data import PromptOrder
@@ -29,7 +29,7 @@ from rl_trainer.workers.engine import AdvantageReport, UpdateReport
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_tq import TransferQueue
+    from rl_tq.base import TransferQueue
     from rl_trainer.config import Config
     from rl_trainer.data import Row
     from rl_trainer.pipeline.replay_buffer import Replay
@@ -167,7 +167,7 @@ class FakeAgents:
         fails: Sequence[int] = (),
         slow: Sequence[int] = (),
     ) -> None:
-        self.queue = rl_tq.serve("inproc://") if queue is None else queue
+        self.queue = rl_tq.registry.serve("inproc://") if queue is None else queue
         self._config, self._draw = config, random.Random(seed)
         self._per_poll, self._fails, self._slow = per_poll, set(fails), set(slow)
         self._running: dict[int, int] = {}

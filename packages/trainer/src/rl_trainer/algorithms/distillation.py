@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rl_csrc
-from rl_csrc.reference.logprobs import coarse_kl
+from rl_csrc import coarse_kl
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

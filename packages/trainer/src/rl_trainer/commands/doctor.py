@@ -80,7 +80,7 @@ def _packages() -> Iterator[Finding]:
     there = {name: found for name in _PEERS if (found := _version(name)) is not None}
     yield Finding(what="beside them", value=", ".join(f"{name} {found}" for name, found in there.items()))
     try:
-        importlib.import_module("rl_csrc.ops")  # loads the native module
+        importlib.import_module("rl_csrc")  # loads the native module
         yield Finding(what="native code", value="rl_csrc's module loads")
     except (ImportError, OSError, RuntimeError) as error:
         yield Finding(what="native code", value=str(error)[:200], fix="pip install --force-reinstall rl-csrc")

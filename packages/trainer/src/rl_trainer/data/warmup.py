@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rl_engine.errors import naming
-from rl_rollout import ChildProcess
+from rl_rollout.registry import create_process
 from rl_trainer.errors import InputError, TrainerError
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _run(command: Sequence[str], timeout_s: float, on_line: Callable[[str], None
         on_line(line.rstrip())
         return False
 
-    process = ChildProcess(command, {}, name="rl-sft", on_line=take)
+    process = create_process(command, name="rl-sft", on_line=take)
     process.start()
     try:
         code = process.wait(timeout_s)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rl_rollout.types import ServerAddress
-    from rl_tq import BatchMeta
+    from rl_tq.types import BatchMeta
     from rl_trainer.data.rows import Row
     from rl_trainer.runtime.base import ReplicaSet
 

@@ -9,7 +9,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_engine.types import EngineConfig, Head, LoraExport, Mtp, OptimizerConfig
+from rl_engine.errors import EngineError
+from rl_engine.registry import describe_model
+from rl_engine.types import EngineConfig, Head, LoraExport, ModelFacts, Mtp, OptimizerConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named, loss_named
 from rl_trainer.config.schema import ADAPTER, ENGINE_POOL, PoolSection
@@ -125,15 +127,16 @@ def has_process_rewards(config: Config) -> bool:
     return "process_rewards" in estimator_named(config.algorithm.advantage).needs
 
 
-def model_config(folder: Path) -> dict[str, Any]:
-    """Configuration of the language model in a model's `config.json`, nested in that of a multimodal one."""
-    from rl_csrc.inference.folder_tokens import read_model_config  # imports torch
+def model_facts(folder: Path) -> ModelFacts:
+    """Facts about the model in a folder.
 
+    Raises:
+        InputError: a file of the folder is not what it should be; names it.
+    """
     try:
-        values = read_model_config(folder)
-    except ValueError as error:
+        return describe_model(folder)
+    except EngineError as error:
         raise InputError(str(error)) from error
-    return values | values.get("text_config", {})
 
 
 def actor_config(config: Config, model_path: Path) -> EngineConfig:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_tq import policies
 from rl_tq.errors import WaitTimeoutError
+from rl_tq.registry import create_policy
 from rl_trainer.data.datasets import location
 from rl_trainer.errors import InputError, RolloutFailedError, TrainerError
 from rl_trainer.metrics import Evaluation, HeldGroup
@@ -45,7 +45,7 @@ T = TypeVar("T")
 PARTITION = "train"
 """Partition of the queue that agent workers put groups into."""
 _TASK = "train"
-_FRESH = policies.Where(tag="is_copy", op="==", value=False, then=policies.AllReady())
+_FRESH = create_policy("where", tag="is_copy", op="==", value=False, then=create_policy("all_ready"))
 _RESUME_WAIT_S = 10.0
 
 

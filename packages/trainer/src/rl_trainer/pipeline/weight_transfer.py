@@ -12,8 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import rl_ckpt
-from rl_ckpt import Placement
+from rl_ckpt.types import Placement, join_addresses, merge_reports, relay_address
 from rl_engine.errors import naming
 from rl_trainer.errors import ConfigError
 from rl_trainer.output_dir import write_whole
@@ -200,15 +199,15 @@ class ShardedTransfer(WeightTransfer):
             for target, address in opened.items():
                 group = next(group for group in self._groups[source, target] if member in group)
                 below = f"{self._below}-{source}-{target}-{group[0]}"
-                direct = address if len(group) == 1 else rl_ckpt.relay_address(address, below, len(group) - 1)
+                direct = address if len(group) == 1 else relay_address(address, below, len(group) - 1)
                 own[target] = direct if member == group[0] else below
             told.append(own)
-        return rl_ckpt.join_addresses(told, num_targets).to_json()
+        return join_addresses(told, num_targets).to_json()
 
     def send(self, version: int, receivers: Mapping[int, int]) -> SyncReport:
         """See `WeightTransfer`."""
         try:
-            digest = rl_ckpt.join_digest(self._actor.stage_weights(version, self._num_direct(len(receivers))))
+            digest = self._actor.join_digest(self._actor.stage_weights(version, self._num_direct(len(receivers))))
         except Exception as error:
             with ThreadPoolExecutor(1, thread_name_prefix="abort-weights") as thread:
                 aborted = thread.submit(self._actor.abort_weights, str(error) or repr(error))
@@ -217,7 +216,7 @@ class ShardedTransfer(WeightTransfer):
                 aborted.result()
             raise
         reports = self._actor.commit_weights(version, digest)
-        return rl_ckpt.merge_reports(reports, version=version, digest=digest)
+        return merge_reports(reports, version=version, digest=digest)
 
     def _num_direct(self, num_replicas: int) -> int | list[dict[int, int]]:
         """Receivers that sessions wait for: all replicas, or by rank and receiver those that no relay sends to."""

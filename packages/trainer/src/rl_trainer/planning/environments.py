@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-import rl_engine
+import rl_engine.registry
 from rl_engine.base import Engine
 from rl_engine.errors import EngineError
 from rl_engine.types import EngineConfig, ModelInit
@@ -150,7 +150,7 @@ def check_engine(config: Config, role: str, section: EngineSection, engine: Engi
     """
     reply = _CHILDREN[0].reply(config) if _CHILDREN and role == "policy" else None
     if reply is None and role_python(config, role) is None:
-        return rl_engine.check(section.backend, engine, section.world_size)
+        return rl_engine.registry.check(section.backend, engine, section.world_size)
     reply = reply or _ask(config, section, engine)
     if reply["refused"] is not None:
         raise EngineError(reply["refused"])
@@ -166,7 +166,7 @@ def gives_shards(config: Config, engine: EngineConfig) -> bool:
 
 
 def _gives_shards(backend: str, engine: EngineConfig) -> bool:
-    return type(rl_engine.create_engine(backend, engine)).get_local_shards is not Engine.get_local_shards
+    return type(rl_engine.registry.create_engine(backend, engine)).get_local_shards is not Engine.get_local_shards
 
 
 def _question(section: EngineSection, engine: EngineConfig) -> str:
@@ -187,7 +187,7 @@ def answer() -> None:
     reply: dict[str, Any] = {"refused": None, "found": {}, "gives_shards": False}
     try:
         reply["gives_shards"] = _gives_shards(question["backend"], engine)
-        reply["found"] = rl_engine.check(question["backend"], engine, question["world_size"])
+        reply["found"] = rl_engine.registry.check(question["backend"], engine, question["world_size"])
     except EngineError as error:
         reply["refused"] = str(error)
     sys.stdout.write(f"\n{json.dumps(reply)}\n")

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from rl_engine import Precision, auto_precision, for_this_machine
+from rl_engine.registry import auto_precision, for_this_machine
+from rl_engine.types import Precision
 from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.roles import is_offloaded

@@ -36,7 +36,7 @@ from rl_trainer.pipeline.roles import (
     is_offloaded,
     lends_engine,
     longest_sequence,
-    model_config,
+    model_facts,
     pool_size,
     reward_models,
     teacher_folders,
@@ -295,7 +295,7 @@ def memory_facts(config: Config, gib: float | None = None, *, there: float | Non
         return [("memory", "a small model, made on the spot")]
     folder = Path(config.model.path)
     try:
-        plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
+        plan = memory_plan(config, model_facts(folder).config, num_parameters=stored_parameters(folder))
     except KeyError as missing:
         return [("memory", f"unknown: config.json of {folder} has no {missing}")]
     if gib is not None:
@@ -316,7 +316,7 @@ def cache_beside_engine(config: Config, gib: float | None) -> int | None:
         return None
     try:
         folder = Path(config.model.path)
-        plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
+        plan = memory_plan(config, model_facts(folder).config, num_parameters=stored_parameters(folder))
     except (KeyError, OSError):
         return None
     rollout, batch = config.rollout, config.batch
@@ -335,7 +335,7 @@ def checkpoint_facts(config: Config) -> list[tuple[str, str]]:
         return []
     folder = Path(config.model.path)
     try:
-        model = model_config(folder)
+        model = model_facts(folder).config
         count = stored_parameters(folder) or count_parameters(model)
     except KeyError:
         return []
@@ -369,7 +369,7 @@ def memory_of_pools(config: Config) -> dict[str, dict[str, float]]:
         return {}
     folder = Path(config.model.path)
     try:
-        plan = memory_plan(config, model_config(folder), num_parameters=stored_parameters(folder))
+        plan = memory_plan(config, model_facts(folder).config, num_parameters=stored_parameters(folder))
     except KeyError:
         return {}
     roles = {role: plan.engine[role] for role in ("reference", "critic", "teacher") if role in plan.engine}

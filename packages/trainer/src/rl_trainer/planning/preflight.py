@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
-import rl_ckpt
-import rl_rollout
-from rl_agent import AgentLoop
+import rl_ckpt.registry
+import rl_rollout.registry
+from rl_agent.base import AgentLoop
 from rl_ckpt.errors import CkptError
-from rl_engine import model_folder
 from rl_engine.errors import EngineError
+from rl_engine.registry import describe_tokens, model_folder
 from rl_engine.types import ModelInit
 from rl_rollout.errors import RolloutError
 from rl_trainer import plugins
@@ -41,7 +41,7 @@ from rl_trainer.pipeline.roles import (
     has,
     is_offloaded,
     longest_sequence,
-    model_config,
+    model_facts,
     sends_adapter,
     server_config,
     teacher_folders,
@@ -280,16 +280,13 @@ def check_model(config: Config, *, has_weights: bool = True) -> None:
         )
     if has_weights and not any(folder.glob("*.safetensors")):
         raise InputError(f"model.path={folder} has no .safetensors file, so it has no weights; give a complete folder")
-    model, engine = model_config(folder), config.engine
+    facts, engine = model_facts(folder), config.engine
+    model, limit = facts.config, facts.longrope_limit
     longest, (wanted, keys) = model.get("max_position_embeddings"), longest_sequence(config)
     if longest is not None and wanted > longest:
         raise InputError(
             f"a sequence may have {keys} = {wanted} tokens, but the model in {folder} has a context of {longest} tokens"
         )
-    from rl_csrc.inference.decoder import longrope_limit  # torch: a plan alone is printed without it
-
-    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    limit = longrope_limit(rope, model.get("original_max_position_embeddings"))
     if limit is not None and wanted > limit:
         raise InputError(
             f"a sequence may have {keys} = {wanted} tokens, but beyond {limit} the model in {folder} (longrope) turns "
@@ -313,11 +310,9 @@ def folder_facts(config: Config) -> list[tuple[str, str]]:
     """
     if config.model.path is None:
         return []
-    from rl_csrc.inference.folder_tokens import read_folder_tokens  # torch: as in `check_model`
-
     try:
-        ends, *warnings = read_folder_tokens(config.model.path).lines
-    except ValueError as error:
+        ends, *warnings = describe_tokens(config.model.path).lines
+    except EngineError as error:
         raise InputError(str(error)) from error
     return [("turns end at", ends), *(("warning", warning) for warning in warnings)]
 
@@ -328,9 +323,7 @@ def check_images(config: Config) -> None:
     Raises:
         InputError: it takes none.
     """
-    from rl_trainer.workers.columns import takes_images
-
-    if not takes_images(Path(str(config.model.path))):
+    if not model_facts(Path(str(config.model.path))).takes_images:
         raise InputError(
             f"rows of the data have images, and the model in {config.model.path} takes none: a model is needed whose "
             "images are patches among packed tokens (Qwen2.5-VL, Qwen3-VL), in a folder with preprocessor_config.json; "
@@ -344,19 +337,17 @@ def check_teacher(teacher: TeacherSection, model_path: str | None) -> None:
     Raises:
         InputError: it is not, or a tokenizer is in no `tokenizer.json`, which is what can be compared.
     """
-    from rl_trainer.workers.columns import takes_images
-
     if model_path is None and teacher.path is None:  # the small model that is made
         return
     if model_path is None:
         raise ConfigError(
             "teacher.path needs model.path: a policy that learns a teacher's words has the same tokenizer"
         )
-    if teacher.url is not None and takes_images(Path(model_path)):
+    if teacher.url is not None and model_facts(Path(model_path)).takes_images:
         raise InputError(
             f"the policy in {model_path} takes images, which a teacher at teacher.url is not shown; leave url out"
         )
-    if teacher.context is not None and takes_images(Path(model_path)):
+    if teacher.context is not None and model_facts(Path(model_path)).takes_images:
         raise InputError(
             f"the policy in {model_path} takes images, which teacher.context has no place for; leave it out"
         )
@@ -524,7 +515,7 @@ def _check_transport(config: Config) -> None:
     address = address_of(config.weights_transport, "plan", ("127.0.0.1", 1))
     try:
         token = "of the plan" if scheme_of(address) in LISTENING else None
-        session = rl_ckpt.connect(address, role="receive", token=token, timeout_s=config.timeout_s)
+        session = rl_ckpt.registry.connect(address, role="receive", token=token, timeout_s=config.timeout_s)
         asyncio.run(session.close())
     except CkptError as error:
         raise ConfigError(f"weights_transport={config.weights_transport or address} cannot be used: {error}") from error
@@ -534,7 +525,7 @@ def _server_capabilities(config: Config, folder: str) -> Capabilities:
     backend = config.rollout.backend
     asked = replace(server_config(config, Path(folder)), dtype="auto")  # a backend that takes none has worse to say
     try:
-        server = rl_rollout.create_server(backend, asked)
+        server = rl_rollout.registry.create_server(backend, asked)
         can = server.capabilities
         asyncio.run(server.stop())
     except RolloutError as error:

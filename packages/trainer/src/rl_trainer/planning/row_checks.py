@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import rl_agent
+import rl_agent.registry
 from rl_agent.errors import AgentError
 from rl_trainer.data.datasets import Complaints
 from rl_trainer.errors import DataError, InputError, RewardError
@@ -198,7 +198,7 @@ class RowCheck:
             return found, num_changed
 
         try:
-            return asyncio.run(measure(rl_agent.load_tokenizer(folder)))
+            return asyncio.run(measure(rl_agent.registry.create_tokenizer(folder)))
         except (AgentError, ValueError, OSError) as error:
             told = str(error).splitlines()[0]
             raise InputError(f"prompts cannot be made by the tokenizer of model.path={folder}: {told}") from error

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.data.datasets import LocatedRows, location
-from rl_trainer.pipeline.roles import has_old_pass, has_reference, model_config
+from rl_trainer.pipeline.roles import has_old_pass, has_reference, model_facts
 from rl_trainer.planning.gpus import count_gpus
 from rl_trainer.planning.memory import count_parameters, stored_parameters
 
@@ -167,7 +167,7 @@ def _size(config: Config) -> tuple[int, int, int]:
         assert warmup is not None, "preflight has checked it"
         return 12 * warmup.num_layers * warmup.hidden_size**2, warmup.hidden_size, warmup.num_layers
     folder = Path(config.model.path)
-    model = model_config(folder)
+    model = model_facts(folder).config
     return stored_parameters(folder) or count_parameters(model), model["hidden_size"], model["num_hidden_layers"]
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rl_agent import create_script_reader
 from rl_agent.errors import SandboxError, ScriptError
+from rl_agent.registry import create_script_reader
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 from rl_trainer.config.hydra import OVERRIDE, compose, read_words, resolved
 from rl_trainer.equivalents import tables

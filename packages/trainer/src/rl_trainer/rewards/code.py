@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field
 
-import rl_agent
+from rl_agent.registry import create_grader
+from rl_agent.types import SandboxLimits
 from rl_trainer.errors import RewardError
 from rl_trainer.rewards.completions import code_of
 
 if TYPE_CHECKING:
+    from rl_agent.types import SandboxReport
     from rl_trainer.config import AgentSection, RewardSection
 
 _OUTPUT_BYTES = 1 << 24
@@ -29,9 +31,9 @@ class CodeTests:
     text for standard input and what has to be printed, spaces at the ends of lines aside; with `fn_name`, JSON of the
     function's arguments, one a line, and of what it returns. Either may be JSON text as a whole. What is
     expected is never in the process that runs the code: printed text is compared here, and assertions run in a process
-    of their own, which calls the code's functions and gets plain values back (`rl_agent.Grader.judge`). Every test has
+    of their own, which calls the code's functions and gets plain values back (`CodeGrader.judge`). Every test has
     its own processes, which end at their limits; a test that does not come to its end has not passed, however it ends.
-    Code is shut off from network and files where the kernel permits: see `rl_agent.Grader`.
+    Code is shut off from network and files where the kernel permits: see `rl_agent.sandbox.Grader`.
 
     Args:
         num_workers: Tests that run at a time.
@@ -54,8 +56,8 @@ class CodeTests:
         is_partial: bool = False,
         needs: Sequence[Literal["network", "files", "processes"]] = (),
     ) -> None:
-        limits = rl_agent.SandboxLimits(timeout_s=timeout_s, memory_bytes=memory_mb << 20, output_bytes=_OUTPUT_BYTES)
-        self._grader = rl_agent.Grader(num_workers=num_workers, limits=limits, max_waiting=1 << 20, needs=needs)
+        limits = SandboxLimits(timeout_s=timeout_s, memory_bytes=memory_mb << 20, output_bytes=_OUTPUT_BYTES)
+        self._grader = create_grader(num_workers=num_workers, limits=limits, max_waiting=1 << 20, needs=needs)
         self._is_partial = is_partial
 
     async def start(self) -> None:
@@ -127,8 +129,8 @@ def sandbox_facts(reward: RewardSection, agent: AgentSection) -> list[tuple[str,
     if not is_graded and agent.loop != "swe" and "python" not in agent.options.get("tools", ()):
         return []
 
-    async def check() -> rl_agent.SandboxReport:
-        grader = rl_agent.Grader(num_workers=1)
+    async def check() -> SandboxReport:
+        grader = create_grader(num_workers=1)
         try:
             return await grader.check()
         finally:

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_agent import Tokenizer
+    from rl_agent.types import Tokenizer
 
 _MARKERS = (
     ("<think>", "</think>"),

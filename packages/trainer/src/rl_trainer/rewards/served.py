@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 
-import rl_rollout
 from rl_trainer.errors import RewardError
 from rl_trainer.runtime.network import server_token
 
@@ -103,7 +102,7 @@ class ServedReward:
                     return self._read(answer)
                 except TimeoutError:
                     last = f"no answer within {self._timeout_s:g} s"
-                except (aiohttp.ClientError, rl_rollout.RolloutError, _NoScoreError) as error:
+                except (aiohttp.ClientError, _NoScoreError) as error:
                     last = str(error) or type(error).__name__
                     asked_s = error.pause_s if isinstance(error, _NoScoreError) else 0.0
         raise RewardError(
@@ -122,11 +121,9 @@ class ServedReward:
             is_own = self._part.path is not None
             key = server_token() if is_own else os.environ.get(self._part.api_key_env or "")
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-            self._session = aiohttp.ClientSession(
-                headers=headers, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
-            )
+            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
         async with self._session.post(self.url, json=body) as response:
-            said = (await rl_rollout.read_body(response, most_bytes=_MOST_BYTES)).decode(errors="replace")
+            said = (await self._body_of(response)).decode(errors="replace")
             if response.status == 429 or response.status >= 500:
                 raise _NoScoreError(f"HTTP {response.status}: {said[:300]}", _asked_pause_s(response))
             if response.status >= 400:
@@ -137,6 +134,15 @@ class ServedReward:
                 return json.loads(said)
             except (ValueError, RecursionError):
                 raise _NoScoreError(f"the answer is not JSON: {said[:300]}") from None
+
+    async def _body_of(self, response: aiohttp.ClientResponse) -> bytes:
+        """Body of an answer, decompressed piece by piece: a megabyte of gzip may hold a gigabyte."""
+        body = bytearray()
+        async for piece in response.content.iter_any():
+            body += piece
+            if len(body) > _MOST_BYTES:
+                raise _NoScoreError(f"{self.url} sent more than {_MOST_BYTES} bytes in one answer")
+        return bytes(body)
 
     def _body(self, text: str, row: Mapping[str, Any]) -> dict[str, Any]:
         part = self._part

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import rl_ckpt
+import rl_ckpt.registry
 from rl_ckpt.types import Capability
 from rl_trainer.errors import ConfigError, InputError, PlacementError
 
@@ -108,7 +108,7 @@ def has_votes(address: str) -> bool:
     Raises:
         rl_ckpt.CkptError: there is no such transport.
     """
-    return Capability.VOTES in rl_ckpt.capabilities(address)
+    return Capability.VOTES in rl_ckpt.registry.capabilities(address)
 
 
 def check_reach(key: str, backend: str | None, num_machines: int) -> None:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections import Counter
 from contextlib import aclosing, suppress
-from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import rl_agent
-import rl_rollout
-import rl_tq
+import rl_agent.registry
+import rl_rollout.registry
+import rl_tq.registry
 from rl_agent.errors import RowError
 from rl_agent.types import AgentLoopOutput, Failure, GroupResult, RolloutResult
-from rl_csrc.inference.folder_tokens import FolderTokens, read_folder_tokens
+from rl_engine.registry import describe_model, describe_tokens
 from rl_rollout.errors import ServerLostError
 from rl_trainer.errors import DataError, TrainerError
 from rl_trainer.plugins import loop_named
@@ -29,7 +27,7 @@ from rl_trainer.rewards.scorer import unusable_truth
 from rl_trainer.runtime.base import Dispatch, register
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.tracing import trace_requests
-from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TOOL_ERROR, ImageReader, takes_images, to_columns
+from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TOOL_ERROR, ImageReader, to_columns
 from rl_trainer.workers.grading import Grading, overlong_penalty, scored
 from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.queue import write_step
@@ -38,11 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
-    from rl_agent.base import Generator
-    from rl_agent.types import Message, Tokenizer
+    from rl_agent.base import Generator, PromptTokenizer, RolloutRunner
+    from rl_agent.types import Tokenizer
+    from rl_engine.types import FolderTokens
     from rl_rollout.base import RolloutServer
     from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
-    from rl_tq import BatchMeta
+    from rl_tq.types import BatchMeta
     from rl_trainer.config import AgentSection, RewardSection, TeacherSection
     from rl_trainer.data import Row
     from rl_trainer.rewards.scorer import Score
@@ -152,7 +151,7 @@ class PromptMeter:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: PromptTokenizer,
         model_path: str,
         *,
         num_given: int,
@@ -164,9 +163,9 @@ class PromptMeter:
         self._reward, self._is_by_source = reward, is_by_source
         self._tokenizer, self._num_given, self._max_new_tokens = tokenizer, num_given, max_new_tokens
         self._context = None if teacher is None else teacher.context
-        self.tokens = read_folder_tokens(model_path)
+        self.tokens = describe_tokens(model_path)
         """Tokens of the model's folder."""
-        self.reader = ImageReader(Path(model_path)) if takes_images(Path(model_path)) else None
+        self.reader = ImageReader(Path(model_path)) if describe_model(model_path).takes_images else None
         """Reader of images, of a model that takes them."""
 
     def length(self, row: Row, prompt: tuple[tuple[int, ...], tuple[str, ...]] | Failure) -> int | str:
@@ -194,7 +193,7 @@ class PromptMeter:
 
     def teacher_prompt(self, row: Row, context: str) -> tuple[int, ...]:
         """Token ids of a row's prompt with the context that the teacher alone sees."""
-        return rl_agent.tokenize_prompt(self._tokenizer, with_context(row, context))[0]
+        return self._tokenizer.prompt(with_context(row, context))[0]
 
 
 class AgentWorker:
@@ -220,12 +219,12 @@ class AgentWorker:
         self._timeout_s = timeout_s
         self._reward, self._max_new_tokens, self._has_baseline = reward, max_new_tokens, has_baseline
         self._asks_experts, self._num_given, self._teacher = asks_experts, num_given, teacher
-        self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
+        self._queue = rl_tq.registry.connect(queue_address, timeout_s=timeout_s)
         self._loop = LoopThread("agent")
         self._streams: list[Future[None]] = []
         self._running: set[asyncio.Task[Any]] = set()
         self._failures = _Failures()
-        self._tokenizer = cast("Tokenizer", PromptMemory(rl_agent.load_tokenizer(model_path)))
+        self._tokenizer = rl_agent.registry.create_tokenizer(model_path)
         self._num_evaluated = 0
         self._scorer = Scorer(
             reward,
@@ -245,7 +244,7 @@ class AgentWorker:
         self._tokens, self._reader = self._meter.tokens, self._meter.reader
         self._runner = self._loop.run(self._open(config, servers), timeout_s)
 
-    async def _open(self, config: AgentSection, servers: Sequence[ServerAddress]) -> rl_agent.AgentRunner:
+    async def _open(self, config: AgentSection, servers: Sequence[ServerAddress]) -> RolloutRunner:
         await self._scorer.start()
         self._replicas = Replicas(servers)
         trace_requests(self._replicas.router)
@@ -271,7 +270,7 @@ class AgentWorker:
         output, score = sample
         if self._teacher is None or self._teacher.context is None:
             return sample
-        if output.prompt_token_ids != rl_agent.tokenize_prompt(self._tokenizer, row)[0]:
+        if output.prompt_token_ids != self._tokenizer.prompt(row)[0]:
             raise TrainerError(
                 "teacher.context is written below the prompt of a row, and the agent loop has asked something else; "
                 "use a loop that asks the prompt as it is, or leave context out"
@@ -360,7 +359,7 @@ class AgentWorker:
     async def _given(self, group: GroupResult, grading: Grading, row: Row) -> list[RolloutResult]:
         """The completions of a group that are taken from its row; they are as new as the sampled ones."""
         found: list[RolloutResult] = []
-        prompt, images = rl_agent.tokenize_prompt(self._tokenizer, row) if self._num_given else ((), ())
+        prompt, images = self._tokenizer.prompt(row) if self._num_given else ((), ())
         for index in range(self._num_given):
             ids = given_tokens(self._tokenizer, row["given"][index], self._tokens)
             newest = max(max(output.weight_versions) for rollout in group.rollouts for output in rollout)
@@ -460,13 +459,13 @@ class AgentWorker:
         self._queue.close()
 
 
-def create_runner(config: AgentSection, server: Generator, tokenizer: Tokenizer) -> rl_agent.AgentRunner:
+def create_runner(config: AgentSection, server: Generator, tokenizer: Tokenizer) -> RolloutRunner:
     """Runner of the agent loops of `agent.loop`, or of the loops that rows name, on a server."""
-    return rl_agent.AgentRunner(
+    return rl_agent.registry.create_runner(
         lambda name: (
-            rl_agent.create_loop(loop_named(name), server, tokenizer, **config.options)
+            rl_agent.registry.create_loop(loop_named(name), server, tokenizer, **config.options)
             if name == config.loop  # a row may name an installed loop alone: data is no code
-            else rl_agent.create_loop(name, server, tokenizer)
+            else rl_agent.registry.create_loop(name, server, tokenizer)
         ),
         default_loop=config.loop,
         max_concurrent=config.max_concurrent,
@@ -506,34 +505,6 @@ def with_context(row: Row, context: str) -> Row:
     return {**row, "prompt": [*before, {**last, "content": f"{last['content']}\n\n{told}"}]}
 
 
-_MOST = 1024
-"""Prompts that are remembered; the oldest is forgotten first."""
-
-
-class PromptMemory:
-    """Tokenizer with a cache of rendered chat templates: a group's completions share one prompt."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the tokenizer's own."""
-        return getattr(self._tokenizer, name)
-
-    def apply_chat_template(self, conversation: Sequence[Message], **kwargs: Any) -> Any:
-        """The tokenizer's `apply_chat_template`, cached."""
-        try:
-            key = json.dumps((conversation, kwargs))  # in the order of its keys, which a template may look at
-        except TypeError:  # it holds something that JSON has no words for
-            return self._tokenizer.apply_chat_template(conversation, **kwargs)
-        if key not in self._known:
-            if len(self._known) == _MOST:
-                del self._known[next(iter(self._known))]
-            self._known[key] = self._tokenizer.apply_chat_template(conversation, **kwargs)
-        return copy(self._known[key])
-
-
 class ExpertAsking:
     """Generator that asks the server for the routed experts of every token, whatever the loop asks for."""
 
@@ -550,7 +521,7 @@ class Replicas:
 
     def __init__(self, addresses: Sequence[ServerAddress]) -> None:
         self._servers = {address: _connected(address) for address in addresses}
-        self.router = rl_rollout.Router([*self._servers.values()])
+        self.router = rl_rollout.registry.create_router([*self._servers.values()])
 
     async def use(self, addresses: Sequence[ServerAddress]) -> None:
         """Set the replicas to generate on; requests that run on a removed one go on at others.
@@ -575,4 +546,4 @@ class Replicas:
 
 
 def _connected(address: ServerAddress) -> RolloutServer:
-    return rl_rollout.connect_server(address, api_token=server_token())
+    return rl_rollout.registry.connect_server(address, api_token=server_token())

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_agent.types import AgentLoopOutput
-from rl_csrc.inference.images import takes_images as model_takes_images
-from rl_rollout import placeholder_repeats
 from rl_rollout.errors import RequestError
+from rl_rollout.types import placeholder_repeats
 from rl_tq.types import PerGroup
 from rl_trainer.errors import InputError, TrainerError
 from rl_trainer.rewards import Score
@@ -194,18 +192,11 @@ IMAGES = ("pixel_values", "image_grid_thw")
 """Ragged, float32 [patches of a row's images, numbers of a patch] and int64 [images, 3]: what the engine is fed."""
 
 
-def takes_images(folder: Path) -> bool:
-    """Whether the model in a folder takes images as patches, and the folder has an image processor."""
-    file = folder / "config.json"
-    has_processor = any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
-    return has_processor and file.is_file() and model_takes_images(json.loads(file.read_text()))
-
-
 class ImageReader:
     """Image reader: the model's own image processor, as servers use it.
 
     Args:
-        folder: Folder of a model that `takes_images`.
+        folder: Folder of a model that takes images (`rl_engine.types.ModelFacts`).
 
     Raises:
         InputError: the processor cannot be loaded.

@@ -15,9 +15,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import rl_ckpt
-import rl_engine
-import rl_tq
+import rl_ckpt.registry
+import rl_engine.registry
+import rl_tq.registry
 from rl_ckpt.errors import SyncAbortedError
 from rl_engine.errors import ConfigError, naming
 from rl_trainer.algorithms import (
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from rl_ckpt import DigestShare, ShardedSender
-    from rl_ckpt.base import WeightSender
+    from rl_ckpt.base import ShardSender, WeightSender
     from rl_ckpt.types import SyncReport
     from rl_engine.base import LossFunction
     from rl_engine.types import EngineConfig, ShardSpec
@@ -125,8 +124,8 @@ class _EngineRank:
         self._flops_per_token, self._flops_per_s = flops_per_token, _peak()
         self._context, self._masks_truncated = context, masks_truncated
         self._inputs, self._timeout_s = (*_TOKENS, *inputs), timeout_s
-        self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
-        self._engine = rl_engine.create_engine(backend, config)
+        self._queue = rl_tq.registry.connect(queue_address, timeout_s=timeout_s)
+        self._engine = rl_engine.registry.create_engine(backend, config)
         self._engine.initialize()
 
     def _forward(
@@ -330,7 +329,7 @@ class EngineWorker(_EngineRank):
         )
         self._loop = LoopThread("weights")
         self._senders: dict[str, WeightSender] = {}
-        self._shards: ShardedSender | None = None
+        self._shards: ShardSender | None = None
         self._waiting: asyncio.Task[Any] | None = None
         self._weights_address = weights_address if context.rank == 0 else None
 
@@ -513,7 +512,7 @@ class EngineWorker(_EngineRank):
         if self._weights_address is not None:
             address = address or self._weights_address
             if address not in self._senders:
-                self._senders[address] = rl_ckpt.connect(address, role="send", timeout_s=self._timeout_s)
+                self._senders[address] = rl_ckpt.registry.connect(address, role="send", timeout_s=self._timeout_s)
             try:
                 return self._loop.run(self._send(address, named_tensors, version, num_receivers), self._timeout_s)
             except CancelledError as error:
@@ -566,8 +565,9 @@ class EngineWorker(_EngineRank):
         rank, host = self._context.rank, self._context.host
         if self._shards is not None:
             self._loop.run(self._shards.close(), self._timeout_s)
-        self._shards = rl_ckpt.ShardedSender(
-            rl_ckpt.ShardPlan(layouts, targets),
+        self._shards = rl_ckpt.registry.create_sender(
+            layouts,
+            targets,
             rank,
             lambda target: address.format(rank=rank, target=target, host=host),
             timeout_s=self._timeout_s,
@@ -577,7 +577,7 @@ class EngineWorker(_EngineRank):
     @register(Dispatch.GATHER)
     def stage_weights(
         self, version: int, num_replicas: int | Sequence[Mapping[int, int]]
-    ) -> list[dict[str, DigestShare]]:
+    ) -> list[Mapping[str, object]]:
         """Send this rank's slices; returns its share of the digest once every receiver holds them.
 
         Nothing is committed before `commit_weights`. `num_replicas` is how many receivers each session waits for; or,
@@ -594,13 +594,19 @@ class EngineWorker(_EngineRank):
             raise SyncAbortedError(f"the sync of version {version} was called off") from error
 
     async def _stage(
-        self, shards: ShardedSender, version: int, num_replicas: int | Mapping[int, int]
-    ) -> dict[str, DigestShare]:
+        self, shards: ShardSender, version: int, num_replicas: int | Mapping[int, int]
+    ) -> Mapping[str, object]:
         self._waiting = asyncio.current_task()
         try:
             return await shards.stage(self._engine.get_local_shards, version=version, num_replicas=num_replicas)
         finally:
             self._waiting = None
+
+    @register(Dispatch.RANK_ZERO)
+    def join_digest(self, shares: Sequence[Mapping[str, object]]) -> int:
+        """Digest of the whole model, of what `stage_weights` returned on every rank."""
+        assert self._shards is not None, "a version is staged first"
+        return self._shards.join_digest(shares)
 
     @register(Dispatch.GATHER)
     def commit_weights(self, version: int, digest: int) -> list[SyncReport]:
@@ -677,7 +683,7 @@ class ReferenceWorker(EngineWorker):
         """Load the weights of a folder."""
         self._engine.close()
         self._config = replace(self._config, model_path=path)
-        self._engine = rl_engine.create_engine(self._backend, self._config)
+        self._engine = rl_engine.registry.create_engine(self._backend, self._config)
         self._engine.initialize()
 
 

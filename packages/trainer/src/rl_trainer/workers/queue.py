@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rl_agent
-import rl_tq
+import rl_agent.registry
+import rl_tq.registry
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.runtime.network import address_of
 from rl_trainer.samples import file_of, write_samples
@@ -14,7 +14,7 @@ from rl_trainer.workers.columns import EXPERTS, IMAGES
 
 if TYPE_CHECKING:
     from rl_agent.types import Tokenizer
-    from rl_tq import TransferQueue
+    from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
 
 
@@ -46,8 +46,8 @@ class SampleWorker:
         del context
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._tokenizer = rl_agent.load_tokenizer(model_path)
-        self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
+        self._tokenizer = rl_agent.registry.create_tokenizer(model_path)
+        self._queue = rl_tq.registry.connect(queue_address, timeout_s=timeout_s)
 
     @register(Dispatch.RANK_ZERO)
     def write(self, batch: BatchMeta, step: int) -> int:
@@ -63,9 +63,9 @@ class QueueWorker:
     """Host of the sample queue, in a process of its own: the controller holds no tensor."""
 
     def __init__(self, context: WorkerContext, *, storage: str, name: str, snapshot: str | None = None) -> None:
-        import rl_tq
+        import rl_tq.registry
 
-        self._queue = rl_tq.serve(address_of(storage, name, (context.host, 0)), snapshot=snapshot)
+        self._queue = rl_tq.registry.serve(address_of(storage, name, (context.host, 0)), snapshot=snapshot)
 
     @register(Dispatch.RANK_ZERO)
     def address(self) -> str:

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from rl_rollout import ChildProcess
+from rl_rollout.registry import create_process
 from rl_trainer.errors import RewardError
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.runtime.processes import describe, is_stopped
@@ -108,7 +108,7 @@ class _Server:
         self._url: str | None = None
         self._has_told = threading.Event()
         command = [sys.executable, "-m", "rl_rollout.cli", folder, "--task", "score", "--host", host, "--port", "0"]
-        self._process = ChildProcess([*command, "--exit-with-stdin"], {}, name=self._name, on_line=self._take_line)
+        self._process = create_process([*command, "--exit-with-stdin"], name=self._name, on_line=self._take_line)
         self._process.start()
 
     @property

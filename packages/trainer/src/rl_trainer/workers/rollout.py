@@ -10,13 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-import rl_rollout
+import rl_rollout.registry
 from rl_rollout.errors import ServerLostError
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.processes import DUMP_SIGNAL, DUMP_WAIT_S, describe, is_stopped
 from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
+    from rl_rollout.base import ReceiverSession
     from rl_rollout.types import Capabilities, ServerAddress, ServerConfig, TensorPart
     from rl_trainer.runtime.base import WorkerContext
 
@@ -54,7 +55,7 @@ class RolloutWorker:
         timeout_s: float,
         heartbeat_s: float = 30.0,
     ) -> None:
-        make = rl_rollout.launch_server if is_own_process else rl_rollout.create_server
+        make = rl_rollout.registry.launch_server if is_own_process else rl_rollout.registry.create_server
         self._timeout_s, self._heartbeat_s = timeout_s, heartbeat_s
         self._loop = LoopThread("rollout")
         self._host = context.host
@@ -64,7 +65,7 @@ class RolloutWorker:
             config = replace(config, options={**config.options, "env": variables})
         self._server = make(backend, config)
         self._address = self._loop.run(self._server.start(), timeout_s)
-        self._receiver: rl_rollout.CkptReceiver | None = None
+        self._receiver: ReceiverSession | None = None
         self._watch = self._loop.start(self._end_with_the_server()) if is_own_process else None
 
     async def _end_with_the_server(self) -> None:
@@ -122,7 +123,7 @@ class RolloutWorker:
         """Install a version that is being sent from `address`."""
         if self._receiver is None or self._receiver.address != address:
             self._leave_session()
-            self._receiver = rl_rollout.CkptReceiver(address, timeout_s=self._timeout_s)
+            self._receiver = rl_rollout.registry.create_receiver(address, timeout_s=self._timeout_s)
         self._loop.run(self._server.update_weights(self._receiver, version), self._timeout_s)
         return version
 

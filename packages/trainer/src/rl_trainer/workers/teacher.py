@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import rl_rollout
-import rl_tq
+import rl_rollout.registry
+import rl_tq.registry
 from rl_rollout.types import GenerateRequest, SamplingParams, ServerConfig
 from rl_trainer.errors import ConfigError, TrainerError
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
@@ -45,7 +45,7 @@ class ServedTeacherWorker:
         assert teacher.url is not None, "the caller has checked it"
         self._url, self._timeout_s = teacher.url, timeout_s
         self._prompt = "prompt_token_ids" if teacher.context is None else TEACHER_PROMPT
-        self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
+        self._queue = rl_tq.registry.connect(queue_address, timeout_s=timeout_s)
         self._loop = LoopThread("teacher")
         self._server = self._loop.run(self._connect(teacher), timeout_s)
         if not self._server.capabilities.gives_prompt_logprobs:
@@ -55,14 +55,14 @@ class ServedTeacherWorker:
 
     async def _connect(self, teacher: TeacherSection) -> RolloutServer:
         if teacher.model is None:
-            server = rl_rollout.connect_server(self._url, timeout_s=self._timeout_s)
+            server = rl_rollout.registry.connect_server(self._url, timeout_s=self._timeout_s)
             await server.check_health()
             return server
         options = {"url": self._url, "tokenizer": teacher.path}
         config = ServerConfig(
             model_path=teacher.model, max_model_len=1 << 30, options=options, timeout_s=self._timeout_s
         )
-        server = rl_rollout.create_server("openai", config)
+        server = rl_rollout.registry.create_server("openai", config)
         await server.start()
         return server
 

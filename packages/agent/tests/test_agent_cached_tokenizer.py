@@ -1,4 +1,4 @@
-from rl_trainer.workers.agent import PromptMemory
+from rl_agent.chat_template import CachedTokenizer
 
 
 class Tokenizer:
@@ -18,26 +18,26 @@ def chat(*contents):
 
 def test_a_prompt_is_rendered_once_and_nobody_changes_what_is_remembered():
     tokenizer = Tokenizer()
-    memory = PromptMemory(tokenizer)
-    first = memory.apply_chat_template(chat("abc"), tokenize=True)
+    cached = CachedTokenizer(tokenizer)
+    first = cached.apply_chat_template(chat("abc"), tokenize=True)
     first.append(99)
-    assert memory.apply_chat_template(chat("abc"), tokenize=True) == [3, 1]
+    assert cached.apply_chat_template(chat("abc"), tokenize=True) == [3, 1]
     assert len(tokenizer.rendered) == 1
-    assert memory.apply_chat_template(chat("abc")) == [3, 0]
-    assert memory.apply_chat_template(chat("ab", "c"), tokenize=True) == [2, 1, 1]
+    assert cached.apply_chat_template(chat("abc")) == [3, 0]
+    assert cached.apply_chat_template(chat("ab", "c"), tokenize=True) == [2, 1, 1]
     assert len(tokenizer.rendered) == 3
-    assert memory.eos_token_id == 7
+    assert cached.eos_token_id == 7
 
 
 def test_what_cannot_be_compared_is_rendered_anew_and_the_oldest_is_forgotten():
     tokenizer = Tokenizer()
-    memory = PromptMemory(tokenizer)
+    cached = CachedTokenizer(tokenizer)
     for _ in range(2):
-        assert memory.apply_chat_template(chat(b"abc")) == [3, 0]
+        assert cached.apply_chat_template(chat(b"abc")) == [3, 0]
     assert len(tokenizer.rendered) == 2
     for number in range(1500):
-        memory.apply_chat_template(chat(str(number)))
-    memory.apply_chat_template(chat("1499"))
+        cached.apply_chat_template(chat(str(number)))
+    cached.apply_chat_template(chat("1499"))
     assert len(tokenizer.rendered) == 2 + 1500
-    memory.apply_chat_template(chat("0"))
+    cached.apply_chat_template(chat("0"))
     assert len(tokenizer.rendered) == 2 + 1501
