@@ -248,7 +248,7 @@ BREACHES = {
     "engine-stands-alone": ("rl_engine/base.py", "def f():\n    import rl_tq"),
     "rollout-receives-weights": ("rl_rollout/base.py", "from rl_agent import base"),
     "agent-talks-to-servers": ("rl_agent/base.py", "from rl_ckpt import base"),
-    "servers-are-processes": ("rl_engine/types.py", "import vllm"),
+    "servers-are-processes": ("rl_engine/errors.py", "import vllm"),
     "csrc-layers": ("rl_csrc/reference/logprobs.py", "from rl_csrc.ops import operator"),
     "tq-layers": ("rl_tq/metadata/rows.py", "import rl_tq.protocol.service"),
     "ckpt-layers": ("rl_ckpt/tensors/spec.py", "import rl_ckpt.protocol"),

@@ -318,7 +318,8 @@ BOMB = gzip.compress(bytes(1 << 25))
     ("said", "settings", "words"),
     [
         (web.Response(body=BOMB, headers={"Content-Encoding": "gzip"}), {}, "sent more than 16777216 bytes"),
-        (web.Response(body=b"x", headers={"Content-Encoding": "gzip"}), {}, "cannot be decompressed"),
+        (web.Response(body=b"no gzip", headers={"Content-Encoding": "gzip"}), {}, "not decode content-encoding: gzip"),
+        (web.Response(body=BOMB[:20], headers={"Content-Encoding": "gzip"}), {}, "is not JSON"),
         (web.Response(status=400, body=BOMB, headers={"Content-Encoding": "gzip"}), {}, "sent more than"),
         (web.Response(body=b"[" * 100_000), {}, "is not JSON"),
         (web.Response(body=b"\xff\xfe"), {}, "is not JSON"),
