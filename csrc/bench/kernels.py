@@ -174,7 +174,10 @@ def _linear_in(run: Run, width: int, name: str, dtype: torch.dtype, vocab: int, 
         a, b = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
         tokens = (torch.zeros(num), torch.ones(num), torch.ones(num), torch.tensor([0, num]))
         rl_csrc.linear_loss(
-            a, b, labels, lambda scored, _: rl_csrc.policy_loss(scored, *tokens, loss="reinforce").loss
+            a,
+            b,
+            labels,
+            lambda scored, _: rl_csrc.policy_loss(scored, *tokens, rl_csrc.LossSpec(loss="reinforce")).loss,
         ).loss.backward()
 
     run.compare(

@@ -12,7 +12,7 @@ from timing import measure
 
 from rl_csrc import cuda as ours
 from rl_csrc.cuda.linear_logprobs import GRADIENT_ROWS, _block_shape, _blocks  # pyright: ignore[reportPrivateUsage]
-from rl_csrc.reference import LossSpec
+from rl_csrc.types import LossSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

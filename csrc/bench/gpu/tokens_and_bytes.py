@@ -10,7 +10,7 @@ from timing import measure, measure_graph
 
 from rl_csrc import _cuda
 from rl_csrc import cuda as ours
-from rl_csrc.reference import LossSpec
+from rl_csrc.types import LossSpec
 
 
 def losses(table: Table) -> None:

@@ -30,7 +30,7 @@ from rl_csrc.ops import (
     whiten,
 )
 from rl_csrc.reference import coarse_kl
-from rl_csrc.types import METRIC_NAMES, LinearLoss, LogProbs, Moments, PolicyLoss, Scan
+from rl_csrc.types import METRIC_NAMES, LinearLoss, LogProbs, LossSpec, Moments, PolicyLoss, Scan
 
 __all__ = [
     "METRIC_NAMES",
@@ -42,6 +42,7 @@ __all__ = [
     "LabelError",
     "LinearLoss",
     "LogProbs",
+    "LossSpec",
     "Moments",
     "PeerDiedError",
     "PolicyLoss",

@@ -46,7 +46,7 @@ def with_adjacent_columns(logits: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def native_spec(module: Any, spec: Any) -> Any:
-    """The struct `rl_loss_spec` of a native module for a `reference.LossSpec`, made once for each set of options."""
+    """The struct `rl_loss_spec` of a native module for a `LossSpec`, made once for each set of options."""
     return module.LossSpec(**spec.fields())
 
 

@@ -5,9 +5,13 @@ Legend: `T` tokens, `R` logit rows, `V` vocabulary, `H` hidden, `B` sequences.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 Loss = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro", "reinforce"]
@@ -48,6 +52,65 @@ METRIC_NAMES: tuple[str, ...] = (
 NUM_STATS = 5  # per token: max, sum e, sum e*(z - max), sum e^2, label's z (-inf: in another shard; +inf: ignored)
 K3_MAX = 10.0  # the KL estimator k3 is capped here, and has no gradient beyond it
 LOG_RATIO_MAX = 20.0  # |logprobs - old_logprobs| is clamped here before exp; beyond it the ratio has no gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """Options of a policy loss: its formula, KL, entropy bonus, and how tokens are added up.
+
+    Native kernels take them by these names (`include/rl_csrc/loss_spec.h`).
+    """
+
+    loss: Loss = "ppo"
+    """ppo (1707.06347; clip-higher 2503.14476; dual 1912.09729), gspo (2507.18071), cispo (2506.13585), sapo
+    (2511.20347), gmpo (2507.20673), dppo_tv and dppo_kl (2602.04879), dro, reinforce."""
+    clip_low: float = 0.2
+    """Lower clip distance: ratio 1 - clip_low; for gmpo of the log ratio; for dppo of the divergence."""
+    clip_high: float = 0.2
+    """Upper clip distance, the same units."""
+    clip_dual: float = math.inf
+    """Dual-clip constant c > 1 for negative advantages (ppo, gspo); infinity: off."""
+    ratio_max: float = 20.0
+    """dppo: cap c of the detached ratio."""
+    tau_pos: float = 1.0
+    """sapo: temperature where the advantage is positive."""
+    tau_neg: float = 1.05
+    """sapo: temperature elsewhere."""
+    dro_beta: float = 0.1
+    """dro: weight of the squared log ratio."""
+    k3_max: float = K3_MAX
+    """Cap of the KL estimators k3 and k3+ (10 as in verl: one token that the reference finds impossible must not
+    outweigh the batch); infinity: off. k3 has no gradient beyond it."""
+    kl: Kl = "none"
+    """Estimator of the KL to the reference that is added to the loss; `+` has the gradient of k2."""
+    kl_coef: float = 0.0
+    """Its coefficient in the loss."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus (subtracted from the loss)."""
+    aggregation: Aggregation = "token-mean"
+    """Aggregation of per-token losses: token-* count tokens; seq-mean-* divides by the number of sequences, -norm also
+    by `norm_constant`. A sequence without a masked token counts nowhere."""
+
+    def fields(self) -> dict[str, float | int]:
+        """Options by name as native kernels take them: strings become positions in `LOSSES`, `KLS`, `AGGREGATIONS`."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: _NAMES[name].index(value) if name in _NAMES else float(value) for name, value in values.items()}
+
+    def numbers(self) -> list[float]:
+        """Options as a list of floats in field order, which a torch.library schema can carry."""
+        return [float(x) for x in self.fields().values()]
+
+    @classmethod
+    def of(cls, numbers: LossSpec | Sequence[float]) -> LossSpec:
+        """Inverse of `numbers`; a `LossSpec` is returned as it is."""
+        if isinstance(numbers, LossSpec):
+            return numbers
+        named = zip(cls.__slots__, numbers, strict=True)
+        values: dict[str, Any] = {name: _NAMES[name][int(x)] if name in _NAMES else x for name, x in named}
+        return cls(**values)
+
+
+_NAMES: dict[str, tuple[str, ...]] = {"loss": LOSSES, "kl": KLS, "aggregation": AGGREGATIONS}
 
 
 class LogProbs(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 
 import rl_csrc
 from rl_csrc.buffers import digest as digests
-from rl_csrc.reference import LossSpec
 from rl_csrc.testing import Implementation, cu_seqlens
+from rl_csrc.types import LossSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from rl_csrc import reference
-from rl_csrc.reference import LossSpec
 from rl_csrc.testing import Implementation, cu_seqlens, relative_error
-from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, MASK_MODES, SCAN_KINDS
+from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, MASK_MODES, SCAN_KINDS, LossSpec
 
 LENGTHS = [5, 0, 130, 1, 700, 33]
 SLOW = pytest.mark.slow

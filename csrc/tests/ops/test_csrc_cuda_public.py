@@ -107,7 +107,9 @@ def test_linear_logprobs_with_gradient(check: Check) -> None:
 def test_policy_loss_with_gradient(check: Check, loss: str) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         leaf = (b["old"] + 0.1 * b["advantages"]).requires_grad_()
-        found = rl_csrc.policy_loss(leaf, b["old"], b["advantages"], b["mask"], b["cu_seqlens"], loss=loss)
+        found = rl_csrc.policy_loss(
+            leaf, b["old"], b["advantages"], b["mask"], b["cu_seqlens"], rl_csrc.LossSpec(loss=loss)
+        )
         return [found.loss.detach(), found.metrics, *torch.autograd.grad(found.loss, leaf)]
 
     check(run)

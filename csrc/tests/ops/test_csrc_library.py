@@ -11,10 +11,13 @@ from torch.library import opcheck
 
 import rl_csrc
 from rl_csrc import _cpu, cpu
-from rl_csrc.reference import LossSpec
+from rl_csrc.types import LossSpec
 
 OPS = torch.ops.rl_csrc
 CU = torch.tensor([0, 3, 3, 8])
+
+
+SPEC = LossSpec(entropy_coef=0.1)
 
 
 def policy_arguments(kl="k3"):
@@ -74,7 +77,7 @@ def test_a_compiled_training_step_equals_the_eager_one():
     def step(h, w, bias):
         scored = rl_csrc.logprobs(h @ w.T, LABELS, entropy=True, temperature=0.9)
         linear = rl_csrc.linear_logprobs(h, w, LABELS, bias=bias)
-        loss = rl_csrc.policy_loss(scored.logprobs, old, adv, mask, cu, entropy=scored.entropy, entropy_coef=0.1).loss
+        loss = rl_csrc.policy_loss(scored.logprobs, old, adv, mask, cu, SPEC, entropy=scored.entropy).loss
         return loss + linear.logprobs.sum()
 
     grads = []

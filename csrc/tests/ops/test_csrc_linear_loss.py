@@ -65,7 +65,9 @@ def test_a_policy_loss_under_the_head_equals_the_two_ops(monkeypatch, dtype, opt
     measured = []
 
     def loss(logprobs, entropy):
-        found = rl_csrc.policy_loss(logprobs, *tokens, entropy=entropy, loss="cispo", num_tokens=40.0, **options)
+        found = rl_csrc.policy_loss(
+            logprobs, *tokens, rl_csrc.LossSpec(loss="cispo", **options), entropy=entropy, num_tokens=40.0
+        )
         measured[:] = [found.metrics]
         return found.loss
 

@@ -9,11 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_csrc
-from rl_csrc import _cpu
+from rl_csrc import LossSpec, _cpu
 from rl_csrc.types import AGGREGATIONS, KLS, LOSSES
 
 LEVELS = list(range(_cpu.set_kernel_level(-1) + 1))
 NUM_TOKENS, CU = 53, [0, 1, 1, 18, 37, 53]
+
+
+def policy_loss(*tokens, **options):
+    """The op with the fields of its spec among the options."""
+    spec = LossSpec(**{name: options.pop(name) for name in LossSpec.__slots__ if name in options})
+    return rl_csrc.policy_loss(*tokens, spec, **options)
 
 
 def batch(seed=0, dtype=torch.float32, cu_seqlens=CU):
@@ -37,7 +43,7 @@ def run(case, *, counts_more=False, **options):
     if counts_more:
         options["sequence_counts"] = cu.diff()
     lp, entropy = lp.detach().clone().requires_grad_(), entropy.detach().clone().requires_grad_()
-    found = rl_csrc.policy_loss(
+    found = policy_loss(
         lp, old, adv, mask, cu, ref_logprobs=ref, entropy=entropy, weights=weights, norm_constant=11.0, **options
     )
     (found.loss * 1.5).backward()
@@ -53,7 +59,7 @@ def doubled(case):
 @given(
     aggregation=st.sampled_from(AGGREGATIONS),
     kl=st.sampled_from(KLS),
-    clip_dual=st.sampled_from([None, 1.5]),
+    clip_dual=st.sampled_from([math.inf, 1.5]),
     counts_more=st.booleans(),
     lengths=st.lists(st.integers(0, 40), max_size=6),
     level=st.sampled_from(LEVELS),
@@ -88,16 +94,14 @@ def test_gradcheck_of_losses_without_a_stopped_gradient(loss, kl):
     def value(lp, entropy):
         _, old, adv, mask, cu, ref, _, weights = case
         options = {"loss": loss, "kl": kl, "kl_coef": 0.2, "entropy_coef": 0.1, "clip_dual": 3.0}
-        return rl_csrc.policy_loss(
-            lp, old, adv, mask, cu, ref_logprobs=ref, entropy=entropy, weights=weights, **options
-        ).loss
+        return policy_loss(lp, old, adv, mask, cu, ref_logprobs=ref, entropy=entropy, weights=weights, **options).loss
 
     assert torch.autograd.gradcheck(value, (case[0].requires_grad_(), case[6].requires_grad_()))
 
 
 def one_token(lp, old, adv, **options):
     x = torch.tensor([lp], requires_grad=True)
-    found = rl_csrc.policy_loss(
+    found = policy_loss(
         x, torch.tensor([old]), torch.tensor([adv]), torch.tensor([True]), torch.tensor([0, 1]), **options
     )
     found.loss.backward()
@@ -146,16 +150,14 @@ def test_hand_computed_aggregation(aggregation, wanted):
     mask = torch.tensor([1, 1, 1, 0, 1, 0])
     cu = torch.tensor([0, 4, 5, 6], dtype=torch.int32)  # the last sequence is wholly masked: it counts nowhere
     one = torch.ones(6)
-    found = rl_csrc.policy_loss(
-        -losses, -losses, one, mask, cu, loss="reinforce", aggregation=aggregation, norm_constant=8
-    )
+    found = policy_loss(-losses, -losses, one, mask, cu, loss="reinforce", aggregation=aggregation, norm_constant=8)
     assert found.loss.item() == pytest.approx(wanted)
 
 
 def test_a_sequence_is_divided_by_the_count_that_is_given():
     """2 of the first sequence's 4 tokens are masked out, and the mean still goes over 4; one of none counts as 1."""
     losses, mask = torch.tensor([1.0, 2.0, 3.0, 99.0, 10.0, 99.0]), torch.tensor([1, 0, 1, 0, 1, 0])
-    found = rl_csrc.policy_loss(
+    found = policy_loss(
         -losses,
         -losses,
         torch.ones(6),
@@ -176,7 +178,7 @@ def test_a_sequence_is_divided_by_the_count_that_is_given():
 def test_a_sequence_whose_tokens_are_all_masked_out_adds_nothing(dtype):
     """Its count is 0, and it is not divided by it: loss, metrics and gradients are finite."""
     lp = torch.tensor([-1.0, -2.0, -99.0, -99.0], dtype=dtype, requires_grad=True)
-    found = rl_csrc.policy_loss(
+    found = policy_loss(
         lp,
         lp.detach(),
         torch.ones(4, dtype=dtype),
@@ -210,9 +212,7 @@ def test_a_sequence_whose_tokens_are_all_masked_out_adds_nothing(dtype):
 def test_k3_is_capped_at_10(dtype, kl, d, value, gradient):
     x = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
     zero, one = torch.zeros(1, dtype=dtype), torch.ones(1)
-    found = rl_csrc.policy_loss(
-        x, x.detach(), zero, one, torch.tensor([0, 1]), kl=kl, kl_coef=1.0, ref_logprobs=-1 - d + zero
-    )
+    found = policy_loss(x, x.detach(), zero, one, torch.tensor([0, 1]), kl=kl, kl_coef=1.0, ref_logprobs=-1 - d + zero)
     found.loss.backward()
     assert found.loss.item() == pytest.approx(value, rel=1e-5)
     assert x.grad.item() == pytest.approx(gradient, rel=1e-5, abs=1e-7)
@@ -231,7 +231,7 @@ def test_k3_is_capped_at_10(dtype, kl, d, value, gradient):
 def test_the_cap_of_k3_can_be_chosen(dtype, k3_max, d, value, gradient):
     x = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
     zero, one = torch.zeros(1, dtype=dtype), torch.ones(1)
-    found = rl_csrc.policy_loss(
+    found = policy_loss(
         x, x.detach(), zero, one, torch.tensor([0, 1]), kl="k3", kl_coef=1.0, k3_max=k3_max, ref_logprobs=-1 - d + zero
     )
     found.loss.backward()
@@ -245,11 +245,9 @@ def test_micro_batches_add_up_to_the_global_batch():
         ("token-mean", {"num_tokens": int(mask.sum())}),
         ("seq-mean-token-mean", {"num_sequences": 3}),
     ):
-        whole = rl_csrc.policy_loss(lp, old, adv, mask, cu, aggregation=aggregation)
+        whole = policy_loss(lp, old, adv, mask, cu, aggregation=aggregation)
         parts = [
-            rl_csrc.policy_loss(
-                lp[a:b], old[a:b], adv[a:b], mask[a:b], cu[i:j] - cu[i], aggregation=aggregation, **counts
-            )
+            policy_loss(lp[a:b], old[a:b], adv[a:b], mask[a:b], cu[i:j] - cu[i], aggregation=aggregation, **counts)
             for i, j, a, b in ((0, 4, 0, 18), (3, 6, 18, 53))
         ]
         torch.testing.assert_close(sum(p.loss for p in parts), whole.loss)
@@ -278,7 +276,7 @@ def test_the_same_bits_with_any_number_of_threads():
     for threads in (1, 2, 4):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        results.append(rl_csrc.policy_loss(lp, old, adv, torch.ones(num), cu))
+        results.append(policy_loss(lp, old, adv, torch.ones(num), cu))
         torch.set_num_threads(before)
     assert all(torch.equal(r.loss, results[0].loss) and torch.equal(r.metrics, results[0].metrics) for r in results)
 
@@ -286,23 +284,31 @@ def test_the_same_bits_with_any_number_of_threads():
 def test_refusals_are_sentences():
     lp, old, adv, mask, cu, *_ = batch()
     with pytest.raises(rl_csrc.ArgumentError, match="loss is 'pppo'; allowed are ppo, gspo"):
-        rl_csrc.policy_loss(lp, old, adv, mask, cu, loss="pppo")
+        policy_loss(lp, old, adv, mask, cu, loss="pppo")
     with pytest.raises(rl_csrc.ArgumentError, match="there are no ref_logprobs"):
-        rl_csrc.policy_loss(lp, old, adv, mask, cu, kl="k3")
+        policy_loss(lp, old, adv, mask, cu, kl="k3")
     with pytest.raises(rl_csrc.ArgumentError, match="give norm_constant"):
-        rl_csrc.policy_loss(lp, old, adv, mask, cu, aggregation="seq-mean-token-sum-norm")
+        policy_loss(lp, old, adv, mask, cu, aggregation="seq-mean-token-sum-norm")
     options = {"aggregation": "seq-mean-token-mean", "sequence_counts": torch.ones(2)}
     with pytest.raises(rl_csrc.ArgumentError, match=r"sequence_counts has shape \[2\]"):
-        rl_csrc.policy_loss(lp, old, adv, mask, cu, **options)
+        policy_loss(lp, old, adv, mask, cu, **options)
     with pytest.raises(rl_csrc.ArgumentError, match=r"advantages has shape \[3\]"):
-        rl_csrc.policy_loss(lp, old, adv[:3], mask, cu)
+        policy_loss(lp, old, adv[:3], mask, cu)
     for dtype in (torch.float32, torch.float64):  # the kernels', and plain torch, which would broadcast it
         with pytest.raises(rl_csrc.ArgumentError, match=r"entropy has shape \[1\]"):
-            rl_csrc.policy_loss(lp.to(dtype), old, adv, mask, cu, entropy=torch.ones(1, dtype=dtype))
+            policy_loss(lp.to(dtype), old, adv, mask, cu, entropy=torch.ones(1, dtype=dtype))
     with pytest.raises(rl_csrc.ArgumentError, match="end at the number of tokens, 53"):
-        rl_csrc.policy_loss(lp, old, adv, mask, cu[:-1])
+        policy_loss(lp, old, adv, mask, cu[:-1])
     with pytest.raises(rl_csrc.ArgumentError, match="k3_max is 0"):
-        rl_csrc.policy_loss(lp, old, adv, mask, cu, k3_max=0)
+        policy_loss(lp, old, adv, mask, cu, k3_max=0)
     for clip_dual in (0.5, 1.0):
         with pytest.raises(rl_csrc.ArgumentError, match=f"clip_dual is {clip_dual}"):
-            rl_csrc.policy_loss(lp, old, adv, mask, cu, clip_dual=clip_dual)
+            policy_loss(lp, old, adv, mask, cu, clip_dual=clip_dual)
+
+
+def test_options_given_one_by_one_are_deprecated():
+    lp, old, adv, mask, cu, *_ = batch()
+    wanted = rl_csrc.policy_loss(lp, old, adv, mask, cu, LossSpec(loss="gspo", clip_high=0.3))
+    with pytest.warns(DeprecationWarning, match=r"given as LossSpec\(\.\.\.\)"):
+        found = rl_csrc.policy_loss(lp, old, adv, mask, cu, loss="gspo", clip_high=0.3, clip_dual=None)
+    assert torch.equal(found.loss, wanted.loss)

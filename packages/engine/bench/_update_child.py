@@ -50,7 +50,7 @@ def ours(given, backend, **options):
     @token_local
     def loss_function(output, rows):
         mask = rows["loss_mask"].values().bool()
-        counted = {"num_tokens": output.counts.tokens, "aggregation": "token-mean"}
+        counted = {"num_tokens": output.counts.tokens}
         advantages, found = rows["advantages"].values(), output.logprobs
         return policy_loss(found, found.detach(), advantages, mask, output.cu_seqlens, **counted).loss, {}
 

@@ -157,7 +157,7 @@ def _policy_loss(output, rows):
     """PPO on log-probs that are the old ones."""
     mask, found = rows["loss_mask"].values().bool(), output.logprobs
     old, advantages = found.detach(), torch.linspace(-1, 1, len(mask))
-    counted = {"num_tokens": output.counts.tokens, "aggregation": "token-mean"}
+    counted = {"num_tokens": output.counts.tokens}
     return policy_loss(found, old, advantages, mask, output.cu_seqlens, **counted).loss, {}
 
 

@@ -18,7 +18,7 @@ from rl_csrc.types import GROUP_MODES, MASK_MODES, METRIC_NAMES, NUM_STATS, SCAN
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rl_csrc.reference import LossSpec
+    from rl_csrc.types import LossSpec
 
 CHUNK_BYTES = 64 << 20
 """Memory for the logits, or their gradient, of one vocabulary chunk."""

@@ -13,7 +13,7 @@ from rl_csrc.types import GROUP_MODES, MASK_MODES, METRIC_NAMES, NUM_STATS, SCAN
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_csrc.reference import LossSpec
+    from rl_csrc.types import LossSpec
 
 MAX_SCATTERED = 1 << 15
 """Number of rewards above which group ids are sorted first: without order, finding members costs rewards x groups."""

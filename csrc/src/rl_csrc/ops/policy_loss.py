@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +23,12 @@ from rl_csrc.ops.operator import (
     optional_floats,
     split,
 )
-from rl_csrc.reference import LossSpec
-from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, PolicyLoss
+from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, LossSpec, PolicyLoss
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rl_csrc.types import Aggregation, Kl, Loss
+    from rl_csrc.types import Aggregation
 
 
 def policy_loss(
@@ -35,27 +37,16 @@ def policy_loss(
     advantages: Tensor,
     loss_mask: Tensor,
     cu_seqlens: Tensor,
+    spec: LossSpec | None = None,
     *,
-    loss: Loss = "ppo",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    clip_dual: float | None = None,
-    ratio_max: float = 20.0,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-    dro_beta: float = 0.1,
-    k3_max: float = 10.0,
-    kl: Kl = "none",
-    kl_coef: float = 0.0,
     ref_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
-    entropy_coef: float = 0.0,
     weights: Tensor | None = None,
-    aggregation: Aggregation = "token-mean",
     num_tokens: float | Tensor | None = None,
     num_sequences: float | Tensor | None = None,
     norm_constant: float | None = None,
     sequence_counts: Tensor | None = None,
+    **options: Any,
 ) -> PolicyLoss:
     """Loss, gradient and metrics of a policy update on packed tokens, in one pass.
 
@@ -68,49 +59,27 @@ def policy_loss(
         advantages: `[T]`.
         loss_mask: `[T]` bool or 0/1; values at masked-out positions are never read, NaN included.
         cu_seqlens: `[B + 1]` int64 or int32, where each sequence starts; the last entry is T.
-        loss: ppo (1707.06347; clip-higher 2503.14476; dual 1912.09729), gspo (2507.18071), cispo (2506.13585),
-            sapo (2511.20347), gmpo (2507.20673), dppo_tv and dppo_kl (2602.04879), dro, reinforce.
-        clip_low: lower bound: ratio 1 - clip_low; for gmpo of the log ratio; for dppo of the divergence.
-        clip_high: upper bound, the same units.
-        clip_dual: bound c > 1 of the ratio where the advantage is negative (ppo, gspo); None: off.
-        ratio_max: dppo, cap of the detached ratio.
-        tau_pos: sapo, temperature where the advantage is positive.
-        tau_neg: sapo, temperature elsewhere.
-        dro_beta: dro, weight of the squared log ratio.
-        k3_max: cap of k3 (10 as in verl: one token that the reference finds impossible must not outweigh the batch);
-            k3 has no gradient beyond it; infinity: off.
-        kl: estimator of the KL to `ref_logprobs` added to the loss; `+` has the gradient of k2.
-        kl_coef: its coefficient.
-        ref_logprobs: `[T]`, the reference policy's.
+        spec: Formula, clip bounds, KL, entropy bonus and aggregation; None: `LossSpec()`, which is PPO's.
+        ref_logprobs: `[T]`, the reference policy's; needed with `spec.kl`.
         entropy: `[T]`, for the bonus and its metric.
-        entropy_coef: coefficient of the entropy bonus.
         weights: `[T]`, rollout-correction weights of the policy term.
-        aggregation: token-mean and token-sum count tokens; seq-mean-* divides by `num_sequences`; -norm also by
-            `norm_constant`. A sequence without a masked token counts nowhere.
         num_tokens: masked tokens of the *global* batch (number or 0-d tensor); None: those of this call.
         num_sequences: sequences of the *global* batch that have a masked token; None: those of this call.
         norm_constant: what seq-mean-token-sum-norm divides by.
         sequence_counts: `[B]`, number of tokens that seq-mean-token-mean divides each sequence by; None: those in
             `loss_mask`. For a mask from which rejected tokens were removed while the mean is over all tokens.
+        options: Deprecated: fields of the spec, which 0.1 took one by one.
 
     Raises:
         ArgumentError: a shape or option that the op does not take.
     """
-    spec = _checked_spec(
-        loss=loss,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_dual=clip_dual,
-        ratio_max=ratio_max,
-        tau_pos=tau_pos,
-        tau_neg=tau_neg,
-        dro_beta=dro_beta,
-        k3_max=k3_max,
-        kl=kl,
-        kl_coef=kl_coef,
-        entropy_coef=entropy_coef,
-        aggregation=aggregation,
-    )
+    spec = spec or LossSpec()
+    if options:
+        warnings.warn("options of policy_loss are given as LossSpec(...)", DeprecationWarning, stacklevel=2)
+        options["clip_dual"] = options.get("clip_dual") or math.inf
+        spec = replace(spec, **options)
+    _check_spec(spec)
+    kl, aggregation = spec.kl, spec.aggregation
     num, like = old_logprobs.shape[0], logprobs
     named = {"advantages": advantages, "loss_mask": loss_mask, "ref_logprobs": ref_logprobs, "weights": weights}
     for name, x in {"old_logprobs": old_logprobs, **named, "entropy": entropy}.items():
@@ -141,9 +110,7 @@ def policy_loss(
     return PolicyLoss(*_POLICY(logprobs, *arguments, entropy)[:2])
 
 
-def _checked_spec(clip_dual: float | None = None, **options: Any) -> LossSpec:
-    """Options of a policy loss, checked; raises ArgumentError."""
-    spec = LossSpec(**options) if clip_dual is None else LossSpec(clip_dual=clip_dual, **options)
+def _check_spec(spec: LossSpec) -> None:
     check_one_of("loss", spec.loss, LOSSES)
     check_one_of("kl", spec.kl, KLS)
     check_one_of("aggregation", spec.aggregation, AGGREGATIONS)
@@ -155,9 +122,8 @@ def _checked_spec(clip_dual: float | None = None, **options: Any) -> LossSpec:
         raise ArgumentError(f"k3_max is {spec.k3_max}; wanted more than 0 (10 is usual), or infinity to switch it off.")
     if spec.clip_dual <= 1:
         raise ArgumentError(
-            f"clip_dual is {spec.clip_dual}; wanted more than 1 (3 is usual), or None to switch it off."
+            f"clip_dual is {spec.clip_dual}; wanted more than 1 (3 is usual), or infinity to switch it off."
         )
-    return spec
 
 
 def _denominator(

@@ -21,11 +21,10 @@ from rl_csrc.reference.logprobs import (
     logprobs_forward,
     stats_merge,
 )
-from rl_csrc.reference.policy_loss import LossSpec, differentiable_policy_loss, policy_loss
+from rl_csrc.reference.policy_loss import differentiable_policy_loss, policy_loss
 
 __all__ = [
     "Gather",
-    "LossSpec",
     "TokenLoss",
     "check_labels",
     "coarse_kl",

@@ -4,78 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rl_csrc.types import (
-    AGGREGATIONS,
-    K3_MAX,
-    KLS,
-    LOG_RATIO_MAX,
-    LOSSES,
-    Aggregation,
-    Kl,
-    Loss,
-    PolicyLoss,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSpec:
-    """Options of a policy loss. Native kernels take them by these names (`include/rl_csrc/loss_spec.h`)."""
-
-    loss: Loss = "ppo"
-    """Name of the per-token loss."""
-    clip_low: float = 0.2
-    """Lower clip distance (ratio; log ratio for gmpo; divergence bound for dppo)."""
-    clip_high: float = 0.2
-    """Upper clip distance, the same units."""
-    clip_dual: float = math.inf
-    """Dual-clip constant c > 1 for negative advantages (ppo, gspo); infinity: off."""
-    ratio_max: float = 20.0
-    """dppo: cap c of the detached ratio."""
-    tau_pos: float = 1.0
-    """sapo: temperature where the advantage is positive."""
-    tau_neg: float = 1.05
-    """sapo: temperature elsewhere."""
-    dro_beta: float = 0.1
-    """dro: weight of the squared log ratio."""
-    k3_max: float = K3_MAX
-    """Cap of the KL estimators k3 and k3+; infinity: off. k3 has no gradient beyond it."""
-    kl: Kl = "none"
-    """Estimator of the KL to the reference."""
-    kl_coef: float = 0.0
-    """Its coefficient in the loss."""
-    entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus (subtracted from the loss)."""
-    aggregation: Aggregation = "token-mean"
-    """Aggregation of per-token losses."""
-
-    def fields(self) -> dict[str, float | int]:
-        """Options by name as native kernels take them: strings become positions in `LOSSES`, `KLS`, `AGGREGATIONS`."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return {name: _NAMES[name].index(value) if name in _NAMES else float(value) for name, value in values.items()}
-
-    def numbers(self) -> list[float]:
-        """Options as a list of floats in field order, which a torch.library schema can carry."""
-        return [float(x) for x in self.fields().values()]
-
-    @classmethod
-    def of(cls, numbers: LossSpec | Sequence[float]) -> LossSpec:
-        """Inverse of `numbers`; a `LossSpec` is returned as it is."""
-        if isinstance(numbers, LossSpec):
-            return numbers
-        named = zip(cls.__slots__, numbers, strict=True)
-        values: dict[str, Any] = {name: _NAMES[name][int(x)] if name in _NAMES else x for name, x in named}
-        return cls(**values)
-
-
-_NAMES: dict[str, tuple[str, ...]] = {"loss": LOSSES, "kl": KLS, "aggregation": AGGREGATIONS}
+from rl_csrc.types import LOG_RATIO_MAX, LossSpec, PolicyLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

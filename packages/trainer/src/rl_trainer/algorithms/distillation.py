@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import rl_csrc
-from rl_csrc import coarse_kl
+from rl_csrc import LossSpec, coarse_kl
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
+    from rl_csrc.types import Aggregation
     from rl_engine.types import ModelOutput
     from rl_trainer.config import TeacherSection
 
@@ -32,7 +34,12 @@ def teacher_columns(teacher: TeacherSection) -> dict[str, str]:
 
 
 def teacher_loss(
-    output: ModelOutput, rows: TensorDict, mask: Tensor, teacher: TeacherSection, counted: Mapping[str, Any]
+    output: ModelOutput,
+    rows: TensorDict,
+    mask: Tensor,
+    teacher: TeacherSection,
+    aggregation: Aggregation,
+    counted: Mapping[str, Any],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The divergence of policy and teacher (generalised knowledge distillation, arXiv 2306.13649), as a share.
 
@@ -46,9 +53,10 @@ def teacher_loss(
         rows: With the columns of `teacher_columns`.
         mask: (T,) bool, the tokens that are learned from.
         teacher: Divergence and its weight.
-        counted: How `rl_csrc.policy_loss` adds tokens up.
+        aggregation: How `rl_csrc.policy_loss` adds tokens up.
+        counted: Counts that it divides by.
     """
-    cu_seqlens = output.cu_seqlens
+    cu_seqlens, plain = output.cu_seqlens, LossSpec(loss="reinforce", aggregation=aggregation)
     sampled = rows["teacher_logprobs"].values().to(output.logprobs.dtype)
     nothing = torch.zeros_like(sampled)
     gap = torch.where(mask, output.logprobs.detach() - sampled, 0.0)
@@ -62,9 +70,7 @@ def teacher_loss(
             nothing,
             mask,
             cu_seqlens,
-            loss="reinforce",
-            kl="k2",
-            kl_coef=teacher.coef * (1 - weight),
+            replace(plain, kl="k2", kl_coef=teacher.coef * (1 - weight)),
             ref_logprobs=sampled,
             **counted,
         ).loss
@@ -75,9 +81,7 @@ def teacher_loss(
         mean = torch.where(mask, divergence.detach(), 0.0).sum() / max(output.counts.tokens, 1.0)
         metrics["teacher_jsd" if is_jsd else "teacher_forward_kl"] = mean
         # REINFORCE is -advantage * what it is given, added up as configured.
-        share = rl_csrc.policy_loss(
-            divergence, divergence.detach(), nothing - 1, mask, cu_seqlens, loss="reinforce", **counted
-        )
+        share = rl_csrc.policy_loss(divergence, divergence.detach(), nothing - 1, mask, cu_seqlens, plain, **counted)
         total = total + teacher.coef * weight * share.loss
     return total, metrics
 

@@ -5,13 +5,14 @@ Legend: `T` tokens (packed), `B` rows.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import rl_csrc
-from rl_csrc import METRIC_NAMES
+from rl_csrc import METRIC_NAMES, LossSpec
 from rl_trainer.algorithms import distillation
 from rl_trainer.algorithms.aggregation import LOG_MAX, Aggregation, row_of, row_sums
 from rl_trainer.algorithms.kl_controller import TOKEN_ENTROPY, UNBIASED, estimate_kl
@@ -126,7 +127,6 @@ class PolicyLossFunction:
         extra, mask = term.extra, kept.mask
         num_tokens = max(output.counts.tokens, 1.0)  # all of a batch may be rejected
         counted: dict[str, Any] = {
-            "aggregation": config.aggregation,
             "num_tokens": num_tokens,
             "num_sequences": max(output.counts.sequences, 1.0),
             "norm_constant": self.max_new_tokens if config.aggregation.endswith("norm") else None,
@@ -140,14 +140,17 @@ class PolicyLossFunction:
             term.advantages,
             mask,
             output.cu_seqlens,
-            loss=term.loss,  # pyright: ignore[reportArgumentType] - registered, and without a function of its own
-            kl=config.kl_estimator if has_reference and not is_weighted_kl else "none",  # pyright: ignore[reportArgumentType] - UNBIASED is left out
-            kl_coef=config.kl_coef,
+            LossSpec(
+                loss=term.loss,  # pyright: ignore[reportArgumentType] - registered, and without a function of its own
+                kl=config.kl_estimator if has_reference and not is_weighted_kl else "none",  # pyright: ignore[reportArgumentType] - UNBIASED is left out
+                kl_coef=config.kl_coef,
+                entropy_coef=config.entropy_coef,
+                aggregation=config.aggregation,
+                **term.bounds,
+            ),
             ref_logprobs=rows["ref_logprobs"].values() if has_reference else None,
             entropy=output.entropy,
-            entropy_coef=config.entropy_coef,
             weights=term.weights,
-            **term.bounds,
             **counted,
         )
         sums = dict(zip(METRIC_NAMES, result.metrics, strict=True))
@@ -166,7 +169,7 @@ class PolicyLossFunction:
             if config.entropy_target > 0:
                 metrics[TOKEN_ENTROPY] = torch.where(mask, output.entropy.detach(), 0.0).sum() / num_tokens
         if self.teacher is not None:
-            pull, taught = distillation.teacher_loss(output, rows, mask, self.teacher, counted)
+            pull, taught = distillation.teacher_loss(output, rows, mask, self.teacher, config.aggregation, counted)
             extra, metrics = extra + pull, metrics | taught
         return result.loss + extra, metrics | kept.metrics
 
@@ -181,7 +184,7 @@ class PolicyLossFunction:
         advantages, extra = rows["advantages"].values(), torch.zeros((), device=old.device)
         bounds: dict[str, Any] = {name: value for name, value in options.items() if name not in _SELECTION}
         if "clip_dual" in bounds:
-            bounds["clip_dual"] = bounds["clip_dual"] or None
+            bounds["clip_dual"] = bounds["clip_dual"] or math.inf
         if spec.compute is not None:
             per_token = spec.compute(
                 PolicyLossInput(
@@ -203,7 +206,7 @@ class PolicyLossFunction:
         elif name == "clip_cov":  # ppo, but for the chosen tokens, which get no gradient
             name, weights = "ppo", _times(weights, ~rows["selected"].values().bool())
         elif name == "kl_cov":  # the plain ratio; the chosen tokens pay for leaving the old policy
-            name, bounds = "ppo", {"clip_low": 1.0, "clip_high": _NO_CLIP, "clip_dual": None}
+            name, bounds = "ppo", {"clip_low": 1.0, "clip_high": _NO_CLIP}
             distance = torch.where(rows["selected"].values().bool(), (output.logprobs - old).abs(), 0.0)
             extra = self._share(options["kl_coef"] * distance, output, kept)
         return _Term(loss=name, advantages=advantages, weights=weights, bounds=bounds, extra=extra)
@@ -215,7 +218,7 @@ class PolicyLossFunction:
         yield from ("log_ratio", "k3", "ratio")
         if "clip_high" in bounds and bounds["clip_high"] != _NO_CLIP:
             yield from ("clipped_high", "clipped_low")
-        if bounds.get("clip_dual") is not None:
+        if bounds.get("clip_dual", math.inf) < math.inf:
             yield "clipped_dual"
 
     def _correct(self, output: ModelOutput, rows: TensorDict, old: Tensor) -> _Kept:
