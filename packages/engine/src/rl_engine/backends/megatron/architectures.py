@@ -13,23 +13,112 @@ from rl_engine.model.moe import Experts
 from rl_engine.types import Head
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from rl_engine.types import ParallelConfig
 
-_MODEL_TYPES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "glm4_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "gpt_oss",
-)
 _QUICK_GELU = 1.702  # of the sigmoid's argument, in megatron-core's quick_gelu
 _SWIGLU_LIMIT = 7.0  # both are attributes of GPT-OSS's config in newer transformers, and were in its code before
-_WITH_MTP = ("deepseek_v3", "glm4_moe")
-_WITH_SHARED_EXPERTS = ("glm4_moe", "deepseek_v2", "deepseek_v3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How a family of models differs from Llama's; a text is the key of its config that says so."""
+
+    qkv_bias: bool | str = False
+    """Query, key and value projections have a bias."""
+    qk_norm: bool | str = False
+    """RMSNorm of each query and key head."""
+    num_experts: str | None = None
+    """Key with the number of experts; None: all layers are dense."""
+    expert_size: str = "moe_intermediate_size"
+    """Key with the inner size of an expert."""
+    norm_top_k: bool | str = "norm_topk_prob"
+    """The chosen experts' probabilities are scaled to sum to 1."""
+    has_shared_experts: bool = False
+    """Every token goes to shared experts too, and the first layers are dense."""
+    is_sigmoid: bool = False
+    """Experts are chosen by sigmoids, not by softmax."""
+    is_latent: bool = False
+    """Latent attention (MLA)."""
+    has_sinks: bool = False
+    """Attention sinks, biases of products and experts, and a clamped activation, as GPT-OSS has them."""
+    has_mtp: bool = False
+    """Layers for multi-token prediction are mapped."""
+    takes_yarn: bool = False
+    """YaRN's rotary tables are mapped."""
+    has_partial_rotary: bool = False
+    """A part of each head is rotated."""
+    unmapped: Callable[[Any], dict[str, bool]] = lambda config: {}
+    """Variants of the family that are not mapped, and whether a config is one."""
+
+
+def _dense_among_experts(config: Any) -> dict[str, bool]:
+    return {"dense layers among expert layers": bool(config.mlp_only_layers or config.decoder_sparse_step != 1)}
+
+
+def _plain_top_k(config: Any) -> dict[str, bool]:
+    groups = config.n_group > 1 and config.num_experts_per_tok != 2 * config.topk_group
+    return {
+        "norm_topk_prob=false": not config.norm_topk_prob,
+        "num_experts_per_tok other than twice topk_group": groups,  # megatron-core weighs a group by so many
+    }
+
+
+def _other_latent(config: Any) -> dict[str, bool]:
+    rope, heads = config.rope_parameters, config.num_attention_heads
+    has_one_scale = bool(rope.get("mscale")) and rope["mscale"] == rope.get("mscale_all_dim")
+    return {
+        "rope_interleave=false": not getattr(config, "rope_interleave", True),
+        "mscale other than mscale_all_dim": rope["rope_type"] == "yarn" and not has_one_scale,
+        "num_key_value_heads other than num_attention_heads": config.num_key_value_heads != heads,
+    }
+
+
+def _other_gelu(config: Any) -> dict[str, bool]:
+    return {"swiglu_alpha other than 1.702": getattr(config, "swiglu_alpha", _QUICK_GELU) != _QUICK_GELU}
+
+
+_DEEPSEEK: dict[str, Any] = {
+    "num_experts": "n_routed_experts",
+    "has_shared_experts": True,
+    "is_latent": True,
+    "takes_yarn": True,
+}
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, num_experts="num_experts", unmapped=_dense_among_experts),
+    "glm4_moe": Family(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        num_experts="n_routed_experts",
+        has_shared_experts=True,
+        is_sigmoid=True,
+        has_mtp=True,
+        has_partial_rotary=True,
+        unmapped=_plain_top_k,
+    ),
+    "deepseek_v2": Family(norm_top_k=False, unmapped=_other_latent, **_DEEPSEEK),
+    "deepseek_v3": Family(
+        is_sigmoid=True,
+        has_mtp=True,
+        unmapped=lambda config: _plain_top_k(config) | _other_latent(config),
+        **_DEEPSEEK,
+    ),
+    "gpt_oss": Family(
+        qkv_bias="attention_bias",
+        num_experts="num_local_experts",
+        expert_size="intermediate_size",
+        norm_top_k=True,
+        has_sinks=True,
+        takes_yarn=True,
+        unmapped=_other_gelu,
+    ),
+}
+"""Families that are mapped, by `model_type`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +212,8 @@ class Architecture:
     """By layer, the tokens that a query sees, itself included; None: all before it."""
     has_mtp: bool = False
     """A layer for multi-token prediction behind the last is trained."""
+    has_partial_rotary: bool = False
+    """A part of each head is rotated."""
 
     @property
     def experts(self) -> Experts | None:
@@ -140,40 +231,20 @@ def read_architecture(config: Any, head: Head, *, trains_mtp: bool = False) -> A
         ModelFolderError: an architecture, or a variant of one, that has no mapping.
     """
     kind = config.model_type
-    if trains_mtp and kind not in _WITH_MTP:
-        raise ConfigError(f"mtp is train and the model is {kind}; mapped are {', '.join(_WITH_MTP)}. Use mtp=freeze.")
-    dense = kind == "qwen3_moe" and bool(config.mlp_only_layers or config.decoder_sparse_step != 1)
-    more = {"dense layers among expert layers": dense}
-    if kind in ("glm4_moe", "deepseek_v3"):
-        groups = config.n_group > 1 and config.num_experts_per_tok != 2 * config.topk_group
-        more |= {
-            "norm_topk_prob=false": not config.norm_topk_prob,
-            "num_experts_per_tok other than twice topk_group": groups,  # megatron-core weighs a group by so many
-        }
-    ropes = ROPE_TYPES
-    if kind in ("deepseek_v2", "deepseek_v3"):
-        rope, ropes = config.rope_parameters, (*ROPE_TYPES, "yarn")
-        has_one_scale = bool(rope.get("mscale")) and rope["mscale"] == rope.get("mscale_all_dim")
-        more |= {
-            "rope_interleave=false": not getattr(config, "rope_interleave", True),
-            "mscale other than mscale_all_dim": rope["rope_type"] == "yarn" and not has_one_scale,
-            "num_key_value_heads other than num_attention_heads": config.num_key_value_heads
-            != config.num_attention_heads,
-        }
-    if kind == "gpt_oss":
-        ropes = (*ROPE_TYPES, "yarn")
-        more["swiglu_alpha other than 1.702"] = getattr(config, "swiglu_alpha", _QUICK_GELU) != _QUICK_GELU
+    family = FAMILIES.get(kind, Family())
+    if trains_mtp and not family.has_mtp:
+        mapped = ", ".join(sorted(name for name, each in FAMILIES.items() if each.has_mtp))
+        raise ConfigError(f"mtp is train and the model is {kind}; mapped are {mapped}. Use mtp=freeze.")
     check_mapped(
-        config, "megatron", _MODEL_TYPES, layers={"full_attention", "sliding_attention"}, ropes=ropes, more=more
+        config,
+        "megatron",
+        tuple(FAMILIES),
+        layers={"full_attention", "sliding_attention"},
+        ropes=(*ROPE_TYPES, "yarn") if family.takes_yarn else ROPE_TYPES,
+        more=family.unmapped(config),
     )
-    num_experts, top_k, expert_size, num_dense, shared = 0, 0, 0, 0, 0
-    if kind == "qwen3_moe" or kind in _WITH_SHARED_EXPERTS:
-        top_k, expert_size = config.num_experts_per_tok, config.moe_intermediate_size
-        num_experts = config.num_experts if kind == "qwen3_moe" else config.n_routed_experts
-    if kind == "gpt_oss":
-        num_experts, top_k, expert_size = config.num_local_experts, config.num_experts_per_tok, config.intermediate_size
-    if kind in _WITH_SHARED_EXPERTS:
-        num_dense, shared = config.first_k_dense_replace, config.n_shared_experts * expert_size
+    has_experts = family.num_experts is not None
+    expert_size = getattr(config, family.expert_size) if has_experts else 0
     heads = config.num_attention_heads
     return Architecture(
         model_type=kind,
@@ -189,41 +260,44 @@ def read_architecture(config: Any, head: Head, *, trains_mtp: bool = False) -> A
         norm_eps=config.rms_norm_eps,
         is_tied=bool(config.tie_word_embeddings) and head == Head.LM,
         has_scalar_head=head != Head.LM,
-        has_qkv_bias=kind == "qwen2" or (kind in ("glm4_moe", "gpt_oss") and config.attention_bias),
-        has_qk_norm=kind in ("qwen3", "qwen3_moe") or (kind == "glm4_moe" and config.use_qk_norm),
-        num_experts=num_experts,
-        num_dense=num_dense,
-        top_k=top_k,
+        has_qkv_bias=_is_so(config, family.qkv_bias),
+        has_qk_norm=_is_so(config, family.qk_norm),
+        num_experts=getattr(config, family.num_experts) if family.num_experts is not None else 0,
+        num_dense=config.first_k_dense_replace if family.has_shared_experts else 0,
+        top_k=config.num_experts_per_tok if has_experts else 0,
         expert_size=expert_size,
-        shared_size=shared,
-        router=_router(config),
-        latent=_latent_sizes(config),
-        norm_top_k=kind == "gpt_oss"
-        or (bool(getattr(config, "norm_topk_prob", False)) and kind != "deepseek_v2"),  # which never scales them
+        shared_size=config.n_shared_experts * expert_size if family.has_shared_experts else 0,
+        router=_router(config, family),
+        latent=_latent_sizes(config) if family.is_latent else None,
+        norm_top_k=_is_so(config, family.norm_top_k),
         rope_scale=LlamaRotaryEmbedding(config).attention_scaling,
-        swiglu_limit=getattr(config, "swiglu_limit", _SWIGLU_LIMIT) if kind == "gpt_oss" else None,
+        swiglu_limit=getattr(config, "swiglu_limit", _SWIGLU_LIMIT) if family.has_sinks else None,
         windows=_windows(config),
         has_mtp=trains_mtp,
+        has_partial_rotary=family.has_partial_rotary,
     )
 
 
-def _router(config: Any) -> Router:
+def _is_so(config: Any, value: bool | str) -> bool:
+    """Value of a trait, or of the key of the config that has it."""
+    return bool(getattr(config, value, False)) if isinstance(value, str) else value
+
+
+def _router(config: Any, family: Family) -> Router:
     """How the routers of a config choose."""
-    if config.model_type not in _WITH_SHARED_EXPERTS:
+    if not family.has_shared_experts:
         return Router()
     has_groups = getattr(config, "topk_method", "by groups") != "greedy"
     return Router(
-        is_sigmoid=config.model_type != "deepseek_v2",
+        is_sigmoid=family.is_sigmoid,
         scale=config.routed_scaling_factor,
         num_groups=(config.n_group or 1) if has_groups else 1,
         top_groups=(config.topk_group or 1) if has_groups else 1,
     )
 
 
-def _latent_sizes(config: Any) -> LatentSizes | None:
-    """Sizes of the latent attention of a config; None of another attention."""
-    if config.model_type not in ("deepseek_v2", "deepseek_v3"):
-        return None
+def _latent_sizes(config: Any) -> LatentSizes:
+    """Sizes of the latent attention of a config."""
     rope, is_scaled = config.rope_parameters, config.rope_parameters["rope_type"] == "yarn"
     return LatentSizes(
         query_rank=config.q_lora_rank,

@@ -420,7 +420,7 @@ class Stage(Scorer):
         self._source, self._wanted = source, wanted
         if adapted:
             add_adapters(self.model, self.weights, arch, wanted)
-        rotary = Glm4MoeRotaryEmbedding if arch.model_type == "glm4_moe" else LlamaRotaryEmbedding
+        rotary = Glm4MoeRotaryEmbedding if arch.has_partial_rotary else LlamaRotaryEmbedding
         self.register_buffer("inv_freq", rotary(source).inv_freq, persistent=False)
         self._sequence_group: SequenceGroup | None = None
         if layout.cp.size > 1:
