@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from rl_csrc.types import Aggregation
     from rl_engine.types import ModelOutput
     from rl_trainer.config import TeacherSection
 
@@ -38,7 +37,7 @@ def teacher_loss(
     rows: TensorDict,
     mask: Tensor,
     teacher: TeacherSection,
-    aggregation: Aggregation,
+    plain: LossSpec,
     counted: Mapping[str, Any],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The divergence of policy and teacher (generalised knowledge distillation, arXiv 2306.13649), as a share.
@@ -53,10 +52,10 @@ def teacher_loss(
         rows: With the columns of `teacher_columns`.
         mask: (T,) bool, the tokens that are learned from.
         teacher: Divergence and its weight.
-        aggregation: How `rl_csrc.policy_loss` adds tokens up.
+        plain: REINFORCE, with the run's way to add tokens up.
         counted: Counts that it divides by.
     """
-    cu_seqlens, plain = output.cu_seqlens, LossSpec(loss="reinforce", aggregation=aggregation)
+    cu_seqlens = output.cu_seqlens
     sampled = rows["teacher_logprobs"].values().to(output.logprobs.dtype)
     nothing = torch.zeros_like(sampled)
     gap = torch.where(mask, output.logprobs.detach() - sampled, 0.0)

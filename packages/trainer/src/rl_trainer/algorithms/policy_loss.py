@@ -169,7 +169,8 @@ class PolicyLossFunction:
             if config.entropy_target > 0:
                 metrics[TOKEN_ENTROPY] = torch.where(mask, output.entropy.detach(), 0.0).sum() / num_tokens
         if self.teacher is not None:
-            pull, taught = distillation.teacher_loss(output, rows, mask, self.teacher, config.aggregation, counted)
+            plain = LossSpec(loss="reinforce", aggregation=config.aggregation)
+            pull, taught = distillation.teacher_loss(output, rows, mask, self.teacher, plain, counted)
             extra, metrics = extra + pull, metrics | taught
         return result.loss + extra, metrics | kept.metrics
 
