@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_bench.cli import find_benchmarks, find_checkout, load_benchmark, main
+from rl_bench.cli import find_benchmarks, find_checkout, main
 from rl_bench.machine import describe_commit, describe_machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,26 +116,3 @@ def test_the_machine_is_described_without_importing_torch():
 @pytest.mark.process
 def test_a_folder_outside_git_has_no_commit(tmp_path: Path):
     assert describe_commit(tmp_path) == "unknown"
-
-
-def test_structure_counts_circles_and_private_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    structure = load_benchmark(ROOT, ROOT / "bench" / "structure.py", threads=1)
-    package = tmp_path / "toy_structure"
-    (package / "inner").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "inner" / "__init__.py").write_text("")
-    (package / "_one.py").write_text(
-        "from toy_structure.inner.two import Tidy\n\ndef open_desk(parcels):\n    return Tidy\n"
-    )
-    (package / "inner" / "two.py").write_text(
-        "TYPE_CHECKING = False\nif TYPE_CHECKING:\n    from toy_structure import _one\n\nclass Tidy:\n    pass\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    measured = structure.measure_package(package)
-    assert measured["files"] == 4
-    assert measured["lines"] == 10
-    assert measured["private root modules"] == 1
-    assert measured["import circles"] == 1
-    assert measured["under 100 lines with one importer, modules"] == 2
-    assert measured["longest function, lines"] == 2
-    assert measured["names with private words"] == 2
