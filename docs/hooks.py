@@ -31,7 +31,7 @@ _FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 def pages() -> dict[str, Path]:
     """By page, the file of the repository that it is made of."""
-    found = {"design/architecture.md": ROOT / "ARCHITECTURE.md", "how-to/contributing.md": ROOT / "CONTRIBUTING.md"}
+    found = {"develop/architecture.md": ROOT / "ARCHITECTURE.md", "develop/contributing.md": ROOT / "CONTRIBUTING.md"}
     for name, folder in PACKAGES.items():
         found[f"packages/{name}/index.md"] = ROOT / folder / "README.md"
         for file in sorted((ROOT / folder).glob("docs/*.md")):
@@ -49,7 +49,7 @@ def tables() -> dict[str, str]:
     from rl_trainer.config.explain import names_elsewhere, reference
 
     names = f"# Names elsewhere\n\n{names_elsewhere()}"
-    return {"reference/config.md": reference(), "how-to/names.md": names, "performance.md": performance()}
+    return {"reference/config.md": reference(), "reference/names.md": names, "performance.md": performance()}
 
 
 def performance() -> str:

@@ -26,8 +26,8 @@ WITH_CODE = [
 ]
 BY_DEFAULT = [
     "docs/index.md",
-    "docs/tutorials/own-reward.md",
-    "docs/tutorials/own-data.md",
+    "docs/guides/rewards.md",
+    "docs/guides/data.md",
     "packages/trainer/README.md",
 ]
 CODE = [page if page in BY_DEFAULT else pytest.param(page, marks=pytest.mark.slow) for page in WITH_CODE]
@@ -193,9 +193,9 @@ def test_every_error_leads_to_a_page():
 
     kinds = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.TrainerError)]
     assert [each for each in kinds if not (ROOT / errors.page_of(each("x"))).is_file()] == []
-    assert errors.page_of(errors.DataError("x")) == "docs/tutorials/own-data.md"
-    assert errors.page_of(OSError("x")) == "docs/tutorials/debugging.md"
-    assert (ROOT / "packages/engine/docs/finetune.md").is_file()
+    assert errors.page_of(errors.DataError("x")) == "docs/guides/data.md"
+    assert errors.page_of(OSError("x")) == "docs/guides/debugging.md"
+    assert (ROOT / "docs/guides/fine-tuning.md").is_file()
 
 
 def test_every_page_is_in_the_navigation():
@@ -209,6 +209,27 @@ def test_no_page_names_a_machine_path_or_fetches_anything():
         assert not re.search(r"/(work|home|root|Users)/", text), file
     theme = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["theme"]
     assert theme["font"] is False
+
+
+def test_every_key_that_a_page_names_exists():
+    from dataclasses import fields
+
+    from rl_trainer.config.explain import keys
+    from rl_trainer.config.schema import Config
+
+    sections = {each.name for each in fields(Config)}
+    known = [re.compile(re.escape(name).replace("NAME", r"\w+")) for name in keys()]
+    for page in [*DOCS.rglob("*.md"), ROOT / "README.md"]:
+        for name in re.findall(r"`([a-z]+(?:\.\w+)+)(?:=[^`]*)?`", page.read_text()):
+            is_key = name.partition(".")[0] in sections and not name.endswith(
+                (".md", ".py", ".json", ".jsonl", ".yaml")
+            )
+            is_named = any(each.fullmatch(name) or name.startswith("algorithm.loss_options.") for each in known)
+            assert not is_key or is_named or name.startswith(FREE), f"{page.name}: {name}"
+
+
+FREE = ("model.", "rollout.options.", "agent.options.", "data.options.", "staleness.options.")
+"""Files such as model.safetensors, and options of parts that are named elsewhere."""
 
 
 def test_every_file_of_figures_is_quoted_by_a_page():
@@ -230,8 +251,8 @@ def test_relative_links_lead_to_files():
     made = (
         "reference/config.md",
         "reference/algorithms.md",
-        "how-to/names.md",
-        "how-to/contributing.md",
+        "reference/names.md",
+        "develop/contributing.md",
         "performance.md",
     )
     for file in DOCS.rglob("*.md"):

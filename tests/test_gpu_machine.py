@@ -25,7 +25,7 @@ def normal(name):
 
 
 def brought():
-    named = re.search(r"RL_LACKS:-([^}]*)}", (ROOT / ".ci/gpu").read_text())[1]
+    named = re.search(r"RL_LACKS:-([^}]*)}", (ROOT / "tools/gpu.sh").read_text())[1]
     return {normal(name) for name in named.split()}
 
 
@@ -111,7 +111,7 @@ def test_an_owed_command_parses(command):
         variables[name] = value
     device = (ROOT / "csrc/bench/gpu/device.sh").read_text()
     for name in variables:
-        assert name in (ROOT / ".ci/gpu").read_text() + device
+        assert name in (ROOT / "tools/gpu.sh").read_text() + device
     for name in filter(None, variables.get("RL_BENCH", "").split(",")):
         assert f'"{name}":' in (ROOT / "csrc/bench/gpu/kernels.py").read_text()
     match words:

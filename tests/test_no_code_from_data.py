@@ -1,7 +1,7 @@
 """What reads files and sockets runs no code from them: a new use of what could is a failure until a reason stands here.
 
 Looked for in everything that ships: unpickling and its kin, `eval` and `exec`, object collectives of torch (pickles
-between ranks), torch's checkpoint metadata (a pickle), unsafe YAML, code of model folders. docs/threat-model.md says
+between ranks), torch's checkpoint metadata (a pickle), unsafe YAML, code of model folders. The threat model says
 what each kind of file may do.
 """
 

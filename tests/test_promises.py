@@ -1,4 +1,4 @@
-"""Every promise of `docs/promises.md` names a test that exists, in the tier that it says."""
+"""Every promise of `docs/develop/promises.md` names a test that exists, in the tier that it says."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ READMES = {"all": "README.md", "csrc": "csrc/README.md"}
 
 
 def rows():
-    table = [line for line in (ROOT / "docs/promises.md").read_text().splitlines() if line.startswith("| ")][1:]
+    table = [line for line in (ROOT / "docs/develop/promises.md").read_text().splitlines() if line.startswith("| ")][1:]
     return [(line, ROW.match(line)) for line in table]
 
 

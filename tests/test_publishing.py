@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def publish(what, folder):
-    line = [str(ROOT / ".ci/publish"), what]
+    line = [str(ROOT / "tools/publish.sh"), what]
     done = subprocess.run(line, env=os.environ | {"DIST": str(folder)}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

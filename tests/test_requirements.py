@@ -1,4 +1,4 @@
-"""`requirements.lock` is what the packages ask for: pinned, hashed, and of no host. `.ci/requirements` renews it."""
+"""`requirements.lock` is what the packages ask for: pinned, hashed, of no host. tools/requirements.sh renews it."""
 
 import re
 import tomllib
@@ -35,14 +35,14 @@ def test_everything_that_is_asked_for_is_pinned_to_a_version_that_fits():
         if (found := ENTRIES.get(canonicalize_name(each.name))) is None
         or not each.specifier.contains(found[0], prereleases=True)
     ]
-    assert missing == [], "run .ci/requirements"
+    assert missing == [], "run tools/requirements.sh"
 
 
 def test_it_agrees_with_the_versions_of_the_workspace():
     pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
     for each in map(Requirement, pinned):
         if (found := ENTRIES.get(canonicalize_name(each.name))) is not None:
-            assert each.specifier.contains(found[0]), f"{each}, but {found[0]}: run .ci/requirements"
+            assert each.specifier.contains(found[0]), f"{each}, but {found[0]}: run tools/requirements.sh"
 
 
 def test_every_entry_has_hashes_and_nothing_names_a_host():

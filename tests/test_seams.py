@@ -298,7 +298,11 @@ def test_every_contract_has_its_breach():
 
 
 def test_the_glossary_is_short_and_says_what_the_field_says():
-    rows = [line.split(" | ") for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [
+        line.split(" | ")
+        for line in (ROOT / "docs/reference/glossary.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
     terms = [row for row in rows if row[0] != "| term"]
     assert 20 <= len(terms) <= 40
     assert all(len(row) == 3 and row[2].removesuffix("|").strip() for row in terms)

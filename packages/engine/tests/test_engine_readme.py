@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1]
-PAGES = [PACKAGE / "README.md", *sorted((PACKAGE / "docs").glob("*.md"))]
+GUIDE = PACKAGE.parents[1] / "docs" / "guides" / "fine-tuning.md"
+PAGES = [PACKAGE / "README.md", *sorted((PACKAGE / "docs").glob("*.md")), GUIDE]
 EXAMPLES = [(page, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
@@ -14,7 +15,7 @@ def test_the_readmes_examples_run(tmp_path, page, code):
 
 
 def test_there_are_examples():
-    assert [page.name for page, _ in EXAMPLES] == ["README.md", "backends.md", "finetune.md"]
+    assert [page.name for page, _ in EXAMPLES] == ["README.md", "backends.md", "fine-tuning.md"]
 
 
 def test_every_link_leads_somewhere():

@@ -101,8 +101,8 @@ class Group:
             setattr(self, name, partial(self._call, name, call))
 
     def _call(self, name, call, *given, **named):
-        spreaded = spread(call, self._mesh, given, named)
-        called = [(getattr(rank, name), own) for rank, own in zip(self._ranks, spreaded, strict=True) if own]
+        spread_out = spread(call, self._mesh, given, named)
+        called = [(getattr(rank, name), own) for rank, own in zip(self._ranks, spread_out, strict=True) if own]
         answers = self._clock.timed(lambda: [method(*own[0], **own[1]) for method, own in called])
         return join(call, self._mesh, answers)
 

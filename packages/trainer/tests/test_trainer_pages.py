@@ -10,8 +10,14 @@ import yaml
 from rl_trainer.config import load_config
 
 PACKAGE = Path(__file__).parents[1]
-PAGES = [PACKAGE / "README.md", *sorted((PACKAGE / "docs").glob("*.md")), PACKAGE / "bench" / "README.md"]
-IDS = [page.relative_to(PACKAGE).as_posix() for page in PAGES]
+ROOT = PACKAGE.parents[1]
+GUIDES = ("running", "learning", "reward-kinds", "plugins", "data-sources", "weights-in-a-run", "memory", "speed")
+PAGES = [
+    PACKAGE / "README.md",
+    *(ROOT / "docs" / "guides" / f"{name}.md" for name in GUIDES),
+    PACKAGE / "bench/README.md",
+]
+IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 YAML = [(page, text) for page in PAGES for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
@@ -30,7 +36,7 @@ def test_a_section_of_yaml_is_one_of_the_configuration(page, text, tmp_path):
 
 
 def test_there_is_yaml():
-    assert {page.stem for page, _ in YAML} == {"rewards", "data"}
+    assert {page.stem for page, _ in YAML} == {"reward-kinds", "data-sources"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -38,7 +44,7 @@ def test_links_lead_somewhere_and_lines_are_short(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), target
-    assert [line for line in text.splitlines() if len(line) > 120] == []
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     assert [p for p in prose.split("\n\n") if len(p.splitlines()) > 6 and not p.startswith(("|", "- "))] == []
     assert not re.search(r"\btest_\w+\.py", prose)

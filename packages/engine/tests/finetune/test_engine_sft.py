@@ -251,7 +251,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypatch
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith(f"rl-sft: {message}")
-    assert err.endswith("\n  more in packages/engine/docs/finetune.md\n")
+    assert err.endswith("\n  more in docs/guides/fine-tuning.md\n")
     assert err.count("\n") == 2
 
 

@@ -72,22 +72,22 @@ class RolloutFailedError(TrainerError, RuntimeError):
 
 PAGES: dict[type[Exception], str] = {
     ConfigError: "docs/reference/commands.md",
-    DataError: "docs/tutorials/own-data.md",
-    PlanError: "docs/tutorials/debugging.md",
-    InputError: "docs/tutorials/debugging.md",
+    DataError: "docs/guides/data.md",
+    PlanError: "docs/guides/debugging.md",
+    InputError: "docs/guides/debugging.md",
     PlacementError: "docs/concepts.md",
-    WorkerDiedError: "docs/tutorials/debugging.md",
-    WorkerTimeoutError: "docs/tutorials/debugging.md",
-    RewardError: "docs/tutorials/own-reward.md",
-    StaleWeightsError: "docs/tutorials/async.md",
-    RolloutFailedError: "docs/tutorials/debugging.md",
+    WorkerDiedError: "docs/guides/debugging.md",
+    WorkerTimeoutError: "docs/guides/debugging.md",
+    RewardError: "docs/guides/rewards.md",
+    StaleWeightsError: "docs/guides/async.md",
+    RolloutFailedError: "docs/guides/debugging.md",
 }
 """Page of the documentation for each kind of error."""
 
 
 def page_of(error: BaseException) -> str:
     """The page of the documentation that says more about an error, whatever it was made into on the way."""
-    return next((PAGES[kind] for kind in type(error).__mro__ if kind in PAGES), "docs/tutorials/debugging.md")
+    return next((PAGES[kind] for kind in type(error).__mro__ if kind in PAGES), "docs/guides/debugging.md")
 
 
 _LIMITED = errno.EFBIG

@@ -74,7 +74,7 @@ def _main(program: str, module: str, config_name: str, arguments: Sequence[str] 
         with _held(config):
             outcome = found.train(config)
     except _BAD_INPUT as error:
-        print(f"{program}: {error}\n  more in packages/engine/docs/finetune.md", file=sys.stderr)
+        print(f"{program}: {error}\n  more in docs/guides/fine-tuning.md", file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno is None:
