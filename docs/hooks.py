@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+import runpy
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,17 @@ def tables() -> dict[str, str]:
     from rl_trainer.config.explain import names_elsewhere, reference
 
     names = f"# Names elsewhere\n\n{names_elsewhere()}"
-    return {"reference/config.md": reference(), "reference/names.md": names, "performance.md": performance()}
+    return {
+        "reference/config.md": reference(),
+        "reference/names.md": names,
+        "performance.md": performance(),
+        "develop/promises.md": promises(),
+    }
+
+
+def promises() -> str:
+    """The page of tools/promises.py."""
+    return runpy.run_path(str(ROOT / "tools" / "promises.py"))["page"]()
 
 
 def performance() -> str:

@@ -96,6 +96,7 @@ def small(small_model, monkeypatch):
     return runs
 
 
+@pytest.mark.promise("The code of every page of the documentation runs as it stands")
 @pytest.mark.process
 @pytest.mark.parametrize("page", CODE)
 def test_the_code_of_a_page_runs_as_it_stands(page, folder, small, tmp_path, monkeypatch):
@@ -141,6 +142,7 @@ def run(line):
     assert cli.main(words) == 0, line
 
 
+@pytest.mark.promise("The README is one screen, and its commands run")
 @pytest.mark.process
 def test_the_readme_is_one_screen_and_its_commands_run(folder, tmp_path, monkeypatch):
     (tmp_path / "Qwen").mkdir()
@@ -188,6 +190,7 @@ def test_the_python_of_every_page_is_run_by_a_test():
     assert "train_sums" in (ROOT / "packages/trainer/tests/test_trainer_pages.py").read_text()
 
 
+@pytest.mark.promise("Every error leads to a page of the documentation")
 def test_every_error_leads_to_a_page():
     from rl_trainer import errors
 
@@ -253,6 +256,7 @@ def test_relative_links_lead_to_files():
         "reference/algorithms.md",
         "reference/names.md",
         "develop/contributing.md",
+        "develop/promises.md",
         "performance.md",
     )
     for file in DOCS.rglob("*.md"):

@@ -142,6 +142,7 @@ exit 7
 """
 
 
+@pytest.mark.promise("`slurm.sbatch` starts a Ray of several nodes behind a token, runs the recipe on it and ends it")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_sbatch_file_starts_a_ray_of_two_nodes_runs_the_recipe_on_it_and_ends_it(tmp_path):

@@ -87,6 +87,7 @@ def found() -> dict[tuple[str, str], list[int]]:
     return places
 
 
+@pytest.mark.promise("No code runs from files, messages or checkpoints; no pickle where data are read")
 @pytest.mark.process
 def test_nothing_that_could_run_code_from_data_is_used_without_a_reason():
     new = {f"{file}:{lines[0]}: {what}" for (file, what), lines in found().items() if (file, what) not in ALLOWED}

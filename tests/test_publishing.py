@@ -19,6 +19,7 @@ def publish(what, folder):
     return done.stdout
 
 
+@pytest.mark.promise("Wheels and sdists are the same bytes each time they are built")
 def test_wheels_and_sdists_are_the_same_bytes_each_time(tmp_path):
     built = [line.split()[-1].rpartition("/")[2] for line in publish("same", tmp_path).splitlines()]
     assert len([name for name in built if name.endswith(".whl")]) == 7
@@ -35,6 +36,7 @@ def test_the_bill_of_materials_names_every_package_of_the_lock(tmp_path):
     assert locked - names == set()
 
 
+@pytest.mark.promise("One wheel of rl-csrc per Python fits any torch")
 def test_the_compiled_module_links_no_torch(tmp_path):
     """One wheel per Python serves every torch: pybind11's ABI is Python's, and torch is nowhere in it."""
     line = ["uv", "build", "--quiet", "--wheel", "--no-sources", "--out-dir", str(tmp_path), str(ROOT / "csrc")]

@@ -4,6 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -28,6 +29,7 @@ def test_the_first_command_installs_what_it_imports():
     assert tree["tool"]["uv"]["default-groups"] == []
 
 
+@pytest.mark.promise("`requirements.lock` pins what the packages ask for, with hashes and of no host")
 def test_everything_that_is_asked_for_is_pinned_to_a_version_that_fits():
     missing = [
         str(each)

@@ -120,11 +120,15 @@ def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(), str(file))
 
 
+@pytest.mark.promise("`base.py` of every package imports nothing heavy")
 @pytest.mark.parametrize("package", sorted(set(SOURCES) - {"rl_csrc", *ADD_ONS}))
 def test_base_is_import_light(package):
     assert heavy_imports_of_base(parse(SOURCES[package] / BASES.get(package, "base.py")), package) == []
 
 
+@pytest.mark.promise(
+    "The trainer knows the interfaces of the others alone; every backend is a file found by an entry point"
+)
 @pytest.mark.process
 @pytest.mark.parametrize("package", sorted(SOURCES))
 def test_siblings_meet_at_interfaces_and_public_names(package):

@@ -123,6 +123,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheels, name):
     assert len(metadata.partition("\n\n")[2]) > 200, "the wheel's description (README.md) is empty"
 
 
+@pytest.mark.promise("Each package installs and imports alone, with what it declares and nothing else")
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_wheel_stands_alone(wheels, workshop, environment, name):
     uv = Uv(workshop)

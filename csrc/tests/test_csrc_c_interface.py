@@ -70,6 +70,7 @@ def test_every_declared_cpu_function_is_exported(library: ctypes.CDLL) -> None:
     assert [name for name in sorted(names) if not hasattr(library, name)] == []
 
 
+@pytest.mark.promise("The binary links no libtorch")
 @pytest.mark.process
 def test_the_module_links_no_torch() -> None:
     """One wheel serves every torch, and a machine without CUDA: the C and C++ libraries are all that it wants."""

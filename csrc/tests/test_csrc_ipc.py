@@ -382,6 +382,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_with_its_size():
         memory.map()
 
 
+@pytest.mark.promise("A SIGKILL leaves no shared memory and no socket behind")
 @pytest.mark.process
 def test_nothing_is_left_behind_by_a_killed_process():
     ready = FORK.Event()

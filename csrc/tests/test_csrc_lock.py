@@ -27,6 +27,7 @@ def holder(file):
     return process
 
 
+@pytest.mark.promise("`hold_lock` keeps a folder to one process")
 @pytest.mark.process
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_the_second_is_refused_until_the_first_is_killed(tmp_path, end):

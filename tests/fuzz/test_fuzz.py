@@ -21,6 +21,7 @@ def run(*arguments, timeout_s):
     return done.stdout
 
 
+@pytest.mark.promise("What reads bytes of others answers with an error that is promised")
 def test_no_known_input_is_more_than_an_error_that_is_promised():
     assert run("--replay", timeout_s=280).count(" ok\n") == len(TARGETS)
 

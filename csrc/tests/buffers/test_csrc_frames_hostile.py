@@ -82,6 +82,7 @@ def test_a_flipped_bit_of_the_payload_is_found_by_verify(byte, bit):
         frames.decode(block, verify=True)
 
 
+@pytest.mark.promise("A damaged frame is an error, or views inside the block")
 @pytest.mark.process
 @given(st.lists(st.tuples(st.integers(8, HEADER - 1), st.integers(0, 255)), min_size=1, max_size=4))
 @settings(max_examples=600)

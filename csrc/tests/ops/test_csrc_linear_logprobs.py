@@ -158,6 +158,7 @@ print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (4 
 """
 
 
+@pytest.mark.promise("`linear_logprobs`: the logits are never held whole, so that rl-engine keeps none")
 @pytest.mark.process
 def test_the_logits_are_never_held_whole():
     done = subprocess.run([sys.executable, "-c", WHOLE], capture_output=True, text=True, check=True)

@@ -106,6 +106,7 @@ def test_unaligned_rows_give_the_same_bits(isa):
         assert torch.equal(found.entropy, alone.entropy)
 
 
+@pytest.mark.promise("The bits of a token depend neither on the batch nor on the number of threads")
 def test_bits_do_not_depend_on_batch_neighbours_or_threads(isa):
     logits, labels = random_case(64, 2500, torch.bfloat16, ignored=0)
     alone = [rl_csrc.logprobs(logits[i : i + 1], labels[i : i + 1], entropy=True) for i in range(64)]

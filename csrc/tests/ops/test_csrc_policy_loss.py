@@ -54,6 +54,7 @@ def doubled(case):
     return tuple(x.double() if x.is_floating_point() else x for x in case)
 
 
+@pytest.mark.promise("Every op agrees with the plain torch reference")
 @pytest.mark.parametrize("loss", LOSSES)
 @settings(max_examples=12, deadline=None)
 @given(
@@ -239,6 +240,7 @@ def test_the_cap_of_k3_can_be_chosen(dtype, k3_max, d, value, gradient):
     assert x.grad.item() == pytest.approx(gradient, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.promise("Micro-batches and ranks add up to the loss of the global batch")
 def test_micro_batches_add_up_to_the_global_batch():
     lp, old, adv, mask, cu, *_ = batch(1)
     for aggregation, counts in (
@@ -254,6 +256,7 @@ def test_micro_batches_add_up_to_the_global_batch():
         torch.testing.assert_close(sum(p.metrics for p in parts), whole.metrics)
 
 
+@pytest.mark.promise("What stands at a masked position is never looked at")
 def test_masked_tokens_are_never_looked_at():
     for loss in LOSSES:
         case = batch(2)
@@ -267,6 +270,7 @@ def test_masked_tokens_are_never_looked_at():
             assert torch.equal(dirty_grad, grad)
 
 
+@pytest.mark.promise("The same of losses and advantages")
 def test_the_same_bits_with_any_number_of_threads():
     g = torch.Generator().manual_seed(0)
     num = 40_000
@@ -281,6 +285,7 @@ def test_the_same_bits_with_any_number_of_threads():
     assert all(torch.equal(r.loss, results[0].loss) and torch.equal(r.metrics, results[0].metrics) for r in results)
 
 
+@pytest.mark.promise("An error names the argument, the value seen and the values allowed")
 def test_refusals_are_sentences():
     lp, old, adv, mask, cu, *_ = batch()
     with pytest.raises(rl_csrc.ArgumentError, match="loss is 'pppo'; allowed are ppo, gspo"):

@@ -109,6 +109,7 @@ def test_mask_drops_a_group_too_small_for_a_baseline():
     assert rewards(groups(Scripted({"1": [0, 1, 2]}), on_failure="mask", min_group_size=1)[1]) == [3.0]
 
 
+@pytest.mark.promise("A grader that fails is never a zero")
 def test_a_grader_that_fails_fails_the_rollout_and_never_gives_a_zero():
     async def grade(result):
         (output,) = result.outputs

@@ -80,6 +80,7 @@ def test_places_take_the_images_of_the_row_in_order_and_the_numbers_have_to_agre
         take_images([user(place)], {"images": [PNG, JPEG]})
 
 
+@pytest.mark.promise("Images travel as they were given")
 @pytest.mark.parametrize("name", ["single_turn", "tool"])
 def test_images_of_the_prompt_reach_the_server_and_the_trajectory(name):
     server = says("a cat")

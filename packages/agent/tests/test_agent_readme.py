@@ -16,6 +16,7 @@ def run_example(page, start):
     return subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.promise("The README's examples run")
 def test_the_first_example_of_the_readme_runs():
     told = run_example("README.md", r"import asyncio\nfrom rl_agent import AgentRunner")
     assert len(told.splitlines()) == 8

@@ -239,6 +239,7 @@ def test_a_loop_that_is_not_installed_is_told_before_anything_starts():
     assert not server.requests
 
 
+@pytest.mark.promise("A seed gives every rollout its own, and the same again")
 def test_a_seed_gives_every_rollout_its_own_and_the_same_again():
     server = FakeGenerator()
     collect(runner(server), [row("a"), row("b")], group_size=3, params={**PARAMS, "seed": 11})

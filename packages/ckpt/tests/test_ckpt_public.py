@@ -65,6 +65,7 @@ def test_the_error_tree_is_drawn_as_it_is():
             assert f"{name} ({base.__name__})" in errors.__doc__
 
 
+@pytest.mark.promise("Importing it brings neither torch nor a sibling")
 @pytest.mark.process
 def test_import_brings_neither_torch_nor_a_sibling():
     code = "import sys, rl_ckpt; print(*sorted({m.partition('.')[0] for m in sys.modules}))"

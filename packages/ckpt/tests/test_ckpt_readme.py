@@ -19,6 +19,7 @@ def blocks():
     return [code for page in pages for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
+@pytest.mark.promise("The README's script moves a state dict between two processes")
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="shm:// needs Linux")
 def test_the_script_of_the_readme_moves_a_state_dict(tmp_path):

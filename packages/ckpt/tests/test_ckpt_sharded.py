@@ -139,6 +139,9 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.promise(
+    "From shard to shard all pairs of ranks commit one version, with the digest of the whole model, or none does"
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_every_rank_gets_its_slices_in_one_version_with_one_digest_of_the_whole_model(layout, num_replicas):
@@ -223,6 +226,7 @@ def test_the_decision_is_one_for_all_ranks_also_after_every_vote():
     asyncio.run(main())
 
 
+@pytest.mark.promise("Who waits for a sync that is called off before it began is told at once")
 @pytest.mark.process
 def test_who_waits_for_a_sync_that_is_called_off_before_it_began_is_told_at_once():
     """One of two replicas has not come; the other one is not left waiting to its deadline."""

@@ -213,6 +213,7 @@ def test_a_receiver_that_comes_a_second_late_is_waited_for(start):
     assert job.sync(1, late_s=1.0) == (["committed 2"] * 2, [committed(1)] * 2)
 
 
+@pytest.mark.promise("The death of any rank of such a sync ends it at once, and a receiver that is late is waited for")
 def test_a_receiver_that_dies_before_its_vote_ends_the_wait_at_once_and_nobody_commits(start):
     job = start(2, receiver_faults=("landed",))
     since = time.monotonic()
@@ -277,6 +278,7 @@ def test_a_receiver_that_dies_at_any_message_leaves_the_other_with_what_was_deci
     assert job.sync(2, job.receivers[1:]) == (["committed 1"] * 2, [committed(2)])
 
 
+@pytest.mark.promise("A death behind a relay ends the wait at once, and nobody commits")
 def test_the_death_of_a_receiver_behind_a_relay_ends_the_wait_at_once_and_nobody_commits(start):
     job = start(3, receiver_faults=("", "landed"), has_relay=True)
     since = time.monotonic()

@@ -64,6 +64,7 @@ def test_a_server_of_one_rank_takes_all():
     assert traffic.received == {"c": 2 * MB}
 
 
+@pytest.mark.promise("`rl-ckpt plan` tells who sends what to whom")
 def test_a_plan_is_printed_from_the_file_that_a_run_has_written(tmp_path, capsys):
     placement([cut(1, rank) for rank in (0, 1)], [["c", "d"]]).save(tmp_path / "plan.json")
     assert main(["plan", str(tmp_path / "plan.json"), "--link-gbit", "0.008388608"]) == 0  # 1 MiB/s

@@ -69,6 +69,7 @@ def test_a_caller_without_an_event_loop_may_wait_and_kill():
         time.sleep(0.02)
 
 
+@pytest.mark.promise("A third-party server ends, with all its children, when who started it does")
 def test_a_guarded_command_ends_with_whoever_started_it():
     """Inference servers start processes of their own: all of them end, though nobody could say so any more."""
     inner = [sys.executable, "-c", "import subprocess; subprocess.run(['sh', '-c', 'echo $$; sleep 100'])"]

@@ -63,6 +63,7 @@ async def ask(session, url, headers=None, **body):
         return response.status, await response.json()
 
 
+@pytest.mark.promise("What is beside a sequence does not change its score")
 def test_scores_are_those_of_the_model_alone_whatever_is_scored_beside(folder, wanted, monkeypatch):
     monkeypatch.setattr("rl_rollout.reward_server.MAX_TOKENS_TOGETHER", 20)  # several passes
 

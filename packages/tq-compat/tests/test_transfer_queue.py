@@ -62,6 +62,7 @@ def samples(size: int, **fields) -> TensorDict:
 # The names
 
 
+@pytest.mark.promise("Every public name of the original is there")
 def test_every_public_name_of_the_original_is_there():
     original = pytest.importorskip("transfer_queue", reason="TransferQueue is not installed beside rl-tq")
     assert sorted(original.__all__) == sorted(tq.__all__)
@@ -115,6 +116,7 @@ def test_keys(start):
     assert tq.kv_list("nowhere") == {}
 
 
+@pytest.mark.promise("A missing key is an error that names it")
 def test_a_missing_key_is_an_error_and_not_a_shorter_batch(start):
     start()
     tq.kv_batch_put(["a", "b"], "p", samples(2))
@@ -214,6 +216,7 @@ class Evil:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.promise("Nothing that a peer sends is run")
 def test_nothing_that_a_peer_sends_is_run(start, tmp_path: Path):
     """With the key and without: a pickle, a method that is not the controller's, other bytes."""
     start()

@@ -1,12 +1,14 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import rl_tq
 from rl_tq.testing import fake_queue
 
 
+@pytest.mark.promise("The README's example runs")
 def test_the_examples_of_the_readme_run():
     root = Path(__file__).parents[1]
     (example,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.S)

@@ -80,6 +80,7 @@ def recipe_of(arguments, folder):
     return load_config(str(file))
 
 
+@pytest.mark.promise("A verl command line becomes a recipe with a plan, and nothing of it is dropped in silence")
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_a_command_line_becomes_a_recipe_with_a_plan(name, tmp_path):
     config = recipe_of(overrides(LINES[name]), tmp_path)
@@ -100,6 +101,7 @@ def test_every_key_is_converted_or_told():
     assert "sapo" in made.ignored.get("actor_rollout_ref.actor.loss_agg_mode", "sapo")
 
 
+@pytest.mark.promise("Epochs, checkpoints to keep, offloads, Muon and a reference's layout have verl's names")
 def test_keys_of_late_have_verl_s_names(tmp_path):
     megatron, ref = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
     settings = {
@@ -286,6 +288,7 @@ def in_folder(case, tmp_path):
     return [str(folder / "run.sh"), *case.get("words", [])]
 
 
+@pytest.mark.promise("A launch script of verl becomes a recipe, whatever it uses of the shell")
 @pytest.mark.process
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_becomes_a_recipe(name, tmp_path):

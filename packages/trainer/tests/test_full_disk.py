@@ -68,6 +68,7 @@ WRITERS = {
 """By the name of the file, a call that writes it to a folder."""
 
 
+@pytest.mark.promise("A failed write names its file, and nothing half-written is taken for whole")
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_error_of_a_failed_write_names_its_file(tmp_path, name):
     with file_sizes_limited(10), pytest.raises(OSError, match="File too large") as raised:

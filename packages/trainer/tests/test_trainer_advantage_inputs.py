@@ -77,6 +77,7 @@ def worker_of(**keys):
     return worker
 
 
+@pytest.mark.promise("`algorithm.mask_truncated`: what was cut off has no term and no count")
 def test_what_was_cut_off_is_nobody_s():
     """It is in its group's baseline, and in nothing that is learned from or chosen."""
     worker = worker_of(advantage="dr_grpo", mask_truncated=True, top_entropy=0.5)

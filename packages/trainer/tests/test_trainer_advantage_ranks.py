@@ -109,6 +109,7 @@ def test_ranks_choose_the_tokens_that_the_whole_batch_chooses(loss, options):
     assert on_ranks(fields, cu_seqlens, chosen).tolist() == whole.tolist()
 
 
+@pytest.mark.promise("Tokens chosen over a batch are the same on any number of ranks")
 @pytest.mark.parametrize("choose", ["high_entropy", "beyond_moment"])
 def test_ranks_bound_entropy_and_second_moment_as_the_whole_batch_does(choose):
     fields, cu_seqlens = batch(5)
@@ -133,6 +134,7 @@ class LimitedWorker(EngineWorker):
         resource.setrlimit(resource.RLIMIT_DATA, (held + num_bytes, resource.RLIM_INFINITY))
 
 
+@pytest.mark.promise("No rank needs the whole batch: advantages of one that is beyond the memory of each")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_batch_beyond_the_memory_of_each_rank_gets_its_advantages(tmp_path):

@@ -170,6 +170,7 @@ class Slow:
         return [Score(reward=value) for value in values]
 
 
+@pytest.mark.promise("A score that fails is no zero")
 @pytest.mark.process
 def test_rollouts_are_scored_side_by_side_as_they_finish_and_a_score_that_fails_is_a_failed_rollout():
     class Loop(rl_agent.AgentLoop):

@@ -53,6 +53,7 @@ def test_masks_selections_and_a_coefficient_that_follows_its_target(model, tmp_p
     assert [step["entropy_coef"] for step in found] == [0.0, 0.25]
 
 
+@pytest.mark.promise("A policy teaches itself what it is told")
 @pytest.mark.parametrize("divergence", ["reverse", "jsd"])
 def test_a_policy_teaches_itself_what_it_is_told(model, tmp_path, divergence):
     """The teacher is the policy, which reads the answer below the prompt: before its first update the two differ."""
@@ -69,6 +70,7 @@ def test_a_context_that_a_row_cannot_fill_is_told_before_the_start(model, tmp_pa
         records(model, tmp_path, rows(), *RULE, "teacher.context='see {hint}'", recipe="distill")
 
 
+@pytest.mark.promise("Each row has the teacher of its source")
 def test_each_row_has_the_teacher_of_its_source(model, tmp_path, monkeypatch):
     asked = []
     from rl_trainer.workers.teacher import Teachers
@@ -88,6 +90,9 @@ def test_each_row_has_the_teacher_of_its_source(model, tmp_path, monkeypatch):
     assert all(columns == ("teacher_logprobs",) and count == 2 for _, columns, count in asked)
 
 
+@pytest.mark.promise(
+    "`batch.given` completions are learned from beside sampled ones, and are no sample of the server's"
+)
 def test_given_completions_are_learned_from_beside_sampled_ones(model, tmp_path):
     """Right by the rule, where the tiny model is not: only they have a positive advantage."""
     settings = ["algorithm.loss=luffy", "batch.given=1", "algorithm.advantage=dr_grpo", "engine.optimizer.lr=1e-2"]

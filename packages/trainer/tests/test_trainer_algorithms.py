@@ -247,6 +247,7 @@ class Point:
         self.name, self.load = name, lambda: value
 
 
+@pytest.mark.promise("Algorithms of other distributions are found by entry point")
 def test_algorithms_of_other_distributions_are_found_by_entry_point(monkeypatch):
     ones = Estimator(compute=lambda data: data.loss_mask.float())
     double = PolicyLoss(source="none", compute=lambda data: -2 * data.advantages * data.logprobs)

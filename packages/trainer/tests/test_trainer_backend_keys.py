@@ -297,6 +297,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.promise("What a backend cannot do is refused by name before anything starts")
 @pytest.mark.parametrize(("chosen", "overrides", "words"), REFUSED)
 @pytest.mark.process
 def test_what_a_backend_cannot_do_is_refused_by_name_before_anything_starts(folder, chosen, overrides, words):

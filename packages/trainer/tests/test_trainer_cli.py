@@ -57,6 +57,7 @@ def refused(capsys, *argv):
     return error
 
 
+@pytest.mark.promise("Bad input ends with one sentence and exit code 2, before anything starts")
 def test_unknown_key(capsys):
     assert "unknown configuration key batch.batchsize; the nearest one is batch.batch_size" in refused(
         capsys, "quickstart", "batch.batchsize=3"
@@ -228,6 +229,7 @@ def test_a_folder_that_is_not_to_be_written_is_refused_before_anything_starts(ca
     assert error.splitlines()[0].endswith("; have the folder made writable, or choose another output_dir")
 
 
+@pytest.mark.promise("`--resume` of a finished run says so and exits with 0")
 def test_a_run_that_is_finished_is_not_started_again(capsys, tmp_path):
     folder = tmp_path / "checkpoint-7"
     (folder / "engine").mkdir(parents=True)
@@ -281,6 +283,7 @@ raise SystemExit(getattr(cli, sys.argv[3])(sys.argv[4:]))
 """
 
 
+@pytest.mark.promise("Ctrl-C and SIGTERM are one sentence while a command imports")
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("number", "told", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "ended by SIGTERM", 143)]

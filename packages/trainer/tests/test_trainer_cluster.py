@@ -30,6 +30,7 @@ def test_an_address_is_the_backend_s_own_or_made_for_the_run():
     assert address_of("tcp://10.0.0.2:1?streams=4", "run", place) == "tcp://10.0.0.2:1?streams=4"
 
 
+@pytest.mark.promise("Over several nodes samples stay where they were made")
 def test_samples_stay_on_the_node_that_made_them_where_there_are_several():
     assert [storage_of(None, nodes) for nodes in (1, 2)] == ["shm", "ray"]
     assert [storage_of("tcp", nodes) for nodes in (1, 2)] == ["tcp", "tcp"]
@@ -68,6 +69,7 @@ def cluster():
         process.wait(120)
 
 
+@pytest.mark.promise("A run over two nodes, with samples on each")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_job_runs_on_two_nodes_with_samples_on_each_and_says_what_keeps_it_to_one(cluster, model, tmp_path):

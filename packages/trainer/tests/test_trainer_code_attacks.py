@@ -58,12 +58,14 @@ def solutions(machine):
     return scores_of(SOLUTIONS, timeout_s=60.0)
 
 
+@pytest.mark.promise("No attack of the corpus gets a reward")
 @pytest.mark.process
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_gets_nothing(attacks, name):
     assert attacks[name] == 0.0
 
 
+@pytest.mark.promise("Every correct solution gets its reward")
 @pytest.mark.process
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_a_correct_solution_gets_all(solutions, name):

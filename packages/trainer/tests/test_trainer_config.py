@@ -128,6 +128,7 @@ def test_the_number_of_keys_does_not_grow_unnoticed():
     assert count(tree) <= 109
 
 
+@pytest.mark.promise("`config.yaml` is read again as it was written")
 def test_the_tree_that_is_printed_is_read_again(tmp_path):
     config = load_config("ppo", ["engine.parallel.sp=2", "engine.lora.rank=8"])
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(as_tree(config)))

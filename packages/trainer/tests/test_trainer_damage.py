@@ -77,6 +77,8 @@ HARM = {
 }
 
 
+@pytest.mark.promise("A damaged checkpoint is named, and `--resume` goes on from the last whole one")
+@pytest.mark.promise("`rl-train --verify` prints a line per damaged file, and exits with 1")
 @pytest.mark.process
 @pytest.mark.parametrize("harm", HARM)
 def test_resume_names_the_damaged_file_and_goes_on_from_the_last_whole_checkpoint(own, model, harm, capsys):
@@ -164,6 +166,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(own, model, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.promise("A second run in one `output_dir` is refused")
 @pytest.mark.process
 @pytest.mark.parametrize("resume", [[], ["--resume"]])
 def test_a_folder_in_which_a_run_lives_is_refused(tmp_path, capsys, model, resume):

@@ -81,6 +81,7 @@ def killed_while(waiting, pid, *, before_s=1.5):
         return error, time.monotonic() - killed
 
 
+@pytest.mark.promise("A dead engine ends every wait at once, with its name and last lines")
 def test_the_engine_dies_in_a_weight_sync(job):
     job.components.weights.sync(1)
     error, took_s = killed_while(lambda: job.components.weights.sync(2), job.pid("engine"))
@@ -98,6 +99,7 @@ def test_the_queue_dies_under_the_puts_of_agents(job):
     assert took_s < 5
 
 
+@pytest.mark.promise("A dead rollout replica is replaced, and a weight sync goes on without it")
 def test_replicas_die_and_hang_in_a_weight_sync_and_while_they_generate(job):
     weights, servers = job.components.weights, job.components.weights.servers
     weights.sync(1)

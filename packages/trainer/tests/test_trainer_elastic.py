@@ -148,6 +148,9 @@ def shipped(tmp_path):
     return make_small_model(tmp_path, config.model.warmup, rows, seed=config.seed, timeout_s=9, on_line=print)
 
 
+@pytest.mark.promise(
+    "A run whose engine lends its memory to generation and takes it back loses no prompt and mixes no weights"
+)
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_in_one_process_the_engine_s_memory_is_lent_and_taken_back(shipped):

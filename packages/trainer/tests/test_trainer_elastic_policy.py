@@ -69,6 +69,7 @@ def test_the_policy_by_hand(loads, wanted):
     assert [policy.wanted(load) for load in loads] == wanted
 
 
+@pytest.mark.promise("Replicas follow a policy within bounds, and no step waits for one that joins")
 def test_replicas_follow_the_policy_within_bounds_and_wait_for_those_that_join():
     elastic, replicas = following(patience=1, min_replicas=2)
     assert elastic.follow(record(1, 0.0, num_ready=4)) == [], "two are the fewest"

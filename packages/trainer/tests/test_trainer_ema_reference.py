@@ -26,6 +26,7 @@ def folder(path, **tensors):
     return path
 
 
+@pytest.mark.promise("`algorithm.ref_ema` averages in float32, and is part of a checkpoint")
 def test_the_average_by_hand_and_in_float32(tmp_path):
     """A step of a bfloat16 weight that bfloat16 would round away."""
     one = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)

@@ -69,6 +69,7 @@ with create_runtime("ray") as runtime:
 """
 
 
+@pytest.mark.promise("Engines run under `engine.environment`")
 def test_the_processes_of_a_pool_run_under_its_interpreter(elsewhere):
     command = [sys.executable, "-c", POOLS, str(elsewhere / "bin" / "python")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)

@@ -124,6 +124,7 @@ def test_what_rl_eval_cannot_do_is_told(model, capsys):
     assert "model.path is not set" in capsys.readouterr().err
 
 
+@pytest.mark.promise("`--dry-run` tells the plan and starts nothing")
 @pytest.mark.process
 def test_a_dry_run_tells_the_plan_and_starts_nothing(model, tmp_path, capsys):
     output_dir = tmp_path / "out"

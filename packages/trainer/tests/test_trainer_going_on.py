@@ -46,6 +46,7 @@ def test_a_weight_of_the_kl_that_follows_a_target_goes_on_and_any_other_is_the_c
     assert kl_of(still, replace(STATE, kl_coef=0.1)).coef == 0.3  # as it was written before
 
 
+@pytest.mark.promise("Keys that are others than those of the run before stand in the plan")
 def test_the_keys_that_are_others_than_before_are_told():
     first = load_config("quickstart", ["output_dir=a", "algorithm.advantage=gae", "critic.lr=1e-5"])
     state = saved(first, AdaptiveKl(coef=0.0, target=0.0))
@@ -113,6 +114,7 @@ def test_a_checkpoint_whose_critic_is_still_being_written_is_none(tmp_path):
     assert RunState.read(checkpoint(tmp_path / "checkpoint-3", "engine")).engines == ("engine",)
 
 
+@pytest.mark.promise("A folder in which a run was cut off is refused without `--resume`")
 def test_two_runs_do_not_become_one_in_a_folder(tmp_path):
     own = tmp_path / "out"
     own.mkdir()

@@ -69,6 +69,7 @@ def test_servers_share_the_engine_s_gpus_where_roles_ask_for_more_than_there_are
     assert ("colocated" in told.get("GPUs", "")) is is_colocated
 
 
+@pytest.mark.promise("`weights_transport=cuda-ipc` is refused where engine and server share no GPU")
 @pytest.mark.parametrize(
     ("num_gpus", "overrides", "why"),
     [

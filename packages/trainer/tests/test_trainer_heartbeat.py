@@ -79,6 +79,7 @@ def test_an_urgent_call_is_answered_beside_a_long_one(runtime):
     thread.join()
 
 
+@pytest.mark.promise("A call past its deadline tells where it stands")
 def test_a_call_past_its_deadline_tells_where_it_stands(runtime, monkeypatch):
     group = runtime.create_group(Sleeper, "sound")
     monkeypatch.setattr(runtime, "timeout_s", 2.0)
@@ -135,6 +136,7 @@ def test_a_stopped_process_is_named_and_ended(runtime):
     del runtime._hosts["stopped"]
 
 
+@pytest.mark.promise("A process without a heartbeat is named, with its stack, and ended")
 def test_a_stuck_interpreter_is_found_with_its_stack(runtime):
     group = runtime.create_group(Sleeper, "stuck")
     with pytest.raises(

@@ -49,6 +49,7 @@ def losses(output_dir):
     return {r["step"]: r["metrics"]["policy_loss"] for r in records if r["metrics"]}
 
 
+@pytest.mark.promise("In `sync` a resumed run has the losses of one that was never stopped")
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(model, tmp_path):
     common = ["runtime=inline", "algorithm.kl_coef=0.01", "algorithm.old_logprobs=recompute", "eval_every=0"]
@@ -123,6 +124,7 @@ def test_without_staleness_every_pipeline_has_the_losses_of_sync(model, tmp_path
     assert numbers(output_dir) == wanted
 
 
+@pytest.mark.promise("In one process the quickstart has the numbers that it has with `runtime=ray`")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_in_one_process_a_run_has_the_numbers_of_processes_on_ray(model, tmp_path, on_policy):
@@ -137,6 +139,9 @@ FIRST, *REST = POLICIES
 POLICIES_OF_RUNS = [pytest.param([FIRST], id=FIRST), pytest.param(REST, id="the others", marks=pytest.mark.slow)]
 
 
+@pytest.mark.promise(
+    "At `staleness.max_staleness=0` every pipeline and staleness policy has the losses of `sync`, bit for bit"
+)
 @pytest.mark.parametrize("policies", POLICIES_OF_RUNS)
 def test_without_staleness_every_policy_has_the_losses_of_sync(model, tmp_path, monkeypatch, policies):
     """Real components in this process, bit for bit."""
@@ -226,6 +231,7 @@ def test_an_adapter_is_trained_and_reaches_the_servers(model, tmp_path):
         assert not after.get_tensor(name).equal(before.get_tensor(name))
 
 
+@pytest.mark.promise("Ctrl-C ends the run after its step, with a checkpoint, and leaves nothing")
 @pytest.mark.slow
 def test_ctrl_c_stops_cleanly_and_leaves_nothing(model, tmp_path):
     before = set(Path("/dev/shm").iterdir())

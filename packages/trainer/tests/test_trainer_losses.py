@@ -40,6 +40,7 @@ def learned(lengths, *, ratios, advantages, old=-2.0, entropy=None, columns=None
     return total.item(), logprobs.grad, metrics
 
 
+@pytest.mark.promise("Losses, masks and selections by hand, and by their papers' limits")
 def test_ce_gppo_by_hand():
     # Bounds 0.8 and 1.28. Token 1 fell with A < 0: 0.75 * 0.8 of it is kept; token 2 rose with A > 0: 1.28 of it. ppo
     # gives both no gradient. Tokens 3 and 4 moved the other way, and token 5 is within: -A rho, as ppo.

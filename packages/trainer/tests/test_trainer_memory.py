@@ -120,6 +120,7 @@ def test_layouts_by_hand(overrides, wanted):
     assert found == pytest.approx(wanted)
 
 
+@pytest.mark.promise("The memory plan tells what offloads keep on the host")
 def test_what_is_kept_on_the_host_takes_no_gpu():
     sizes, own = MODELS["qwen2.5-7b"], ["engine.world_size=4", "engine.activation_checkpointing=true"]
     plain, activations, everything = (
@@ -168,6 +169,9 @@ def test_a_recipe_fits_the_gpus_that_it_names_and_says_how(recipe, cluster, tmp_
     assert "s (" in told["simulated step"]
 
 
+@pytest.mark.promise(
+    "The plan says what every role takes of a GPU, and what does not fit is refused with what to change"
+)
 @pytest.mark.parametrize(
     ("recipe", "cluster", "overrides", "words"),
     [

@@ -23,6 +23,7 @@ ALWAYS = {
 ON_DEMAND = {"entropy", "kl", "mfu"}
 
 
+@pytest.mark.promise("Every step has the metrics that are computed, and no other")
 @pytest.mark.process
 def test_a_step_has_every_metric_that_is_computed_and_no_other(model, tmp_path, monkeypatch):
     plain, whole = tmp_path / "plain", tmp_path / "whole"

@@ -211,6 +211,7 @@ def test_images_of_groups_are_kept_once_and_lengths_count_them(tmp_path):
         to_columns([(7, [(seen, NOTHING)], None)])
 
 
+@pytest.mark.promise("A token whose experts the server did not tell is an error")
 def test_tokens_without_experts_are_told_and_never_replayed():
     whole = output((((0, 1),), ((2, 3),), ((1, 0),)))
     columns, _ = to_columns([(7, [(whole, NOTHING)], None)], has_experts=True)

@@ -58,6 +58,7 @@ def go(order, counts, rewards):
     return taken
 
 
+@pytest.mark.promise("A resumed run takes exactly the prompts that the first would have taken")
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ORDERS)
 @given(data=st.data(), seed=st.integers(0, 50), counts=st.lists(st.integers(1, 9), min_size=2, max_size=8))
@@ -134,6 +135,7 @@ def test_an_empty_stream_is_told():
         StreamedRows(Source("mine", lambda: iter(())), lambda r, _: dict(r), seed=0, buffer_size=2)[0]
 
 
+@pytest.mark.promise("A mixture is drawn by weight, whatever the sizes")
 def test_a_mixture_draws_by_weight_whatever_the_sizes():
     order = MixtureOrder(parts=["big"] * 900 + ["small"] * 10, weights={"big": 1.0, "small": 3.0}, seed=1)
     taken = order.take(4000)
@@ -143,6 +145,7 @@ def test_a_mixture_draws_by_weight_whatever_the_sizes():
     assert max(counts.values()) - min(counts.values()) <= 1  # epochs of its own
 
 
+@pytest.mark.promise("A curriculum passes over rows whose last group taught nothing")
 def test_a_curriculum_passes_over_what_taught_nothing():
     order = CurriculumOrder(num_rows=4, seed=0, low=0.0, high=1.0, revisit=0.0)
     assert sorted(order.take(4)) == [0, 1, 2, 3]
@@ -167,6 +170,7 @@ def test_a_curriculum_is_made_as_it_is_configured():
     assert sorted(order.take(2)) == [2, 3]
 
 
+@pytest.mark.promise("Prompts that are too long are left out and counted")
 def test_prompts_that_are_too_long_are_left_out():
     rows = [row(0, 2), row(1, 3), row(2, 4), row(3, 1)]
     config = load_config("quickstart", ["data.max_prompt_tokens=3"])

@@ -44,6 +44,7 @@ def rows_of(generated):
     return [group.row_index for group in generated.groups]
 
 
+@pytest.mark.promise("Over-sampling leaves out no prompt because its completions are long")
 def test_the_slowest_are_stopped_and_come_first_in_the_next_step_where_they_are_waited_for():
     agents, made = source(slow=[2, 8])
     drawn = PromptOrder(num_rows=100, seed=0).take(12)

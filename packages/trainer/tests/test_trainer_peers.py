@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import peer_formulas
 
 
+@pytest.mark.promise("The algorithms say the same as others' implementations")
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("what", "peer"), [row for row in peer_formulas.ROWS if row[1] in peer_formulas.PACKAGES])
@@ -24,6 +25,7 @@ def test_a_peer_says_the_same(what, peer):
     assert found < 2e-5  # of sums in float32 with terms up to 10
 
 
+@pytest.mark.promise("What no small package has says the same as its restatement")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("what", "peer"), [row for row in peer_formulas.ROWS if row[1] not in peer_formulas.PACKAGES])
 def test_a_restated_formula_says_the_same(what, peer):

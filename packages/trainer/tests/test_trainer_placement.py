@@ -87,6 +87,9 @@ def on_a_fake_cluster(what, num_nodes):
     return json.loads(found[0])
 
 
+@pytest.mark.promise(
+    "Ray places every recipe as planned on a cluster of four nodes of eight GPUs, or the run is refused"
+)
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_ray_places_every_recipe_as_planned_on_four_nodes_of_eight_gpus():
@@ -106,6 +109,7 @@ def test_ray_places_every_recipe_as_planned_on_four_nodes_of_eight_gpus():
     assert started["replicas of four"] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
 
 
+@pytest.mark.promise("Replicas of a lost node are placed on another one, and what a replica had that left is free")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_replicas_of_a_lost_node_are_placed_on_another_and_what_has_left_is_free():

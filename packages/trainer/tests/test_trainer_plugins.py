@@ -185,6 +185,7 @@ MORE = [
 ]
 
 
+@pytest.mark.promise("Every kind of plug-in is found by entry point, file, module or as an object")
 @pytest.mark.process
 @pytest.mark.parametrize(("kind", "way"), [*BY_DEFAULT, *MORE])
 def test_a_plug_in_is_found_and_used(folder, kind, way, monkeypatch, tmp_path):

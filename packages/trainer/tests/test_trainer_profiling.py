@@ -83,6 +83,7 @@ def test_a_run_in_one_process(model, tmp_path):
     assert name == f"controller, process {os.getpid()}"
 
 
+@pytest.mark.promise("`--profile` has the spans of every process in one trace")
 @pytest.mark.slow
 def test_a_run_in_many_processes(model, tmp_path):
     command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", "--profile", *SIZES]

@@ -69,6 +69,7 @@ def run(script, *arguments, timeout_s=150.0, **variables):
     return ended.returncode, ended.stdout
 
 
+@pytest.mark.promise("The run's Ray: a stranger can neither join nor submit")
 def test_a_stranger_can_neither_join_nor_submit(started):
     assert started["address"].startswith("127.0.0.1:")
     start = time.monotonic()

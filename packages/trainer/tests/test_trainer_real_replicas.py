@@ -101,6 +101,7 @@ def descendants(ancestor, title):
     return found
 
 
+@pytest.mark.promise("A run goes on without a replica of which a worker is killed")
 def test_a_run_goes_on_without_a_replica_of_which_a_worker_is_killed(model, tmp_path):
     """The replica is ended and another one started; until that has joined, the other one generates."""
     log, folder = tmp_path / "log", tmp_path / "out"

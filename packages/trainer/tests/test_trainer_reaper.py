@@ -101,6 +101,7 @@ def test_what_is_marked_ends_and_nothing_else(how):
         process.communicate()
 
 
+@pytest.mark.promise("and what its processes have started, also without the run's mark")
 @pytest.mark.parametrize("how", WAYS)
 def test_an_orphan_without_the_mark_ends_if_a_marked_process_has_started_it(how):
     process = controller(SHY, how)
@@ -172,6 +173,7 @@ def test_a_zombie_and_a_reused_number_are_not_of_the_run(sleeper):
         start_time(process.pid)
 
 
+@pytest.mark.promise("A controller that is killed takes its Ray along")
 @pytest.mark.timeout(300)
 def test_nothing_of_ray_outlives_a_killed_controller():
     process = controller(RUN)

@@ -19,6 +19,7 @@ BY_DEFAULT = ["gsm8k", "grpo", "ppo", "distill"]  # the base, rows of one's own,
 RECIPES_OF_STEPS = [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in ON_GSM8K]
 
 
+@pytest.mark.promise("Every shipped recipe takes a step")
 @pytest.mark.process
 @pytest.mark.parametrize("recipe", RECIPES_OF_STEPS)
 def test_a_recipe_takes_a_step(recipe, model, tmp_path):

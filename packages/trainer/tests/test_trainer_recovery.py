@@ -93,6 +93,7 @@ def own_model(model, tmp_path):
     return folder
 
 
+@pytest.mark.promise("Without an engine or queue the run goes on from its checkpoint, with the same losses")
 def test_a_run_whose_engine_and_queue_are_killed_has_the_losses_of_one_left_alone(own_model, tmp_path):
     num_steps = 6
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -143,6 +144,7 @@ def servers_with(model, title):
     return [pid for pid in servers_of(model) if title.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+@pytest.mark.promise("Ctrl-C at any moment is one line and exit code 130")
 @pytest.mark.parametrize("seed", range(4))
 def test_ctrl_c_at_any_moment_is_one_line_and_130(own_model, tmp_path, seed):
     draw, output_dir = random.Random(f"interrupt {seed}"), tmp_path / "out"
@@ -159,6 +161,7 @@ def test_ctrl_c_at_any_moment_is_one_line_and_130(own_model, tmp_path, seed):
     nothing_left(own_model, process.pid)
 
 
+@pytest.mark.promise("A full disk is a sentence, and the run goes on from there")
 def test_a_full_disk_is_a_sentence_and_the_run_goes_on_from_there(own_model, tmp_path):
     folder = tmp_path / "small"
     folder.mkdir()

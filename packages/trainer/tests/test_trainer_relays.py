@@ -199,6 +199,7 @@ def check(ranks, replicas, weights, version):
         assert torch.equal(replica.held["w"], ranks.weights)
 
 
+@pytest.mark.promise("Where replicas share a node, one copy of the weights goes there, also after a relay has died")
 def test_one_copy_goes_to_each_node_and_a_death_makes_another_one_the_relay(job):
     ranks, replicas, weights = job("tcp://127.0.0.1:0", ["n", "n", "m", "n", "trainer 1"])
     for version in (1, 2):

@@ -162,6 +162,7 @@ def test_what_would_be_silently_wrong_is_refused(overrides, words):
         make_plan(config(*overrides))
 
 
+@pytest.mark.promise("Replay: a resumed run has the same losses")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["sync", "one_step_off"])
 def test_a_run_that_replays_resumes_with_the_same_losses(model, tmp_path, pipeline):

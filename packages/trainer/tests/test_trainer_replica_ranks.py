@@ -23,6 +23,9 @@ MEGATRON = ["engine.backend=megatron_on_cpu", "engine.parallel.tp=2"]
 COLOCATED = ["rollout.colocated=true"]
 
 
+@pytest.mark.promise(
+    "Both ranks of a replica have every version of an engine of two, in every pipeline, colocated and not"
+)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("megatron_on_cpu")

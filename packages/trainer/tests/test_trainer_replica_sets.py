@@ -122,6 +122,7 @@ def test_a_list_is_cut_over_the_members_and_joined_in_order_also_if_one_dies():
     assert rewards == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.promise("A dead agent worker is replaced, and its prompts generated with the same seeds")
 def test_submitted_groups_outlive_their_worker_and_keep_their_seeds(monkeypatch):
     replica_set, workers = agents(2)
     workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
@@ -432,6 +433,7 @@ def test_colocated_replicas_and_actor_have_the_memory_in_turn():
     assert replica_set.workers[0].rewards == {"liked": f"http://{len(told)}"}, "it answers elsewhere every time"
 
 
+@pytest.mark.promise("Lent GPUs go back to the engine before it learns, and requests in flight go on elsewhere")
 def test_replicas_on_the_engine_s_gpus_have_them_from_a_sync_to_the_next_step():
     told = []
 
@@ -492,6 +494,7 @@ def test_replicas_on_the_engine_s_gpus_have_them_from_a_sync_to_the_next_step():
         weights.sync(4)
 
 
+@pytest.mark.promise("`replicas.json` resizes a run that goes on")
 def test_replicas_json_resizes_and_what_cannot_be_followed_is_told(tmp_path):
     replica_sets = {"agent": LocalReplicas(Agent, 1), "rollout": LocalReplicas(Replica, 1)}
     assert resize_as_asked(replica_sets, tmp_path) == []

@@ -87,6 +87,7 @@ def used(output_dir):
     return [row for line in lines for row in line["rows"]]
 
 
+@pytest.mark.promise("Each prompt is learned from once, after a kill at any moment")
 @pytest.mark.parametrize("pipeline", ["fully_async", "one_step_off", "sync"])
 @pytest.mark.parametrize(
     "kills",
@@ -111,6 +112,7 @@ def test_killed_at_a_named_point_every_prompt_is_used_once(tmp_path, pipeline, k
         assert any(state.held for state in states), "no finished group outlived a process: the test shows nothing"
 
 
+@pytest.mark.promise("Old checkpoints are removed once a newer one is whole")
 def test_old_checkpoints_are_removed_once_a_newer_one_is_whole(tmp_path):
     sizes = [f"batch.batch_size={BATCH}", "batch.mini_batch_size=4", "batch.group_size=2", f"steps={STEPS}"]
     how = [f"output_dir={tmp_path}", "save_every=1", "eval_every=0", "timeout_s=5", "keep_checkpoints=2"]
@@ -220,6 +222,7 @@ def processes_of(output_dir):
     return found
 
 
+@pytest.mark.promise("The same with real processes, of which none is left")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("pipeline", ["fully_async", "one_step_off", "sync"])

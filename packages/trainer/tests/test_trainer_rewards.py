@@ -136,6 +136,7 @@ def unnamed(text, row):
 """
 
 
+@pytest.mark.promise("`accuracy` is the share that the judge of the answer calls correct, and not the mean reward")
 @pytest.mark.process
 def test_what_is_right_is_what_the_judge_of_the_answer_gives_full_marks(tmp_path):
     (file := tmp_path / "graded.py").write_text(RIGHT)
@@ -242,6 +243,7 @@ def processes_with(text):
     return found
 
 
+@pytest.mark.promise("A reward function past `timeout_s` ends with all that it started")
 @pytest.mark.process
 def test_a_stuck_function_is_killed_with_what_it_started_and_the_next_score_works(functions):
     async def main():

@@ -94,6 +94,7 @@ def test_an_engine_is_built_from_the_keys_of_its_role():
     assert critic.optimizer.lr == 1e-5
 
 
+@pytest.mark.promise("A placement that cannot be is refused in one sentence")
 @pytest.mark.parametrize(
     ("overrides", "error", "words"),
     [
@@ -197,6 +198,7 @@ def test_a_pool_that_its_gpus_do_not_hold_is_refused_with_its_key(tmp_path):
         forecast(load_config("qwen2.5-32b", [*overrides, f"{place[1]}1", wide]), RATES | {"cluster": "3x8x80"})
 
 
+@pytest.mark.promise("A plan says node by node who lives on which GPU, with GiB, and refuses what has no node")
 def test_the_plan_says_who_lives_on_which_gpu_of_which_node():
     own = ["engine.world_size=10", "rollout.colocated=false", "rollout.num_replicas=2", "batch.mini_batch_size=4"]
     config = of(KL, *FROZEN, *own, "rollout.parallel.tp=4", "rollout.backend=vllm")
@@ -240,6 +242,7 @@ class Scorer:
         pass
 
 
+@pytest.mark.promise("Roles in pools of their own score at the same time")
 def test_roles_of_other_pools_score_at_the_same_time_and_stages_of_one_in_turn():
     apart = ["placement.reference.pool=frozen", "placement.critic.pool=value", "algorithm.stages=[mine]"]
     apart += ["algorithm.old_logprobs=recompute", "algorithm.correction=tis"]
@@ -277,6 +280,10 @@ def losses(output_dir):
     return [(line["metrics"]["policy_loss"], line["metrics"]["kl"]) for line in lines]
 
 
+@pytest.mark.promise(
+    "A reference and a critic in pools of their own leave every loss as it is, bit for bit where the number format "
+    "is the same"
+)
 @pytest.mark.process
 @pytest.mark.timeout(900)
 def test_a_reference_and_a_critic_of_their_own_change_no_loss(model, tmp_path):

@@ -109,6 +109,7 @@ def test_an_unknown_data_source_has_no_rule_by_accident(source):
         resolve_reward(source)
 
 
+@pytest.mark.promise("Rows of an unknown `data_source` are refused before anything starts")
 @pytest.mark.parametrize(
     ("overrides", "is_known"),
     [

@@ -29,6 +29,7 @@ def attempts(monkeypatch):
     return made
 
 
+@pytest.mark.promise("Up to `max_restarts` times; what dies before anything was measured ends the run")
 @pytest.mark.parametrize(("has_begun", "max_restarts", "wanted"), [(False, 3, 1), (True, 3, 4), (True, 0, 1)])
 def test_a_run_is_started_again_once_it_has_begun_and_so_often(
     attempts, tmp_path, monkeypatch, has_begun, max_restarts, wanted
@@ -44,6 +45,7 @@ def test_a_run_is_started_again_once_it_has_begun_and_so_often(
     assert text.count("from the start, because a worker of pool 'engine' died") == wanted - 1
 
 
+@pytest.mark.promise("A second Ctrl-C or SIGTERM ends it at once")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_the_second_ends_at_once(number, monkeypatch):
     before, asked = signal.getsignal(number), threading.Event()

@@ -206,6 +206,7 @@ def resident_kib(program):
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
 
 
+@pytest.mark.promise("gcs_server does not grow with calls")
 @pytest.mark.process
 def test_ray_s_own_server_does_not_grow_with_calls(ray_runtime):
     """With Ray's defaults 3,000 calls leave 11 MB of task events in gcs_server."""
@@ -218,6 +219,7 @@ def test_ray_s_own_server_does_not_grow_with_calls(ray_runtime):
     assert resident_kib("gcs_server") - before < 2048
 
 
+@pytest.mark.promise("A group of workers has the same methods on `inline` and `ray`")
 @pytest.mark.process
 def test_ray_splits_and_joins_in_rank_order(ray_runtime):
     group = ray_runtime.create_group(Counter, "two", start=0)
@@ -241,6 +243,7 @@ class _Waits:
         return -reference
 
 
+@pytest.mark.promise("Waiting for all ranks of a group takes no work that grows as their square")
 @pytest.mark.parametrize("ready_at_a_time", [1024, 128])
 def test_the_work_of_a_wait_does_not_grow_as_the_square_of_the_ranks(monkeypatch, ready_at_a_time):
     waits, num_ranks = _Waits(ready_at_a_time), 1024

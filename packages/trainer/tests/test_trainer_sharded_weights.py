@@ -52,6 +52,7 @@ def run(model, folder, *overrides):
     return told, [record["metrics"] for record in records if record["metrics"]]
 
 
+@pytest.mark.promise("A run whose weights go from shard to shard has the losses of one that gathers them")
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("megatron_on_cpu")
@@ -119,6 +120,7 @@ def test_a_start_adapter_changes_nothing_and_has_every_tensor_that_the_engine_s_
         write_start_adapter(tmp_path / "none", Path(model), replace(lora, target_modules=("w_proj",)))
 
 
+@pytest.mark.promise("No engine rank grows by a whole tensor then")
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_no_rank_grows_by_a_whole_tensor_when_it_sends_what_it_holds(tmp_path):

@@ -108,6 +108,7 @@ def test_what_is_thrown_away_as_too_old_is_told():
     assert found.staleness_max <= 1
 
 
+@pytest.mark.promise("`--simulate` gives a run's step back by its own rates")
 @pytest.mark.process
 def test_rates_of_a_run_give_its_step_back(tmp_path):
     config = configured("pipeline=sync")

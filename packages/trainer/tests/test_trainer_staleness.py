@@ -35,6 +35,7 @@ def finished(released, oldest=None):
     return Span(released=released, oldest=oldest or released, newest=oldest or released)
 
 
+@pytest.mark.promise("Each staleness policy keeps its bound; at 0 the losses are those of `sync`")
 @given(
     name=st.sampled_from(sorted(POLICIES)), bound=st.integers(0, 3), size=st.integers(1, 4),
     fraction=st.sampled_from([0.0, 0.25, 0.5]), seed=st.integers(0, 10**6), steps=st.integers(1, 12),
@@ -160,6 +161,7 @@ class Hoarder(StalenessPolicy):
     """Somebody else's."""
 
 
+@pytest.mark.promise("and staleness policies")
 def test_a_policy_from_outside_is_found_by_its_entry_point(monkeypatch):
     point = EntryPoint(name="hoarder", value=f"{__name__}:Hoarder", group=staleness.GROUP)
     monkeypatch.setattr(EntryPoint, "load", lambda self: Hoarder)
@@ -168,6 +170,7 @@ def test_a_policy_from_outside_is_found_by_its_entry_point(monkeypatch):
     assert isinstance(create_policy(config("staleness.policy=hoarder", "staleness.max_staleness=3")), Hoarder)
 
 
+@pytest.mark.promise("So are schedules")
 def test_a_schedule_from_outside_is_found_by_its_entry_point(monkeypatch):
     def patient(config):
         return Schedule(policy=Hoarder(max_staleness=0, batch_size=config.batch.batch_size), lag=2)

@@ -118,6 +118,7 @@ def losses(model, tmp_path):
     return run_it
 
 
+@pytest.mark.promise("With `batch.stream=true` the losses are those of the same mini-batches learned from at the end")
 @pytest.mark.process
 def test_the_weights_are_those_of_the_same_mini_batches_learned_from_after_the_last_rollout(losses, monkeypatch):
     """Real components: the groups of a batch-wise run are put into the mini-batches that the streamed one made."""
@@ -151,6 +152,9 @@ def check_against_a_whole_batch(losses, *algorithm):
     assert losses("whole", "batch.stream=false", *algorithm) == streamed
 
 
+@pytest.mark.promise(
+    "Where an update would change later scores, streamed losses are those of a whole batch, bit for bit"
+)
 @pytest.mark.process
 def test_the_losses_are_those_of_a_whole_batch_where_updates_follow_the_scores(losses):
     check_against_a_whole_batch(losses, "algorithm.old_logprobs=recompute")

@@ -25,6 +25,7 @@ def config(*overrides):
     return load_config("quickstart", [*sizes, *overrides])
 
 
+@pytest.mark.promise("A step reads as the README shows it, in this order")
 def test_the_order_of_a_step():
     job = FakeJob(config())
     records = list(run_loop(job.components(), config(), [{}] * 5))
@@ -200,6 +201,7 @@ def test_the_first_rates_of_a_warm_up_are_told_as_they_are():
     assert rates == pytest.approx([0.1, 0.2, 0.3])
 
 
+@pytest.mark.promise("`sync` learns from tokens of the current weights, or the run stops")
 def test_stale_tokens_stop_the_run_before_anything_is_learned_from_them():
     job = FakeJob(config(), lag=1)
     with pytest.raises(

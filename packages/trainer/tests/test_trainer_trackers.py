@@ -68,6 +68,7 @@ def test_the_terminal_says_reward_where_nothing_tells_what_is_right(run):
     assert "held-out reward -2.500" in run.console.file.getvalue()
 
 
+@pytest.mark.promise("Without a terminal a long step says once in ten seconds what it is at")
 @pytest.mark.process
 def test_without_a_terminal_a_line_says_what_a_long_step_is_at():
     console, asked = Console(file=io.StringIO(), width=40), []
@@ -239,6 +240,7 @@ class Fails(Tracker):
         raise RuntimeError("no network")
 
 
+@pytest.mark.promise("A tracker that fails is told once; `metrics.jsonl` is written whatever happens")
 @pytest.mark.parametrize(
     ("at", "words"), [("log", "failed at step 1 and is left out"), ("close", "could not be closed")]
 )

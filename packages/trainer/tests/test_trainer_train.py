@@ -40,6 +40,9 @@ def start(model, tmp_path):
     return begin
 
 
+@pytest.mark.promise(
+    "`rl_trainer.train` trains on rows of one's own with a reward, an advantage and a loss of one's own"
+)
 @pytest.mark.process
 def test_functions_of_one_s_own_train_a_model_on_rows_of_one_s_own(start, tmp_path):
     scale, told = 3.0, []
@@ -82,6 +85,7 @@ PLUG_INS = [
 ]
 
 
+@pytest.mark.promise("An advantage, a loss and a stage are found as `FILE.py:NAME`; examples of at most 15 lines")
 @pytest.mark.process
 @pytest.mark.parametrize("plug_ins", PLUG_INS)
 def test_an_example_s_plug_in_trains_by_its_path(start, plug_ins):
@@ -153,6 +157,7 @@ def test_a_filter_that_fails_is_named(start):
         start(**{"batch.filter": broken}, reward=lambda text, row: 1.0)
 
 
+@pytest.mark.promise("A schedule is a function of one's own")
 def test_the_example_s_schedule_runs_ahead_as_far_as_it_says():
     sizes = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "steps=6", "eval_every=0"]
     config = load_config("quickstart", [*sizes, f"pipeline={EXAMPLES}/own_schedule.py:half_a_batch_ahead"])
@@ -168,6 +173,7 @@ def test_an_example_is_short(name):
     assert len(code) <= 15
 
 
+@pytest.mark.promise("and it learns")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_readme_s_example_learns(tmp_path):
@@ -180,6 +186,7 @@ def test_the_readme_s_example_learns(tmp_path):
     assert (tmp_path / folder / "config.json").is_file()
 
 
+@pytest.mark.promise("`wait=False` gives the steps as they end; it runs where an event loop runs, as in a notebook")
 @pytest.mark.process
 def test_steps_come_while_the_run_goes_on_and_it_ends_when_it_is_asked_to(start):
     run = start(reward=lambda text, row: 1.0, steps=50, wait=False)
@@ -217,6 +224,7 @@ run = rl_trainer.train(
 ]
 
 
+@pytest.mark.promise("`rl_trainer.train` runs in the cells of a notebook, on Ray and inline")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("runtime", ["inline", "ray"])

@@ -14,6 +14,7 @@ from rl_trainer.errors import TrainerError
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.promise("The quickstart starts from the model that is shipped with it")
 def test_the_quickstart_starts_from_the_model_that_is_shipped(tmp_path, monkeypatch):
     """As long as recipe, data and seed are those that it was made of; else it would be made on the spot."""
     monkeypatch.setattr(warmup, "_run", lambda *_: pytest.fail("it is trained"))

@@ -395,6 +395,7 @@ def at(recipe, key):
     return recipe
 
 
+@pytest.mark.promise("Units and meanings of verl's keys are verl's")
 @pytest.mark.parametrize("name", MEANINGS)
 def test_a_value_means_here_what_it_means_to_verl(name):
     words, expected, notes = MEANINGS[name]

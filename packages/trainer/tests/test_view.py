@@ -77,6 +77,7 @@ def samples_of(text, step):
     return json.loads(gzip.decompress(base64.b64decode(chunk)))
 
 
+@pytest.mark.promise("`rl-view` shows a run that was killed up to its last whole line")
 def test_a_killed_run_is_shown_up_to_its_last_whole_line(tmp_path):
     data = data_of(view.page(make_run(tmp_path / "run")))
     assert data["curves"]["reward"] == [[step, step / 10] for step in range(1, 7)]
@@ -132,6 +133,7 @@ def test_a_folder_without_a_run_and_a_run_without_samples(tmp_path, capsys):
     assert any("tracking.keep_samples=true" in told for told in data_of((run / "view.html").read_text())["told"])
 
 
+@pytest.mark.promise("`rl-view --serve` has new steps, and reads samples when they are looked at")
 @pytest.mark.process
 def test_a_served_page_has_new_steps_and_reads_samples_when_they_are_looked_at(tmp_path, monkeypatch):
     run, servers = make_run(tmp_path / "run", size=400), []

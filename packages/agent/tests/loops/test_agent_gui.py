@@ -89,6 +89,7 @@ def test_a_screenshot_is_an_image_of_the_trajectory():
     assert TOKENIZER.decode(output.prompt_token_ids).count(TOKENIZER.image) == 1
 
 
+@pytest.mark.promise("A page reaches its own origin only")
 def test_a_page_reaches_its_own_origin_and_nothing_else():
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):

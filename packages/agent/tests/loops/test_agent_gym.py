@@ -104,6 +104,7 @@ def test_what_ends_an_episode_is_told():
     assert cut.metrics["num_steps"] == 1
 
 
+@pytest.mark.promise("An environment that fails is a `Failure`, never a reward")
 @pytest.mark.parametrize(
     ("fail", "turn", "stage", "sentence"),
     [

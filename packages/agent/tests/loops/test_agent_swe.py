@@ -79,6 +79,7 @@ def test_a_repository_is_copied_and_stays_as_it_is(tmp_path):
     assert (tmp_path / "sub").is_dir()
 
 
+@pytest.mark.promise("A model that touches the tests gains nothing")
 @pytest.mark.process
 @pytest.mark.parametrize(
     "trick",

@@ -55,6 +55,7 @@ class Counted:
         return await self.server.generate(request)
 
 
+@pytest.mark.promise("A client that leaves is in no trajectory")
 @pytest.mark.process
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_a_call_that_a_client_repeats_after_its_timeout_is_one_trajectory(tmp_path, is_streaming):
@@ -162,6 +163,7 @@ def test_tokens_that_a_folder_only_flags_are_broken_too(make_tokenizer):
     assert count[0] == count[1]
 
 
+@pytest.mark.promise("Beyond loopback the proxy needs a token")
 def test_an_interface_that_others_reach_needs_a_token():
     with pytest.raises(ConfigError, match=r"host '0\.0\.0\.0' is reachable from outside.*set api_token"):
         RecordingProxy(FakeGenerator(), TOKENIZER, host="0.0.0.0")

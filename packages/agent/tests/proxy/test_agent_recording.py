@@ -90,6 +90,7 @@ def test_turns_that_extend_one_another_are_one_trajectory_of_the_emitted_tokens(
     assert TOKENIZER.decode(server.requests[1].prompt_token_ids[start:end]) == first + "<|im_end|>"
 
 
+@pytest.mark.promise("The proxy: what extends becomes one trajectory, branches become several")
 def test_branches_become_trajectories_that_train_what_they_share_once():
     async def use(client):
         one = (await ask(client, [USER])).choices[0].message.content
@@ -137,6 +138,7 @@ def test_a_broken_call_is_text_to_a_framework():
     assert output.num_turns == 1
 
 
+@pytest.mark.promise("A field that is not honoured is refused")
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

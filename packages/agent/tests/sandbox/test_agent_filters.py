@@ -69,6 +69,7 @@ def outputs_of(*codes, **settings):
     return asyncio.run(main())
 
 
+@pytest.mark.promise("Sandboxed code opens the files it is given and no other, whatever is mounted")
 @pytest.mark.process
 @has_landlock
 @pytest.mark.parametrize("may_isolate", [True, False], ids=["namespaces", "none"])

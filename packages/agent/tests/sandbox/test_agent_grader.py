@@ -72,6 +72,7 @@ def test_runs_do_not_see_one_another_and_the_process_stays_warm():
     assert asyncio.run(main()) == "False\n"
 
 
+@pytest.mark.promise("A run past its deadline ends with all that it started")
 @pytest.mark.process
 def test_a_run_past_its_deadline_is_killed_with_its_children():
     code = "import os, time\nprint(os.getpid(), flush=True)\nos.fork()\ntime.sleep(3600)"
@@ -238,6 +239,7 @@ def test_code_sees_no_process_but_its_own():
     assert result.output == "(False, True)\n"
 
 
+@pytest.mark.promise("`grader.check()` says what holds; `needs` refuses to run without")
 @pytest.mark.process
 def test_where_code_cannot_be_shut_off_as_asked_nothing_runs(monkeypatch):
     start = workers.Worker.start

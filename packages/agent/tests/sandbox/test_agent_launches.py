@@ -135,6 +135,7 @@ def message_of(file):
     return "launches nothing"
 
 
+@pytest.mark.promise("Bash reads launch scripts in the sandbox, and nothing outside the scratch folder is touched")
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_ends_with_one_error(name, home, tmp_path):
     """Nothing of the user's changes, whether or not a launch follows."""

@@ -87,6 +87,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.promise("Limits hold for all processes of a run together")
 @pytest.mark.process
 def test_forty_forks_take_no_more_memory_than_one_process_may(machine):
     is_watched = machine in ("no control groups", "neither")  # it ends them; the kernel ends some, the deadline the run

@@ -301,6 +301,7 @@ def sync(job, weights, version, fails=None):
         return [future.exception(60) for future in taking]
 
 
+@pytest.mark.promise("A rank of vLLM or SGLang is sent the slices that it computes with, and vouches for them")
 def test_each_rank_is_sent_what_it_computes_with_and_vouches_for_it(job):
     _, engines = job
     for version in (1, 2, 3):
@@ -348,6 +349,9 @@ def staged_bytes(installer):
     return sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in kept}.values())
 
 
+@pytest.mark.promise(
+    "A rank keeps the slices of one version, and goes back to the version before without a second copy"
+)
 @pytest.mark.process
 def test_layers_are_exchanged_one_by_one_so_that_one_version_is_kept_and_any_failure_is_undone(
     layered_job, monkeypatch
@@ -405,6 +409,9 @@ class Wide(nn.Module):
                 self.flat.copy_(tensor.view(-1)[: 64 * 2048].view(64, 2048))
 
 
+@pytest.mark.promise(
+    "Host memory of a rank holds its slices and hardly more, also of matrices that are cut along their columns"
+)
 def test_host_memory_holds_the_slices_of_a_rank_and_hardly_more(tmp_path):
     """In pages that were written to: a part of every row would otherwise take all pages of a matrix."""
     engine = Engine(Wide())
@@ -431,6 +438,7 @@ def test_host_memory_holds_the_slices_of_a_rank_and_hardly_more(tmp_path):
     trainer.close()
 
 
+@pytest.mark.promise("Slices land while the engine goes on, and are installed when they are taken")
 def test_slices_land_while_the_engine_goes_on_and_are_installed_when_they_are_taken(layered_job, tmp_path):
     trainer, engines = layered_job
     first, second = stacked(1), stacked(2)

@@ -157,6 +157,7 @@ def sender():
         yield sender
 
 
+@pytest.mark.promise("An adapter alone into SGLang is read back in the slots of its memory pool")
 def test_an_adapter_alone_is_served_and_attested(manager, sender):
     fresh = adapter_of(7)
     report = sync(sender, manager.base_model, named("one", fresh), 1)

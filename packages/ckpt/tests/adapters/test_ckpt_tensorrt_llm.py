@@ -234,6 +234,9 @@ def sender(server):
         yield sender
 
 
+@pytest.mark.promise(
+    "A worker of TensorRT-LLM takes its part of a version and vouches for it (a stand-in of the worker)"
+)
 def test_every_worker_takes_its_part_and_vouches_for_it(server, sender):
     for version in (1, 2):
         assert server.sync(sender, weights_of(version), version) == []
@@ -261,6 +264,9 @@ def test_a_loader_that_does_not_hold_what_came_is_found_and_undone(server, sende
     assert server.holds(weights_of(3))
 
 
+@pytest.mark.promise(
+    "A load that breaks in a worker of TensorRT-LLM is undone on all of them (a stand-in of the worker)"
+)
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_a_load_that_breaks_is_undone_on_all_workers(server, sender, num_before):
     """With the version before, or with what is on disk."""
@@ -347,6 +353,7 @@ class ShardedTrainer:
             await sender.close()
 
 
+@pytest.mark.promise("Slices land while TensorRT-LLM goes on, and each worker takes its own (a stand-in of the worker)")
 @pytest.mark.process
 def test_slices_land_while_the_engine_goes_on_and_each_worker_takes_its_own(server):
     trainer = ShardedTrainer(server)

@@ -35,6 +35,7 @@ def versions_in(url):
     return [int(name.removesuffix(".json")[-20:]) for name in names_in(url) if name.endswith(".json")]
 
 
+@pytest.mark.promise("A folder or object store of differences gives every reader what was sent, also one that joins")
 @pytest.mark.process
 def test_differences_are_small_and_whoever_holds_the_version_before_or_joins_has_every_bit(url):
     async def work():
@@ -87,6 +88,7 @@ def test_a_reader_that_missed_versions_catches_up_by_those_that_it_lacks(url, mo
     asyncio.run(work())
 
 
+@pytest.mark.promise("What a kept version is a difference from is kept")
 @pytest.mark.process
 def test_what_a_kept_version_is_a_difference_from_is_kept_too_and_the_rest_is_pruned(url):
     async def work():

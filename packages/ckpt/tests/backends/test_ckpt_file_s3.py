@@ -57,6 +57,7 @@ def versions_in(url):
     return [int(name.removesuffix(".json")[-20:]) for name in objects_in(url) if name.endswith(".json")]
 
 
+@pytest.mark.promise("In an S3-like store a chain is published, pruned and joined, and its readers are attested")
 def test_a_chain_is_published_pruned_and_joined_and_every_reader_is_attested(url):
     """Four versions, every second one whole; one reader follows, another joins at each, a third misses two."""
 

@@ -48,6 +48,7 @@ class TestMmapKilled(InFolderOfTest, KillSuite):
     pass
 
 
+@pytest.mark.promise("A transport of one's own is about 100 lines and passes the published suites")
 def test_it_is_short_and_uses_what_is_published():
     code = EXAMPLE.read_text()
     assert len(code.splitlines()) <= 150

@@ -120,6 +120,7 @@ def test_ipv6():
     asyncio.run(work())
 
 
+@pytest.mark.promise("Another token is refused, in a sentence")
 def test_another_token_is_refused_in_a_sentence_and_harms_nobody():
     async def work():
         sender, receiver = ends(None, receiver_token="another", timeout_s=60)

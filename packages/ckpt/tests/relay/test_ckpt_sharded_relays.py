@@ -82,6 +82,10 @@ class Nodes:
         return reports, await asyncio.gather(*receiving, return_exceptions=True)
 
 
+@pytest.mark.promise(
+    "Receivers of slices that send them on are one transaction with those behind them, and the trainer sends once "
+    "to a node"
+)
 @pytest.mark.process
 @pytest.mark.parametrize("option", ["", "&delta=1"], ids=["whole", "differences"])
 def test_every_receiver_of_the_node_has_the_version_and_the_trainer_sends_it_once(option):

@@ -157,6 +157,7 @@ def test_a_fault_never_passes_for_success(on, fault, cause, error, state):
         run(work, address, timeout_s=deadline_of(fault, on))
 
 
+@pytest.mark.promise("A version is committed on all receivers or on none")
 @pytest.mark.process
 @pytest.mark.parametrize("on", ["buckets", "free", "staged"])
 @pytest.mark.parametrize("fault", Fault)
@@ -178,6 +179,7 @@ def test_what_happens_to_one_receiver_calls_the_sync_off_for_all(on, fault):
         run(work, address, num_receivers=2, timeout_s=deadline_of(fault, on))
 
 
+@pytest.mark.promise("A corrupt bucket is found on arrival")
 def test_a_corrupt_bucket_hands_nothing_out():
     address = f"inproc://{new_name()}"
 

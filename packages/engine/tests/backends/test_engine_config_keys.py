@@ -240,6 +240,7 @@ def is_same(one, other):
 FIRST_OF_BACKENDS = [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
 
 
+@pytest.mark.promise("No key of `EngineConfig` is ignored")
 @pytest.mark.process
 @pytest.mark.parametrize("key", EFFECTS)
 @pytest.mark.parametrize("backend", FIRST_OF_BACKENDS)

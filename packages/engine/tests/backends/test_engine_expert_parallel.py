@@ -67,6 +67,7 @@ def check_against_one_process(seen, layout):
             torch.testing.assert_close(got["weights"], plain, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.promise("Experts divided over ranks give the gradients of one process")
 @pytest.mark.process
 @pytest.mark.parametrize("layout", ["ep1", "ep2", "ep2 sp2"])
 def test_two_ranks_give_the_gradients_of_one_process(two, layout):
@@ -83,6 +84,7 @@ LAYER = 4 * 3 * 32 * 16 * 8
 """Bytes of a layer's experts: 4 of 3 * 32 * 16 numbers of 8 bytes."""
 
 
+@pytest.mark.promise("and a rank gathers its own experts alone")
 @pytest.mark.process
 def test_a_rank_gathers_its_own_experts_alone(two):
     assert two["gathered"] == {"ep1": [LAYER] * 2, "ep2": [LAYER // 2] * 2, "ep2 sp2": [LAYER // 2] * 2}

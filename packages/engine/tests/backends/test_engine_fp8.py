@@ -101,6 +101,7 @@ def test_torchao_is_told(tmp_path, told, recipe):
     assert told[-1] == (Recipe(recipe, pad_inner_dim=True), names)
 
 
+@pytest.mark.promise("`fp8` is refused on a machine without float8 products")
 def test_a_machine_without_float8_products_is_refused(folder, told, monkeypatch):
     monkeypatch.setattr(device_memory, "has_gpu", lambda: False)
     message = r"fp8 is tensorwise and there is no GPU that has float8 products .* Set it to off\."
@@ -209,6 +210,7 @@ def test_losses_on_a_gpu_are_near_those_without_it(tmp_path, backend, recipe):
     assert losses[recipe] != losses["off"]
 
 
+@pytest.mark.promise("on `fsdp` it makes the layers' products in float8")
 @pytest.mark.integration
 @pytest.mark.usefixtures("torchao", "float8_gpu")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -64,11 +64,13 @@ def check_against_oracle(seen, layout):
         )  # transformers' norms are float32
 
 
+@pytest.mark.promise("They are those of a plain Hugging Face model in float64")
 @pytest.mark.parametrize("layout", ["dp", "sp2", "replicas"])
 def test_two_ranks_give_the_oracles_gradient_however_rows_are_dealt(two, layout):
     check_against_oracle(two, layout)
 
 
+@pytest.mark.promise("Every rank runs as many micro-batches")
 def test_every_rank_runs_as_many_micro_batches(two):
     """Also where one of them passed all rows, or none."""
     counts = [counts for layout in ("dp", "sp2", "replicas") for counts in two[layout]["micro-batches"]]
@@ -89,6 +91,7 @@ def check_experts(folder, seen):
         assert got == pytest.approx((want["loss"], want["aux"], want["norm"]), rel=1e-5)
 
 
+@pytest.mark.promise("`get_local_shards()` covers the weights, nothing gathered")
 def test_shards_cover_the_weights_and_replicas_hold_them_all(two):
     assert two["dp share"] == pytest.approx(0.5, rel=0.1)
     assert two["replicas share"] == 1
@@ -133,6 +136,7 @@ def test_a_checkpoint_of_one_rank_continues_on_two(two):
     torch.testing.assert_close(weights, two["alone"][2], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.promise("It loads on any number of ranks")
 def test_a_checkpoint_of_two_ranks_continues_on_two_and_on_one(two):
     straight, again = two["straight"], two["again"]
     assert again[:2] == straight[:2]

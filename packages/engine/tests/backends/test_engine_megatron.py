@@ -157,6 +157,7 @@ def check(seen, oracles, case, size):
     torch.testing.assert_close(got["second_weights"], want.weights[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.promise("The Megatron backend steps like a plain model")
 @pytest.mark.process
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_step_like_a_plain_model(seen, oracles, case):
@@ -311,6 +312,7 @@ def test_named_candidates_are_scored_with_their_gradient(seen, case):
     torch.testing.assert_close(seen["candidates"][case][2], want[2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.promise("with an adapter too, from a checkpoint of `fsdp`")
 @pytest.mark.parametrize("case", PARTS["adapters"])
 def test_an_adapter_on_two_ranks_steps_like_one_on_one(seen, case):
     kind = case.split(":")[0]

@@ -91,6 +91,7 @@ def in_megatrons_program(work):
         dist.destroy_process_group()
 
 
+@pytest.mark.promise("and reads and writes Megatron-LM's checkpoints")
 @pytest.mark.process
 @on_a_cpu
 def test_megatron_core_reads_what_is_written_and_is_read_itself(model, tmp_path):

@@ -136,6 +136,7 @@ def oracle_of(oracles, folder, kind):
     return oracles[kind]
 
 
+@pytest.mark.promise("On `megatron` such a layer learns tokens two ahead")
 @pytest.mark.process
 @pytest.mark.parametrize("case", CASES)
 def test_the_layer_learns_tokens_two_ahead(seen, oracles, case):
@@ -149,6 +150,7 @@ def test_the_layer_learns_tokens_two_ahead(seen, oracles, case):
         torch.testing.assert_close({name: found[name] for name in expected}, expected, rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.promise("and the policy's steps are those without it")
 @pytest.mark.parametrize("case", CASES)
 def test_the_policy_is_what_it_is_without_it(seen, oracles, case):
     want, got = oracle_of(oracles, seen["folder"], case.split(":")[0]), seen[case]

@@ -61,6 +61,7 @@ def test_its_norm_takes_no_sequence_parallelism():
         WrappedTorchNorm(config, 8)
 
 
+@pytest.mark.promise("and is refused without a GPU")
 def test_without_a_gpu_it_is_refused(tmp_path):
     write_tiny_model(tmp_path)
     engine = create_engine("megatron", EngineConfig(model_path=str(tmp_path)))

@@ -42,6 +42,7 @@ def run_ranks(tmp_path_factory, start_ranks, backend):
     return {"alone": after, "before": before} | start_ranks(SCRIPT, folder, 2, backend)
 
 
+@pytest.mark.promise("Muon on sharded matrices steps as on one rank")
 @pytest.mark.process
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_step_like_one(seen, backend):

@@ -72,6 +72,7 @@ def step_of_fsdp(folder, rows):
     return loss, norm
 
 
+@pytest.mark.promise("VeOmni's wheel trains in an environment of its own with the gradient of `fsdp`")
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("kind", "sizes"), [("qwen3", {}), ("qwen3_moe", EXPERTS)])

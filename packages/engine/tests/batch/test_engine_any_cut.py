@@ -109,6 +109,7 @@ def added_up(loss_function, scores, columns, parts):
     return total, torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
 
 
+@pytest.mark.promise("Loss and gradient depend neither on the cut into micro-batches")
 @pytest.mark.parametrize("name", LOSSES)
 @settings(deadline=None, max_examples=12)
 @given(data=st.data(), seed=st.integers(0, 10**6))

@@ -43,6 +43,7 @@ def read(folder):
     return found
 
 
+@pytest.mark.promise("Every flipped bit of a checkpoint is found")
 @pytest.mark.process
 def test_every_flipped_bit_and_every_cut_is_found(tmp_path):
     folder = write(tmp_path / "checkpoint")
@@ -126,6 +127,7 @@ class Evil:
         return os.abort, ()
 
 
+@pytest.mark.promise("Nothing in a checkpoint is unpickled")
 @pytest.mark.process
 def test_nothing_of_a_checkpoint_is_run(tmp_path):
     """Pickles in the place of any file, and beside them, with digests that are right."""

@@ -55,6 +55,7 @@ def test_a_shard_that_is_named_and_absent(folder):
         load(folder)
 
 
+@pytest.mark.promise("A model folder loads completely or not at all")
 def test_a_missing_tensor_is_named(folder):
     edit(folder, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(ModelFolderError, match=r"lacks 1 tensor\(s\): model\.norm\.weight"):
@@ -207,6 +208,7 @@ def test_a_checkpoint_is_replaced_and_a_killed_replacement_recovered(tmp_path, f
     assert engine.load_checkpoint(path) == 2
 
 
+@pytest.mark.promise("A failure of `async_checkpoints` is raised by the next call")
 def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, folder):
     (tmp_path / "file").write_text("")
     for then in ("save_checkpoint", "load_checkpoint", "close"):
@@ -267,6 +269,7 @@ OTHERS = {
 WEIGHTS = ("pytorch_model.bin", "model-00001-of-00009.safetensors.index.json", "model.gguf")
 
 
+@pytest.mark.promise("A saved model has all files of its source but weights")
 @pytest.mark.parametrize(
     "changes",
     [{}, {"head": Head.REWARD}, {"lora": LoraConfig(rank=2), "optimizer": OptimizerConfig()}],

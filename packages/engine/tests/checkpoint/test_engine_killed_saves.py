@@ -47,6 +47,7 @@ def check(rank_server, folder, backend, writer, point):
     continues(folder, backend)
 
 
+@pytest.mark.promise("A checkpoint is complete or absent, also where ranks are killed")
 @pytest.mark.parametrize(("writer", "point"), [("at once", "shards"), ("background", "manifest")])
 def test_a_save_that_is_killed_leaves_the_one_before(rank_server, tmp_path, writer, point):
     check(rank_server, tmp_path, "fsdp", writer, point)

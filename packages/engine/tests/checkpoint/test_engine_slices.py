@@ -65,6 +65,7 @@ def test_the_shards_are_those_of_the_whole_model(two, kind):
     torch.testing.assert_close(torch.tensor(found["scores"]), scores, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.promise("Every rank reads its shards of the folder, and none holds the whole model")
 @pytest.mark.process
 @pytest.mark.parametrize("backend", ["fsdp", "torchtitan"])
 def test_no_rank_holds_the_whole_model(two, backend):

@@ -43,6 +43,7 @@ def check(seen, name):
     return {case.split(":")[0] for case in cases}, len(expected)
 
 
+@pytest.mark.promise("nor on the ranks and the dealing of rows")
 @pytest.mark.parametrize("name", ranks.LOSSES)
 def test_no_cut_over_two_ranks_changes_the_gradient(two, name):
     assert check(two, name) == ({"dp2", "sp2"}, 2)

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.process
 SCRIPT = Path(__file__).parents[1] / "support" / "peer_ranks.py"
 
 
+@pytest.mark.promise("A peer that is gone or does something else is named")
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_a_peer_that_does_something_else_or_is_gone_is_named(start_ranks, tmp_path, backend):
     write_tiny_model(tmp_path / "model")

@@ -188,6 +188,7 @@ def looked_at():
     return {}
 
 
+@pytest.mark.promise("No key of the command lines is ignored")
 @pytest.mark.process
 @pytest.mark.parametrize(("kind", "key", "value", "part"), CASES)
 def test_a_key_does_something(place, looked_at, tmp_path, monkeypatch, kind, key, value, part):

@@ -49,6 +49,7 @@ def run_ranks(tmp_path_factory, start_ranks, names):
     return start_ranks(SCRIPT, folder, 2, *names)
 
 
+@pytest.mark.promise("Two processes learn what one learns, in every command")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_two_ranks_learn_what_one_learns(two, name):
     assert two[name] == 0

@@ -336,6 +336,7 @@ def pads_with(folder, token, *, in_config):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.promise("transformers scores rows as a saved reward model's engine does, padded or not")
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("token", "in_config", "want"),

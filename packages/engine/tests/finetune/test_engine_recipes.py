@@ -49,6 +49,7 @@ def test_a_recipe_of_ones_own_and_what_is_none(tmp_path):
             parse_config(SftConfig, [other, *NEEDED])
 
 
+@pytest.mark.promise("`rl-sft` takes a recipe, the hub's id of a model and a dataset's name")
 @pytest.mark.process
 def test_a_model_by_its_hub_id_and_a_dataset_by_its_name(tmp_path):
     model, data = write_tiny_model(tmp_path / "model"), tmp_path / "rows"

@@ -131,6 +131,7 @@ def test_what_a_template_adds_behind_eos_is_not_learned(tmp_path):
     assert rows["loss_mask"].values().tolist() == [1, 1] + [0] * 7 + [1, 1]
 
 
+@pytest.mark.promise("Rows of every shape end and are trimmed alike")
 @pytest.mark.parametrize(
     "change",
     [
@@ -316,6 +317,7 @@ def resumable(folder, model, **changes):
     return SftConfig(model_path=str(model), data_path=str(data), output_dir=str(folder / "out"), **(options | changes))
 
 
+@pytest.mark.promise("A resumed rl-sft is the run that was not interrupted")
 @pytest.mark.process
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, model):
     straight, stopped = [], []
@@ -347,6 +349,7 @@ def metrics_of(folder):
     return (folder / "out.run" / "metrics.jsonl").read_text().splitlines()
 
 
+@pytest.mark.promise("`rl-sft` and its kin write nothing over what is there")
 @pytest.mark.process
 def test_what_is_there_is_not_overwritten(tmp_path, model):
     train(resumable(tmp_path, model, steps=1), lambda _: None)
@@ -406,6 +409,7 @@ def test_a_key_of_an_adapter_or_a_tracker_that_is_none_is_refused(tmp_path, mode
     assert (config.lora.rank, config.lora.export) == (4, "adapter")
 
 
+@pytest.mark.promise("`rl-sft lora.export=adapter` writes a folder that peft loads")
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21 reads it
 def test_an_adapter_alone_is_a_folder_that_peft_loads(tmp_path, model):

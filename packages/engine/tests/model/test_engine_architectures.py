@@ -65,6 +65,7 @@ def oracle(folder):
     return rows, squares, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.promise("Any causal LM: fourteen architectures give the scores of the bare model")
 @pytest.mark.parametrize("kind", [*PACKED, *PADDED])
 def test_scores_and_gradients_are_those_of_the_bare_model(tmp_path, kind):
     folder = folder_of(tmp_path, kind, (PACKED | PADDED)[kind])

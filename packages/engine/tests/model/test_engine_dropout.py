@@ -47,6 +47,7 @@ def two_passes(config):
     return scored, trained
 
 
+@pytest.mark.promise("Nothing random enters a ratio")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trained_pass_is_the_scored_one(tmp_path, kind):
     scored, trained = two_passes(EngineConfig(model_path=str(folder_of(tmp_path, kind)), optimizer=OptimizerConfig()))

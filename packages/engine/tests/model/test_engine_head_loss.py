@@ -73,6 +73,7 @@ CASES = {
 }
 
 
+@pytest.mark.promise("The head makes token-local losses with their gradient, in three products for four")
 @pytest.mark.process
 @pytest.mark.parametrize("case", CASES)
 def test_it_steps_as_log_probs_and_then_the_loss(folder, calls, case):

@@ -52,6 +52,7 @@ async def streamed(server, asked):
     return sum(len(chunk.token_ids) for chunk in chunks), chunks[-1].finish_reason
 
 
+@pytest.mark.promise("A late request gives the tokens so far")
 @pytest.mark.parametrize("timeout_s", [None, 0.3])
 def test_a_late_request_gets_its_tokens_and_the_reason(long_folder, caplog, timeout_s):
     """By the server's own setting, and by the request's."""
@@ -75,6 +76,7 @@ def test_a_late_request_gets_its_tokens_and_the_reason(long_folder, caplog, time
     assert ("timeout_s=0.3 s" in caplog.text) == (timeout_s is None)
 
 
+@pytest.mark.promise("The queue, pauses and sleep do not count towards generating")
 def test_time_in_the_queue_does_not_count_towards_generating(long_folder):
     """Four requests one after another: the last waits longer than one may generate, and is whole."""
 

@@ -142,6 +142,7 @@ def test_an_unknown_path_gets_a_sentence(site):
     assert "/generat" in answer["error"]["message"]
 
 
+@pytest.mark.promise("Beyond loopback a token is asked for everywhere but at `/health`")
 def test_the_token_is_asked_for_everywhere_but_at_health(site):
     status, answer = site.run(post(site, "/generate", {"prompt_token_ids": [5]}, token="wrong"))
     assert status == 401
@@ -190,6 +191,7 @@ def test_a_request_that_is_late_is_told_and_leaves(site):
     assert site.run(scenario())["num_waiting"] == 0
 
 
+@pytest.mark.promise("A client that left has its request aborted")
 @pytest.mark.process
 def test_a_caller_that_goes_away_takes_its_request_with_it(site):
     async def scenario():

@@ -142,6 +142,7 @@ def test_a_server_that_is_not_ready_in_time_is_ended(qwen3_folder):
     assert server._process.returncode is not None
 
 
+@pytest.mark.promise("`launch_server`'s process ends when its parent does")
 @pytest.mark.process
 def test_it_ends_when_its_parent_is_killed(qwen3_folder):
     code = f"""

@@ -51,6 +51,7 @@ def post(url, body):
 PROMPT = {"prompt": [5, 6], "max_tokens": 2}
 
 
+@pytest.mark.promise("Every request is bounded, by a setting that the refusal names")
 @pytest.mark.parametrize(
     ("path", "body", "told"),
     [
@@ -139,6 +140,7 @@ def test_a_request_of_our_own_client_has_the_same_limits(site):
     run(ask())
 
 
+@pytest.mark.promise("`/health` and SIGTERM are answered whatever is asked")
 @pytest.mark.process
 def test_health_and_sigterm_are_answered_whatever_is_asked(qwen3_folder):
     """Absurd numbers, floods of completions, and texts that take long to tokenise, from several callers at once."""

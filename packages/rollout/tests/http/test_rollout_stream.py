@@ -147,6 +147,7 @@ async def routed(servers, **settings):
     return router
 
 
+@pytest.mark.promise("A stream goes on elsewhere; leaving it ends the request")
 def test_a_stream_goes_on_elsewhere_from_the_tokens_that_had_come():
     async def scenario():
         servers = [Counting(dies_after=3), Counting(dies_after=2), Counting()]

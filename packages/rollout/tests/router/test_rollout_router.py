@@ -70,6 +70,7 @@ def test_requests_go_to_the_least_loaded():
     assert asyncio.run(scenario()) == [3, 3, 3]
 
 
+@pytest.mark.promise("A router places by session")
 def test_a_session_stays_on_its_replica():
     async def scenario():
         servers = [FakeServer(), FakeServer()]
@@ -177,6 +178,7 @@ def counting(request):
     return range(request.prompt_token_ids[-1] + 1, request.prompt_token_ids[-1] + 50)
 
 
+@pytest.mark.promise("A request whose replica is lost goes on elsewhere from the tokens that had come")
 @pytest.mark.parametrize("told", [0, 1, 3, 4])
 def test_a_request_whose_replica_is_lost_goes_on_where_it_was(told):
     async def scenario():
@@ -331,6 +333,7 @@ async def update(router, version, weights=None):
         await sender.close()
 
 
+@pytest.mark.promise("A latecomer has the current weights before its first request")
 def test_a_latecomer_has_the_current_weights_before_its_first_request():
     async def scenario():
         first, late = FakeServer(), FakeServer()
@@ -457,6 +460,7 @@ def test_who_waits_for_room_goes_to_a_replica_that_joins():
     assert asyncio.run(scenario()) == ("r1", [1, 1])
 
 
+@pytest.mark.promise("`health_check_s` notices a loss that no request has met")
 @pytest.mark.process
 def test_a_replica_that_answers_no_health_check_any_more_is_left_out(monkeypatch):
     """Its connection stays open, as that of a process that hangs does."""
@@ -489,6 +493,7 @@ def test_a_replica_that_answers_no_health_check_any_more_is_left_out(monkeypatch
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
+@pytest.mark.promise("A router refuses beyond `max_waiting`")
 def test_a_router_has_room_for_so_many_and_refuses_more():
     async def scenario():
         servers = [FakeServer(), FakeServer()]
@@ -528,6 +533,7 @@ def test_the_wait_for_a_replica_is_part_of_a_requests_time():
     assert 59.0 < asyncio.run(scenario()) < 59.95
 
 
+@pytest.mark.promise("and by prefix")
 def test_a_known_prefix_is_followed_unless_its_holder_is_busy():
     placement = Placement()
     loads = {"a": 0, "b": 0}

@@ -139,6 +139,7 @@ def test_a_message_over_the_limits_ends_its_connection(server, text_bytes, paylo
     assert is_well(server)
 
 
+@pytest.mark.promise("Memory grows with what arrived, not with what a header claims")
 @pytest.mark.process
 def test_memory_grows_with_what_arrived_and_not_with_what_is_announced(server):
     """30 connections announce 60 MiB of text each, and 30 a payload of 3 GiB; each sends 100 KiB."""
@@ -357,6 +358,7 @@ def look(address: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.promise("A token is asked for on loopback too")
 @pytest.mark.process
 @pytest.mark.parametrize("scheme", ["tcp", "zmq"])
 def test_on_loopback_a_token_is_made_that_children_inherit_and_strangers_lack(scheme, monkeypatch):

@@ -36,6 +36,7 @@ with rl_tq.connect(sys.argv[1], timeout_s=60.0) as queue:
 """
 
 
+@pytest.mark.promise("One queue is served at several addresses")
 @pytest.mark.process
 def test_producers_over_shm_and_consumers_over_tcp_share_one_queue():
     with rl_tq.serve("shm://", timeout_s=60.0, also=["tcp://127.0.0.1:0"]) as queue:

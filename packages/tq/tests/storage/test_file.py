@@ -69,6 +69,7 @@ def killed(tmp_path: Path) -> tuple[str, rl_tq.BatchMeta]:
     )  # fmt: skip
 
 
+@pytest.mark.promise("`file://`: rows, acks and leases survive the death of every process")
 @pytest.mark.process
 def test_rows_acks_and_leases_survive_the_death_of_every_process(killed):
     address, leased = killed

@@ -160,6 +160,7 @@ def test_each_node_keeps_what_is_put_on_it():
         cluster.shutdown()
 
 
+@pytest.mark.promise("`ray://`: values are read where they were put, and pass neither the server nor its node")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray's own processes
 def test_values_are_read_where_they_were_put_and_pass_neither_server_nor_its_node():

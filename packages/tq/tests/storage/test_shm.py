@@ -127,6 +127,7 @@ queue.put({"a": torch.zeros(2, int(sys.argv[2]))}, partition="p2")
 """
 
 
+@pytest.mark.promise("A put is whole or not there, also of a producer that is killed")
 @pytest.mark.process
 def test_a_producer_killed_in_a_put_leaves_what_it_published_and_nothing_else(queue, run):
     producer = run(PRODUCER, queue.address, str(LARGE))

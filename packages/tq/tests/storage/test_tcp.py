@@ -104,6 +104,7 @@ print(queue.get(meta)["y"].tolist(), queue.stats()["partitions"]["p"]["tasks"]["
 """
 
 
+@pytest.mark.promise("Claims of a process that is killed come back")
 @pytest.mark.process
 @pytest.mark.skipif(not CAN_MAKE_NAMESPACES, reason="only root can make network namespaces")
 def test_two_hosts_exchange_rows_and_survive_a_consumer(namespaces, start):

@@ -31,6 +31,7 @@ def test_who_has_another_key_is_not_let_in(queue, monkeypatch):
         rl_tq.connect(place)
 
 
+@pytest.mark.promise("`zmq://` is encrypted")
 @pytest.mark.process
 def test_nothing_on_the_wire_is_plain(queue):
     """A proxy that hears everything sees neither a request nor a value."""

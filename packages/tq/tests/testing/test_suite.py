@@ -21,6 +21,7 @@ def verdicts(*names: str) -> dict[str, str]:
     return json.loads(found[0].removeprefix("VERDICTS "))
 
 
+@pytest.mark.promise("The suite that every storage passes finds planted mistakes")
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_every_planted_mistake_is_caught_and_none_is_no_mistake():

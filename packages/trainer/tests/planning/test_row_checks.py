@@ -105,6 +105,7 @@ def test_the_plan_says_where_the_reward_comes_from():
     assert reward_source(by_function, rows).endswith("mine.py:score (reward.path)")
 
 
+@pytest.mark.promise("`model.path` takes the hub's id of a model; a dry run fetches no weights")
 @pytest.mark.process
 def test_a_dry_run_of_a_model_by_its_hub_id_fetches_no_weights(model, tmp_path):
     line = ["quickstart", "--dry-run", "model.path=some/model", "data.options.num_rows=200", "data.eval_size=4"]

@@ -66,6 +66,7 @@ def test_the_probe_is_short_and_gives_a_rate(config):
     assert 1e8 < found.pass_flops < 1e14
 
 
+@pytest.mark.promise("The first evaluation is bounded on slow machines")
 def test_a_slow_machine_evaluates_a_seeded_sample_first(config, monkeypatch):
     monkeypatch.setattr(speed, "speed_of", lambda config: SPEED)
     assert evaluation_s(config, SPEED, ROWS, 1.0) == pytest.approx(400 * 20 + 400 * 20 / 1e3 + 400 * 0.5e-3)

@@ -247,6 +247,7 @@ def test_a_cache_comes_back_to_its_address_with_zeros():
     assert made[1].calls == ["give back", "close"]
 
 
+@pytest.mark.promise("After sleep level 2 an update by slices needs no second copy of the weights")
 def test_slices_land_in_the_memory_of_weights_that_had_left_and_the_next_ones_beside_it(qwen3_folder):
     weights, tied = load_weights(qwen3_folder), {"lm_head.weight": "model.embed_tokens.weight"}
     model = on_cuda(qwen3_folder)

@@ -16,6 +16,7 @@ def held_since(before):
     return before - torch.cuda.mem_get_info()[0]
 
 
+@pytest.mark.promise("A sleeping server leaves another process all of a GPU but 1 GiB")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_server_that_sleeps_leaves_another_process_all_but_a_gibibyte(tmp_path):

@@ -19,6 +19,7 @@ def folder(qwen3_folder, tmp_path):
     return tmp_path
 
 
+@pytest.mark.promise("All servers stop at the ids that end a turn in the model folder")
 @pytest.mark.parametrize("backend", ["vllm", "sglang", "tensorrt_llm"])
 def test_third_party_servers_get_the_ids(folder, backend):
     server = create_server(backend, ServerConfig(model_path=str(folder)))

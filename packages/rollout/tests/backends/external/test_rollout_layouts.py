@@ -92,6 +92,7 @@ def test_an_embedded_server_is_one_rank_that_takes_all(qwen3_folder):
     assert asyncio.run(server.weight_layout({"w": ("float32", (2,))})) is None
 
 
+@pytest.mark.promise("A real vLLM of several ranks serves what its slices say, dense and with experts, tp, pp and ep")
 @real_vllm
 @pytest.mark.integration
 @pytest.mark.parametrize(

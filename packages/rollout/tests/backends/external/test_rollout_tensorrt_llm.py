@@ -67,6 +67,9 @@ class TestProtocol(ServerConformance):
         expect(UnsupportedError, lambda: served.run(served.server.pause("keep")), "pause with abort or wait")
         assert served.generate().token_ids
 
+    @pytest.mark.promise(
+        "Requests in flight at TensorRT-LLM end under the weights before an update (a fake of its protocol)"
+    )
     def test_a_request_in_flight_goes_on_under_new_weights(self, served):
         """It ends under the old ones, with none of the new, and what comes meanwhile waits for the new ones."""
         weights = load_weights(served.model_path)

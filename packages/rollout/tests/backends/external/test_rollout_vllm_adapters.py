@@ -53,6 +53,7 @@ class WithAdapters:
         with pytest.raises(RequestError, match=r"there is no adapter 'three'; loaded are: one, two"):
             served.run(served.server.generate(replace(served.request(), adapter="three")))
 
+    @pytest.mark.promise("An adapter alone replaces the one that a vLLM serves, attested, in every token from then on")
     def test_an_adapter_alone_is_replaced_and_nothing_else(self, folder, adapters, tmp_path):
         folders = {name: path for name, (path, _) in adapters.items()}
         check_adapter_alone("vllm", self.config(folder, folders), adapters, tmp_path)

@@ -161,6 +161,7 @@ class Told:
             self.has_begun.set()
 
 
+@pytest.mark.promise("What a killed third-party server has told of a request is kept")
 @pytest.mark.process
 def test_what_a_killed_server_has_told_of_a_request_is_kept(long_folder):
     """Also by a client that reaches it over HTTP, which a router resumes from."""
@@ -197,6 +198,7 @@ def test_what_a_killed_server_has_told_of_a_request_is_kept(long_folder):
         assert set(each.weight_versions) == {0}
 
 
+@pytest.mark.promise("A killed worker of vLLM is noticed within seconds")
 @pytest.mark.integration
 @real_vllm
 def test_a_killed_worker_of_the_real_one_is_noticed_at_once_and_its_tokens_are_kept(tmp_path):
@@ -223,6 +225,7 @@ def test_a_killed_worker_of_the_real_one_is_noticed_at_once_and_its_tokens_are_k
     assert not left, "processes were left behind"
 
 
+@pytest.mark.promise("A third-party server that is stopped is found")
 @pytest.mark.process
 def test_a_server_that_is_stopped_is_found_by_its_health_check_and_may_go_on_before(qwen3_folder, monkeypatch):
     monkeypatch.setattr(process, "STOPPED_S", 1.0)

@@ -41,7 +41,7 @@ _CACHE_BYTES, _MEMORY_BYTES = 32 * 2**20, 256 * 2**20
 """Bytes of weights that a cache may hold, and of memory that the probe reads."""
 _CHARACTERS_PER_TOKEN = 4
 _ELEMENT_S, _PARAMETER_S = 29e-9, 7e-9
-"""Seconds on one thread: of a pass around its products per token, layer and width; of an optimizer step by parameter."""
+"""Seconds on one thread: a pass around its products per token, layer and width; an optimizer step by parameter."""
 _COMPLETION_S, _LAYER_S, _STEP_S = 0.5e-3, 0.6e-3, 0.1
 """Seconds of a rollout around its tokens, of a layer that decodes one token around its products, and of a step."""
 
