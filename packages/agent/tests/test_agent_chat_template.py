@@ -1,14 +1,15 @@
 """Continuations by appending, held against each family's own rendering."""
 
 import asyncio
+import json
 import string
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_agent import TemplateError, create_loop, validate_output
-from rl_agent.chat_template import TurnTemplate
+from rl_agent import RowError, TemplateError, create_loop, validate_output
+from rl_agent.chat_template import TurnTemplate, tokenize_prompt, tokenize_prompts
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 
 FAMILIES = ["qwen", "llama", "mistral", "deepseek", "glm", "gpt_oss", "kimi", "plain"]
@@ -215,3 +216,48 @@ def test_special_tokens_that_a_folder_only_flags_are_broken_too(templates, famil
     text, num_broken = template.escape("page".join(flagged))
     assert num_broken == len(flagged)
     assert not {*tokenizer.encode(text, add_special_tokens=False)} & {*tokenizer.added_tokens_decoder}
+
+
+def row_with_call(arguments):
+    call = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": arguments}}
+    answer = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "3"}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"prompt": [{"role": "user", "content": "q"}, turn, answer]}
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "plain"])
+@pytest.mark.parametrize("values", [{"a": 1, "b": 'x"y'}, {}, {"a": None, "deep": {"c": [1.5, True]}}])
+def test_arguments_as_text_and_as_object_render_alike(make_tokenizer, family, values):
+    """OpenAI's messages have JSON text, which a template that wants an object would quote once more."""
+    tokenizer = make_tokenizer(family)
+    rows = [row_with_call(values), row_with_call(json.dumps(values)), row_with_call(json.dumps(values, indent=1))]
+    first, *others = ids = [tokenize_prompt(tokenizer, row) for row in rows]
+    assert others == [first] * 2
+    assert [*tokenize_prompts(tokenizer, rows)] == ids
+    said = tokenizer.decode(first[0])
+    pieces = (
+        [f"<arg_value>{value}</arg_value>" for value in values.values()] if family == "glm" else [json.dumps(values)]
+    )
+    assert all(piece in said for piece in pieces), said
+
+
+def test_text_is_written_where_the_template_spells_objects(make_tokenizer):
+    """`{{ arguments }}` writes an object as Python spells it, which is no JSON."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    tokenizer = make_tokenizer("qwen", template)
+    for arguments in ({"a": True}, '{"a": true}'):
+        assert tokenizer.decode(tokenize_prompt(tokenizer, row_with_call(arguments))[0]) == 'q{"a": true}3'
+
+
+def test_malformed_arguments_stay_as_the_model_wrote_them(make_tokenizer):
+    ids, _ = tokenize_prompt(make_tokenizer("deepseek"), row_with_call('{"a": '))
+    assert 'add<sep>{"a": </call>' in make_tokenizer("deepseek").decode(ids)
+
+
+def test_a_template_that_leaves_out_calls_is_refused(make_tokenizer):
+    """It would show the model an assistant that says nothing."""
+    tokenizer = make_tokenizer("plain")
+    with pytest.raises(RowError, match="leaves out tool calls; use one that writes them"):
+        tokenize_prompt(tokenizer, row_with_call({"a": 1}))
+    assert tokenize_prompt(tokenizer, {"prompt": [{"role": "user", "content": "q"}]})

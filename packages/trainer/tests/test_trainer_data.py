@@ -1,6 +1,7 @@
 import datetime
 import itertools
 import json
+import uuid
 from decimal import Decimal
 
 import numpy as np
@@ -226,3 +227,124 @@ def test_lone_surrogates_of_a_row_are_replaced(tmp_path):
     rows = [{"prompt": "a\ud800", "answer": "4"}] * 20
     row = load_datasets(DataConfig(path=write(tmp_path / "all.jsonl", rows)), seed=0).train[0]
     assert row["prompt"][0]["content"] == "a\ufffd"
+
+
+TABLE_TYPES = {
+    "time": (pa.array([datetime.time(1, 2, 3, 4)] * 20), "01:02:03.000004"),
+    "duration": (pa.array([datetime.timedelta(seconds=1.5)] * 20), 1.5),
+    "zoned": (pa.array([1_500_000] * 20, pa.timestamp("us", "+01:00")), "1970-01-01T01:00:01.500000+01:00"),
+    "uuid": (
+        pa.ExtensionArray.from_storage(pa.uuid(), pa.array([uuid.UUID(int=5).bytes] * 20, pa.binary(16))),
+        "00000000-0000-0000-0000-000000000005",
+    ),
+    "bytes": (pa.array([b"\xff\0"] * 20), b"\xff\0"),
+    "large text": (pa.array(["x"] * 20, pa.large_string()), "x"),
+    "dictionary": (pa.array(["a", "a"] * 10).dictionary_encode(), "a"),
+    "nested": (
+        pa.array([[{"a": 1, "b": [{"c": datetime.date(2026, 1, 2)}]}]] * 20),
+        [{"a": 1, "b": [{"c": "2026-01-02"}]}],
+    ),
+    "decimal256": (
+        pa.array([Decimal("123456789012345678901234567890123456789.5")] * 20, pa.decimal256(60, 1)),
+        "123456789012345678901234567890123456789.5",
+    ),
+    "short decimal": (pa.array([Decimal("0.1")] * 20), 0.1),
+    "map": (pa.array([[("k", 1)]] * 20, pa.map_(pa.string(), pa.int64())), [["k", 1]]),
+    "half": (pa.array([np.float16(1.5)] * 20, pa.float16()), 1.5),
+    "unsigned": (pa.array([2**64 - 1] * 20, pa.uint64()), 2**64 - 1),
+    "none": (pa.nulls(20), None),
+}
+
+
+@pytest.mark.parametrize("kind", TABLE_TYPES)
+def test_columns_of_a_table_become_json_values(tmp_path, kind):
+    column, wanted = TABLE_TYPES[kind]
+    table = pa.table({"prompt": pa.array(["hi"] * 20), "answer": pa.array(["4"] * 20), "x": column})
+    parquet.write_table(table, tmp_path / "all.parquet")
+    assert load_datasets(DataConfig(path=str(tmp_path / "all.parquet")), seed=0).train[0]["x"] == wanted
+
+
+def test_a_value_that_python_cannot_hold_is_refused_by_row(tmp_path):
+    far = pa.array([0] * 18 + [10**15] * 2, pa.date64())
+    table = pa.table({"prompt": pa.array(["hi"] * 20), "answer": pa.array(["4"] * 20), "day": far})
+    parquet.write_table(table, tmp_path / "all.parquet")
+    with pytest.raises(
+        DataError, match=r"2 of 20 rows .*all.parquet, row 19: field 'day' has a value that Python"
+    ) as told:
+        load_datasets(DataConfig(path=str(tmp_path / "all.parquet")), seed=0)
+    assert "row 20" in str(told.value)
+
+
+MISSING = {
+    "numpy NaT": (np.datetime64("NaT"), None),
+    "numpy duration": (np.timedelta64(1500, "ms"), 1.5),
+    "numpy durations": (np.array([1500], "m8[ms]"), [1.5]),
+    "numpy times": (np.array(["2026-11-28", "NaT"], "M8[D]"), ["2026-11-28", None]),
+    "numpy objects": (np.array([Decimal("0.5"), None]), [0.5, None]),
+    "huge decimal": (Decimal("1E+999999"), "1E+999999"),
+}
+
+
+@pytest.mark.parametrize("kind", MISSING)
+def test_times_and_durations_of_numpy_become_json_values(kind):
+    value, wanted = MISSING[kind]
+    assert plain({"x": value}, "f, row 1") == {"x": wanted}
+
+
+def test_missing_values_of_pandas_are_null():
+    pandas = pytest.importorskip("pandas", reason="comes with the datasets package")
+    given = {"a": pandas.NA, "b": [pandas.NaT], "c": pandas.Timestamp("2026-11-28")}
+    assert plain(given, "f, row 1") == {"a": None, "b": [None], "c": "2026-11-28T00:00:00"}
+
+
+NAMES = ["self", "params", "row", "kwargs", "", "not an identifier", "\u00fcn\u00ef", "data_source ", "class", "0"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_column_may_have_any_name(tmp_path, suffix):
+    rows = [{**ROW, "extra_info": {"n": 1}, **{name: index for index, name in enumerate(NAMES)}}] * 20
+    path = tmp_path / f"all.{suffix}"
+    if suffix == "jsonl":
+        write(path, rows)
+    else:
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    row = load_datasets(DataConfig(path=str(path)), seed=0).train[0]
+    assert [row[name] for name in NAMES] == [*range(len(NAMES))]
+
+
+def test_names_that_are_given_twice_are_refused(tmp_path):
+    (tmp_path / "all.jsonl").write_text(
+        '{"prompt": "a", "answer": "4"}\n{"prompt": "a", "answer": "4", "answer": "5"}\n'
+    )
+    with pytest.raises(DataError, match=r"all.jsonl, row 2 has the field 'answer' twice; take one out"):
+        load_datasets(DataConfig(path=str(tmp_path / "all.jsonl")), seed=0)
+    columns = [pa.array(["hi"] * 2), pa.array([1] * 2), pa.array([2] * 2)]
+    parquet.write_table(pa.Table.from_arrays(columns, names=["prompt", "x", "x"]), tmp_path / "all.parquet")
+    with pytest.raises(DataError, match=r"all.parquet has two columns 'x'; rename one"):
+        load_datasets(DataConfig(path=str(tmp_path / "all.parquet")), seed=0)
+    with pytest.raises(DataError, match="f, row 1 has two fields '1'"):
+        plain({1: "a", "1": "b"}, "f, row 1")
+    with pytest.raises(DataError, match="f, row 1: field 'x' has names that are equal as texts"):
+        plain({"x": {chr(0xD800): 1, chr(0xFFFD): 2}}, "f, row 1")
+
+
+DEFAULT = {"type": "object", "properties": {"unit": {"type": "string", "default": None}}}
+
+
+@pytest.mark.parametrize("columns", [{}, {"tools": "functions"}], ids=["same", "renamed"])
+def test_nulls_that_a_row_spells_are_kept(tmp_path, columns):
+    """`"default": null` of a schema says that nothing is passed; only tables fill fields in that a row has not."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": DEFAULT}}]
+    call = {"function": {"name": "f", "arguments": {"unit": None}}}
+    prompt = [*ROW["prompt"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    theirs = columns.get("tools", "tools")
+    rows = [{**ROW, "extra_info": {"n": 1}, "prompt": prompt, theirs: tools}] * 20
+    config = DataConfig(path=write(tmp_path / "all.jsonl", rows), options={"columns": columns})
+    row = load_datasets(config, seed=0).train[0]
+    assert (row["tools"], row["prompt"]) == (tools, prompt)
+    other = [
+        {"type": "function", "function": {"name": "g", "parameters": {**DEFAULT, "properties": {"n": {"type": "x"}}}}}
+    ]
+    parquet.write_table(pa.Table.from_pylist([rows[0], {**rows[0], theirs: other}] * 10), tmp_path / "all.parquet")
+    config = DataConfig(path=str(tmp_path / "all.parquet"), options={"columns": columns})
+    assert load_datasets(config, seed=0).train[1]["tools"] == other, "unit is a field of the other row"

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rl_csrc.inference.tool_calls import with_arguments
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
     from types import FrameType
@@ -101,9 +103,12 @@ class FolderTokens:
             chat: The messages before.
             answer: The assistant's message. The chat template writes it, so that it is trimmed as in longer chats.
         """
-        before: str = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
-        after: str = tokenizer.apply_chat_template([*chat, answer], add_generation_prompt=False, tokenize=False)
+        whole = with_arguments(tokenizer, [*chat, answer])
+        before: str = tokenizer.apply_chat_template(whole[:-1], add_generation_prompt=True, tokenize=False)
+        after: str = tokenizer.apply_chat_template(whole, add_generation_prompt=False, tokenize=False)
         # Some templates open a reply with more than they write of a finished one, such as <think>.
+        if answer.get("tool_calls") and not after.startswith(before):
+            raise ValueError("the template opens a reply with more than it writes of one with tool calls")
         written = after[len(before) :] if after.startswith(before) else str(answer.get("content", ""))
         prompt, said = (tokenizer.encode(text, add_special_tokens=False) for text in (before, written))
         return prompt, self.ended(said)

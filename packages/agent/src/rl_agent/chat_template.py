@@ -26,6 +26,7 @@ _OWN_ROLES = frozenset({"system", "developer", "assistant"})
 """Roles whose text is trusted: special tokens in it stay."""
 ROWS_AT_ONCE = 1024
 """Rows that `tokenize_prompts` gives to the tokenizer in one call."""
+_CALL_ARGUMENTS = {"anchor": _ANCHOR}
 _CALL_ID = "call00000"  # nine letters and digits: some templates accept no other
 
 
@@ -297,7 +298,7 @@ def tokenize_prompts(
             found = [take_images(messages_of(row), row) for row in chunk]
             if any(images for _, images in found):
                 raise RowError("images are counted row by row")
-            conversations: list[Any] = [messages for messages, _ in found]
+            conversations: list[Any] = [with_arguments(tokenizer, messages) for messages, _ in found]
             many = tokenizer.apply_chat_template(
                 conversations, add_generation_prompt=True, tokenize=True, return_dict=False
             )
@@ -318,6 +319,7 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: A
         TemplateError: the tokenizer has no chat template, or one that does not give ids.
         RowError: its chat template refuses these messages, or leaves out their images.
     """
+    messages = with_arguments(tokenizer, messages)
     try:
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
@@ -337,6 +339,67 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: A
         if bare == ids:
             raise RowError("the chat template leaves out the images; use the template of a vision-language model")
     return tuple(ids)
+
+
+def with_arguments(tokenizer: Tokenizer, chat: Sequence[Message]) -> list[Message]:
+    """Messages whose tool calls have their arguments as the template of `tokenizer` takes them.
+
+    OpenAI's messages have JSON text there, and most templates want an object: text would be quoted once more. Some
+    write the text as it is, and of an object Python's spelling. Arguments that are no JSON object stay as they are.
+
+    Raises:
+        RowError: the template leaves out tool calls.
+    """
+    if not any(message.get("tool_calls") for message in chat):
+        return list(chat)
+    messages = [dict(message) for message in chat]
+    convert = _to_text if _takes_text(tokenizer) else _to_object
+    for message in messages:
+        if isinstance(calls := message.get("tool_calls"), Sequence) and not isinstance(calls, str):
+            message["tool_calls"] = [_converted(call, convert) for call in cast("Sequence[Any]", calls)]
+    return [*messages]
+
+
+def _converted(call: Any, convert: Callable[[Any], Any]) -> Any:
+    if not isinstance(call, dict):
+        return call
+    fields = cast("dict[str, Any]", call)
+    if isinstance(fields.get("function"), dict):
+        return {**fields, "function": _converted(fields["function"], convert)}
+    return {**fields, "arguments": convert(fields["arguments"])} if "arguments" in fields else fields
+
+
+def _to_object(arguments: Any) -> Any:
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _to_text(arguments: Any) -> Any:
+    found = _to_object(arguments)
+    return json.dumps(found, ensure_ascii=False) if isinstance(found, dict) else arguments
+
+
+def _takes_text(tokenizer: Tokenizer) -> bool:
+    """Whether the template refuses an object as arguments, or writes Python's spelling of it, and takes JSON text."""
+    by_object, by_text = (_spelled(tokenizer, convert(_CALL_ARGUMENTS)) for convert in (_to_object, _to_text))
+    found = [text for text in (by_object, by_text) if text is not None]
+    if found and not any(_ANCHOR in text for text in found):
+        raise RowError("the chat template leaves out tool calls; use one that writes them, or leave them out")
+    return by_text is not None and (by_object is None or str(_CALL_ARGUMENTS) in by_object)
+
+
+def _spelled(tokenizer: Tokenizer, arguments: Any) -> str | None:
+    call = {"type": "function", "id": _CALL_ID, "function": {"name": "f", "arguments": arguments}}
+    chat: list[Message] = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False))
+    except BaseException as error:  # a template refuses by whatever its engine raises
+        if not is_foreign(error):
+            raise
+        return None
 
 
 def _is_usable(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> bool:

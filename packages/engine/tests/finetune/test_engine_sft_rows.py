@@ -7,7 +7,7 @@ import pytest
 from pyarrow import parquet
 
 from rl_engine.errors import DataError
-from rl_engine.finetune.data import ChatTokenizer, read_rows, without_nulls
+from rl_engine.finetune.data import ChatTokenizer, read_rows, well_formed
 from rl_engine.finetune.preferences import tokenize_labelled, tokenize_pairs, tokenize_steps
 from rl_engine.finetune.sft import tokenize_file
 from rl_rollout.testing import write_tiny_model
@@ -38,7 +38,7 @@ def test_nulls_that_arrow_fills_in_are_no_fields(tmp_path):
 
 
 def test_lone_surrogates_of_rows_are_replaced():
-    assert without_nulls([{"role": "user", "content": "a\ud800"}]) == [{"role": "user", "content": "a\ufffd"}]
+    assert well_formed([{"role": "user", "content": "a\ud800"}]) == [{"role": "user", "content": "a\ufffd"}]
 
 
 ASKED = [{"role": "user", "content": "weather?"}]
@@ -141,3 +141,53 @@ def test_a_row_that_the_template_refuses_is_named(tmp_path):
 def test_a_folder_without_a_tokenizer_is_named_once(tmp_path):
     with pytest.raises(DataError, match=r"^Model folder .* has no tokenizer"):
         tokenize_file(write(tmp_path, [{"prompt": "a", "completion": "b"}] * 9), tmp_path)
+
+
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_arguments_as_text_and_as_object_are_learned_alike(tmp_path, turns):
+    model = model_with(tmp_path / "model", TEMPLATE.replace("{{ m.content }}", "{{ m.content or '' }}" + CALLS))
+    found = []
+    for arguments in ({"city": "paris"}, '{"city": "paris"}'):
+        call = {"function": {"name": "weather", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        rows = tokenize_file(
+            write(tmp_path, [{"messages": [*ASKED, said, *([*ASKED, SAID] if turns == 2 else [])]}]), model
+        )
+        found.append(rows["completion_token_ids"][0].tolist())
+    assert found[0] == found[1]
+    wanted = ChatTokenizer(model).ids('<call>{"city": "paris"}')
+    assert found[0][: len(wanted)] == wanted
+
+
+def test_a_template_that_leaves_out_calls_names_the_row(tmp_path, with_tools):
+    said = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    with pytest.raises(DataError, match=r"rows.jsonl: row 1: .*leaves out tool calls"):
+        tokenize_file(write(tmp_path, [{"messages": [*ASKED, said]}]), with_tools)
+
+
+def test_nulls_that_a_row_spells_are_kept(tmp_path, with_tools):
+    """A schema's `"default": null` is in the prompt; only tables fill fields in that a row has not."""
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"unit": {"type": "string", "default": None}}}}
+    ]
+    rows = [{"messages": [*ASKED, SAID], "tools": given} for given in (tools, json.dumps(tools))]
+    found, wanted = tokenize_file(write(tmp_path, rows), with_tools), ChatTokenizer(with_tools).ids(json.dumps(tools))
+    for ids in found["prompt_token_ids"].unbind():
+        assert ids.tolist()[: len(wanted)] == wanted
+
+
+def test_rows_that_cannot_be_held_or_are_ambiguous_are_named(tmp_path, with_tools):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "a", "text": "b"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl: row 2 has 'text' twice"):
+        tokenize_file(tmp_path / "rows.jsonl", with_tools)
+    days = pa.array([0, 10**15], pa.date64())
+    parquet.write_table(pa.table({"text": pa.array(["a", "b"]), "day": days}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet: row 2 is not a row that Python can hold: date value"):
+        tokenize_file(tmp_path / "rows.parquet", with_tools)
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet has 'text' twice"):
+        tokenize_file(tmp_path / "rows.parquet", with_tools)

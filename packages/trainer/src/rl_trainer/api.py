@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_trainer.config import load_config
-from rl_trainer.data.rows import completed
+from rl_trainer.data.rows import completed, plain, without_filled
 from rl_trainer.errors import ConfigError, DataError
 from rl_trainer.output_dir import new_output_dir, write_whole
 from rl_trainer.plugins import Serialized
@@ -279,11 +279,13 @@ def _file_of(folder: Path, lines: list[str]) -> Path:
 
 def _lines(rows: Iterable[Mapping[str, Any]], what: str) -> list[str]:
     lines: list[str] = []
+    is_table = hasattr(rows, "features")  # of the datasets package
     for number, row in enumerate(rows, start=1):
         if "prompt" not in row:
             raise DataError(f"{what}: row {number} has no 'prompt', but {sorted(row)}; give it text, or chat messages")
         try:
-            lines.append(json.dumps(completed(row)) + "\n")
+            made = completed(without_filled(row, {}) if is_table else row)
+            lines.append(json.dumps(plain(made, f"{what}: row {number}")) + "\n")
         except TypeError as error:
             raise DataError(f"{what}: row {number} cannot be written as JSON: {error}") from error
     if not lines:

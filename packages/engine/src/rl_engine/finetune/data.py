@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_csrc.inference.tool_calls import with_arguments
 from rl_engine.batch.packed import ragged_batch
 from rl_engine.checkpoint.hf_folder import folder_tokens
 from rl_engine.errors import DataError
@@ -67,7 +68,7 @@ class ChatTokenizer:
         if not isinstance(tools, list):
             raise DataError(f"tools is a {type(tools).__name__}; wanted a list of JSON schemas of functions")
         made = ChatTokenizer(self._model_path)
-        made._loaded, made._tokens = _ToolTokenizer(self._tokenizer(), without_nulls(tools)), self._tokens
+        made._loaded, made._tokens = _ToolTokenizer(self._tokenizer(), well_formed(tools)), self._tokens
         return made
 
     def text(self, text: str) -> tuple[list[int], list[int]]:
@@ -147,7 +148,9 @@ class ChatTokenizer:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, is_open: bool = False) -> str:
         with self._rendering():
-            return self._tokenizer().apply_chat_template(list(messages), add_generation_prompt=is_open, tokenize=False)
+            tokenizer = self._tokenizer()
+            chat = with_arguments(tokenizer, messages)
+            return tokenizer.apply_chat_template(chat, add_generation_prompt=is_open, tokenize=False)
 
     @contextmanager
     def _rendering(self) -> Generator[None]:
@@ -189,8 +192,19 @@ class _ToolTokenizer:
         return self._tokenizer.apply_chat_template(conversation, tools=self._tools, **kwargs)
 
 
+def well_formed(value: Any) -> Any:
+    """Replace lone surrogates, which JSON can spell and no tokenizer takes."""
+    if isinstance(value, dict):
+        return {well_formed(name): well_formed(each) for name, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, list):
+        return [well_formed(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return value
+
+
 def without_nulls(value: Any) -> Any:
-    """Drop fields without a value, which Arrow fills in, and lone surrogates; `content` of a message may be null."""
+    """Drop fields without a value, which Arrow fills in; `content` of a message may be null."""
     if isinstance(value, dict):
         return {  # pyright: ignore[reportUnknownVariableType]
             name: without_nulls(each)
@@ -199,8 +213,6 @@ def without_nulls(value: Any) -> Any:
         }
     if isinstance(value, list):
         return [without_nulls(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, str) and not value.isascii():
-        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return value
 
 
@@ -212,13 +224,15 @@ def _cleaned(row: Any) -> Any:
     if not isinstance(row, dict):
         return row
     try:
-        return _without_nulls_of_chats(row)  # pyright: ignore[reportUnknownArgumentType]
+        return {name: well_formed(value) if name in _CHATS else value for name, value in row.items()}  # pyright: ignore[reportUnknownVariableType]
     except RecursionError as error:
         raise DataError("is nested too deeply; flatten it, or hold it as text") from error
 
 
-def _without_nulls_of_chats(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: without_nulls(value) if name in _CHATS else value for name, value in row.items()}
+def _without_filled(row: dict[str, Any]) -> dict[str, Any]:
+    """Row of a table without the nulls that Arrow fills in: columns, and fields of chats, that other rows have."""
+    found = {name: value for name, value in row.items() if value is not None}
+    return {name: without_nulls(value) if name in _CHATS else value for name, value in found.items()}
 
 
 class _FolderError(DataError):
@@ -281,10 +295,21 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=_object)
+            except DataError as error:
+                row = error
             except (ValueError, RecursionError) as error:
                 row = DataError(f"is not JSON that can be read: {error}")
             yield number, row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises DataError for a name that an object has twice: which of the values is meant is not known."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise DataError(f"has {next(name for name in names if names.count(name) > 1)!r} twice; take one out")
+    return made
 
 
 def _dataset_rows(path: str) -> Iterator[tuple[int, Any]]:
@@ -299,7 +324,7 @@ def _dataset_rows(path: str) -> Iterator[tuple[int, Any]]:
     except Exception as error:  # a dataset may raise anything
         raise DataError(f"{path} cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}") from error
     for number, row in enumerate(found, start=1):
-        yield number, {field: value for field, value in row.items() if value is not None}
+        yield number, _without_filled(row)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -309,11 +334,25 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     except ImportError as error:
         raise DataError(f"{path}: reading parquet needs pyarrow ({error}); try: pip install pyarrow") from error
     try:
-        batches = parquet.ParquetFile(path).iter_batches()
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-            yield number, {name: value for name, value in row.items() if value is not None}
+        file = parquet.ParquetFile(path)
+        _object([(name, None) for name in file.schema_arrow.names])
+        batches = file.iter_batches()
+        for number, row in enumerate((row for batch in batches for row in _rows_of(batch)), start=1):
+            yield number, row if isinstance(row, DataError) else _without_filled(row)
+    except DataError as error:
+        raise DataError(f"{path} {error}") from error
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
+
+
+def _rows_of(batch: Any) -> list[Any]:
+    """Rows of an Arrow batch; an error in place of one with a value that Python has not, such as a far date."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows == 1:
+            return [DataError(f"is not a row that Python can hold: {error}")]
+        return [row for index in range(batch.num_rows) for row in _rows_of(batch.slice(index, 1))]
 
 
 def pair_of(

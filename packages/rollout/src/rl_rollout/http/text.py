@@ -7,6 +7,7 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rl_csrc.inference.tool_calls import with_arguments
 from rl_rollout.errors import RequestError
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def plain_messages(messages: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]
             parts = [_plain_part(part, images) for part in content]
             is_text = all(part["type"] == "text" for part in parts)
             content = "".join(part["text"] for part in parts) if is_text else parts
-        plain.append(with_objects({**message, "content": content}))
+        plain.append(check_calls({**message, "content": content}))
     return plain, tuple(images)
 
 
@@ -184,8 +185,9 @@ class LazyTokenizer:
         tokenizer = self.get()
         if not getattr(tokenizer, "chat_template", None):
             raise RequestError("the tokenizer has no chat template; use /v1/completions")
-        render = partial(tokenizer.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=True)
         try:
+            chat = with_arguments(tokenizer, messages)
+            render = partial(tokenizer.apply_chat_template, chat, tokenize=False, add_generation_prompt=True)
             text = render(tools=list(tools) or None)
             is_told = not tools or text != render()
         except Exception as error:  # jinja2's errors, and whatever a template raises
@@ -212,28 +214,20 @@ def check_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return list(tools)
 
 
-def with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """Message with its tool calls' arguments as objects, as chat templates want them, in place of OpenAI's text."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
+def check_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Check the tool calls of a message, and return it.
+
+    Raises:
+        RequestError: one is not a function with name and arguments.
+    """
+    calls = message.get("tool_calls") or ()
     try:
-        plain = [
-            {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
-            for call in calls
-        ]
+        [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
     except (KeyError, TypeError) as error:
         raise RequestError(
             f"a message's tool_calls are {calls!r:.100}; each needs a function with name and arguments"
         ) from error
-    return {**message, "tool_calls": plain}
-
-
-def _object(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments  # a malformed call, kept as the model wrote it
+    return message
 
 
 def read_calls(parse: Callable[[str], Any], text: str) -> tuple[str, tuple[dict[str, Any], ...]]:

@@ -12,6 +12,7 @@ import itertools
 import json
 import random
 import warnings
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from rl_trainer.data.rows import (
     reasoning_gym_options,
     record_options,
     row_maker,
+    without_filled,
 )
 from rl_trainer.errors import DataError, PlanError
 from rl_trainer.plugins import named
@@ -300,7 +302,8 @@ def sources(config: DataConfig) -> tuple[Source, Source | None]:
     if config.path.startswith(HUB) or is_saved_dataset(config.path):
         return _dataset_sources(config.path.removeprefix(HUB), config)
     train, held_out = _files(Path(config.path), config.eval_path)
-    return _file_source(train), None if held_out is None else _file_source(held_out)
+    columns = record_options(config).columns
+    return _file_source(train, columns), None if held_out is None else _file_source(held_out, columns)
 
 
 def _files(path: Path, eval_path: str | None) -> tuple[Path, Path | None]:
@@ -320,34 +323,62 @@ def _one_of(folder: Path, stem: str) -> Path | None:
     return next((p for s in (".jsonl", ".parquet") if (p := folder / f"{stem}{s}").is_file()), None)
 
 
-def _file_source(path: Path) -> Source:
+def _file_source(path: Path, columns: Mapping[str, str]) -> Source:
     if path.suffix == ".parquet":
         if find_spec("pyarrow") is None:
             raise DataError(f"reading {path} needs pyarrow: pip install 'rl-post-trainer[parquet]'")
-        return Source(str(path), lambda: _parquet(path))
+        return Source(str(path), lambda: _parquet(path, columns))
     if path.suffix != ".jsonl":
         raise DataError(f"{path} is neither .jsonl nor .parquet")
     return Source(str(path), lambda: _jsonl(path))
 
 
-def _parquet(path: Path) -> Iterator[Record]:
+def _parquet(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
     from pyarrow import ArrowException, parquet
 
     try:
         with parquet.ParquetFile(path) as file:
-            rows: Iterator[Any] = (row for batch in file.iter_batches() for row in batch.to_pylist())
-            yield from _numbered(str(path), rows)
+            names = Counter(file.schema_arrow.names)
+            if names and (twice := names.most_common(1)[0])[1] > 1:
+                raise DataError(f"{path} has two columns {twice[0]!r}; rename one of them")
+            rows: Iterator[Any] = (row for batch in file.iter_batches() for row in _rows_of(batch))
+            yield from _numbered(str(path), rows, columns)
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def _numbered(name: str, rows: Iterable[Any]) -> Iterator[Record]:
+def _numbered(name: str, rows: Iterable[Any], columns: Mapping[str, str] | None = None) -> Iterator[Record]:
+    """Records of rows; with `columns`, of rows of an Arrow table."""
     for number, row in enumerate(rows, start=1):
-        yield Record(f"{name}, row {number}", partial(_same, row))
+        where = f"{name}, row {number}"
+        yield Record(where, partial(_read, row, where, columns))
 
 
-def _same(row: Any) -> Any:
-    return row
+def _rows_of(batch: Any) -> list[Any]:
+    """Rows of an Arrow batch; the error in place of one that Python has no value for, such as a date in year 10,000."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):
+        if batch.num_rows > 1:
+            return [row for index in range(batch.num_rows) for row in _rows_of(batch.slice(index, 1))]
+        return [_refusal(batch)]
+
+
+def _refusal(batch: Any) -> DataError:
+    for name in batch.schema.names:
+        try:
+            batch.column(name).to_pylist()
+        except (ValueError, OverflowError) as error:
+            return DataError(
+                f"field {name!r} has a value that Python cannot hold: {error}; convert it, or leave it out"
+            )
+    return DataError("it cannot be read")
+
+
+def _read(row: Any, where: str, columns: Mapping[str, str] | None) -> Any:
+    if isinstance(row, DataError):
+        raise DataError(f"{where}: {row}") from row
+    return row if columns is None else without_filled(row, columns)
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
@@ -359,12 +390,23 @@ def _jsonl(path: Path) -> Iterator[Record]:
 
 def _parsed(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_object)
+    except DataError as error:
+        raise DataError(f"{where} {error}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON that can be read: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{where} is not a JSON object")
     return record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises DataError for a name that an object has twice: which of the values is meant is not known."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise DataError(f"has the field {twice!r} twice; take one out")
+    return made
 
 
 def is_saved_dataset(path: str) -> bool:
@@ -386,13 +428,15 @@ def _dataset_sources(name: str, config: DataConfig) -> tuple[Source, Source | No
     except Exception as error:
         raise DataError(f"dataset {name!r} cannot be loaded with {dict(options.load_options)}: {error}") from error
     if not isinstance(loaded, dict):  # one split: nothing is set apart
-        return Source(name, lambda: _numbered(name, loaded)), None
+        return Source(name, lambda: _numbered(name, loaded, options.columns)), None
     # "test" need not be there, for nobody asked for it: the last rows are held out instead.
     for split in (options.train_split, *({options.eval_split} - {"test"})):
         if split not in loaded:
             raise DataError(f"dataset {name!r} has no split {split!r}; it has {', '.join(loaded)}")
     train, held_out = (
-        Source(f"{name}/{split}", partial(_numbered, f"{name}/{split}", loaded[split])) if split in loaded else None
+        Source(f"{name}/{split}", partial(_numbered, f"{name}/{split}", loaded[split], options.columns))
+        if split in loaded
+        else None
         for split in (options.train_split, options.eval_split)
     )
     assert train is not None, "it was looked for"

@@ -49,16 +49,18 @@ def row_maker(config: DataConfig) -> Callable[[Mapping[str, Any], str], Row]:
 def plain(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Record as values that JSON has, and bytes; texts without lone surrogates.
 
-    Dates and times become ISO 8601 texts, durations seconds, decimals numbers, UUIDs texts, numpy's arrays and scalars
-    Python's. In chats and tools fields without a value are left out: Arrow fills in those that other rows have.
+    Dates and times become ISO 8601 texts, durations seconds, UUIDs texts, numpy's arrays and scalars Python's, missing
+    values of pandas null; decimals become numbers, or texts where a number would round them.
 
     Raises:
-        DataError: a field holds something else; names its type.
+        DataError: a field holds something else, or two have one name; names the type or the field.
     """
     made: dict[str, Any] = {}
     for name, value in record.items():
+        if (text := readable(str(name))) in made:
+            raise DataError(f"{where} has two fields {text!r}; rename one of them")
         try:
-            made[str(name)] = _plain(value)
+            made[text] = _plain(value)
         except RecursionError as error:
             raise DataError(
                 f"{where}: field {name!r} is nested more than {_DEEPEST} levels deep; flatten it, or hold it as text"
@@ -67,13 +69,24 @@ def plain(record: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise DataError(
                 f"{where}: field {name!r} holds {error}, which JSON has no value for; convert it, or leave it out"
             ) from error
-        if name in CHATS or name == "tools":
-            made[name] = without_nulls(made[name])
+        except ValueError as error:
+            raise DataError(f"{where}: field {name!r} has {error}; rename one of them") from error
     return made
 
 
-CHATS = ("prompt", "messages", "completion", "chosen", "rejected")
-"""Fields that hold chats."""
+CHATS = ("prompt", "messages", "completion", "chosen", "rejected", "tools")
+"""Fields that hold chats, and tools."""
+
+
+def without_filled(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Record of a table without the nulls in chats and tools that Arrow fills in: fields that other rows have.
+
+    Args:
+        record: The record.
+        columns: Its names by ours, by `data.options.columns`.
+    """
+    chats = {*CHATS, *(theirs for ours, theirs in columns.items() if ours in CHATS)}
+    return {name: without_nulls(value) if name in chats else value for name, value in record.items()}
 
 
 def without_nulls(value: Any) -> Any:
@@ -95,20 +108,25 @@ _DEEPEST = 100
 
 
 def _plain(value: Any, level: int = 0) -> Any:
-    """Raises TypeError with the name of a type that has no JSON value, and RecursionError beyond the deepest level."""
+    """Raises TypeError (a type has no JSON value), RecursionError (too deep), ValueError (names are equal as texts)."""
     if level > _DEEPEST:
         raise RecursionError
     if value is None or type(value) in (bool, int, float, bytes):
         return value
     if isinstance(value, Enum):
         return _plain(value.value, level)
-    if hasattr(value, "tolist"):  # numpy's; its times have no Python value in nanoseconds
-        is_time = getattr(getattr(value, "dtype", None), "kind", "") == "M"
-        return _plain((value.astype(str) if is_time else value).tolist(), level)
+    if hasattr(value, "tolist"):
+        return _plain(_list_of(value), level)
+    if type(value).__name__ in _MISSING and type(value).__module__.startswith("pandas."):
+        return None
     if isinstance(value, str):
         return readable(str(value))
     if isinstance(value, Mapping):
-        return {str(_plain(name)): _plain(each, level + 1) for name, each in cast("Mapping[Any, Any]", value).items()}
+        fields = cast("Mapping[Any, Any]", value)
+        made = {str(_plain(name)): _plain(each, level + 1) for name, each in fields.items()}
+        if len(made) < len(fields):
+            raise ValueError(f"names that are equal as texts: {', '.join(map(repr, fields)):.80}")
+        return made
     if isinstance(value, list | tuple):
         return [_plain(each, level + 1) for each in cast("list[Any]", value)]
     if isinstance(value, datetime.date | datetime.time):
@@ -116,12 +134,40 @@ def _plain(value: Any, level: int = 0) -> Any:
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
     if isinstance(value, Decimal):
-        return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
+        return _number(value)
     if isinstance(value, UUID):
         return str(value)
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+
+_MISSING = ("NAType", "NaTType")
+_MOST_DIGITS = 300
+"""Digits of a whole number; a longer one stays text."""
+
+
+def _list_of(value: Any) -> Any:
+    """Python's value of numpy's; its times have none in nanoseconds, and become texts and seconds."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    if kind == "m":
+        return (value / value.dtype.type(1, "s")).tolist()
+    if kind != "M":
+        return value.tolist()
+    texts = value.astype(str).tolist()
+    return [_without_nat(text) for text in texts] if isinstance(texts, list) else _without_nat(texts)
+
+
+def _without_nat(text: Any) -> Any:
+    return None if text == "NaT" else text
+
+
+def _number(value: Decimal) -> int | float | str:
+    """Number of a decimal; its text where a float would round it."""
+    if value.is_finite() and value.adjusted() < _MOST_DIGITS and value == value.to_integral_value():
+        return int(value)
+    number = float(value)
+    return number if value.is_nan() or Decimal(repr(number)) == value else str(value)
 
 
 OWN = "rows"
