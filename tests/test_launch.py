@@ -17,7 +17,7 @@ from rl_trainer.runtime.network import free_address
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "examples" / "launch"
 SCRIPTS = [LAUNCH / "ray_node.sh", LAUNCH / "slurm.sbatch"]
-PAGE = (ROOT / "docs" / "how-to" / "cluster.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "multi-node.md").read_text()
 
 
 def gpus_of(recipe):
