@@ -35,7 +35,7 @@ from rl_trainer.pipeline.weight_transfer import GatheredTransfer
 from rl_trainer.planning.simulate import read_rates, simulate
 from rl_trainer.runtime.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.testing import FakeAgents, QueueJob
-from rl_trainer.workers.engine import AdvantageReport, EngineWorker, UpdateReport
+from rl_trainer.workers.engine_worker import AdvantageReport, EngineWorker, UpdateReport
 from rl_trainer.workers.rollout import Receivers
 
 GROUP, GROUPS_PER_RANK, MINI_BATCHES = 8, 2, 2

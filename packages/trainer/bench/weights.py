@@ -36,8 +36,8 @@ from rl_rollout import CkptReceiver, ServerConfig, launch_server
 from rl_rollout.testing import write_tiny_model
 from rl_rollout.types import ServerParallel
 from rl_trainer.pipeline.weight_transfer import GatheredTransfer, ShardedTransfer, session_pattern
-from rl_trainer.workers.engine import LocalWeights
 from rl_trainer.workers.rollout import Receivers
+from rl_trainer.workers.weights import LocalWeights
 
 NUM_RANKS = {"fsdp": 2, "megatron": 4, "lora-adapter": 2, "lora-merged": 2}
 TIMEOUT_S = 300

@@ -42,7 +42,7 @@ def _lines() -> Iterator[str]:
     yield "| name | what | reads besides rewards | keys | `algorithm.advantage_options` | groups of one |"
     yield "|---|---|---|---|---|---|"
     for name, estimator in sorted(ADVANTAGES.items()):
-        needs = ", ".join(f"`{need}`" for need in (*estimator.needs, *estimator.reads)) or "-"
+        needs = ", ".join(f"`{need}`" for need in estimator.reads) or "-"
         keys = ", ".join(f"`{key}`" for key in estimator.keys) or "-"
         options = _options(estimator.options)
         ones = "no" if estimator.compares_group else "yes"

@@ -13,7 +13,7 @@ from rl_trainer.algorithms.selection import select_tokens
 from rl_trainer.config import AlgorithmConfig, TeacherSection
 from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.runtime.dispatch import cut
-from rl_trainer.workers.engine import EngineWorker
+from rl_trainer.workers.engine_worker import EngineWorker
 from rl_trainer.workers.teacher import Teachers
 
 OFFSETS = torch.tensor([0, 4, 6, 9, 11, 13])
@@ -64,7 +64,7 @@ def wanted(name, old="old_logprobs", rewards=COLUMNS["rewards"]):
         logprobs=COLUMNS[old],
         greedy_rewards=COLUMNS["greedy_rewards"],
         component_weights=COLUMNS["component_weights"][0],
-        ratio=ratio if "ratio" in ADVANTAGES[name].needs else None,
+        ratio=ratio if "ratio" in ADVANTAGES[name].reads else None,
         columns={column: COLUMNS[column] for column in ("prompt_token_ids", "completion_token_ids")},
         **fields,
     )

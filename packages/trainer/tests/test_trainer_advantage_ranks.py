@@ -17,7 +17,7 @@ from rl_trainer.algorithms.selection import beyond_moment, high_entropy, select_
 from rl_trainer.config import AlgorithmConfig
 from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.base import Dispatch, ResourcePool, register
-from rl_trainer.workers.engine import EngineWorker
+from rl_trainer.workers.engine_worker import EngineWorker
 
 PER_TOKEN = ("rewards", "loss_mask", "logprobs", "sum_pi_squared", "values", "ratio", "process_rewards")
 PER_ROW = ("group_ids", "rollout_ids", "greedy_rewards", "components")

@@ -14,7 +14,7 @@ from rl_trainer.errors import InputError, PlanError
 from rl_trainer.pipeline.ema_reference import EmaReference, start_of
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.run import run
-from rl_trainer.workers.engine import average_folders
+from rl_trainer.workers.reference import average_folders
 
 EMA = ["algorithm.kl_coef=0.1", "algorithm.ref_ema.decay=0.75"]
 

@@ -10,7 +10,7 @@ from rl_trainer.metrics import peak_flops
 from rl_trainer.pipeline.roles import model_facts
 from rl_trainer.planning.memory import count_parameters, learning_flops
 from rl_trainer.run import run
-from rl_trainer.workers import engine
+from rl_trainer.workers import engine_worker as engine
 
 SIZES = [
     "runtime=inline", "data.options.num_rows=200", "data.eval_size=4", "batch.batch_size=4", "batch.mini_batch_size=2",

@@ -34,7 +34,7 @@ def test_an_actor_without_its_adapter_is_the_reference_that_another_engine_would
     own = metrics_of(tmp_path / "own", model)
     assert len(created) == 1
     monkeypatch.setattr(setup, "is_own_reference", lambda config: False)
-    monkeypatch.setattr("rl_trainer.workers.engine.EngineWorker._is_reference", lambda self, column: False)
+    monkeypatch.setattr("rl_trainer.workers.engine_worker.EngineWorker._is_reference", lambda self, column: False)
     other = metrics_of(tmp_path / "other", model)
     assert len(created) == 3
     assert own[0][0] == pytest.approx(0.0, abs=1e-9), "an adapter begins as nothing"

@@ -16,9 +16,9 @@ from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.pipeline.weight_sync import WeightSync
 from rl_trainer.pipeline.weight_transfer import ShardedTransfer, session_pattern
 from rl_trainer.runtime.base import ReplicaSet
-from rl_trainer.workers.engine import LocalWeights
 from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.rollout import Receivers
+from rl_trainer.workers.weights import LocalWeights
 
 pytestmark = pytest.mark.process
 

@@ -18,8 +18,8 @@ from rl_trainer.pipeline.weight_transfer import PLAN_FILE, GatheredTransfer, Sha
 from rl_trainer.run import resize_as_asked
 from rl_trainer.runtime.base import ReplicaSet
 from rl_trainer.workers.agent import EvalReport, FailureReport, Job
-from rl_trainer.workers.engine import LocalWeights
 from rl_trainer.workers.rollout import Receivers
+from rl_trainer.workers.weights import LocalWeights
 
 BOTH = (Address("shm://0"), Address("shm://1"))
 """Sessions of both ranks of the trainer."""

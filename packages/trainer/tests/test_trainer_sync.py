@@ -16,7 +16,7 @@ from rl_trainer.errors import PlanError, StaleWeightsError
 from rl_trainer.loop import mini_batches, run_loop
 from rl_trainer.pipeline.roles import actor_config, critic_config
 from rl_trainer.testing import FakeJob
-from rl_trainer.workers.engine import AdvantageReport, EngineWorker, UpdateReport
+from rl_trainer.workers.engine_worker import AdvantageReport, EngineWorker, UpdateReport
 
 
 def config(*overrides):

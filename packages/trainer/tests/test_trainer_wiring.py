@@ -14,8 +14,10 @@ from rl_trainer.pipeline.replicas import SomeSamples
 from rl_trainer.runtime.inline import InlineRuntime
 from rl_trainer.setup import place
 from rl_trainer.workers.agent import AgentWorker
-from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker, ReferenceWorker
+from rl_trainer.workers.critic import CriticWorker, ProcessRewardWorker
+from rl_trainer.workers.engine_worker import EngineWorker
 from rl_trainer.workers.queue import QueueWorker, SampleWorker
+from rl_trainer.workers.reference import ReferenceWorker
 from rl_trainer.workers.rollout import RolloutWorker
 from rl_trainer.workers.teacher import ServedTeacherWorker
 

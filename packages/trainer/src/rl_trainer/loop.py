@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rl_trainer.metrics import Evaluation
     from rl_trainer.pipeline.components import Components
     from rl_trainer.pipeline.staleness import Schedule
-    from rl_trainer.workers.engine import UpdateReport
+    from rl_trainer.workers.engine_worker import UpdateReport
 
 
 def run_loop(

@@ -62,8 +62,10 @@ from rl_trainer.runtime.network import address_of, check_reach, has_votes, stora
 from rl_trainer.samples import FOLDER
 from rl_trainer.workers.agent import AgentWorker
 from rl_trainer.workers.columns import EXPERTS, IMAGES
-from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker, ReferenceWorker
+from rl_trainer.workers.critic import CriticWorker, ProcessRewardWorker
+from rl_trainer.workers.engine_worker import EngineWorker
 from rl_trainer.workers.queue import QueueWorker, SampleWorker
+from rl_trainer.workers.reference import ReferenceWorker
 from rl_trainer.workers.reward_server import RewardServers
 from rl_trainer.workers.rollout import RolloutWorker
 from rl_trainer.workers.teacher import ServedTeacherWorker, Teachers
@@ -366,7 +368,7 @@ def create_agents(job: Job, servers: Servers, rewards: RewardServers | None) -> 
         reward=config.reward,
         max_new_tokens=config.rollout.max_new_tokens,
         asks_experts=config.engine.router_replay,
-        has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).needs,
+        has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).reads,
         num_steps=config.steps,
         num_given=config.batch.given,
         teacher=config.teacher,

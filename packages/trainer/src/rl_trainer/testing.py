@@ -24,7 +24,7 @@ from rl_trainer.pipeline.rollout_source import Generated, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.workers.agent import EvalReport, FailureReport
-from rl_trainer.workers.engine import AdvantageReport, UpdateReport
+from rl_trainer.workers.engine_worker import AdvantageReport, UpdateReport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -25,6 +25,8 @@ GROUP = "rl_trainer.advantages"
 
 Need = Literal["values", "components", "greedy_rewards", "logprobs", "sum_pi_squared", "ratio", "process_rewards"]
 """An optional field of `AdvantageInput` that an estimator cannot do without."""
+FIELDS: tuple[Need, ...] = get_args(Need)
+"""Names in `Estimator.reads` that are fields; the others are columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +171,6 @@ class Estimator:
 
     compute: AdvantageFunction
     """`AdvantageInput -> (T,) float32`."""
-    needs: tuple[Need, ...] = ()
-    """Optional fields that it reads."""
     compares_group: bool = False
     """Whether it compares completions of one prompt, so that groups of one teach nothing."""
     keys: tuple[str, ...] = ()
@@ -180,7 +180,7 @@ class Estimator:
     uses_weights: bool = False
     """Whether it looks at the weights of `algorithm.correction`, where there are any."""
     reads: tuple[str, ...] = ()
-    """Further columns that it reads, such as those of stages."""
+    """Optional fields of `AdvantageInput` that it reads, and further columns, such as those of stages."""
     scope: Literal["group", "batch", "whole"] = "whole"
     """Scope of what decides a completion's advantages. `group`: its own group alone, so that groups may come one by
     one. `batch`: also sums over the batch, taken by `AdvantageInput.ranks`. Both run on every rank, on the groups that
@@ -204,9 +204,7 @@ def estimator_named(name: str) -> Estimator:
 
 
 def _from_function(compute: AdvantageFunction) -> Estimator:
-    wanted, fields = reads_of(compute), get_args(Need)
-    needs = cast("tuple[Need, ...]", tuple(name for name in wanted if name in fields))
-    return Estimator(compute=compute, needs=needs, reads=tuple(name for name in wanted if name not in fields))
+    return Estimator(compute=compute, reads=reads_of(compute))
 
 
 def compute_advantages(name: str, data: AdvantageInput) -> Tensor:
@@ -526,7 +524,7 @@ def _running(per_token: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
 
 _AHEAD, _LAMBDA = ("gamma",), ("gamma", "lam")
 _BASELINE: dict[str, Any] = {
-    "needs": ("logprobs", "sum_pi_squared"),
+    "reads": ("logprobs", "sum_pi_squared"),
     "compares_group": True,
     "keys": _AHEAD,
     "uses_weights": True,
@@ -551,13 +549,13 @@ ADVANTAGES: dict[str, Estimator] = {
     "grpo_passk": Estimator(compute=best_of_group, compares_group=True, scope="group"),
     "opo": Estimator(compute=length_weighted, compares_group=True, scope="group"),
     "gpg": Estimator(compute=gpg, compares_group=True, scope="batch"),
-    "gdpo": Estimator(compute=group_reward_decoupled, needs=("components",), scope="batch"),
-    "gae": Estimator(compute=gae, needs=("values",), keys=_LAMBDA, scope="batch"),
-    "vtrace": Estimator(compute=vtrace, needs=("values", "ratio"), keys=_LAMBDA, scope="group"),
+    "gdpo": Estimator(compute=group_reward_decoupled, reads=("components",), scope="batch"),
+    "gae": Estimator(compute=gae, reads=("values",), keys=_LAMBDA, scope="batch"),
+    "vtrace": Estimator(compute=vtrace, reads=("values", "ratio"), keys=_LAMBDA, scope="group"),
     "reinforce_pp": Estimator(compute=reinforce_plus_plus, keys=_AHEAD, scope="batch"),
-    "remax": Estimator(compute=remax, needs=("greedy_rewards",), keys=_AHEAD, scope="group"),
+    "remax": Estimator(compute=remax, reads=("greedy_rewards",), keys=_AHEAD, scope="group"),
     "optimal_token_baseline": Estimator(compute=optimal_token_baseline, **_BASELINE),
     "tir_optimal_token_baseline": Estimator(compute=optimal_token_baseline_with_tools, **_BASELINE),
-    "prime": Estimator(compute=prime, needs=("process_rewards",), compares_group=True, keys=_AHEAD, scope="group"),
+    "prime": Estimator(compute=prime, reads=("process_rewards",), compares_group=True, keys=_AHEAD, scope="group"),
 }
 """Estimators by name, those that ship; one of a user's is found as `rl_trainer.plugins` says."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rl_trainer.pipeline.replicas import AgentReplicas, SomeSamples
     from rl_trainer.pipeline.rollout_source import RolloutSource
     from rl_trainer.pipeline.weight_sync import WeightSync
-    from rl_trainer.workers.engine import CriticWorker, EngineWorker
+    from rl_trainer.workers.critic import CriticWorker
+    from rl_trainer.workers.engine_worker import EngineWorker
     from rl_trainer.workers.queue import SampleWorker
     from rl_trainer.workers.teacher import ServedTeacherWorker, Teachers
 

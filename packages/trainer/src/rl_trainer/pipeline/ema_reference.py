@@ -15,7 +15,8 @@ from rl_trainer.errors import InputError
 
 if TYPE_CHECKING:
     from rl_trainer.config import Config, EmaSection
-    from rl_trainer.workers.engine import EngineWorker, ReferenceWorker
+    from rl_trainer.workers.engine_worker import EngineWorker
+    from rl_trainer.workers.reference import ReferenceWorker
 
 FOLDER = "reference"
 """Folder of the weights in a checkpoint, and in `output_dir`."""

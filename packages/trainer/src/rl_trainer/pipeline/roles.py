@@ -92,7 +92,7 @@ def reads_old_pass(config: Config) -> bool:
     """Whether something reads the scores of the engine's pass before the update."""
     algorithm = config.algorithm
     return (
-        bool({"ratio", "logprobs", "sum_pi_squared"} & {*estimator_named(algorithm.advantage).needs})
+        bool({"ratio", "logprobs", "sum_pi_squared"} & {*estimator_named(algorithm.advantage).reads})
         or (algorithm.kl_in_reward and algorithm.kl_coef > 0)
         or loss_named(algorithm.loss).selects_tokens
         or algorithm.top_entropy < 1
@@ -124,7 +124,7 @@ def update_barrier(config: Config) -> str | None:
 
 def has_process_rewards(config: Config) -> bool:
     """Whether the critic is an implicit process reward model."""
-    return "process_rewards" in estimator_named(config.algorithm.advantage).needs
+    return "process_rewards" in estimator_named(config.algorithm.advantage).reads
 
 
 def model_facts(folder: Path) -> ModelFacts:
@@ -148,7 +148,7 @@ def actor_config(config: Config, model_path: Path) -> EngineConfig:
         lora=None if config.engine.lora is None else replace(config.engine.lora, dropout=0.0),
         optimizer=_optimizer(config, num_idle=num_idle),
         entropy=algorithm.entropy_coef > 0 or algorithm.entropy_target > 0 or algorithm.top_entropy < 1,
-        sum_pi_squared="sum_pi_squared" in estimator_named(config.algorithm.advantage).needs,
+        sum_pi_squared="sum_pi_squared" in estimator_named(config.algorithm.advantage).reads,
         router_aux_loss_coef=config.engine.router_aux_loss_coef,
         num_candidates=candidates_of(config.teacher) if config.teacher is not None and is_self(config.teacher) else 0,
     )

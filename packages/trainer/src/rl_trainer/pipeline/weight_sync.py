@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rl_trainer.pipeline.replicas import AgentReplicas
     from rl_trainer.pipeline.weight_transfer import WeightTransfer
     from rl_trainer.runtime.base import ReplicaSet
-    from rl_trainer.workers.engine import EngineWorker
+    from rl_trainer.workers.engine_worker import EngineWorker
     from rl_trainer.workers.reward_server import RewardServers
 
 R = TypeVar("R")

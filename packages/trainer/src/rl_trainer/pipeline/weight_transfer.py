@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
     from rl_ckpt.types import Address, SyncReport
     from rl_engine.types import LoraConfig
-    from rl_trainer.workers.engine import EngineWorker, LocalWeights
+    from rl_trainer.workers.engine_worker import EngineWorker
     from rl_trainer.workers.rollout import Receivers, WeightShapes
+    from rl_trainer.workers.weights import LocalWeights
 
 
 PLAN_FILE = "weights-plan.json"

@@ -34,7 +34,7 @@ from rl_trainer.planning.gpus import gpu_pools, named, why_apart
 from rl_trainer.planning.memory import memory_facts, memory_of_pools
 from rl_trainer.planning.placement import node_facts, placement_facts
 from rl_trainer.samples import read_samples, steps_of
-from rl_trainer.workers.engine import AdvantageReport, UpdateReport
+from rl_trainer.workers.engine_worker import AdvantageReport, UpdateReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

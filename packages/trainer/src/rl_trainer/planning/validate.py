@@ -24,7 +24,6 @@ from rl_trainer.planning.plan import BatchPlan
 from rl_trainer.rewards.scorer import check_rule
 
 if TYPE_CHECKING:
-    from rl_trainer.algorithms.advantages import Need
     from rl_trainer.config import AlgorithmConfig, Config
     from rl_trainer.config.schema import ElasticSection
 
@@ -72,7 +71,7 @@ def make_plan(config: Config) -> BatchPlan:
 def _check_estimator(config: Config) -> None:
     name = config.algorithm.advantage
     estimator = estimator_named(name)
-    for need in estimator.needs:
+    for need in estimator.reads:
         if (lacking := _lacking(config, need)) is not None:
             raise PlanError(f"algorithm.advantage={name} reads {need}, which takes {lacking}")
     for option in config.algorithm.advantage_options:
@@ -82,17 +81,17 @@ def _check_estimator(config: Config) -> None:
                 f"{', '.join(estimator.options) or 'none'}"
             )
     learned = ("values", "process_rewards")
-    if config.critic is not None and not {*learned} & {*estimator.needs}:
+    if config.critic is not None and not {*learned} & {*estimator.reads}:
         raise PlanError(
             f"the keys of critic do nothing with algorithm.advantage={name}; leave them out, or choose "
-            f"one of {', '.join(name for name, e in sorted(ADVANTAGES.items()) if {*learned} & {*e.needs})}"
+            f"one of {', '.join(name for name, e in sorted(ADVANTAGES.items()) if {*learned} & {*e.reads})}"
         )
     if config.critic is not None and config.critic.warmup_steps >= config.steps:
         raise PlanError(
             f"critic.warmup_steps={config.critic.warmup_steps} leaves the policy none of steps={config.steps} to learn "
             "in; lower it, or raise steps"
         )
-    if "process_rewards" in estimator.needs:
+    if "process_rewards" in estimator.reads:
         _check_process_reward(config)
     for key in ("gamma", "lam"):
         if key not in estimator.keys:
@@ -125,8 +124,8 @@ def _check_process_reward(config: Config) -> None:
         )
 
 
-def _lacking(config: Config, need: Need) -> str | None:
-    """Missing setting for an estimator's optional input; None if the run has it."""
+def _lacking(config: Config, need: str) -> str | None:
+    """Missing setting for an input of an estimator; None if the run has it, or a stage may give it."""
     if need in {"greedy_rewards", "logprobs"}:
         return None
     if need in {"values", "process_rewards"} and config.critic is not None:
@@ -141,7 +140,7 @@ def _lacking(config: Config, need: Need) -> str | None:
         "sum_pi_squared": "the engine's pass over the old policy: set algorithm.old_logprobs=recompute",
         "components": "a reward of parts: set reward.parts, or reward.path to a function that gives numbers by name",
         "process_rewards": "a process reward model: set a key of critic, such as critic.lr",
-    }[need]
+    }.get(need)
 
 
 def _check_given(config: Config) -> None:
@@ -167,7 +166,7 @@ def _check_given(config: Config) -> None:
     in_the_way = {
         f"algorithm.loss={algorithm.loss}, whose ratio is that to the sampler": loss.is_to_sampler,
         f"algorithm.advantage={algorithm.advantage}, which looks at the ratio to the sampler": (
-            "ratio" in estimator.needs or (estimator.uses_weights and algorithm.correction != "none")
+            "ratio" in estimator.reads or (estimator.uses_weights and algorithm.correction != "none")
         ),
         "algorithm.rejection_counts=after, which compares with the sampler": algorithm.rejection_counts == "after",
         "engine.router_replay, which takes the experts that a server chose": config.engine.router_replay,
@@ -207,7 +206,7 @@ def _check_kl(config: Config) -> None:
             "algorithm.ref_ema moves the weights of a reference, and with engine.lora the reference is the policy "
             "without its adapter, whose weights stand still; leave one of them out"
         )
-    if algorithm.kl_in_reward and "components" in estimator_named(algorithm.advantage).needs:
+    if algorithm.kl_in_reward and "components" in estimator_named(algorithm.advantage).reads:
         raise PlanError(
             f"algorithm.advantage={algorithm.advantage} reads the parts of a reward, which algorithm.kl_in_reward "
             "leaves as they are; add the penalty to the loss instead (kl_in_reward=false)"

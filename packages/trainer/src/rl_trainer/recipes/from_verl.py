@@ -301,7 +301,7 @@ class _Converter:
             "apart": self.mode not in ("sync", "colocate_async") or not self.get("actor_rollout_ref.hybrid_engine"),
             "engine": (self.engine if self.engine in tables()["layouts"] else "fsdp") == of,
             "bypass": self.peek(f"{_C}.bypass_mode") or self.peek(f"{_A}.policy_loss.loss_mode") == "bypass_mode",
-            "critic": advantage is not None and "values" in advantage.needs,
+            "critic": advantage is not None and "values" in advantage.reads,
             "reads": advantage is not None and of in advantage.keys,
             "option": loss is not None and of in POLICY_LOSSES[loss].options,
             "tools": self.get(f"{_R}.agent.default_agent_loop") == "tool_agent" or any(map(self.settings.get, tools)),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rl_rollout.base import RolloutServer
     from rl_tq.types import BatchMeta
     from rl_trainer.config import TeacherSection
-    from rl_trainer.workers.engine import EngineWorker
+    from rl_trainer.workers.engine_worker import EngineWorker
 
 _AT_A_TIME = 256
 """Requests in flight."""

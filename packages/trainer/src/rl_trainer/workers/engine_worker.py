@@ -1,70 +1,49 @@
-"""Engine workers: one rank of actor, reference, critic or teacher, which reads and writes columns of the queue."""
+"""Engine workers: one rank of actor, reference or teacher, and their base, which critics have too."""
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 import time
 from collections.abc import Mapping
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-import rl_ckpt.registry
 import rl_engine.registry
 import rl_tq.registry
-from rl_ckpt.errors import SyncAbortedError
-from rl_engine.errors import ConfigError, naming
 from rl_trainer.algorithms import (
-    AdvantageInput,
     PolicyLossFunction,
-    compute_advantages,
     estimator_named,
     loss_named,
 )
-from rl_trainer.algorithms.advantages import BatchRanks, value_scan
+from rl_trainer.algorithms.advantages import BatchRanks
 from rl_trainer.algorithms.distillation import teacher_columns
-from rl_trainer.algorithms.kl_controller import estimate_kl
-from rl_trainer.algorithms.rollout_correction import configured_weights, drop_rejected, finished_metrics
-from rl_trainer.algorithms.selection import beyond_moment, high_entropy, select_tokens
-from rl_trainer.config.schema import ADAPTER
-from rl_trainer.errors import InputError, TrainerError
+from rl_trainer.algorithms.rollout_correction import drop_rejected, finished_metrics
+from rl_trainer.errors import TrainerError
 from rl_trainer.metrics import peak_flops
 from rl_trainer.plugins import stage_named
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
-from rl_trainer.runtime.network import has_votes
 from rl_trainer.runtime.tracing import span
+from rl_trainer.workers.advantages import OLD_ENTROPY, advantage_columns, batch_advantages
 from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TRUNCATED
-from rl_trainer.workers.loop_thread import LoopThread
+from rl_trainer.workers.weights import LocalWeights, WeightSessions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from tensordict import TensorDict
     from torch import Tensor
 
-    from rl_ckpt.base import ShardSender, WeightSender
     from rl_ckpt.types import SyncReport
     from rl_engine.base import LossFunction
     from rl_engine.types import EngineConfig, ShardSpec
     from rl_rollout.types import TensorPart
     from rl_tq.types import BatchMeta
-    from rl_trainer.algorithms.advantages import Need
-    from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
     from rl_trainer.config import AlgorithmConfig, TeacherSection
 
 _PROMPT = "prompt_token_ids"
 _TOKENS = (_PROMPT, "completion_token_ids", "loss_mask")
-_READ: tuple[Need, ...] = ("values", "greedy_rewards", "sum_pi_squared", "process_rewards", "components")
-"""Needs of estimators that are columns of the queue."""
-_OLD_ENTROPY = "old_entropy"
-_OLD = {"recompute": "old_logprobs", "rollout": "rollout_logprobs"}
-"""Column of the policy before the update, by `algorithm.old_logprobs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +77,8 @@ class AdvantageReport:
         return replace(parts[0], batch=type(parts[0].batch).concat([part.batch for part in parts]))
 
 
-class _EngineRank:
-    """Base of engine workers: an `rl_engine.Engine` that reads columns of the queue and writes columns back.
+class EngineRank:
+    """Base of engine workers: one rank of an `rl_engine.Engine`, which reads columns of the queue and writes others.
 
     All ranks make the same calls in the same order. `inputs` names columns that the model is fed beside the tokens.
     """
@@ -160,7 +139,7 @@ class _EngineRank:
         data = self._read(batch, columns)
         if self._masks_truncated:
             mask = data["loss_mask"]
-            values = mask.values() * _whole(batch, mask.offsets())
+            values = mask.values() * whole_rows(batch, mask.offsets())
             data["loss_mask"] = torch.nested.nested_tensor_from_jagged(values, mask.offsets())
         return data
 
@@ -231,66 +210,7 @@ class _EngineRank:
         self._queue.close()
 
 
-class CriticWorker(_EngineRank):
-    """Critic worker: one rank of the value function, which learns by `loss`."""
-
-    _reads = ("values", "returns")
-
-    def __init__(self, context: WorkerContext, *, loss: LossFunction, **rest: Any) -> None:
-        super().__init__(context, **rest)
-        self._loss = loss
-
-    @register(Dispatch.SPLIT)
-    def compute_values(self, batch: BatchMeta) -> BatchMeta:
-        """Write `values`: the value of the state before every completion token."""
-        return self._forward(batch, {"values": "values"})
-
-    @register(Dispatch.SPLIT_REDUCED)
-    def update_critic(self, batch: BatchMeta) -> UpdateReport:
-        """Take one optimizer step on a mini-batch."""
-        return self._update(self._learnable(batch, (*self._inputs, *self._reads)), self._loss)
-
-
-class ProcessRewardWorker(CriticWorker):
-    """Process reward worker (PRIME): one rank of a model whose log-ratio to the start policy is a reward."""
-
-    _reads = ("ref_logprobs", "rewards")
-    _loss: ProcessRewardLoss
-
-    @register(Dispatch.SPLIT)
-    def compute_values(self, batch: BatchMeta) -> BatchMeta:
-        """Write `process_rewards`: beta times the log-ratio of every completion token to `ref_logprobs`.
-
-        Raises:
-            TrainerError: a completion's reward is no outcome, so that the model could not learn it.
-        """
-        data = self._queue.get(batch, (*self._inputs, *self._reads))
-        outcomes = torch.stack([row.sum() for row in data["rewards"].unbind()])
-        if wrong := [value for value in outcomes.tolist() if not 0 <= value <= 1]:
-            raise TrainerError(
-                f"a completion has the reward {wrong[0]:g}, and advantage=prime learns outcomes from 0 to 1; scale the "
-                "rewards, or choose another algorithm.advantage"
-            )
-        with self._engine.eval_mode(), span("forward"):
-            output = self._engine.forward_backward_batch(data, None, forward_only=True)
-        ref = data["ref_logprobs"]
-        rewards = self._loss.beta * (output.columns["logprobs"].values() - ref.values())
-        jagged = torch.nested.nested_tensor_from_jagged(rewards, ref.offsets())
-        return self._put(batch, {"process_rewards": jagged})
-
-
-@dataclass(frozen=True, slots=True)
-class LocalWeights:
-    """Weights that one rank of an engine holds, to be sent."""
-
-    specs: list[ShardSpec]
-    dtypes: dict[str, str]
-    """Dtype in which each tensor is sent, by name: `bfloat16`."""
-    host: str
-    """Host of the rank."""
-
-
-class EngineWorker(_EngineRank):
+class EngineWorker(EngineRank):
     """Policy worker: one rank of the actor, the reference or the teacher."""
 
     def __init__(
@@ -327,11 +247,7 @@ class EngineWorker(_EngineRank):
         self._loss = PolicyLossFunction(
             config=algorithm, teacher=teacher, has_old_logprobs=has_old, max_new_tokens=max_new_tokens
         )
-        self._loop = LoopThread("weights")
-        self._senders: dict[str, WeightSender] = {}
-        self._shards: ShardSender | None = None
-        self._waiting: asyncio.Task[Any] | None = None
-        self._weights_address = weights_address if context.rank == 0 else None
+        self._weights = WeightSessions(self._engine, context, weights_address, timeout_s)
 
     @register(Dispatch.SPLIT)
     def compute_log_prob(self, batch: BatchMeta, column: str = "old_logprobs") -> BatchMeta:
@@ -341,10 +257,10 @@ class EngineWorker(_EngineRank):
         `algorithm.top_entropy` its entropy.
         """
         columns = {"logprobs": column}
-        if column == "old_logprobs" and "sum_pi_squared" in estimator_named(self._algorithm.advantage).needs:
+        if column == "old_logprobs" and "sum_pi_squared" in estimator_named(self._algorithm.advantage).reads:
             columns["sum_pi_squared"] = "sum_pi_squared"
         if column == "old_logprobs" and self._algorithm.top_entropy < 1:
-            columns["entropy"] = _OLD_ENTROPY
+            columns["entropy"] = OLD_ENTROPY
         if self._is_reference(column):
             with self._engine.adapter_off():
                 return self._forward(batch, columns)
@@ -402,71 +318,11 @@ class EngineWorker(_EngineRank):
         return self._advantages(batch, kl_coef, seed, BatchRanks())
 
     def _advantages(self, batch: BatchMeta, kl_coef: float, seed: int, ranks: BatchRanks) -> AdvantageReport:
-        config, estimator = self._algorithm, estimator_named(self._algorithm.advantage)
-        needs = estimator.needs
-        is_weighted = estimator.uses_weights and config.correction != "none" and config.old_logprobs == "recompute"
-        has_kl = config.kl_in_reward and config.kl_coef > 0
-        loss = loss_named(config.loss)
-        has_policy = has_kl or "ratio" in needs or "logprobs" in needs or loss.selects_tokens
-        columns = ["rewards", "loss_mask", "group_id", "rollout_index"]
-        columns += [_OLD[config.old_logprobs]] if has_policy else []
-        columns += ["rollout_logprobs"] if "ratio" in needs or is_weighted or loss.selects_tokens else []
-        columns += [_OLD_ENTROPY] if config.top_entropy < 1 else []
-        columns += ["ref_logprobs"] if has_kl else []
-        columns += [name for name in _READ if name in needs]
-        columns += ["component_weights"] if "components" in needs else []
-        data = self._read(batch, (*columns, *estimator.reads))
-        offsets, mask, rewards = data["rewards"].offsets(), data["loss_mask"].values(), data["rewards"].values()
-        old = data[_OLD[config.old_logprobs]].values() if has_policy else None
-        reward_kl = None
-        if has_kl:
-            assert old is not None
-            kl = torch.where(mask.bool(), estimate_kl(old, data["ref_logprobs"].values(), config.kl_estimator), 0.0)
-            total, num = ranks.sum(torch.stack([kl.double().sum(), mask.double().sum()])).tolist()
-            reward_kl = total / max(num, 1)
-            rewards = rewards - kl_coef * kl
-        inputs = AdvantageInput(
-            rewards=rewards,
-            loss_mask=mask,
-            cu_seqlens=offsets.to(torch.int64),
-            group_ids=data["group_id"],
-            rollout_ids=data["rollout_index"],
-            gamma=config.gamma,
-            lam=config.lam,
-            options=config.advantage_options,
-            logprobs=old,
-            values=data["values"].values() if "values" in needs else None,
-            sum_pi_squared=data["sum_pi_squared"].values() if "sum_pi_squared" in needs else None,
-            greedy_rewards=data["greedy_rewards"] if "greedy_rewards" in needs else None,
-            process_rewards=data["process_rewards"].values() if "process_rewards" in needs else None,
-            components=data["components"] if "components" in needs else None,
-            component_weights=data["component_weights"][0] if "components" in needs else None,
-            weights=configured_weights(config, old, data["rollout_logprobs"].values(), mask, offsets.to(torch.int64))
-            if old is not None and is_weighted
-            else None,
-            ratio=(old - data["rollout_logprobs"].values()).exp() if old is not None and "ratio" in needs else None,
-            columns={name: _column(name, data[name]) for name in estimator.reads},
-            ranks=ranks,
-        )
-        written = {"advantages": compute_advantages(config.advantage, inputs)}
-        if "values" in needs:
-            written["returns"] = value_scan(inputs, "vtrace" if "ratio" in needs else "gae").returns
-        learned = mask * _whole(batch, offsets) if config.mask_truncated else mask
-        if loss.selects_tokens:
-            assert old is not None
-            options, kind = {**loss.options, **config.loss_options}, cast("Any", config.loss)
-            chosen: dict[str, Any] = {"advantages": written["advantages"], "loss_mask": learned, "ranks": ranks}
-            if "m2_max" in options:
-                log_ratio = old - data["rollout_logprobs"].values()
-                written["selected"] = beyond_moment(log_ratio, **chosen, m2_max=options["m2_max"])
-            else:
-                bounds: dict[str, Any] = {name: options[name] for name in ("share", "low", "high") if name in options}
-                written["selected"] = select_tokens(old, **chosen, loss=kind, seed=seed, **bounds)
-        if config.top_entropy < 1:
-            entropy = data[_OLD_ENTROPY].values()
-            written["is_high_entropy"] = high_entropy(entropy, learned, share=config.top_entropy, ranks=ranks)
-        jagged = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in written.items()}
-        return AdvantageReport(batch=self._put(batch, jagged), reward_kl=reward_kl)
+        config = self._algorithm
+        data = self._read(batch, advantage_columns(config))
+        whole = whole_rows(batch, data["loss_mask"].offsets()) if config.mask_truncated else None
+        written, reward_kl = batch_advantages(config, data, whole=whole, kl_coef=kl_coef, seed=seed, ranks=ranks)
+        return AdvantageReport(batch=self._put(batch, written), reward_kl=reward_kl)
 
     @register(Dispatch.SPLIT_REDUCED)
     def update_actor(self, batch: BatchMeta, entropy_coef: float | None = None) -> UpdateReport:
@@ -506,48 +362,12 @@ class EngineWorker(_EngineRank):
         Raises:
             SyncAbortedError: it failed on either side, or was called off.
         """
-        named_tensors, adapter = self._engine.get_per_tensor_param()
-        if adapter is not None:
-            named_tensors = ((f"adapters.{ADAPTER}.{name}", tensor) for name, tensor in named_tensors)
-        if self._weights_address is not None:
-            address = address or self._weights_address
-            if address not in self._senders:
-                self._senders[address] = rl_ckpt.registry.connect(address, role="send", timeout_s=self._timeout_s)
-            try:
-                return self._loop.run(self._send(address, named_tensors, version, num_receivers), self._timeout_s)
-            except CancelledError as error:
-                for _ in self._engine.get_per_tensor_param()[0]:  # the other ranks gather meanwhile
-                    pass
-                raise SyncAbortedError(f"the sync of version {version} was called off") from error
-        for _ in named_tensors:  # the gather is collective
-            pass
-        return None
-
-    async def _send(
-        self, address: str, named_tensors: Iterable[tuple[str, Tensor]], version: int, num_receivers: int
-    ) -> SyncReport:
-        def begun() -> Iterator[tuple[str, Tensor]]:
-            self._waiting = None
-            yield from named_tensors
-
-        self._waiting = asyncio.current_task()
-        try:
-            num_peers = num_receivers if has_votes(address) else None  # a folder knows no readers
-            return await self._senders[address].send_weights(begun(), version=version, num_peers=num_peers)
-        finally:
-            self._waiting = None
+        return self._weights.send(version, num_receivers, address)
 
     @register(Dispatch.GATHER)
     def weight_layout(self) -> list[LocalWeights | None]:
         """Weights that this rank holds; None if its engine exports whole tensors only."""
-        held = LocalWeights([], {}, self._context.host)
-        try:
-            for spec, tensor in self._engine.get_local_shards():
-                held.specs.append(spec)
-                held.dtypes[spec.name] = str(tensor.dtype).removeprefix("torch.")
-        except ConfigError:
-            return [None]
-        return [held]
+        return [self._weights.layout()]
 
     @register(Dispatch.GATHER)
     def open_sessions(
@@ -562,17 +382,7 @@ class EngineWorker(_EngineRank):
             targets: Slices that every rank of a replica takes; None: its one rank takes all.
             address: Pattern of a session's address, with `{rank}`, `{target}` and `{host}`.
         """
-        rank, host = self._context.rank, self._context.host
-        if self._shards is not None:
-            self._loop.run(self._shards.close(), self._timeout_s)
-        self._shards = rl_ckpt.registry.create_sender(
-            layouts,
-            targets,
-            rank,
-            lambda target: address.format(rank=rank, target=target, host=host),
-            timeout_s=self._timeout_s,
-        )
-        return [self._loop.run(self._shards.prepare(), self._timeout_s)]
+        return [self._weights.open(layouts, targets, address)]
 
     @register(Dispatch.GATHER)
     def stage_weights(
@@ -586,60 +396,37 @@ class EngineWorker(_EngineRank):
         Raises:
             SyncAbortedError: it failed on either side, or was called off.
         """
-        assert self._shards is not None, "sessions are opened first"
         count = num_replicas if isinstance(num_replicas, int) else num_replicas[self._context.rank]
-        try:
-            return [self._loop.run(self._stage(self._shards, version, count), self._timeout_s)]
-        except CancelledError as error:
-            raise SyncAbortedError(f"the sync of version {version} was called off") from error
-
-    async def _stage(
-        self, shards: ShardSender, version: int, num_replicas: int | Mapping[int, int]
-    ) -> Mapping[str, object]:
-        self._waiting = asyncio.current_task()
-        try:
-            return await shards.stage(self._engine.get_local_shards, version=version, num_replicas=num_replicas)
-        finally:
-            self._waiting = None
+        return [self._weights.stage(version, count)]
 
     @register(Dispatch.RANK_ZERO)
     def join_digest(self, shares: Sequence[Mapping[str, object]]) -> int:
         """Digest of the whole model, of what `stage_weights` returned on every rank."""
-        assert self._shards is not None, "a version is staged first"
-        return self._shards.join_digest(shares)
+        return self._weights.sharded.join_digest(shares)
 
     @register(Dispatch.GATHER)
     def commit_weights(self, version: int, digest: int) -> list[SyncReport]:
         """Commit the staged version, given the digest over the whole model; every rank has staged it."""
-        assert self._shards is not None, "a version is staged first"
-        return [self._loop.run(self._shards.commit(digest, version), self._timeout_s)]
+        return [self._weights.commit(version, digest)]
 
     @register(Dispatch.ONE_TO_ALL)
     def abort_weights(self, why: str) -> None:
         """Abort the staged version, if there is one."""
-        assert self._shards is not None, "a version is staged first"
-        self._loop.run(self._shards.abort(why), self._timeout_s)
+        self._weights.abort(why)
 
     @register(Dispatch.ONE_TO_ALL, is_urgent=True)
     def call_off(self) -> None:
         """Abort a sync that waits for receivers. One that sends already notices lost receivers itself."""
-        if self._waiting is not None:
-            self._loop.cancel(self._waiting)
+        self._weights.call_off()
 
     @register(Dispatch.ONE_TO_ALL)
     def dismiss_receivers(self, why: str) -> None:
         """Tell receivers that have come for a sync since it failed that none begins."""
-        senders = [sender for sender in (*self._senders.values(), self._shards) if sender is not None]
-        for sender in senders:
-            self._loop.run(sender.dismiss(why), self._timeout_s)
+        self._weights.dismiss(why)
 
     def close(self) -> None:
         """Close every session and free the model."""
-        for sender in (*self._senders.values(), self._shards):
-            if sender is not None:
-                self._loop.run(sender.close(), 30.0)
-        self._senders, self._shards = {}, None
-        self._loop.close()
+        self._weights.close()
         super().close()
 
 
@@ -648,12 +435,7 @@ def _peak() -> float | None:
     return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
-def _column(name: str, values: Tensor) -> Tensor:
-    """Values of a column as estimators get them: (T,) where it is aligned with the completions."""
-    return values.values() if values.is_nested and name != _PROMPT else values
-
-
-def _whole(batch: BatchMeta, offsets: Tensor) -> Tensor:
+def whole_rows(batch: BatchMeta, offsets: Tensor) -> Tensor:
     """(T,) int64, 1 at the tokens of the rows that were not cut off."""
     whole = torch.tensor([tags["finish_reason"] not in TRUNCATED for tags in batch.tags], dtype=torch.int64)
     return whole.to(offsets.device).repeat_interleave(offsets.diff())
@@ -664,64 +446,3 @@ def _all_reduce(values: Tensor) -> Tensor:
     summed = values.cuda() if torch.distributed.get_backend() == "nccl" else values.clone()
     torch.distributed.all_reduce(summed)
     return summed.to(values.device)
-
-
-class ReferenceWorker(EngineWorker):
-    """Reference worker of `algorithm.ref_ema`: one rank of a frozen engine whose weights are replaced by averages."""
-
-    def __init__(self, context: WorkerContext, *, backend: str, config: EngineConfig, **rest: Any) -> None:
-        super().__init__(context, backend=backend, config=config, **rest)
-        self._backend, self._config = backend, config
-
-    @register(Dispatch.RANK_ZERO)
-    def average(self, policy: str, into: str, decay: float) -> None:
-        """Write folder `into`: `average_folders` of this reference's weights and those in `policy`."""
-        average_folders(Path(self._config.model_path), Path(policy), Path(into), decay)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def load_model(self, path: str) -> None:
-        """Load the weights of a folder."""
-        self._engine.close()
-        self._config = replace(self._config, model_path=path)
-        self._engine = rl_engine.registry.create_engine(self._backend, self._config)
-        self._engine.initialize()
-
-
-def average_folders(reference: Path, policy: Path, into: Path, decay: float) -> None:
-    """Write a model folder with `decay * reference + (1 - decay) * policy`, in float32.
-
-    In bfloat16 a small step would be rounded away. What is no float is the policy's, and so is the rest of the folder.
-
-    Args:
-        reference: A Hugging Face folder of safetensors files.
-        policy: Another of the same model; which tensors there are goes by it.
-        into: Made anew.
-        decay: 0 copies the policy.
-
-    Raises:
-        InputError: the reference lacks a tensor.
-    """
-    shutil.rmtree(into, ignore_errors=True)
-    shutil.copytree(policy, into, ignore=shutil.ignore_patterns("*.safetensors"))
-    places = {name: file for file in reference.glob("*.safetensors") for name in _names(file)}
-    for file in policy.glob("*.safetensors"):
-        averaged: dict[str, torch.Tensor] = {}
-        with safe_open(file, "pt") as theirs:
-            for name in theirs.keys():  # noqa: SIM118 - a file, not a mapping
-                if name not in places:
-                    raise InputError(f"the reference in {reference} has no tensor {name!r}, which the policy has")
-                with safe_open(places[name], "pt") as own:
-                    averaged[name] = _between(own.get_tensor(name), theirs.get_tensor(name), decay)
-        with naming(into / file.name):
-            save_file(averaged, into / file.name, metadata={"format": "pt"})
-
-
-def _between(own: torch.Tensor, policy: torch.Tensor, decay: float) -> torch.Tensor:
-    if not policy.is_floating_point():
-        return policy
-    return torch.lerp(policy.float(), own.float(), decay)
-
-
-def _names(file: Path) -> list[str]:
-    with safe_open(file, "pt") as tensors:
-        return list(tensors.keys())
