@@ -39,7 +39,7 @@ def test_a_run_is_started_again_once_it_has_begun_and_so_often(
     told = Console(width=200, file=io.StringIO())
     hooks = SimpleNamespace(stop=threading.Event(), on_step=None)
     with pytest.raises(WorkerDiedError, match="pool 'engine'"):
-        run._train(config, None, tmp_path, told, None, hooks)
+        run._train(SimpleNamespace(config=config, datasets=None, rows=None), tmp_path, told, None, hooks)
     assert len(attempts) == wanted
     text = told.file.getvalue()
     assert text.count("from the start, because a worker of pool 'engine' died") == wanted - 1
