@@ -130,6 +130,24 @@ def test_base_is_import_light(package):
     "The trainer knows the interfaces of the others alone; every backend is a file found by an entry point"
 )
 @pytest.mark.process
+@pytest.mark.parametrize("package", sorted(PLUG_INS))
+def test_an_interface_loads_base_types_and_errors_alone(package):
+    code = f"import sys, {package}.base; print(*(name for name in sys.modules if name.startswith('rl_')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    loaded = {name.removeprefix(f"{package}.").partition(".")[0] for name in done.stdout.split()}
+    assert loaded == {package, *INTERFACE}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples/strangers").glob("*.py")), ids=lambda file: file.name)
+def test_a_stranger_sees_interfaces_alone(file):
+    """Of five parts that are not ours, each is short, and imports four modules of each package."""
+    tree, tops = parse(file), {*sys.stdlib_module_names, "torch", "tensordict", "strangers", *PLUG_INS}
+    assert foreign_names(tree, "strangers") == []
+    assert [module for module, _ in imports_of(tree) if module.partition(".")[0] not in tops] == []
+    assert len(file.read_text().splitlines()) < 150
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("package", sorted(SOURCES))
 def test_siblings_meet_at_interfaces_and_public_names(package):
     assert {str(file): names for file in files_of(package) if (names := foreign_names(parse(file), package))} == {}

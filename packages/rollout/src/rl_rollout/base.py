@@ -199,6 +199,22 @@ class ServerGroup(RolloutServer):
         """
 
 
+class HttpEndpoint(ABC):
+    """HTTP endpoint of a server in this process, on its event loop; see `rl_rollout.registry.create_endpoint`."""
+
+    @abstractmethod
+    async def start(self) -> str:
+        """Bind the port; returns the base URL.
+
+        Raises:
+            ServerStartError: the port is taken, or the interface cannot be bound.
+        """
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Close the port and the weight-transfer sessions. Idempotent."""
+
+
 class Subprocess(ABC):
     """Child process under supervision: it and its descendants end with this process, and its last lines are retained.
 

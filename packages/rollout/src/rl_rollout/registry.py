@@ -12,7 +12,7 @@ from rl_rollout.validation import find_plugin
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rl_rollout.base import ReceiverSession, RolloutServer, ServerGroup, Subprocess
+    from rl_rollout.base import HttpEndpoint, ReceiverSession, RolloutServer, ServerGroup, Subprocess
     from rl_rollout.types import ServerAddress, ServerConfig
 
 GROUP = "rl_rollout.backends"
@@ -154,6 +154,19 @@ def create_router(servers: Sequence[RolloutServer]) -> ServerGroup:
     from rl_rollout.router import Router
 
     return Router(servers)
+
+
+def create_endpoint(server: RolloutServer, config: ServerConfig, *, model_name: str) -> HttpEndpoint:
+    """Create the HTTP endpoint of a server in this process, which `connect_server` and OpenAI clients talk to.
+
+    Args:
+        server: Its methods are called on the event loop that starts the endpoint.
+        config: Interface, port, token and limits.
+        model_name: Name of the model in answers.
+    """
+    from rl_rollout.http.server import Endpoint
+
+    return Endpoint(server, config, model_name=model_name)
 
 
 def create_receiver(address: str, *, timeout_s: float = 60.0) -> ReceiverSession:

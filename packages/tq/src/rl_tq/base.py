@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from rl_tq.errors import StorageError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -163,13 +165,13 @@ class TransferQueue(ABC):
             LeaseLostError, ValueError: as `ack`.
         """
 
-    @abstractmethod
     def extend(self, meta: BatchMeta, lease_s: float) -> None:
         """Prolong leases: they expire `lease_s` seconds from now. All rows of one claim share one lease.
 
         Raises:
             LeaseLostError, ValueError: as `ack`.
         """
+        raise StorageError(f"{type(self).__name__} has no leases with a deadline")
 
     @abstractmethod
     def restore(self, partition: str, step: int, *, task: str | None = None) -> RestoreReport:
@@ -178,12 +180,12 @@ class TransferQueue(ABC):
         Those rows can be claimed again, oldest first; acks under a revoked lease are refused. `task` None: all tasks.
         """
 
-    @abstractmethod
     def dead_letters(self, partition: str, task: str) -> BatchMeta:
         """Dead letters of a task: rows returned too often, with the columns they share; tag `dead_letter` says why.
 
         They are kept until they are cleared, and never claimed by that task again.
         """
+        raise StorageError(f"{type(self).__name__} keeps no dead letters")
 
     @abstractmethod
     def configure(self, partition: str, **options: Any) -> None:
@@ -217,17 +219,16 @@ class TransferQueue(ABC):
     def release(self, credit: Credit) -> None:
         """Return the unused rest of a credit. Idempotent."""
 
-    @abstractmethod
     def explain(
         self, *, partition: str, columns: Sequence[str], batch_size: int, task: str, sampler: Policy | None = None
     ) -> str:
         """Reason why such a `get_meta` would wait: rows ready, leases and holders, missing columns and producers."""
+        return f"fewer than {batch_size} rows of {partition!r} with {list(columns)} are ready for {task!r}"
 
     @abstractmethod
     def clear(self, meta_or_partition: BatchMeta | str) -> None:
         """Delete rows, or a whole partition. References to them raise `StaleReferenceError` from now on."""
 
-    @abstractmethod
     def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
         """Snapshot: write a consistent state of the queue to a directory, for `serve(address, snapshot=path)`.
 
@@ -243,6 +244,7 @@ class TransferQueue(ABC):
             AddressError: another process writes or serves in that directory.
             QueueFullError: the file system has no room.
         """
+        raise StorageError(f"{type(self).__name__} writes no snapshots: a run on it has no checkpoints")
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

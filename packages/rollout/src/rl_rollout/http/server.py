@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from aiohttp import web
 
+from rl_rollout.base import HttpEndpoint
 from rl_rollout.errors import RequestError, RolloutError, ServerStartError
 from rl_rollout.http import messages as wire
 from rl_rollout.http.openai import OpenAIRoutes
@@ -106,7 +107,7 @@ def http_error(request: web.Request, error: web.HTTPException, max_body_bytes: i
     return web.json_response(body, status=error.status)
 
 
-class Endpoint:
+class Endpoint(HttpEndpoint):
     """HTTP endpoint of one server, which it knows by its abstract interface (and by `status()`, if it has that)."""
 
     def __init__(self, server: RolloutServer, config: ServerConfig, *, model_name: str) -> None:
@@ -138,11 +139,7 @@ class Endpoint:
         await server.wait_closed()
 
     async def start(self) -> str:
-        """Bind the port; returns the base URL.
-
-        Raises:
-            ServerStartError: the port is taken, or the interface cannot be bound.
-        """
+        """See `HttpEndpoint`."""
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._guard])
         app.add_routes(
             [
@@ -172,7 +169,7 @@ class Endpoint:
         return url_of(self._config.host, self._runner.addresses[0][1])
 
     async def stop(self) -> None:
-        """Close the port and the weight-transfer sessions. Idempotent."""
+        """See `HttpEndpoint`."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
