@@ -38,6 +38,7 @@ def install(folder):
 
 
 @pytest.mark.process
+@pytest.mark.promise("An engine, a server, a transport, a queue and an agent loop of others train together")
 def test_a_run_learns_with_five_parts_of_strangers(tmp_path):
     install(tmp_path)
     write_tiny_model(tmp_path / "model")
