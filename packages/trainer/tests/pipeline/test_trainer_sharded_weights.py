@@ -20,7 +20,7 @@ from rl_trainer.data.warmup import make_small_model
 from rl_trainer.errors import ConfigError
 from rl_trainer.pipeline.weight_transfer import write_start_adapter
 
-sys.path.append(str(Path(__file__).parents[3]))  # the checkout, for its benchmarks
+sys.path.append(str(Path(__file__).parents[4]))  # the checkout, for its benchmarks
 from packages.trainer.bench import weights as bench
 
 SIZES = [

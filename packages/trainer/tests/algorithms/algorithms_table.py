@@ -1,4 +1,4 @@
-"""The registered algorithms as Markdown tables: `python tests/algorithms_table.py ALGORITHMS.md` renews them.
+"""The registered algorithms as Markdown tables: `python algorithms_table.py ../../ALGORITHMS.md` renews them.
 
 What stands in the file from `WRITTEN` on is written by hand, and stays.
 """
@@ -34,7 +34,7 @@ def renew(file: Path) -> None:
 def _lines() -> Iterator[str]:
     yield "# Algorithms"
     yield ""
-    yield "`python tests/algorithms_table.py ALGORITHMS.md` makes the tables of names from the registries; a test"
+    yield "`python tests/algorithms/algorithms_table.py ALGORITHMS.md` makes these tables from the registries; a test"
     yield "keeps them so."
     yield ""
     yield "## `algorithm.advantage`"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-FAKE = Path(__file__).parents[2] / "rollout" / "tests" / "peers" / "fake_vllm.py"
+FAKE = Path(__file__).parents[3] / "rollout" / "tests" / "peers" / "fake_vllm.py"
 SIZES = [
     "data.options.num_rows=400", "data.eval_size=4", "batch.batch_size=4", "batch.mini_batch_size=2",
     "batch.group_size=4", "steps=3", "eval_every=0", "timeout_s=400", "agent.num_workers=1", "engine.world_size=2",

@@ -52,7 +52,7 @@ def test_an_unknown_key_names_the_nearest(override, nearest):
         ("steps=many", "steps: .*got 'many'"),
         ("steps=0", "greater than 0, got 0"),
         ("runtime=slurm", "'ray', 'inline' or 'auto', got 'slurm'"),
-        ("rollout.temperature=0", "greater than 0"),
+        ("rollout.temperature=0", "greater than or equal to 0.01"),
         ("steps", "not of the form key=value"),
         ("steps.more=1", "is a value, not a section"),
         ("reward.parts.a={kind: rule, prompt: {x}", "reward.parts.a={kind: rule, prompt: {x}' is not valid YAML"),
