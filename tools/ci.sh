@@ -51,16 +51,14 @@ install() {
 }
 
 # Two tests at a time on one thread each, a file's tests together: most of their time is processes that start.
-# Where no more than five fail, those run once more by themselves: one that passes then was upset by its neighbours and is named
-# above the summary, to be mended; one that fails again fails the tier.
+# Where no more than five fail, those run once more alone. One that passes then is recorded in tools/unsteady.txt with the
+# date; a test's third record in a week fails the tier, as does a second failure.
 run_tests() (
   export OMP_NUM_THREADS=1
   if uv run --no-sync pytest -n 2 --dist loadfile; then return; fi
-  local failed=.pytest_cache/v/cache/lastfailed
-  if (($(python3 -c 'import json, sys; print(len(json.load(open(sys.argv[1]))))' "${failed}") > 5)); then return 1; fi
-  cp "${failed}" "${scratch}/unsteady"
-  uv run --no-sync pytest --last-failed --last-failed-no-failures none &&
-    printf 'UNSTEADY, passed only by itself: %s\n' "$(<"${scratch}/unsteady")"
+  cp .pytest_cache/v/cache/lastfailed "${scratch}/failed"
+  python3 tools/unsteady.py --few "${scratch}/failed" &&
+    uv run --no-sync pytest --last-failed --last-failed-no-failures none && python3 tools/unsteady.py "${scratch}/failed"
 )
 
 # The CUDA module for one architecture, where nvcc is installed; running it takes a GPU and is the gpu tests' business.
