@@ -74,7 +74,7 @@ def test_a_deadline_says_how_far_it_came():
     _, made = source("timeout_s=0.05", "batch.max_refills=0", per_poll=0)
     with pytest.raises(
         RolloutFailedError,
-        match="0 of 6 groups that were released are complete, 4 are needed; .*deadline timeout_s=0.05",
+        match="0 of 6 groups that were released are complete, 4 are needed; .*timeout_s=0.05; the queue: .*partition",
     ):
         step(made, 1)
 

@@ -82,7 +82,7 @@ def test_an_urgent_call_is_answered_beside_a_long_one(runtime):
 @pytest.mark.promise("A call past its deadline tells where it stands")
 def test_a_call_past_its_deadline_tells_where_it_stands(runtime, monkeypatch):
     group = runtime.create_group(Sleeper, "sound")
-    monkeypatch.setattr(runtime, "timeout_s", 2.0)
+    monkeypatch.setattr(runtime.answers, "timeout_s", 2.0)
     with pytest.raises(WorkerTimeoutError, match="(?s)within 2 s; process .*wait_for_a_lock_that_nobody_gives_back"):
         group.wait_for_a_lock_that_nobody_gives_back()
 

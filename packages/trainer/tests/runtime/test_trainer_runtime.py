@@ -247,9 +247,11 @@ class _Waits:
 @pytest.mark.parametrize("ready_at_a_time", [1024, 128])
 def test_the_work_of_a_wait_does_not_grow_as_the_square_of_the_ranks(monkeypatch, ready_at_a_time):
     waits, num_ranks = _Waits(ready_at_a_time), 1024
-    monkeypatch.setattr("rl_trainer.runtime.ray.ray", waits)
+    monkeypatch.setattr("rl_trainer.runtime.ray_answers.ray", waits)
     runtime = RayRuntime(timeout_s=5.0)
-    answers = runtime.get([*range(num_ranks)], [SimpleNamespace(rank=rank) for rank in range(num_ranks)], "a call")
+    answers = runtime.answers.get(
+        [*range(num_ranks)], [SimpleNamespace(rank=rank) for rank in range(num_ranks)], "a call"
+    )
     assert answers == [-rank for rank in range(num_ranks)]
     assert waits.num_given <= 2 * num_ranks * num_ranks / ready_at_a_time
 
@@ -319,7 +321,7 @@ def test_ray_gives_the_worker_s_own_error_type(ray_runtime):
 @pytest.mark.process
 def test_ray_ends_a_wait_at_its_deadline_and_names_the_rank(ray_runtime, monkeypatch):
     group = ray_runtime.create_group(Counter, "two", start=0)
-    monkeypatch.setattr(ray_runtime, "timeout_s", 1.0)
+    monkeypatch.setattr(ray_runtime.answers, "timeout_s", 1.0)
     with pytest.raises(
         WorkerTimeoutError, match=r"rank \[0\] of pool 'two' did not finish Counter-\d+.fail within 1 s"
     ):
@@ -348,7 +350,7 @@ class Slow:
 @pytest.mark.process
 def test_ray_shows_what_a_worker_wrote_that_does_not_get_ready(ray_runtime, monkeypatch):
     ray_runtime.create_group(Counter, "slow", start=0)  # so that what it imports is there
-    monkeypatch.setattr(ray_runtime, "timeout_s", 4.0)
+    monkeypatch.setattr(ray_runtime.answers, "timeout_s", 4.0)
     with pytest.raises(
         WorkerTimeoutError, match=r"did not finish create Slow-\d+ within 4 s(?s:.*)still looking for the"
     ):

@@ -22,12 +22,12 @@ from rl_trainer.data.datasets import location
 from rl_trainer.errors import InputError, RolloutFailedError, TrainerError
 from rl_trainer.metrics import Evaluation, HeldGroup
 from rl_trainer.pipeline.staleness import Span
-from rl_trainer.plugins import filter_named
+from rl_trainer.plugins import Filter, filter_named
 from rl_trainer.workers.agent import Job
 from rl_trainer.workers.columns import GIVEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
@@ -112,6 +112,45 @@ class StopRequestedError(Exception):
     """The run was asked to stop while nothing of the step had been learned yet."""
 
 
+class OutstandingGroups:
+    """Groups that were released and not learned from: those that are being generated, and those that are finished."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, Span] = {}
+        """Weight versions of each group."""
+        self.jobs: dict[int, Job] = {}
+        """Prompt and position of each group."""
+        self.ready: dict[int, BatchMeta] = {}
+        """Rows of the groups that are finished."""
+
+    def add(self, job: Job, version: int) -> None:
+        """Add a group that is released while the servers hold weights of `version`."""
+        self.spans[job.group_id] = Span(released=version)
+        self.jobs[job.group_id] = job
+
+    def finish(self, group: int, meta: BatchMeta) -> None:
+        """Enter the rows of a group that is finished."""
+        self.ready[group] = meta
+        oldest = min([tags["weight_version_min"] for tags in meta.tags])
+        newest = max([tags["weight_version_max"] for tags in meta.tags])
+        self.spans[group] = Span(released=self.spans[group].released, oldest=oldest, newest=newest)
+
+    def remove(self, group: int) -> None:
+        """Remove a group that is learned from, or given up."""
+        del self.spans[group], self.jobs[group]
+        self.ready.pop(group, None)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Row numbers of the groups that are being generated, in order of release."""
+        return tuple(self.jobs[group].row_index for group in sorted(self.spans) if group not in self.ready)
+
+    def record_of(self, group: int) -> HeldGroup:
+        """Record of a finished group, for a checkpoint."""
+        job, attempt, released = self.jobs[group], self.ready[group].tags[0]["attempt"], self.spans[group].released
+        return HeldGroup(group_id=group, row_index=job.row_index, place=job.place, released=released, attempt=attempt)
+
+
 class RolloutSource:
     """Rollout source: releases prompts as the staleness policy admits, and gives batches of complete groups.
 
@@ -151,9 +190,7 @@ class RolloutSource:
         self._version = first_step
         self._step, self._position, self._size = first_step - 1, 0, 0
         """The next slot to release: its step, its position in that step's batch, and the size of that batch."""
-        self._outstanding: dict[int, Span] = {}
-        self._jobs: dict[int, Job] = {}
-        self._ready: dict[int, BatchMeta] = {}
+        self._groups = OutstandingGroups()
         self._polled_at = -math.inf
         self._num_asked = 0
         self._awaited = set(order.returned) if config.batch.over_sampling else set[int]()
@@ -162,7 +199,7 @@ class RolloutSource:
         """Whether a wait for rollouts is to end, asked while nothing of the step has been learned."""
         self._num_taken = 0
         self._outcome = _Outcome()
-        self._filter = filter_named(config.batch.filter) if config.batch.filter is not None else None
+        self._is_kept = group_filter(config.batch.filter)
 
     @property
     def is_at_step_start(self) -> bool:
@@ -177,7 +214,7 @@ class RolloutSource:
     @property
     def progress(self) -> tuple[int, int]:
         """Numbers of groups that are finished and wait to be learned from, and of all that were released."""
-        return len(self._ready), len(self._outstanding)
+        return len(self._groups.ready), len(self._groups.spans)
 
     @property
     def evaluated(self) -> tuple[int, int]:
@@ -192,12 +229,12 @@ class RolloutSource:
     @property
     def pending(self) -> tuple[int, ...]:
         """Row numbers of the groups that are being generated, in order of release."""
-        return tuple(self._jobs[group].row_index for group in sorted(self._outstanding) if group not in self._ready)
+        return self._groups.pending
 
     @property
     def held(self) -> tuple[HeldGroup, ...]:
         """The groups that are finished and wait to be learned from, in order of release."""
-        return tuple(self._record_of(group) for group in sorted(self._ready))
+        return tuple(self._groups.record_of(group) for group in sorted(self._groups.ready))
 
     def resume(self, groups: Sequence[HeldGroup]) -> None:
         """Resume with finished groups of an earlier process: restore and claim their rows, clear all others.
@@ -210,7 +247,7 @@ class RolloutSource:
         if not groups:
             return
         self._queue.restore(PARTITION, self._step, task=_TASK)
-        found = self._claim(_RESUME_WAIT_S)
+        found = claim_groups(self._queue, _RESUME_WAIT_S)
         for group in groups:
             meta = found.pop((group.group_id, group.attempt), None)
             if meta is None:
@@ -218,9 +255,8 @@ class RolloutSource:
                     f"the checkpoint's queue has no rows of group {group.group_id}; resume from another checkpoint"
                 )
             index, place = group.row_index, group.place  # it is not generated again: nothing reads its row
-            self._jobs[group.group_id] = Job(row={}, row_index=index, group_id=group.group_id, place=place)
-            self._outstanding[group.group_id] = Span(released=group.released)
-            self._keep(group.group_id, meta)
+            self._groups.add(Job(row={}, row_index=index, group_id=group.group_id, place=place), group.released)
+            self._groups.finish(group.group_id, meta)
         for meta in found.values():
             self._queue.clear(meta)
         self._size = self._config.batch.batch_size if self._replay is None else len(groups)
@@ -230,15 +266,15 @@ class RolloutSource:
     def release(self, version: int) -> None:
         """Release prompts, as many as the policy admits, now that the servers hold weights of `version`."""
         self._version = version
-        if self._replay is not None and self._outstanding:
+        if self._replay is not None and self._groups.spans:
             return  # with replay a release is one step's
-        room = self._policy.admit(len(self._outstanding))
+        room = self._policy.admit(len(self._groups.spans))
         while room > 0:
             if self._position == self._size:
                 if self._step == self._config.steps:
                     return
                 self._step, self._position = self._step + 1, 0
-                self._size = self._num_fresh(self._step)
+                self._size = self._config.batch.batch_size - (len(self._replay.draw(self._step)) if self._replay else 0)
             count = min(room, self._size - self._position)
             extra = math.ceil(count * self._config.batch.over_sampling)
             self._submit(self.draw(count + extra, self._position), salt=f"{self._step}/0")
@@ -258,9 +294,9 @@ class RolloutSource:
             StopRequestedError: `should_stop` says so, and this is the first batch of its step.
         """
         groups = self._wait(lambda: self._choose(version, num_groups))
-        claimed = type(self._ready[groups[0]]).concat([self._ready[group] for group in groups])
+        claimed = type(self._groups.ready[groups[0]]).concat([self._groups.ready[group] for group in groups])
         batch = replace(claimed, task="", leases=())
-        learned = tuple(self._record_of(group) for group in groups)
+        learned = tuple(self._groups.record_of(group) for group in groups)
         self._num_taken += 1
         outcome, self._outcome = self._outcome, _Outcome()
         generated = Generated(
@@ -275,7 +311,7 @@ class RolloutSource:
             late_groups=outcome.num_late,
         )
         for group in groups:
-            self._forget(group)
+            self._groups.remove(group)
         if self._replay is None:
             return generated
         again = self._replay.drawn
@@ -295,7 +331,7 @@ class RolloutSource:
         Raises:
             RolloutFailedError: as `take`.
         """
-        if self._outstanding:
+        if self._groups.spans:
             self._wait(lambda: True if self._stop_stragglers() and not self.pending else None)
 
     def collect(self, wait_s: float = 0.0) -> None:
@@ -304,10 +340,10 @@ class RolloutSource:
         Args:
             wait_s: How long to wait for a group where none is there.
         """
-        if not self._outstanding:
+        if not self._groups.spans:
             time.sleep(wait_s)
             return
-        for (group, _), meta in self._claim(wait_s).items():
+        for (group, _), meta in claim_groups(self._queue, wait_s).items():
             self._take_in(group, meta)
         if time.monotonic() - self._polled_at >= self._poll_s:
             for report in self._agents.poll():
@@ -364,11 +400,6 @@ class RolloutSource:
         }
         return params | ({"seed": hash_seed(f"{self._config.seed}/{salt}")} if self._is_seeded else {})
 
-    def _num_fresh(self, step: int) -> int:
-        """Number of prompts that a step draws: its groups less the replayed ones."""
-        size = self._config.batch.batch_size
-        return size if self._replay is None else size - len(self._replay.draw(step))
-
     def _wait(self, found: Callable[[], T | None]) -> T:
         sizes, deadline = self._config.batch, time.monotonic() + self._config.timeout_s
         self.collect()
@@ -381,12 +412,12 @@ class RolloutSource:
             num_replaced = outcome.num_failed_groups + outcome.num_dropped
             if num_replaced > sizes.max_refills * sizes.batch_size or time.monotonic() > deadline:
                 raise RolloutFailedError(
-                    f"weights version {self._version}: {len(self._ready)} of {len(self._outstanding)} groups that were "
-                    f"released are complete, {self._size} are needed; failed rollouts {dict(outcome.failures)}, groups "
-                    f"dropped because of their rewards {outcome.num_dropped}, groups replaced "
-                    f"{num_replaced} (at most batch.max_refills x batch.batch_size = "
+                    f"weights version {self._version}: {len(self._groups.ready)} of {len(self._groups.spans)} groups "
+                    f"that were released are complete, {self._size} are needed; failed rollouts "
+                    f"{dict(outcome.failures)}, groups dropped because of their rewards {outcome.num_dropped}, groups "
+                    f"replaced {num_replaced} (at most batch.max_refills x batch.batch_size = "
                     f"{sizes.max_refills * sizes.batch_size}); the last failure: {outcome.last_failure or 'none'}; "
-                    f"deadline timeout_s={self._config.timeout_s:g}"
+                    f"deadline timeout_s={self._config.timeout_s:g}; the queue: {explained(self._queue)}"
                 )
             self.collect(self._poll_s)
 
@@ -396,7 +427,7 @@ class RolloutSource:
             return None
         size = self._size if self._replay is not None else num_groups
         policy = self._policy if size is None else replace(self._policy, batch_size=size)
-        return policy.select(self._ready, self._outstanding, version)
+        return policy.select(self._groups.ready, self._groups.spans, version)
 
     def _stop_stragglers(self) -> bool:
         """Abort the slowest groups once a batch is complete (`batch.over_sampling`); whether it is complete.
@@ -405,117 +436,73 @@ class RolloutSource:
         """
         if not self._config.batch.over_sampling:
             return True
-        is_awaited = any(self._jobs[g].row_index in self._awaited for g in self._outstanding if g not in self._ready)
-        if len(self._ready) < self._size or is_awaited:
+        is_awaited = any(
+            self._groups.jobs[g].row_index in self._awaited for g in self._groups.spans if g not in self._groups.ready
+        )
+        if len(self._groups.ready) < self._size or is_awaited:
             return False
-        if len(self._outstanding) > self._size:
-            if len(self._outstanding) > len(self._ready):
+        if len(self._groups.spans) > self._size:
+            if len(self._groups.spans) > len(self._groups.ready):
                 for report in self._agents.stop_running():
                     self._replace_failed(report, replaces=False)
-                for (group, _), meta in self._claim(0.0).items():
+                for (group, _), meta in claim_groups(self._queue, 0.0).items():
                     self._take_in(group, meta, replaces=False)
-            best = sorted(self._ready, key=lambda g: (self._jobs[g].row_index not in self._awaited, g))
-            rest = [group for group in self._outstanding if group not in best[: self._size]]
-            rows = [self._jobs[group].row_index for group in rest]
+            best = sorted(self._groups.ready, key=lambda g: (self._groups.jobs[g].row_index not in self._awaited, g))
+            rest = [group for group in self._groups.spans if group not in best[: self._size]]
+            rows = [self._groups.jobs[group].row_index for group in rest]
             self.order.give_back(rows)
             self._awaited = {*rows}
             for group in rest:
-                if group in self._ready:
-                    self._queue.clear(self._ready[group])
-                self._forget(group)
+                if group in self._groups.ready:
+                    self._queue.clear(self._groups.ready[group])
+                self._groups.remove(group)
             self._outcome.num_stopped += len(rest)
         return True
-
-    def _claim(self, wait_s: float) -> dict[tuple[int, int], BatchMeta]:
-        """Claim all groups in the queue, by group and attempt; waits up to `wait_s` for the first."""
-        try:
-            rows = self._queue.get_meta(
-                partition=PARTITION,
-                columns=("group_id",),
-                batch_size=1,
-                task=_TASK,
-                sampler=_FRESH,
-                timeout_s=wait_s,
-            )
-        except WaitTimeoutError:
-            return {}
-        rows = replace(rows, columns=tuple(rows.tags[0]["columns"]))  # of every put of a run
-        found: dict[tuple[int, int], BatchMeta] = {}
-        for group in rows.groupby("group_id").values():
-            attempts = group.groupby("attempt") if group.tags[0]["attempt"] != group.tags[-1]["attempt"] else {0: group}
-            for meta in attempts.values():
-                found[meta.tags[0]["group_id"], meta.tags[0]["attempt"]] = meta
-        return found
 
     def _take_in(self, group: int, meta: BatchMeta, *, replaces: bool = True) -> None:
         """Keep a complete group, or clear it if it was given up, came twice, has no signal or fails the filter."""
         self._agents.finish(group)
-        if group not in self._outstanding or group in self._ready:
+        if group not in self._groups.spans or group in self._groups.ready:
             self._queue.clear(meta)
             return
         rewards = _sampled_rewards(meta)
-        self.order.observe(self._jobs[group].row_index, rewards)
+        self.order.observe(self._groups.jobs[group].row_index, rewards)
         has_signal = not self._config.batch.dynamic_sampling or len({tags["reward"] for tags in meta.tags}) > 1
-        if not has_signal or not self._passes_filter(meta):
+        if not has_signal or not self._is_kept(meta.tags):
             self._outcome.num_dropped += 1
             self._outcome.rewards += rewards
             self._queue.clear(meta)
             self._give_up(group, replaces=replaces)
         else:
-            self._keep(group, meta)
-
-    def _passes_filter(self, group: BatchMeta) -> bool:
-        if self._filter is None:
-            return True
-        try:
-            return bool(self._filter(group.tags))
-        except Exception as error:
-            name = self._config.batch.filter
-            raise TrainerError(f"batch.filter={name} raised {type(error).__name__}: {error}") from error
+            self._groups.finish(group, meta)
 
     def _replace_failed(self, report: FailureReport, *, replaces: bool = True) -> None:
         outcome = self._outcome
         outcome.failures.update(report.failures)
         outcome.last_failure = report.last_failure or outcome.last_failure
         for group in report.groups:
-            if group in self._outstanding and group not in self._ready:
+            if group in self._groups.spans and group not in self._groups.ready:
                 outcome.num_failed_groups += 1
                 self._give_up(group, replaces=replaces)
 
-    def _keep(self, group: int, meta: BatchMeta) -> None:
-        self._ready[group] = meta
-        oldest = min([tags["weight_version_min"] for tags in meta.tags])
-        newest = max([tags["weight_version_max"] for tags in meta.tags])
-        self._outstanding[group] = Span(released=self._outstanding[group].released, oldest=oldest, newest=newest)
-
     def _give_up_late(self, version: int) -> None:
-        for group in self._policy.expire(self._outstanding, version):
+        for group in self._policy.expire(self._groups.spans, version):
             self._outcome.num_late += 1
-            if group in self._ready:
-                self._queue.clear(self._ready[group])
+            if group in self._groups.ready:
+                self._queue.clear(self._groups.ready[group])
             self._give_up(group)
 
     def _give_up(self, group: int, *, replaces: bool = True) -> None:
         """Give a group up, and draw another prompt for its position unless enough groups are under way."""
-        place = self._jobs[group].place
-        self._forget(group)
-        if replaces and (not self._config.batch.over_sampling or len(self._outstanding) < self._size):
+        place = self._groups.jobs[group].place
+        self._groups.remove(group)
+        if replaces and (not self._config.batch.over_sampling or len(self._groups.spans) < self._size):
             self._submit(self.draw(1, place), salt=f"instead of {group}")
-
-    def _forget(self, group: int) -> None:
-        del self._outstanding[group], self._jobs[group]
-        self._ready.pop(group, None)
 
     def _submit(self, jobs: list[Job], salt: str) -> None:
         for job in jobs:
-            self._outstanding[job.group_id] = Span(released=self._version)
-            self._jobs[job.group_id] = job
+            self._groups.add(job, self._version)
         self._agents.submit(jobs, self.sampling(salt), PARTITION, self._config.batch.group_size)
-
-    def _record_of(self, group: int) -> HeldGroup:
-        job, attempt = self._jobs[group], self._ready[group].tags[0]["attempt"]
-        released = self._outstanding[group].released
-        return HeldGroup(group_id=group, row_index=job.row_index, place=job.place, released=released, attempt=attempt)
 
 
 def take_parts(
@@ -535,6 +522,48 @@ def take_parts(
         if schedule.releases_before_update:
             source.release(step)
         yield replace(part, is_last=number == len(sizes))
+
+
+def group_filter(name: str | None) -> Filter:
+    """The filter of `batch.filter`, whose errors end the run; without a name all groups pass."""
+    if name is None:
+        return lambda tags: True
+    keeps = filter_named(name)
+
+    def checked(tags: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            return bool(keeps(tags))
+        except Exception as error:
+            raise TrainerError(f"batch.filter={name} raised {type(error).__name__}: {error}") from error
+
+    return checked
+
+
+def claim_groups(queue: TransferQueue, wait_s: float) -> dict[tuple[int, int], BatchMeta]:
+    """Claim all groups in the queue, by group and attempt; waits up to `wait_s` for the first."""
+    try:
+        rows = queue.get_meta(
+            partition=PARTITION,
+            columns=("group_id",),
+            batch_size=1,
+            task=_TASK,
+            sampler=_FRESH,
+            timeout_s=wait_s,
+        )
+    except WaitTimeoutError:
+        return {}
+    rows = replace(rows, columns=tuple(rows.tags[0]["columns"]))  # of every put of a run
+    found: dict[tuple[int, int], BatchMeta] = {}
+    for group in rows.groupby("group_id").values():
+        attempts = group.groupby("attempt") if group.tags[0]["attempt"] != group.tags[-1]["attempt"] else {0: group}
+        for meta in attempts.values():
+            found[meta.tags[0]["group_id"], meta.tags[0]["attempt"]] = meta
+    return found
+
+
+def explained(queue: TransferQueue) -> str:
+    """Why no further group can be claimed: rows that are ready, leases and their holders, missing columns."""
+    return queue.explain(partition=PARTITION, columns=("group_id",), batch_size=1, task=_TASK, sampler=_FRESH)
 
 
 def _sampled_rewards(meta: BatchMeta) -> list[float]:

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,20 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_trainer.errors import PlacementError, TrainerError, WorkerDiedError, WorkerHungError, WorkerTimeoutError
+from rl_trainer.errors import PlacementError, TrainerError, WorkerDiedError
 from rl_trainer.runtime.base import DISPATCH_ATTRIBUTE, Call, ReplicaSet, ResourcePool, Runtime
 from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
 from rl_trainer.runtime.heartbeat import Heartbeat, PlacedHost, Whereabouts
 from rl_trainer.runtime.limits import OBJECT_STORE_BYTES, check_limits
 from rl_trainer.runtime.network import check_ray_address, make_tokens
 from rl_trainer.runtime.processes import children, ended_when_asked, sigterm_blocked
-from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, last_lines, reason_of, told_of
+from rl_trainer.runtime.ray_answers import LOOK_S, Answers
+from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, reason_of, told_of
 from rl_trainer.runtime.reaper import Reaper
 from rl_trainer.runtime.tracing import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 R = TypeVar("R")
 W = TypeVar("W")
@@ -42,15 +43,11 @@ _INIT_ATTEMPTS = 3
 _START_TIMEOUT_S = 120.0
 """Seconds until a host process answers, which has nothing to load yet."""
 _CLOSE_TIMEOUT_S = 20.0
-_LOOK_S = 1.0
-"""Seconds between two looks of a wait at whether the run has been ended."""
 _SPARE_CPUS = 16
 """CPUs of a local Ray beyond what the pools ask for: room for replica sets to grow."""
 _MAX_REPLACEMENTS = 16
 """Replacements of a replica set, in all: what dies again and again has a reason that a new process does not mend."""
 _JOIN_POLL_S = 0.05
-_GATHER_S = 0.005
-"""Seconds that answers are gathered for once the first is there: a failure is noticed so much later at most."""
 
 
 class RayRuntime(Runtime):
@@ -60,16 +57,13 @@ class RayRuntime(Runtime):
     """
 
     def __init__(self, *, timeout_s: float, heartbeat_s: float = 30.0) -> None:
-        self.timeout_s = timeout_s
         self._heartbeat = Heartbeat(heartbeat_s)
         self._pools: dict[str, ResourcePool] = {}
         self._placements: list[PlacementGroup] = []
-        self._hosts: dict[str, list[PlacedHost]] = {}
+        self.answers = Answers(self._heartbeat, timeout_s)
+        """Waits for the answers of host processes."""
+        self._hosts = self.answers.hosts
         self._actors: list[Any] = []
-        self._waiting = threading.Condition()
-        self._num_waiting = 0
-        self.is_over = False
-        """Whether every process is being ended: nobody waits any more."""
         self._replica_sets: dict[str, RayReplicas[Any]] = {}
         self._numbers = itertools.count(1)
         self._has_started_ray = False
@@ -87,13 +81,15 @@ class RayRuntime(Runtime):
                 self._launch(pool, rank, group, index) for rank, (group, index) in enumerate(bundles[pool.name])
             ]
         for name, hosts in self._hosts.items():
-            places = self.get([host.actor.whereabouts.remote() for host in hosts], hosts, "start", _START_TIMEOUT_S)
+            places = self.answers.get(
+                [host.actor.whereabouts.remote() for host in hosts], hosts, "start", _START_TIMEOUT_S
+            )
             hosts[:] = in_rank_order(hosts, places)
             for host in hosts:
                 self._heartbeat.watch(host)
-            where = self.get([hosts[0].actor.free_address.remote()], hosts[:1], "start", _START_TIMEOUT_S)[0]
+            where = self.answers.get([hosts[0].actor.free_address.remote()], hosts[:1], "start", _START_TIMEOUT_S)[0]
             meet = [host.actor.set_rendezvous.remote(*where, host.rank) for host in hosts]
-            self.get(meet, hosts, f"start pool {name}", _START_TIMEOUT_S)
+            self.answers.get(meet, hosts, f"start pool {name}", _START_TIMEOUT_S)
 
     def _init_ray(self, pools: Sequence[ResourcePool]) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; silences its warning
@@ -133,7 +129,7 @@ class RayRuntime(Runtime):
     def free_address(self, pool: str) -> tuple[str, int]:
         """Host and free port on the node of rank 0."""
         host = self._hosts_of(pool)[0]
-        return self.get([host.actor.free_address.remote()], [host], "find a port")[0]
+        return self.answers.get([host.actor.free_address.remote()], [host], "find a port")[0]
 
     def _reserve_bundles(self, pool: ResourcePool) -> list[tuple[PlacementGroup, int]]:
         """Placement group of each rank, and the bundle of it that the process gets."""
@@ -160,9 +156,9 @@ class RayRuntime(Runtime):
     def _is_reserved(self, group: PlacementGroup) -> bool:
         """Whether Ray finds room in time, for a run that goes on."""
         deadline = time.monotonic() + _PLACEMENT_TIMEOUT_S
-        with self.waiting():
-            while not self.is_over and time.monotonic() < deadline:
-                if group.wait(_LOOK_S):
+        with self.answers.waiting():
+            while not self.answers.is_over and time.monotonic() < deadline:
+                if group.wait(LOOK_S):
                     return True
         return False
 
@@ -187,7 +183,7 @@ class RayRuntime(Runtime):
         return PlacedHost(pool=pool, rank=rank, group=group, bundle=bundle, actor=actor, watch=actor.watch.remote())
 
     def _located(self, host: PlacedHost) -> PlacedHost:
-        (where,) = self.get([host.actor.whereabouts.remote()], [host], "start", _START_TIMEOUT_S)
+        (where,) = self.answers.get([host.actor.whereabouts.remote()], [host], "start", _START_TIMEOUT_S)
         located = replace(host, where=where, devices=where.devices)
         self._heartbeat.watch(located)
         return located
@@ -199,7 +195,7 @@ class RayRuntime(Runtime):
         name, hosts = self._name_of(worker), self._hosts_of(pool)
         grid = checked_mesh(len(hosts), mesh, worker)
         create = [host.actor.create.remote(name, worker, kwargs) for host in hosts]
-        self.get(create, hosts, f"create {name}")
+        self.answers.get(create, hosts, f"create {name}")
         return cast("W", _RayGroup(self, name, hosts, grid, cast("type", worker)))
 
     def create_replicas(
@@ -248,104 +244,14 @@ class RayRuntime(Runtime):
         remove_placement_group(host.group)
         return True
 
-    # ---- waiting
-
-    def get(
-        self, references: list[Any], hosts: Sequence[PlacedHost], what: str, timeout_s: float | None = None
-    ) -> list[Any]:
-        """Wait for one answer of each of `hosts`; the first failure of any, or the death of any group's, ends it.
-
-        Raises:
-            WorkerTimeoutError, WorkerDiedError: with the last lines of the process.
-        """
-        host_of, answers = dict(zip(references, hosts, strict=True)), dict[Any, Any]()
-        limit = timeout_s or self.timeout_s
-
-        def late(pending: list[Any]) -> str:
-            ranks, pool = [host_of[reference].rank for reference in pending], host_of[pending[0]].pool.name
-            told = told_of([host_of[reference].where for reference in pending])
-            return f"rank {ranks} of pool {pool!r} did not finish {what} within {limit:.0f} s; {told}"
-
-        for done in self.completed(references, what, limit, late):
-            for reference in done:
-                try:
-                    answers[reference] = ray.get(reference)
-                except RayTaskError as error:
-                    raise reason_of(error) from error
-                except RayActorError as error:
-                    raise self.death_of(host_of[reference], what) from error
-        return [answers[reference] for reference in references]
-
-    def completed(
-        self, references: list[Any], what: str, timeout_s: float, late: Callable[[list[Any]], str]
-    ) -> Generator[list[Any]]:
-        """Yield references as they complete, all that are complete at a time: the work is not quadratic in them.
-
-        Raises:
-            WorkerTimeoutError: `late` tells of those that are not there in time.
-            WorkerDiedError: a group's process died, or the runtime was stopped, meanwhile.
-        """
-        deadline, watched, pending = time.monotonic() + timeout_s, self.watched(), references
-        with self.waiting():
-            while pending:
-                first = self.first_of([*pending, *watched], deadline, what)
-                if first is None:
-                    raise WorkerTimeoutError(late(pending))
-                if first in watched:
-                    raise self.death_of(watched[first], what)
-                done, pending = ray.wait(pending, num_returns=len(pending), timeout=_GATHER_S)
-                yield done
-
-    @contextmanager
-    def waiting(self) -> Generator[None]:
-        """While a thread is in calls of Ray's, which must not be shut down then: that ends the process by a signal."""
-        with self._waiting:
-            self._num_waiting += 1
-        try:
-            yield
-        finally:
-            with self._waiting:
-                self._num_waiting -= 1
-                self._waiting.notify_all()
-
-    def first_of(self, references: list[Any], deadline: float, what: str) -> Any | None:
-        """First completed reference; None after the deadline.
-
-        Raises:
-            WorkerDiedError: the runtime was stopped meanwhile.
-        """
-        while not self.is_over:
-            left_s = deadline - time.monotonic()
-            done, _ = ray.wait(references, num_returns=1, timeout=min(max(left_s, 0), _LOOK_S))
-            if done or left_s <= 0:
-                return done[0] if done else None
-        raise WorkerDiedError(f"the run was ended during {what}")
-
-    def watched(self) -> dict[Any, PlacedHost]:
-        """Host processes of worker groups by the reference that completes when they end."""
-        return {host.watch: host for hosts in self._hosts.values() for host in hosts}
-
-    def death_of(self, host: PlacedHost, what: str) -> WorkerDiedError:
-        """Error of a wait for `what` during which a group's process died."""
-        return self.death_named(host, f"a worker of pool {host.pool.name!r}, rank {host.rank},", f"during {what}")
-
-    def death_named(self, host: PlacedHost, name: str, when: str) -> WorkerDiedError:
-        """Error of a process's death: a sentence with its last lines, and for one that hung its description."""
-        finding, wrote = self._heartbeat.finding(host), last_lines(host.where)
-        if finding is not None:
-            return WorkerHungError(f"{name} hung {when}: it {finding}; {wrote}")
-        return WorkerDiedError(f"{name} died {when}; {wrote}")
-
     def death(self, within_s: float) -> Exception | None:
         """See `Runtime.death`."""
-        watched = self.watched()
-        over, _ = ray.wait([*watched], num_returns=1, timeout=within_s) if watched else ([], [])
-        return self.death_of(watched[over[0]], "the run") if over else None
+        return self.answers.death(within_s)
 
     def stop(self) -> None:
         """Close every worker, end the hosts, and shut down the Ray that was started here."""
         self._heartbeat.stop()
-        self.is_over = True
+        self.answers.is_over = True
         for replica_set in self._replica_sets.values():
             replica_set.close()
         everyone = {pool: replica_set.hosts for pool, replica_set in self._replica_sets.items()} | self._hosts
@@ -366,11 +272,11 @@ class RayRuntime(Runtime):
         for actor in self._actors:  # those too that were still starting: who waits for them hears of it
             ray.kill(actor)
         self._actors.clear()
-        with self._waiting:
-            self._waiting.wait_for(lambda: not self._num_waiting, _CLOSE_TIMEOUT_S)
+        self.answers.wait_until_quiet(_CLOSE_TIMEOUT_S)
         for group in self._placements:
             remove_placement_group(group)
-        self._hosts, self._replica_sets, self._placements, self._pools = {}, {}, [], {}
+        self._hosts.clear()
+        self._replica_sets, self._placements, self._pools = {}, [], {}
         if self._has_started_ray:
             with ended_when_asked(children()):
                 ray.shutdown()
@@ -528,7 +434,7 @@ class _RayGroup:
                     called.append(host)
                     actor_call = host.actor.call_beside if call.is_urgent else host.actor.call
                     references.append(actor_call.remote(name, method, *own))
-        return join(call, mesh, runtime.get(references, called, f"{name}.{method}"))
+        return join(call, mesh, runtime.answers.get(references, called, f"{name}.{method}"))
 
 
 def _is_urgent(method: Callable[..., Any]) -> bool:
@@ -558,7 +464,7 @@ class RayReplicas(ReplicaSet[W]):
     def begin(self, hosts: list[PlacedHost]) -> None:
         """Construct the first members, side by side."""
         create = [host.actor.create.remote(self._name, self._worker, self._kwargs, host.devices) for host in hosts]
-        self._runtime.get(create, hosts, f"create {self._name}")
+        self._runtime.answers.get(create, hosts, f"create {self._name}")
         for host in hosts:
             self._hosts[next(self._numbers)] = host
 
@@ -566,7 +472,7 @@ class RayReplicas(ReplicaSet[W]):
     def members(self) -> tuple[int, ...]:
         """Numbers of the members whose process lives."""
         with self._lock:
-            if self._runtime.is_over:  # a call would have Ray start itself anew
+            if self._runtime.answers.is_over:  # a call would have Ray start itself anew
                 return ()
             watched = {host.watch: member for member, host in self._hosts.items()}
             over, _ = ray.wait([*watched], num_returns=len(watched), timeout=0) if watched else ([], [])
@@ -577,7 +483,7 @@ class RayReplicas(ReplicaSet[W]):
     def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:
         """See `ReplicaSet.call`."""
         name = method.__name__
-        if self._runtime.is_over:
+        if self._runtime.answers.is_over:
             raise WorkerDiedError(f"the run was ended before {name}")
         answers: dict[int, R | Exception] = {}
         sent: dict[Any, int] = {}
@@ -592,10 +498,10 @@ class RayReplicas(ReplicaSet[W]):
 
         def late(pending: list[Any]) -> str:
             told = told_of([self._hosts[sent[r]].where for r in pending if sent[r] in self._hosts])
-            limit, members = self._runtime.timeout_s, [sent[reference] for reference in pending]
+            limit, members = self._runtime.answers.timeout_s, [sent[reference] for reference in pending]
             return f"members {members} of {self._name} did not finish {name} within {limit:.0f} s; {told}"
 
-        for done in self._runtime.completed([*sent], name, self._runtime.timeout_s, late):
+        for done in self._runtime.answers.completed([*sent], name, self._runtime.answers.timeout_s, late):
             answers |= {sent[reference]: self._answer(reference, sent[reference], name) for reference in done}
         return answers
 
@@ -612,7 +518,7 @@ class RayReplicas(ReplicaSet[W]):
             host = self._hosts.pop(member, None)
             if host is None:
                 return WorkerDiedError(f"member {member} of {self._name} died {when}")
-            error = self._runtime.death_named(host, f"member {member} of {self._name}", when)
+            error = self._runtime.answers.death_named(host, f"member {member} of {self._name}", when)
             self._replace(host, error)
             return error
 
@@ -635,7 +541,7 @@ class RayReplicas(ReplicaSet[W]):
     def _join(self, place: Callable[[], PlacedHost]) -> None:
         try:
             host = place()
-            self._runtime.get(
+            self._runtime.answers.get(
                 [host.actor.create.remote(self._name, self._worker, self._kwargs, host.devices)],
                 [host],
                 f"create {self._name}",
@@ -654,9 +560,9 @@ class RayReplicas(ReplicaSet[W]):
 
     def wait(self) -> tuple[int, ...]:
         """See `ReplicaSet.wait`."""
-        deadline = time.monotonic() + self._runtime.timeout_s
+        deadline = time.monotonic() + self._runtime.answers.timeout_s
         while not (members := self.members):
-            if not self._starting or self._runtime.is_over or time.monotonic() > deadline:
+            if not self._starting or self._runtime.answers.is_over or time.monotonic() > deadline:
                 raise self._last_death or WorkerDiedError(f"{self._name} has no members")
             time.sleep(_JOIN_POLL_S)
         return members
