@@ -68,7 +68,7 @@ def test_nothing_stays_open_or_mapped():
     before = num_descriptors()
     for _ in range(3):
         asyncio.run(work())
-    assert num_descriptors() == before
+    assert num_descriptors() <= before  # fewer: what other tests left was collected meanwhile
     assert "rl-ckpt" not in Path("/proc/self/maps").read_text()
 
 

@@ -17,7 +17,7 @@ import torch
 from rl_ckpt import PeerTimeoutError, SyncAbortedError, connect
 from rl_ckpt.protocol.channel import Observer, observers
 from rl_ckpt.protocol.messages import Buckets
-from rl_ckpt.sender.packer import BATCH_SHARE, MAX_BATCH
+from rl_ckpt.sender.packer import BATCH_SHARE, MAX_BATCH, MIN_BATCH_RECEIVERS
 from rl_ckpt.testing import failure, new_name, new_port, receive_all, until
 from rl_ckpt.transports.streams import StreamWriter
 from rl_csrc.ipc import Waker
@@ -126,9 +126,10 @@ def test_more_buckets_are_announced_together_as_a_sync_grows(num_receivers):
     assert sum(batches.sizes.values()) == len(weights)
     assert batches.sizes[0] == 1
     assert max(batches.sizes.values()) == MAX_BATCH
+    counted = max(num_receivers, MIN_BATCH_RECEIVERS)
     for first, size in batches.sizes.items():
-        assert size <= 1 + (first + size) * num_receivers // BATCH_SHARE  # who receives waits for no more than a share
-    assert len(batches.sizes) <= (90 if num_receivers == 1 else 45)
+        assert size <= 1 + (first + size) * counted // BATCH_SHARE  # who receives waits for no more than a share
+    assert len(batches.sizes) <= 45  # each takes the interpreter lock several times
 
 
 @pytest.mark.process

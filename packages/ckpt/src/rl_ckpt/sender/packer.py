@@ -40,7 +40,9 @@ _NOTHING = rl_csrc.digest(b"")
 MAX_BATCH = 16
 """Most buckets that are announced in one message."""
 BATCH_SHARE = 16
-"""Batch size for one receiver is the number of earlier buckets divided by this, so that the first ones go at once."""
+"""Batch size is the number of earlier buckets times that of receivers divided by this, so that the first ones go at once."""
+MIN_BATCH_RECEIVERS = 4
+"""Least number of receivers that counts for the batch size: each batch takes the interpreter lock a few times."""
 NUM_SLOTS = 4
 """Slots used while buckets are announced one by one: more would only be memory outside the CPU cache."""
 EAGER_BYTES = 256 << 10
@@ -354,7 +356,8 @@ class BucketPacker:
 
     def _batch_size(self) -> int:
         """Current batch size: grows with the sync, and faster with many receivers."""
-        return min(self._max_batch, 1 + self._num_packed * len(self._participants) // BATCH_SHARE)
+        num_receivers = max(MIN_BATCH_RECEIVERS, len(self._participants))
+        return min(self._max_batch, 1 + self._num_packed * num_receivers // BATCH_SHARE)
 
     def _payload(self, filling: _Filling, bucket: Bucket) -> list[ByteRun]:
         """Byte runs of a bucket for streams, in order, from the slot or the source's memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import selectors
 from typing import TYPE_CHECKING
 
@@ -256,7 +257,9 @@ class Peers:
         for peer in list(self.members.admitted):
             if (cause := peer.writer.error()) is not None:
                 self._read(peer)  # it may have sent the reason
-                self.drop(peer, PeerLostError(f"{peer.name} takes no payload any more: {cause}"))
+                is_late = cause.errno == errno.ETIMEDOUT  # of TCP_USER_TIMEOUT, as long as the deadline of a wait
+                loss = PeerTimeoutError if is_late else PeerLostError
+                self.drop(peer, loss(f"{peer.name} takes no payload any more: {cause}"))
 
     def _read(self, peer: Peer) -> None:
         try:
