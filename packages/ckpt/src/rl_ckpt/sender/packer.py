@@ -40,7 +40,7 @@ _NOTHING = rl_csrc.digest(b"")
 MAX_BATCH = 16
 """Most buckets that are announced in one message."""
 BATCH_SHARE = 16
-"""Batch size is the number of earlier buckets times that of receivers divided by this, so that the first ones go at once."""
+"""Batch size is the number of earlier buckets times receivers divided by this, so that the first ones go at once."""
 MIN_BATCH_RECEIVERS = 4
 """Least number of receivers that counts for the batch size: each batch takes the interpreter lock a few times."""
 NUM_SLOTS = 4

@@ -21,11 +21,10 @@ import aiohttp
 import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
-from rl_rollout.backends.external.server import (
+from rl_rollout.backends.external.external_server import ExternalServer
+from rl_rollout.backends.external.options import (
     ADAPTER_OPTIONS,
     COMMON_OPTIONS,
-    ExternalServer,
-    TornUpdateError,
     check_arguments,
     find_preparer,
     has_vision,
@@ -33,6 +32,7 @@ from rl_rollout.backends.external.server import (
     read_environment,
     words,
 )
+from rl_rollout.backends.external.updates import TornUpdateError
 from rl_rollout.errors import (
     ConfigError,
     GenerationError,
@@ -48,7 +48,8 @@ from rl_rollout.validation import check_plain, versions_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_rollout.backends.external.server import Adapter, Flight
+    from rl_rollout.backends.external.inflight import Flight
+    from rl_rollout.backends.external.options import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig, ServerParallel
@@ -186,18 +187,18 @@ class SglangServer(ExternalServer):
                 f"request {request.request_id!r}: top_p={params.top_p}: SGLang has no behaviour log-probs for "
                 "top_p alone, and beside top_k applies it before top_k; leave top_p at 1"
             )
-        needed = len(request.prompt_token_ids) + self.max_new_tokens(request)
+        needed = len(request.prompt_token_ids) + self.limits.max_new_tokens(request)
         if needed > self._cache_room:  # SGLang would generate fewer tokens, and call it their length
             raise RequestError(
                 f"request {request.request_id!r}: it needs {needed} tokens of cache and there are {self._cache_room}; "
                 "raise --max-total-tokens or --mem-fraction-static among args"
             )
         sampling: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens(request),
+            "max_new_tokens": self.limits.max_new_tokens(request),
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
-            "stop_token_ids": self.stop_ids(request),
+            "stop_token_ids": self.limits.stop_ids(request),
             "ignore_eos": params.ignore_eos,
         }
         if params.seed is not None:

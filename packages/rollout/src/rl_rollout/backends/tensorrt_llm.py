@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout.backends.external.server import COMMON_OPTIONS, ExternalServer, check_arguments, words
+from rl_rollout.backends.external.external_server import ExternalServer
+from rl_rollout.backends.external.options import (
+    COMMON_OPTIONS,
+    check_arguments,
+    words,
+)
+from rl_rollout.backends.external.updates import new_files, wait_for_files
 from rl_rollout.backends.external.upstream import closed, error_text
 from rl_rollout.errors import (
     ConfigError,
@@ -42,7 +48,7 @@ from rl_rollout.types import Capabilities, FinishReason, ServerParallel, TokenCh
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_rollout.backends.external.server import Flight
+    from rl_rollout.backends.external.inflight import Flight
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig
@@ -175,10 +181,10 @@ class TensorrtLlmServer(ExternalServer):
         body = {
             "model": self.model_name,
             "prompt": request.prompt_token_ids,
-            "max_tokens": self.max_new_tokens(request),
+            "max_tokens": self.limits.max_new_tokens(request),
             "temperature": params.temperature,
             "seed": params.seed,
-            "stop_token_ids": self.stop_ids(request),
+            "stop_token_ids": self.limits.stop_ids(request),
             "ignore_eos": params.ignore_eos,
             "include_stop_str_in_output": True,
             "add_special_tokens": False,
@@ -215,8 +221,8 @@ class TensorrtLlmServer(ExternalServer):
     async def post_pause(self, mode: PauseMode) -> None:
         """See `ExternalServer`. An update's (`keep`) lets requests in flight finish; else there are none by now."""
         if mode == "keep":
-            self._may_send.clear()
-            await self._drain([flight for flight in self._flights.values() if flight.is_sent])
+            self.requests.hold()
+            await self.requests.drain()
 
     async def post_resume(self) -> None:
         """See `ExternalServer`."""
@@ -228,9 +234,9 @@ class TensorrtLlmServer(ExternalServer):
     async def post_slices(self, address: str) -> None:
         """See `ExternalServer`. Slices land in threads of the workers, and a file of each tells when they have."""
         if address.startswith(SLICES):
-            landed = self._new_files("landed")
+            landed = new_files(self._folder, "landed", self.capabilities.num_receivers)
             await self._tell_workers(url=address, timeout_s=self.config.timeout_s)
-            await self.wait_for_files(landed)
+            await wait_for_files(landed, self.check_health, timeout_s=self.config.timeout_s)
 
     async def post_update(self, address: str, version: int) -> None:
         """See `ExternalServer`. The extension installs and attests what has landed; after a failure it restores."""
@@ -242,22 +248,15 @@ class TensorrtLlmServer(ExternalServer):
         Raises:
             GenerationError: one failed; with what the workers have written.
         """
-        failed = self._new_files("failed")
+        failed = new_files(self._folder, "failed", self.capabilities.num_receivers)
         await self.upstream.command("/update_weights", update_message(folder=self._folder, **fields))
         if told := [file.read_text() for file in failed if file.exists()]:
             raise GenerationError("; ".join(dict.fromkeys(told)))  # one worker's is the cause of the others'
 
-    def _new_files(self, what: str) -> list[Path]:
-        """Files that the workers are going to tell something by."""
-        files = [Path(self._folder, f"{what}-{rank}") for rank in range(self.capabilities.num_receivers)]
-        for file in files:
-            file.unlink(missing_ok=True)
-        return files
-
     async def post_sleep(self, level: int) -> None:
         """See `ExternalServer`. Requests in flight are finished first."""
         del level
-        await self._drain([flight for flight in self._flights.values() if flight.is_sent])
+        await self.requests.drain()
         await self.upstream.command("/release_memory", {"tags": ["kv_cache"]})
 
     async def post_wake(self, tags: Sequence[str]) -> None:

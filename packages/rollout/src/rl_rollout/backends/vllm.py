@@ -19,16 +19,14 @@ import sys
 import tempfile
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout.backends.external.server import (
+from rl_rollout.backends.external.external_server import ExternalServer
+from rl_rollout.backends.external.options import (
     ADAPTER_OPTIONS,
     COMMON_OPTIONS,
-    ExternalServer,
-    TornUpdateError,
     check_arguments,
     find_preparer,
     has_vision,
@@ -36,6 +34,7 @@ from rl_rollout.backends.external.server import (
     read_environment,
     words,
 )
+from rl_rollout.backends.external.updates import TornUpdateError, new_files, wait_for_files
 from rl_rollout.errors import ConfigError, GenerationError, RolloutError, UnsupportedError
 from rl_rollout.receiver import SLICES
 from rl_rollout.registry import check_options
@@ -47,7 +46,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_rollout.backends.external.server import Adapter, Flight
+    from rl_rollout.backends.external.inflight import Flight
+    from rl_rollout.backends.external.options import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig, ServerParallel
@@ -212,11 +212,11 @@ class VllmServer(ExternalServer):
             "model": request.adapter or self.model_name,
             "token_ids": request.prompt_token_ids,
             "sampling_params": {
-                "max_tokens": self.max_new_tokens(request),
+                "max_tokens": self.limits.max_new_tokens(request),
                 "temperature": params.temperature,
                 "top_p": params.top_p,
                 "top_k": params.top_k,
-                "stop_token_ids": self.stop_ids(request),
+                "stop_token_ids": self.limits.stop_ids(request),
                 "ignore_eos": params.ignore_eos,
                 "seed": params.seed,
                 "logprobs": request.num_top_logprobs,
@@ -262,18 +262,11 @@ class VllmServer(ExternalServer):
         await self._open(address)
         if self._has_begun:
             return  # whoever asked for the last update has left while it landed: this one lands in `post_update`
-        files = self._new_files("landed")
+        files = new_files(self._folder, "landed", self.capabilities.num_receivers)
         await self.upstream.command("/start_weight_update")
         self._has_begun = True
         if address.startswith(SLICES):
-            await self.wait_for_files(files)
-
-    def _new_files(self, what: str) -> list[Path]:
-        """Files that the workers are going to tell something by."""
-        files = [Path(self._folder, f"{what}-{rank}") for rank in range(self.capabilities.num_receivers)]
-        for file in files:
-            file.unlink(missing_ok=True)
-        return files
+            await wait_for_files(files, self.check_health, timeout_s=self.config.timeout_s)
 
     async def _open(self, address: str) -> None:
         """Have the workers open a session, if they are not in it."""
@@ -288,7 +281,7 @@ class VllmServer(ExternalServer):
 
     async def post_update(self, address: str, version: int) -> None:
         """See `ExternalServer`. The plug-in installs and attests what has landed; after a failure it restores."""
-        self._has_begun, failures = False, self._new_files("failed")
+        self._has_begun, failures = False, new_files(self._folder, "failed", self.capabilities.num_receivers)
         await self.upstream.command("/update_weights", {"update_info": {"version": version}})
         if told := [file.read_text() for file in failures if file.exists()]:
             await self.upstream.command("/finish_weight_update")  # of no version: another may begin

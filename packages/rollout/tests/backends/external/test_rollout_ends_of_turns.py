@@ -25,9 +25,9 @@ def test_third_party_servers_get_the_ids(folder, backend):
     server = create_server(backend, ServerConfig(model_path=str(folder)))
     asked = {"request_id": "1", "prompt_token_ids": (3,)}
     params = SamplingParams(stop_token_ids=(9, 5))
-    assert server.stop_ids(GenerateRequest(**asked, sampling_params=params)) == (9, 5, 6, 1)
+    assert server.limits.stop_ids(GenerateRequest(**asked, sampling_params=params)) == (9, 5, 6, 1)
     params = SamplingParams(stop_token_ids=(9,), ignore_eos=True)
-    assert server.stop_ids(GenerateRequest(**asked, sampling_params=params)) == (9,)
+    assert server.limits.stop_ids(GenerateRequest(**asked, sampling_params=params)) == (9,)
 
 
 def test_the_embedded_server_stops_at_the_same_ids(folder):

@@ -82,7 +82,7 @@ class TestProtocol(ServerConformance):
             await served.server.generate(served.request((6,), max_new_tokens=1))
             was_in_flight = not first.done()
             update = asyncio.create_task(served.update(served, other_weights(weights), old + 1))
-            while served.server._may_send.is_set():  # noqa: ASYNC110  there is no event to wait for
+            while not served.server.requests.is_held:  # noqa: ASYNC110  there is no event to wait for
                 await asyncio.sleep(0.001)
             second = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=20)))
             await update
@@ -104,10 +104,10 @@ class TestProtocol(ServerConformance):
         async def scenario():
             going = InFlight(served)
             await going.proceed()
-            monkeypatch.setattr(served.server, "config", replace(served.server.config, timeout_s=0.2))
+            monkeypatch.setattr(served.server.requests, "timeout_s", 0.2)
             with pytest.raises(WeightUpdateError, match=r"did not finish the requests in flight .* still serves"):
                 await served.server.update_weights(receiver, served.version + 1)
-            assert served.server._may_send.is_set()
+            assert not served.server.requests.is_held
             return await going.end()
 
         assert served.run(scenario()).token_ids
