@@ -15,7 +15,10 @@ import pytest
 import torch
 
 import rl_csrc
-from rl_csrc.testing import Implementation, MissingImplementationError, implementation
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+from csrc_kit import Implementation, MissingImplementationError, implementation  # needs the path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

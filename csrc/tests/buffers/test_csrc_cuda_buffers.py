@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from csrc_kit import Implementation, cu_seqlens
 
 import rl_csrc
 from rl_csrc.buffers import digest as digests
-from rl_csrc.testing import Implementation, cu_seqlens
 from rl_csrc.types import LossSpec
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from rl_csrc.inference import paged, sampling
 
 if TYPE_CHECKING:
-    from rl_csrc.testing import Implementation
+    from csrc_kit import Implementation
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

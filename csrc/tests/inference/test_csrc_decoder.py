@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from csrc_kit import random_decoder as make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_csrc import ArgumentError, _cpu
 from rl_csrc.inference.decoder import Decoder, DecoderLayer, longrope_limit, pack_linear
-from rl_csrc.testing import random_decoder as make
 
 LEVELS = list(range(min(_cpu.set_kernel_level(-1), 2) + 1))
 PAGE_SIZE = 4

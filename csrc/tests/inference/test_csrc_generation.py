@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from csrc_kit import random_decoder as make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_csrc import ArgumentError, _cpu, sampling
 from rl_csrc.inference.decoder import Drawing
-from rl_csrc.testing import random_decoder as make
 
 LEVELS = list(range(min(_cpu.set_kernel_level(-1), 2) + 1))
 PAGE_SIZE = 4

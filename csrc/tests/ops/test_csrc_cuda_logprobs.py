@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from csrc_kit import Implementation, relative_error
 from torch import Tensor
 
 from rl_csrc import reference
-from rl_csrc.testing import Implementation, relative_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = 3e-5

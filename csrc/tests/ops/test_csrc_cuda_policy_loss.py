@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from csrc_kit import Implementation, cu_seqlens, relative_error
 from torch import Tensor
 
 from rl_csrc import reference
-from rl_csrc.testing import Implementation, cu_seqlens, relative_error
 from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, MASK_MODES, SCAN_KINDS, LossSpec
 
 LENGTHS = [5, 0, 130, 1, 700, 33]

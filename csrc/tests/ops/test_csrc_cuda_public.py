@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from csrc_kit import cu_seqlens, relative_error
 from torch import Tensor
 
 import rl_csrc
 from rl_csrc.ops import operator
-from rl_csrc.testing import cu_seqlens, relative_error
 
 Check = Callable[..., None]
 

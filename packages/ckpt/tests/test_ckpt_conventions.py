@@ -4,10 +4,10 @@ import importlib.util
 import math
 
 import pytest
+from ckpt_gpu import fake_gpu, fake_nccl
 
 from rl_ckpt import AddressError, connect
 from rl_ckpt.session import capabilities
-from rl_ckpt.testing.gpu import fake_gpu, fake_nccl
 from rl_ckpt.types import Capability
 
 KERNEL_VOUCHES = ["inproc", "shm", "uds", "cuda-ipc", "file"]

@@ -8,10 +8,10 @@ import sys
 from importlib.metadata import entry_points
 
 import pytest
+from ckpt_gpu import fake_gpu, fake_nccl, hold_on_gpu, use_fake_gpu, use_fake_nccl
 
 from rl_ckpt.session import GROUP, capabilities
 from rl_ckpt.testing import CheckpointEngineSuite, KillSuite, ProcessSuite, VersionSuite, new_name, new_port
-from rl_ckpt.testing.gpu import fake_gpu, fake_nccl, hold_on_gpu, use_fake_gpu, use_fake_nccl
 from rl_ckpt.types import Capability
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")

@@ -7,13 +7,13 @@ import time
 
 import pytest
 import torch
+from ckpt_gpu import fake_gpu
 
 import rl_ckpt
 from rl_ckpt import BackendError, DigestError, ReceiverState, SyncAbortedError
 from rl_ckpt.protocol.channel import Channel
 from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt.testing import CheckpointEngineSuite, VersionSuite, assert_same, failure, new_name, receive_all
-from rl_ckpt.testing.gpu import fake_gpu
 from rl_ckpt.transports.cuda_driver import CudaDriver
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")

@@ -8,28 +8,32 @@ import sys
 import textwrap
 from pathlib import Path
 
+import ckpt_gpu
 import pytest
 import torch
+from ckpt_gpu import FakeGpu, fake_gpu
 
 import rl_ckpt
 from rl_ckpt import BackendError, Resharding, ShardSpec
 from rl_ckpt.protocol.channel import Channel
 from rl_ckpt.protocol.messages import Session
 from rl_ckpt.testing import assert_same, new_name, sample_weights
-from rl_ckpt.testing.gpu import FakeGpu, fake_gpu
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="memfd and abstract UNIX sockets need Linux"),
     pytest.mark.process,
 ]
 
-CHILD = """
+CHILD = f"""
+    import sys
+
+    sys.path.insert(0, {str(Path(ckpt_gpu.__file__).parent)!r})
     import asyncio, os, sys, torch, rl_ckpt
     from pathlib import Path
     from rl_ckpt import Resharding, ShardSpec
     from rl_ckpt.tensors.spec import as_bytes
     from rl_ckpt.testing import sample_weights
-    from rl_ckpt.testing.gpu import use_fake_gpu
+    from ckpt_gpu import use_fake_gpu
     from rl_ckpt.testing.helpers import blank
 
     gpu = use_fake_gpu()

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, nullcontext
 
 import pytest
 import torch
+from ckpt_gpu import fake_gpu, fake_nccl
 from ckpt_ranks import decide
 
 import rl_ckpt
@@ -13,7 +14,6 @@ from rl_ckpt import ShardSpec
 from rl_ckpt.errors import SyncAbortedError
 from rl_ckpt.sharded import ShardedReceiver, ShardedSender, ShardPlan
 from rl_ckpt.testing import new_name
-from rl_ckpt.testing.gpu import fake_gpu, fake_nccl
 from rl_ckpt.types import join_addresses
 
 pytestmark = pytest.mark.process

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from ckpt_faults import Fault, inject
 
 import rl_ckpt
 from rl_ckpt import (
@@ -23,7 +24,7 @@ from rl_ckpt import (
     connect,
 )
 from rl_ckpt.sender.packer import NUM_SLOTS
-from rl_ckpt.testing import Fault, assert_same, failure, inject, new_name, receive_all, sample_weights
+from rl_ckpt.testing import assert_same, failure, new_name, receive_all, sample_weights
 
 WEIGHTS = {f"t{i}": torch.full((1024,), i, dtype=torch.uint8) for i in range(8)}
 

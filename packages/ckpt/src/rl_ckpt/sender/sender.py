@@ -196,45 +196,31 @@ class Sender(SourceSender):
 
         await self._worker.run(tell)
 
-    def resend_from(self, weights: Iterable[tuple[str, Tensor]], version: int, digest: int) -> SyncReport | None:
-        """`resend_current` in this thread from the given weights of a version, whose tree digest is checked."""
-
-        def serve() -> SyncReport | None:
-            if (version, digest) not in self._committed:
-                self._version, self._digest, self._committed = version, digest, {(version, digest)}
-            return self._resend_current(weights)
-
-        return self._worker.call(serve)
-
     def _require_codecs(self, participants: Sequence[Peer]) -> None:
         if self._config.zstd:
             for peer in participants:
                 if not peer.codecs >> Codec.DELTA_ZSTD & 1:
                     raise UsageError(f"{peer.name} cannot read zstd; there: pip install 'rl-ckpt[zstd]'")
 
-    def _resend_current(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> SyncReport | None:
-        """Send the committed version, from the base copy or these weights, to receivers that do not hold it."""
+    def _resend_current(self) -> SyncReport | None:
+        """Send the committed version, from the base copy, to receivers that do not hold it."""
         version = self._version
-        if weights is None and self._base_copy is None:
+        if self._base_copy is None:
             raise UsageError(f"{self.address} keeps no copy of the weights to give to late receivers: pass delta=True")
         peers = self._open()
         if version is None or not (out_of_date := peers.out_of_date(self._committed)):
             return None
         clock = Clock()
-        source = Source(self._copy_of(version) if weights is None else weights, clock)
+        source = Source(self._copy_of(version), clock)
         try:
             sync = self._stage(peers, out_of_date, source, version, clock, None)
-            if weights is not None and sync.digest != self._digest:
-                text = f"what was to be served as version {version} has digest {sync.digest:#018x}, which it has not"
-                sync.abort(AbortReason.DIGEST, text)
-                raise DigestError(text)
         except Exception as error:
             raise SyncAbortedError(f"version {version} could not be sent again: {error}") from error
         finally:
             source.close()
         report = self._commit(sync, is_new=False)
         for peer in out_of_date:
-            peer.is_complete = weights is None
+            peer.is_complete = True
         return report
 
     def _copy_of(self, version: int) -> ItemsView[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Test kit: faults to inject into `inproc://`, and the conformance suites that backends must pass.
+"""Test kit: the conformance suites that backends must pass.
 
 ```python
 class TestMine(CheckpointEngineSuite, VersionSuite, ProcessSuite, KillSuite):
@@ -16,7 +16,6 @@ if (_pytest := sys.modules.get("pytest")) is not None:
 
 from rl_ckpt.testing.aliases import AliasSuite
 from rl_ckpt.testing.ends import EndProcess
-from rl_ckpt.testing.faults import Fault, Injector, inject
 from rl_ckpt.testing.helpers import assert_same, failure, new_name, new_port, receive_all, sample_weights, until
 from rl_ckpt.testing.into import IntoSuite
 from rl_ckpt.testing.processes import KillSuite, ProcessSuite
@@ -30,8 +29,6 @@ __all__ = [
     "CheckpointEngineSuite",
     "DeltaSuite",
     "EndProcess",
-    "Fault",
-    "Injector",
     "IntoSuite",
     "KillSuite",
     "ProcessSuite",
@@ -41,7 +38,6 @@ __all__ = [
     "VoteSuite",
     "assert_same",
     "failure",
-    "inject",
     "new_name",
     "new_port",
     "receive_all",
