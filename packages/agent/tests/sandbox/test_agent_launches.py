@@ -315,3 +315,76 @@ def test_a_file_that_a_mount_shows_is_refused_all_the_same(tmp_path, monkeypatch
     (program / "filters.py").write_text((program / "filters.py").read_text().replace("_CREATE, _ADD", "_OFF, _ADD"))
     (program / "filters.py").write_text((program / "filters.py").read_text() + "\n_CREATE = 9999\n")
     assert create_script_reader().read(file).launches[0].arguments == ("there=1",)
+
+
+END = "\npython3 -m verl.trainer.main_ppo n=$n\n"
+DECISIVE = {
+    "a branch": ("if foo; then n=8; else n=1; fi", "foo"),
+    "and": ("n=1; foo x && n=8", "foo x"),
+    "or": ("n=1; foo || n=8", "foo"),
+    "not": ("n=1; ! foo && n=8", "foo"),
+    "a status": ("foo; if [ $? -ne 0 ]; then n=1; else n=8; fi", "foo"),
+    "a loop": ("n=1; while ! foo; do n=2; break; done", "foo"),
+    "two, one of them inverted": ("n=1; foo && ! bar && n=8", "bar"),
+    "two, one after the other": ("n=1; foo || bar || n=8", "foo or bar"),
+    "two, by a variable": ('foo && x=1; bar && y=1; n=1; [ "$x$y" = "" ] && n=8', "foo or bar"),
+    "a pipe": ("n=1; if nvidia-smi -L | grep -q H100; then n=8; fi", "grep -q H100"),
+    "code of Python": ("n=1; python3 -c 'import x' && n=8", "python3 -c import x"),
+    "a program that is looked up": ("n=1; command -v nvcc > /dev/null && n=8", "command -v nvcc"),
+    "its type": ("n=1; type nvcc > /dev/null && n=8", "type nvcc"),
+    "its path": ("n=1; if which nvcc; then n=8; fi", "which nvcc"),
+    "another launch": ("n=1; foo && python3 -m verl.trainer.main_ppo n=0", "foo"),
+}
+
+
+@pytest.mark.parametrize("name", DECISIVE)
+def test_a_launch_that_an_unknown_status_decides_is_refused(name, tmp_path):
+    text, command = DECISIVE[name]
+    with pytest.raises(ScriptError, match="value unknown: whether the command .* on which the launch depends") as error:
+        create_script_reader().read(script(tmp_path, text + END))
+    assert f"the command {command!r} succeeds" in str(error.value)
+
+
+SAME = {
+    "a wait": "n=1; until foo; do sleep 1; done",
+    "a limited wait": "n=1; for i in 1 2 3; do foo && break; sleep 5; done",
+    "messages": "n=1; foo || true; bar || echo no; if baz; then echo x; fi",
+    "the end at an error": "set -e; n=1; pip install x; foo; bar",
+    "the end by hand": "n=1; foo || exit 1",
+    "a pipe that fails": "set -eo pipefail; n=1; foo | tee log; bar 2>&1 | grep x > out",
+    "a program that is there": "command -v torchrun > /dev/null && type python3 > /dev/null && n=1",
+    "a repair": "n=1; python3 -c 'import x' || pip install x",
+    "the time": "n=1; foo || true; date > log; echo $RANDOM",
+    "a trap": "n=1; trap 'rm -f x' EXIT; foo || true",
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_launch_that_no_status_decides_is_found(name, tmp_path):
+    found = create_script_reader().read(script(tmp_path, SAME[name] + END))
+    assert [each.arguments for each in found.launches if "-c" not in each.options] == [("n=1",)]
+
+
+def test_a_launch_that_needs_a_failure_is_found(tmp_path):
+    """A script that ends where a run is under way is meant for where there is none."""
+    file = script(tmp_path, "n=1; if pgrep -f verl; then echo running; exit 0; fi" + END)
+    found = create_script_reader().read(file)
+    assert ([each.arguments for each in found.launches], found.assumed) == ([("n=1",)], ("pgrep -f verl fails",))
+
+
+def test_a_launch_that_is_repeated_until_it_succeeds_is_one(tmp_path):
+    found = create_script_reader().read(script(tmp_path, f"n=1; until{END[:-1]}; do sleep 1; done\n"))
+    assert [each.arguments for each in found.launches] == [("n=1",)]
+
+
+def test_a_kernel_that_is_short_of_namespaces_is_asked_again(tmp_path, monkeypatch):
+    answer, asked = ScriptReader._answer, []
+
+    def short(self, script, request):
+        asked.append(script)
+        return {"isolated": False} if len(asked) < 3 else answer(self, script, request)
+
+    monkeypatch.setattr(ScriptReader, "_answer", short)
+    monkeypatch.setattr(launches, "_PAUSES_S", (0.0,) * 4)
+    assert len(create_script_reader().read(script(tmp_path, LAUNCH)).launches) == 1
+    assert len(asked) == 3

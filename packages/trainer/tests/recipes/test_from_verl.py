@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import datetime
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
+from rl_agent.sandbox.launches import ScriptReader
 from rl_trainer import cli, equivalents, load_config
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 from rl_trainer.config import RewardSection
@@ -291,20 +295,40 @@ def in_folder(case, tmp_path):
 @pytest.mark.promise("A launch script of verl becomes a recipe, whatever it uses of the shell")
 @pytest.mark.process
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_becomes_a_recipe(name, tmp_path):
-    case = SCRIPTS[name]
+def test_a_script_becomes_a_recipe(name, tmp_path, monkeypatch):
+    case, found = SCRIPTS[name], []
     words = in_folder(case, tmp_path)
+    read = ScriptReader.read
+    monkeypatch.setattr(ScriptReader, "read", lambda *given: found.append(read(*given)) or found[0])
     if "error" in case:
         with pytest.raises(ConfigError) as error:
             convert(words)
         assert case["error"] in str(error.value)
+        assert [*map(spelled(tmp_path), found)] == ([case["launches"]] if "launches" in case else [])
         return
     made = convert(words)
     assert made.values == case.get("values", made.values)
+    assert spelled(tmp_path)(found[0]) == case.get("launches", spelled(tmp_path)(found[0]))
     for key, value in case.get("expected", {}).items():
         wanted = str(Path(value).expanduser()) if str(value).startswith("~") else value
         found = made.recipe.get(key) if made.program == "rl-sft" else key_of(made.recipe, key)
         assert found == wanted, (key, made.text())
+
+
+def spelled(folder):
+    """Function that spells launches as command lines, with what depends on machine and day as in the corpus."""
+
+    def lines(found):
+        given = [str(folder), str(Path.home()), str(datetime.datetime.now().astimezone().year)]
+        made = []
+        for launch in found.launches:
+            words = [re.sub(r"@unknown(\d+)@", lambda m: f"$({found.unknown[m[1]]})", word) for word in launch.words]
+            for value, name in zip(given, ("", "~", "YEAR"), strict=True):
+                words = [word.replace(value, name) if name != "YEAR" or "run_" in word else word for word in words]
+            made.append(shlex.join(words).replace("'\"'\"'", "'\\''"))
+        return made
+
+    return lines
 
 
 def key_of(recipe, key):
@@ -317,6 +341,9 @@ def test_the_corpus_of_scripts_is_large():
     assert len(SCRIPTS) >= 60
     assert sum("error" not in case for case in SCRIPTS.values()) >= 60
     assert all(case.keys() & {"expected", "values", "error"} for case in SCRIPTS.values())
+    complete = [case.keys() & {"launches", "values", "error"} for case in SCRIPTS.values()]
+    assert all(complete), "every word of a launch is compared"
+    assert sum("launches" in case for case in SCRIPTS.values()) >= 110
 
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -1,7 +1,8 @@
 """Launch scripts: what a shell script would run, found by letting bash run it, isolated, with nothing to run.
 
 Bash is the only program there. Python, torchrun, ray and their like are stand-ins that record their arguments; `date`,
-`dirname`, `seq` and a few more answer; what any other command would print is a marker that can be recognised.
+`dirname`, `seq` and a few more answer; what any other command would print is a marker that can be recognised. Whether it
+would succeed is not known either: scripts are read with both outcomes, and refused if their launches differ.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rl_agent.sandbox.worker import PROGRAM, PYTHON
 from rl_agent.types import Launch, Launches
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "ray", "srun", "uv")
 _WRAPPERS = (
@@ -68,6 +69,7 @@ _NOT_THERE = re.compile(
 _TEST = re.compile(r"\++ ((?:'\['|\[\[|case|\(\(|test) .*)")
 _START_TIMEOUT_S = 60.0
 _MAX_ROUNDS = 8
+_PAUSES_S = (0.05, 0.2, 0.5, 1.0)
 _EMPTY = "# a file that does not exist\n"
 
 
@@ -118,10 +120,11 @@ class ScriptReader:
             raise ScriptError(f"{script} cannot be read: {error.strerror}") from error
         if any(script.parent in Path(path).parents for path in ("/dev", _bash() or "")):
             raise ScriptError(f"{script} is in a folder of the system; copy it to a folder of its own")
+        now = {"/stand_ins/.now": f"{time.time():.0f}\n"}
         folders, files, answer = [str(Path.cwd())], dict[str, str](), dict[str, Any]()
         deadline = time.monotonic() + self._limits.wall_s
         for _ in range(_MAX_ROUNDS):
-            answer = self._run(script, text, arguments, folders, files, deadline)
+            answer = self._run(script, text, arguments, folders, files | now, deadline)
             if answer["status"] is None:
                 break
             made, wanted = _missing(answer, script, text.splitlines(), folders)
@@ -131,7 +134,30 @@ class ScriptReader:
                 break
             folders, files = [*folders, *made], files | wanted
         assumed = [f"source {path}, a file that does not exist here" for path in files if files[path] == _EMPTY]
-        return self._checked(answer, script, assumed)
+        found = self._checked(answer, script, assumed)
+        until = time.monotonic() + self._limits.wall_s
+
+        def again(failing: Collection[_Words]) -> dict[str, Any] | None:
+            """Answer of a reading in which these commands fail; None if there is none, or no time for it."""
+            listed = {"/stand_ins/.fails": "".join(f"\36{_key(words)}" for words in failing) + "\36"}
+            try:
+                if time.monotonic() > until:
+                    return None
+                return self._run(script, text, arguments, folders, files | now | listed, until)
+            except (ScriptError, SandboxError):
+                return None
+
+        if not (commands := _asked(answer)):
+            return found
+        decisive, failing, untried = _decisive(answer, commands, again)
+        if decisive:
+            raise ScriptError(
+                f"{script}: value unknown: whether the command {decisive!r:.200} succeeds, on which the launch "
+                f"depends; {_ADVICE}"
+            )
+        if failing and (other := again(failing)) is not None:
+            found = self._checked(other, script, [*assumed, *(f"{' '.join(words)} fails" for words in failing)])
+        return replace(found, assumed=(*found.assumed, *(f"{' '.join(words)} succeeds" for words in untried)))
 
     def recorded(self, folder: Path) -> Launches:
         """What a user's own run of a script recorded in a folder, with the stand-ins that an error gave.
@@ -172,6 +198,19 @@ class ScriptReader:
             "arguments": list(arguments),
             "environment": _environment(text),
         }
+        answer = self._answer(script, request)
+        for pause_s in _PAUSES_S if self._may_isolate else ():
+            if not answer["isolated"]:  # a kernel may have no room for namespaces until it has freed others
+                time.sleep(pause_s)
+                answer = self._answer(script, request)
+        if not answer["isolated"]:
+            raise SandboxError(
+                f"{script} is not run: this kernel does not let this user isolate it (user namespaces, seccomp); "
+                f"{_advice(script)}"
+            )
+        return answer
+
+    def _answer(self, script: Path, request: dict[str, Any]) -> dict[str, Any]:
         try:
             ended = subprocess.run(
                 [PYTHON, "-I", "-S", str(PROGRAM), "launches"],
@@ -191,15 +230,9 @@ class ScriptReader:
         if ended.returncode == Watch.TOO_MUCH_MEMORY:
             raise ScriptError(f"{script} took more than {self._limits.memory_bytes >> 20} MiB; {_ADVICE}")
         try:
-            answer = json.loads(ended.stdout)
+            return json.loads(ended.stdout)
         except ValueError:
             raise ScriptError(f"{script} ended its own reading {ended.stderr[-500:].strip()}; {_ADVICE}") from None
-        if not answer["isolated"]:
-            raise SandboxError(
-                f"{script} is not run: this kernel does not let this user isolate it (user namespaces, seccomp); "
-                f"{_advice(script)}"
-            )
-        return answer
 
     def _checked(self, answer: dict[str, Any], script: Path, assumed: Sequence[str]) -> Launches:
         complaints = [(c["file"], int(c["line"]), c["text"]) for c in _COMPLAINT.finditer(answer["complaints"])]
@@ -235,6 +268,83 @@ class ScriptReader:
                 "no test after the first commands, whose trace fills its file, depends on a text that is not known",
             ]
         return replace(found, assumed=(*assumed, *found.assumed))
+
+
+_Words = tuple[str, ...]
+"""Words of a command that is not known."""
+_MAX_OUTCOMES = 48
+"""Readings of a script with other outcomes of the commands that are not known."""
+
+
+def _key(words: _Words) -> str:
+    """Words as the stand-in compares them."""
+    return "".join(f"{word}\37" for word in words)
+
+
+def _asked(answer: Mapping[str, Any]) -> list[_Words]:
+    """Commands whose outcome is not known, each once: those without a stand-in, and code that Python is given."""
+    records = [record for record in answer["records"] if len(record) > 2]
+    is_asked = (
+        r[0] == "unknown" or (r[0] == "launch" and r[2].startswith("python") and r[3:4] == ["-c"]) for r in records
+    )
+    return list(dict.fromkeys(tuple(r[2:]) for r, is_one in zip(records, is_asked, strict=True) if is_one))
+
+
+def _decisive(
+    answer: dict[str, Any],
+    commands: Sequence[_Words],
+    again: Callable[[Collection[_Words]], dict[str, Any] | None],
+) -> tuple[str, tuple[_Words, ...], list[_Words]]:
+    """Commands on whose outcome the launches of a script depend, empty if there are none.
+
+    With them, commands that have to fail for a launch, and commands that were not tried.
+
+    A command has one outcome in a reading. All succeed at first; then all fail, and if bash does the same, no outcome
+    matters. Else each fails by itself, and with it those that are reached by its failure alone. A script that ends
+    early, with an error, or without a launch, is no other launch: one that launches is what its user means.
+    """
+    if (failed := again(commands)) is None or failed["digest"] == answer["digest"]:
+        return "", (), [] if failed else [*commands]
+    seen: list[tuple[tuple[_Words, ...], _Outcome]] = [((), _outcome(answer))]
+    left: list[tuple[tuple[_Words, ...], set[_Words]]] = [((words,), {*commands}) for words in commands]
+    untried: dict[_Words, None] = {}
+    for failing, known in left:  # grows
+        if len(seen) > _MAX_OUTCOMES or (found := again(failing)) is None:
+            untried |= dict.fromkeys(failing)
+            continue
+        seen.append((failing, _outcome(found)))
+        new = [words for words in _asked(found) if words not in known]
+        left += [((*failing, words), known | {*new}) for words in new]
+    seen.append((tuple(commands), _outcome(failed)))
+    launching = [(failing, each) for failing, each in seen if each.launches]
+    whole = [one for one in launching if not any(one[1].is_early_end_of(other) for _, other in launching)]
+    other = next((failing for failing, each in whole if each.launches != whole[0][1].launches), ())
+    named = other[-1:] if len(other) < len(commands) else other
+    return " or ".join(map(" ".join, named)), whole[0][0] if whole else (), [*untried]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Launches of one reading, with markers spelled as the commands that they are of."""
+
+    launches: tuple[tuple[str, ...], ...]
+    status: int | None
+
+    def is_early_end_of(self, other: _Outcome) -> bool:
+        """Whether a script ended with an error before it launched all that it does in another reading."""
+        num = len(self.launches)
+        return bool(self.status) and num < len(other.launches) and other.launches[:num] == self.launches
+
+
+def _outcome(answer: Mapping[str, Any]) -> _Outcome:
+    found = _launches(answer["records"])
+
+    def spelled(word: str) -> str:
+        return re.sub(r"@unknown(\d+)@", lambda marker: f"$({found.unknown.get(marker[1], '')})", word)
+
+    launches = [tuple(map(spelled, (each.folder, *each.words))) for each in found.launches if "-c" not in each.options]
+    retried = [words for at, words in enumerate(launches) if at == 0 or launches[at - 1] != words]
+    return _Outcome(tuple(retried), answer["status"])
 
 
 _ADVICE = "take that out of a copy of the script, or give the overrides of its command line instead"
@@ -382,6 +492,13 @@ _OURS = re.compile(
 )
 
 
+_FOUND = """() {{
+    [[ $1 != {options} ]] || builtin {name} "$@" 2>/dev/null || {{ /stand_ins/stand_in {name} "$@"; return; }}
+    [[ $1 == {options} ]] || builtin {name} "$@"
+}}"""
+"""A builtin that looks a program up: whether one that is not here is there is not known."""
+
+
 def _environment(text: str) -> dict[str, str]:
     """Variables for the script: those of this process that its text names, and no others."""
     named = set(re.findall(r"[A-Za-z_]\w*", text))
@@ -394,6 +511,8 @@ def _environment(text: str) -> dict[str, str]:
         "PATH": "/stand_ins:/usr/bin:/bin",
         "BASH_FUNC_command_not_found_handle%%": '() { /stand_ins/stand_in "$@"\n}',
         "BASH_FUNC_ulimit%%": "() { :\n}",  # it may raise no limit here
+        "BASH_FUNC_command%%": _FOUND.format(name="command", options="-[vV]"),
+        "BASH_FUNC_type%%": _FOUND.format(name="type", options="*"),
     }
 
 

@@ -7,6 +7,7 @@ bash complained about.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import resource
@@ -62,9 +63,12 @@ def main() -> NoReturn:
         left -= 0.02
     names = sorted(name for name in os.listdir(_RECORDS) if name[0] != ".")
     records = [_whole(f"{_RECORDS}/{name}").split("\0")[:-1] for name in names]
-    trace = [line for line in _whole(_TRACE).splitlines() if "@unknown" in line]
+    whole = _whole(_TRACE)
+    trace = [line for line in whole.splitlines() if "@unknown" in line]
     answer = {"isolated": True, "status": status, "records": records, "complaints": _whole(_COMPLAINTS)}
-    _answer(answer | {"trace": trace, "is_full": _is_full(_RECORDS), "is_cut": _is_full("/trace")})
+    _answer(
+        answer | {"trace": trace, "is_full": _is_full(_RECORDS), "is_cut": _is_full("/trace"), "digest": _digest(whole)}
+    )
 
 
 def _answer(answer: dict[str, Any]) -> NoReturn:
@@ -100,6 +104,10 @@ def _run(request: dict[str, Any], calls: filters.CallFilter) -> None:
     bash = request["programs"][0]
     traced = {"SHELLOPTS": "xtrace", "BASH_XTRACEFD": str(_TRACE_DESCRIPTOR)}
     os.execve(bash, [bash, request["script"], *request["arguments"]], request["environment"] | traced)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def _is_full(folder: str) -> bool:
