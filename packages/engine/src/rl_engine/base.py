@@ -29,6 +29,10 @@ A loss may declare `is_token_local = True`: of the model it reads log-probs alon
 a token depends on that token's alone. An engine may then make log-probs, loss and gradient in one pass over the logits
 (three products with the head, not four). Such a loss may be called several times for one micro-batch, with 0 at tokens
 that are not scored yet; only the loss and metrics of the last call count, which sees all of them.
+
+A loss may have a method `has_gradient(rows) -> Tensor | None`: (B,) bool of the batch's columns, false at rows whose
+gradient is exactly 0 whatever the model says; None where any row may have one. An engine may then leave out their
+backward pass.
 """
 
 

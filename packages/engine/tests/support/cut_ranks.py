@@ -47,7 +47,24 @@ def entropy_bonus(output, rows):
     return -token_mean(output.entropy, mask, output), {}
 
 
-LOSSES = cuts.LOSSES | {"sequence mean": sequence_mean, "entropy bonus": entropy_bonus}
+class DesirableRows:
+    """Likelihood of desirable rows; the others have metrics alone."""
+
+    is_token_local = True
+
+    def has_gradient(self, rows):
+        return rows["is_desirable"]
+
+    def __call__(self, output, rows):
+        mask = token_values(rows, "loss_mask", output.logprobs)
+        weight = rows["is_desirable"].to(mask.dtype).repeat_interleave(output.cu_seqlens.diff())
+        shares = {"all": token_mean(output.logprobs.detach(), mask, output)}
+        return -token_mean(weight * output.logprobs, mask, output), shares
+
+
+LOSSES = cuts.LOSSES | {
+    "sequence mean": sequence_mean, "entropy bonus": entropy_bonus, "desirable rows": DesirableRows(),
+}  # fmt: skip
 
 
 def write_models(folder):
@@ -156,6 +173,8 @@ def one_cut(engine, world, config, name, seed):
     mine = [row for pair, at in enumerate(owner) if at == world.rank for row in (2 * pair, 2 * pair + 1)]
     engine.optimizer_zero_grad()
     batch = batch_of(drawn, mine, has_candidates=name in OF_CANDIDATES)
+    if name == "desirable rows":  # pairs are never cut apart, and so have one backward pass
+        batch = batch.exclude("pair_id", "is_chosen")
     metrics = engine.forward_backward_batch(batch, LOSSES[name]).metrics
     named = engine.parts.built.scorer.model.named_parameters()
     grads = {key: value.grad.full_tensor().clone() for key, value in named if value.grad is not None}

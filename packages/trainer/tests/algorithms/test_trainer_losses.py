@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from rl_engine.testing import write_tiny_model
 from rl_engine.types import BatchCounts, ModelOutput
-from rl_trainer.algorithms import PolicyLossFunction
+from rl_trainer.algorithms import POLICY_LOSSES, PolicyLossFunction
 from rl_trainer.algorithms.kl_controller import AdaptiveEntropy
 from rl_trainer.algorithms.selection import beyond_moment, high_entropy
 from rl_trainer.checkpoints import RunState
-from rl_trainer.config import AlgorithmConfig, load_config
+from rl_trainer.config import AlgorithmConfig, TeacherSection, load_config
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.roles import has_old_pass
+from rl_trainer.planning.preflight import check_engines
 from rl_trainer.planning.validate import make_plan
 from rl_trainer.setup import entropy_of
 
@@ -313,3 +315,50 @@ def test_entropies_before_the_update_take_a_pass_before_it():
     one_update = ["batch.mini_batch_size=64", "batch.batch_size=64"]
     assert not has_old_pass(load_config("gsm8k", one_update))
     assert has_old_pass(load_config("gsm8k", [*one_update, "algorithm.top_entropy=0.2"]))
+
+
+ROWS = {"luffy": {"is_given": torch.tensor([True, True])}}
+COLUMNS = {name: {"selected": torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])} for name in ("clip_cov", "m2po", "kl_cov")}
+
+
+@pytest.mark.parametrize("loss", [name for name, loss in POLICY_LOSSES.items() if name != "distill"])
+def test_a_row_without_advantages_has_no_gradient(loss):
+    """Exactly 0, whatever the ratios; a loss that is otherwise is not said to scale with the advantage."""
+    found = learned(
+        [3, 2], ratios=[0.5, 1.5, 1.1, 0.2, 3.0], advantages=[1.0, -1.0, 2.0, 0.0, 0.0], loss=loss,
+        columns=COLUMNS.get(loss), per_row=ROWS.get(loss),
+    )  # fmt: skip
+    gradient = found[1]
+    assert bool((gradient[3:] == 0).all()) == POLICY_LOSSES[loss].scales_with_advantage
+    assert bool((gradient[:3] != 0).any())
+
+
+def test_what_pulls_rows_without_advantages_is_named():
+    offsets = torch.tensor([0, 2, 4, 5])
+    columns = {"advantages": torch.tensor([0.0, -0.0, 0.0, 2.0, 1.0]), "loss_mask": torch.tensor([1, 1, 1, 1, 0])}
+    rows = {name: torch.nested.nested_tensor_from_jagged(value, offsets) for name, value in columns.items()}
+    rows = TensorDict(rows, batch_size=[3])
+
+    def of(**keys):
+        teacher = keys.pop("teacher", None)
+        return PolicyLossFunction(config=AlgorithmConfig(**keys), teacher=teacher)
+
+    assert of().has_gradient(rows).tolist() == [False, True, False]
+    assert of(kl_coef=0.1, kl_in_reward=True).has_gradient(rows).tolist() == [False, True, False]
+    for keys, why in (
+        ({"kl_coef": 0.1}, "algorithm.kl_coef is 0.1"),
+        ({"entropy_coef": 0.01}, "there is an entropy bonus"),
+        ({"loss": "dro"}, "algorithm.loss is dro"),
+        ({"loss": "kl_cov"}, "algorithm.loss is kl_cov"),
+        ({"teacher": TeacherSection(path="x")}, "there is a teacher"),
+    ):
+        assert of(**keys).term_without_advantage == why
+        assert of(**keys).has_gradient(rows) is None
+
+
+def test_the_plan_says_which_rows_have_a_backward_pass(tmp_path):
+    model = str(write_tiny_model(tmp_path))
+    config = load_config("quickstart", ["model.warmup=null", f"model.path={model}"])
+    assert check_engines(config, model, is_made=True)["backward_pass"] == "of rows with an advantage"
+    config = load_config("quickstart", ["model.warmup=null", f"model.path={model}", "algorithm.kl_coef=0.01"])
+    assert check_engines(config, model, is_made=True)["backward_pass"] == "of all rows: algorithm.kl_coef is 0.01"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_engine.base import Engine
+from rl_engine.batch.gradient_free import forward_backward
 from rl_engine.batch.plan import ModelReplicas
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.sharded import CheckpointWriter, restore
@@ -264,10 +265,13 @@ class ModuleEngine(Engine):
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> EngineOutput:
         """Plan with all ranks, run the micro-batches, add up their shares."""
-        has_backward = loss_function is not None and not forward_only
-        if has_backward:
-            self._optimizer("run a backward pass (say forward_only=True)")
-        return self.parts.runner.forward_backward(data, loss_function, has_backward=has_backward)
+        run = self.parts.runner.forward_backward
+        if loss_function is None or forward_only:
+            return run(data, loss_function, has_backward=False)
+        self._optimizer("run a backward pass (say forward_only=True)")
+        if self._config.router_aux_loss_coef or self._config.trains_mtp:  # which every row has
+            return run(data, loss_function, has_backward=True)
+        return forward_backward(run, data, loss_function, self.parts.built.world)
 
     def optimizer_step(self) -> float:
         """Clip, then step."""

@@ -273,7 +273,7 @@ def max_likelihood(data: AdvantageInput) -> Tensor:
     With rewards 0 and 1 it estimates the gradient of log p(right), where grpo's is that of p: a prompt of which one in
     a hundred completions is right weighs a hundred times more. 0 in groups of which none is right, and of one.
     """
-    return _by_group(data, lambda rewards, _: (rewards - rewards.mean()) / (rewards.mean() + 1e-6))
+    return _by_group(data, lambda rewards, _: _less_mean(rewards) / (rewards.mean() + 1e-6))
 
 
 def best_of_group(data: AdvantageInput) -> Tensor:
@@ -298,8 +298,7 @@ def length_weighted(data: AdvantageInput) -> Tensor:
     lengths = data.rollouts().sum(data.sum_rows(data.loss_mask))
 
     def of_group(rewards: Tensor, members: Tensor) -> Tensor:
-        weight = lengths[members] / lengths[members].sum().clamp(min=1.0)
-        return rewards - (weight * rewards).sum()
+        return _less_mean(rewards, lengths[members] / lengths[members].sum().clamp(min=1.0))
 
     return _by_group(data, of_group)
 
@@ -332,6 +331,12 @@ def group_reward_decoupled(data: AdvantageInput) -> Tensor:
         normed = rl_csrc.group_norm(rollouts.mean(rewards), rollouts.group_ids, mode="grpo")
         total += weight * rollouts.to_rows(normed)
     return data.whiten(data.broadcast(total))
+
+
+def _less_mean(rewards: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Rewards less their mean, or their mean by `weights` of sum 1; exactly 0 where all are equal."""
+    rewards = rewards - rewards[:1]
+    return rewards - (rewards.mean() if weights is None else (weights * rewards).sum())
 
 
 def _by_group(data: AdvantageInput, of_group: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -74,6 +74,9 @@ class PolicyLoss:
     is_token_local: bool = False
     """Whether its gradient at a token depends on that token's log-prob (and entropy) alone: the engine may then make it
     in one pass over the logits. See `rl_engine.base.LossFunction`."""
+    scales_with_advantage: bool = False
+    """Whether a token's loss is its advantage times something, so that a row without advantages has no gradient, and
+    needs no backward pass."""
     compute: Callable[[PolicyLossInput], Tensor] | None = None
     """(T,) loss of each token, to minimise; None: `rl_csrc.policy_loss` has it. Aggregation, rollout correction, KL and
     entropy are added to it as to the others."""
@@ -146,19 +149,41 @@ def luffy(loss: PolicyLossInput) -> Tensor:
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo": PolicyLoss(
-        source="1707.06347; clip-higher 2503.14476; dual clip 1912.09729", is_token_local=True, options=CLIP | CLIP_DUAL
+        source="1707.06347; clip-higher 2503.14476; dual clip 1912.09729",
+        is_token_local=True,
+        scales_with_advantage=True,
+        options=CLIP | CLIP_DUAL,
     ),
-    "gspo": PolicyLoss(source="2507.18071", options={"clip_low": 3e-4, "clip_high": 4e-4} | NO_CLIP_DUAL),
-    "cispo": PolicyLoss(source="2506.13585", is_token_local=True, options={"clip_low": 1.0, "clip_high": 0.28}),
-    "sapo": PolicyLoss(source="2511.20347", is_token_local=True, options={"tau_pos": 1.0, "tau_neg": 1.05}),
-    "gmpo": PolicyLoss(source="2507.20673", options={"clip_low": 0.4, "clip_high": 0.4}),
-    "dppo_tv": PolicyLoss(source="2602.04879", is_token_local=True, options=CLIP | {"ratio_max": 20.0}),
-    "dppo_kl": PolicyLoss(source="2602.04879", is_token_local=True, options=CLIP | {"ratio_max": 20.0}),
+    "gspo": PolicyLoss(
+        source="2507.18071", scales_with_advantage=True, options={"clip_low": 3e-4, "clip_high": 4e-4} | NO_CLIP_DUAL
+    ),
+    "cispo": PolicyLoss(
+        source="2506.13585",
+        is_token_local=True,
+        scales_with_advantage=True,
+        options={"clip_low": 1.0, "clip_high": 0.28},
+    ),
+    "sapo": PolicyLoss(
+        source="2511.20347",
+        is_token_local=True,
+        scales_with_advantage=True,
+        options={"tau_pos": 1.0, "tau_neg": 1.05},
+    ),
+    "gmpo": PolicyLoss(source="2507.20673", scales_with_advantage=True, options={"clip_low": 0.4, "clip_high": 0.4}),
+    **{
+        name: PolicyLoss(
+            source="2602.04879", is_token_local=True, scales_with_advantage=True, options=CLIP | {"ratio_max": 20.0}
+        )
+        for name in ("dppo_tv", "dppo_kl")
+    },
     "dro": PolicyLoss(source="2405.19107", is_token_local=True, options={"dro_beta": 0.1}),
-    "reinforce": PolicyLoss(source="Williams 1992; GPG 2504.02546", is_token_local=True, has_ratio=False),
+    "reinforce": PolicyLoss(
+        source="Williams 1992; GPG 2504.02546", is_token_local=True, scales_with_advantage=True, has_ratio=False
+    ),
     "clip_cov": PolicyLoss(
         source="2505.22617",
         is_token_local=True,
+        scales_with_advantage=True,
         options=CLIP | NO_CLIP_DUAL | {"share": 0.0002, "low": 1.0, "high": 5.0},
         selects_tokens=True,
     ),
@@ -170,12 +195,14 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         source="2509.20712",
         is_token_local=True,
         options={"clip_low": 0.2, "clip_high": 0.28, "beta_low": 0.75, "beta_high": 1.0},
+        scales_with_advantage=True,
         compute=ce_gppo,
     ),
     "luffy": PolicyLoss(
         source="2504.14945; with `batch.given`",
         is_token_local=True,
         options=CLIP | {"gamma": 0.1},
+        scales_with_advantage=True,
         compute=luffy,
         reads=("is_given",),
     ),
@@ -185,14 +212,16 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         options={"m2_max": 0.04},
         selects_tokens=True,
         is_to_sampler=True,
+        scales_with_advantage=True,
         compute=m2po,
         reads=("selected",),
     ),
-    "topr": PolicyLoss(source="2503.14286", is_to_sampler=True, compute=topr),
+    "topr": PolicyLoss(source="2503.14286", is_to_sampler=True, scales_with_advantage=True, compute=topr),
     "vespo": PolicyLoss(
         source="2602.10693",
         options={"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
         is_to_sampler=True,
+        scales_with_advantage=True,
         compute=vespo,
     ),
 }

@@ -118,6 +118,27 @@ class PolicyLossFunction:
                     return f"algorithm.{name} is {getattr(config, name)}"
         return None
 
+    @property
+    def term_without_advantage(self) -> str | None:
+        """The setting by which a row without advantages has a gradient; None where it has none."""
+        config = self.config
+        if not loss_named(config.loss).scales_with_advantage:
+            return f"algorithm.loss is {config.loss}"
+        if config.kl_coef > 0 and not config.kl_in_reward:
+            return f"algorithm.kl_coef is {config.kl_coef:g}"
+        if config.entropy_coef or config.entropy_target:
+            return "there is an entropy bonus"
+        return None if self.teacher is None else "there is a teacher"
+
+    def has_gradient(self, rows: TensorDict) -> Tensor | None:
+        """(B,) bool, rows with an advantage at a token that is learned from: see `rl_engine.base.LossFunction`."""
+        if self.term_without_advantage is not None:
+            return None
+        mask, advantages = rows["loss_mask"], rows["advantages"].values()
+        is_pulled = (mask.values().bool() & (advantages != 0)).float()
+        offsets = mask.offsets().to(torch.int64)
+        return row_sums(is_pulled, row_of(offsets, is_pulled.numel()), offsets) > 0
+
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss share and metric shares of one micro-batch."""
         config = self.config

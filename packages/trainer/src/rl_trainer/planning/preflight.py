@@ -604,7 +604,12 @@ def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[st
     if config.engine.lora is not None and config.engine.lora.dropout:
         adapter = f"engine.lora.dropout={config.engine.lora.dropout:g}"
         left["dropout"] = f"{left['dropout']}, {adapter}" if "dropout" in left else f"off: {adapter}"
-    row_term = PolicyLossFunction(config=config.algorithm, teacher=teacher).row_term
+    loss = PolicyLossFunction(config=config.algorithm, teacher=teacher)
+    row_term = loss.row_term
+    engine, why = config.engine, loss.term_without_advantage
+    for name, is_set in (("router_aux_loss_coef", engine.router_aux_loss_coef), ("mtp", engine.trains_mtp)):
+        why = f"engine.{name} is set" if is_set else why
+    left["backward_pass"] = "of rows with an advantage" if why is None else f"of all rows: {why}"
     if row_term is not None and left.get("loss_in_head", "no").startswith("yes"):
         left["loss_in_head"] = f"no: {row_term}"
     return left
