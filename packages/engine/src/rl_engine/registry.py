@@ -13,6 +13,8 @@ from rl_engine.errors import BackendError, ConfigError, ModelFolderError
 from rl_engine.types import ModelFacts, Precision
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from rl_engine.base import Engine
     from rl_engine.types import EngineConfig, FolderTokens
 
@@ -59,9 +61,17 @@ def create_engine(backend: str, config: EngineConfig) -> Engine:
         module = found[backend].load()
     except ImportError as error:
         raise BackendError(
-            f"Engine backend {backend!r} cannot be imported: {error}. Run: pip install 'rl-engine[{backend}]'"
+            f"Engine backend {backend!r} cannot be imported: {error}. Run: {_pip_line(found[backend])}"
         ) from error
     return module.create(for_this_machine(config))
+
+
+def _pip_line(entry: EntryPoint) -> str:
+    """Pip command that installs the plug-in's distribution, with the extra of its name if there is one."""
+    if entry.dist is None:
+        return f"pip install the distribution that provides {entry.module}"
+    extra = f"[{entry.name}]" if entry.name in (entry.dist.metadata.get_all("Provides-Extra") or []) else ""
+    return f"pip install '{entry.dist.name}{extra}'"
 
 
 def for_this_machine(config: EngineConfig) -> EngineConfig:

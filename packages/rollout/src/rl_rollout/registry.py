@@ -11,6 +11,7 @@ from rl_rollout.validation import find_plugin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from importlib.metadata import EntryPoint
 
     from rl_rollout.base import HttpEndpoint, ReceiverSession, RolloutServer, ServerGroup, Subprocess
     from rl_rollout.types import ServerAddress, ServerConfig
@@ -33,11 +34,20 @@ def load_backend(name: str) -> Any:
     try:
         return importlib.import_module(found.module)
     except ImportError as error:
-        raise BackendError(_pip_line(name, error)) from error
+        raise _not_importable(name, error) from error
 
 
-def _pip_line(name: str, error: ImportError) -> str:
-    return f"rollout backend {name!r} cannot be imported ({error}); try: pip install 'rl-rollout[{name}]'"
+def _not_importable(name: str, error: ImportError) -> BackendError:
+    entry = find_plugin(GROUP, name, "rollout backend", BackendError)
+    return BackendError(f"rollout backend {name!r} cannot be imported ({error}); try: {_pip_line(entry)}")
+
+
+def _pip_line(entry: EntryPoint) -> str:
+    """Pip command that installs the plug-in's distribution, with the extra of its name if there is one."""
+    if entry.dist is None:
+        return f"pip install the distribution that provides {entry.module}"
+    extra = f"[{entry.name}]" if entry.name in (entry.dist.metadata.get_all("Provides-Extra") or []) else ""
+    return f"pip install '{entry.dist.name}{extra}'"
 
 
 def check_config(config: ServerConfig) -> None:
@@ -109,7 +119,7 @@ def create_server(backend: str, config: ServerConfig) -> RolloutServer:
     try:
         return module.create_server(config)
     except ImportError as error:
-        raise BackendError(_pip_line(backend, error)) from error
+        raise _not_importable(backend, error) from error
 
 
 def launch_server(backend: str, config: ServerConfig) -> RolloutServer:

@@ -341,7 +341,7 @@ class EngineConfig:
             ):  # fmt: skip
                 if value != instead:
                     raise ConfigError(
-                        f"mtp is train and {name} is {value}; it trains with {name}={instead}. Or freeze."
+                        f"mtp is train and {name} is {value}; it trains with {name}={instead}. Or mtp=freeze."
                     )
         for name in ("entropy", "sum_pi_squared", "num_candidates"):
             if getattr(self, name) and self.head != Head.LM:
