@@ -1,8 +1,8 @@
 """Launch scripts: what a shell script would run, found by letting bash run it, isolated, with nothing to run.
 
 Bash is the only program there. Python, torchrun, ray and their like are stand-ins that record their arguments; `date`,
-`dirname`, `seq` and a few more answer; what any other command would print is a marker that can be recognised. If it
-would succeed is not known either: scripts are read with both outcomes, and refused if their launches differ.
+`dirname`, `seq` and a few more answer; what any other command would print is a marker that can be recognised. Whether
+it would succeed is not known either: scripts are read with both outcomes, and refused if their launches differ.
 """
 
 from __future__ import annotations
