@@ -15,6 +15,7 @@ from rl_tq.metadata.checks import check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from importlib.metadata import EntryPoint
 
     from rl_tq.base import Storage, TransferQueue
     from rl_tq.types import Policy
@@ -121,11 +122,15 @@ def load_storage(name: str) -> Storage:
     try:
         return found[name].load()
     except ImportError as error:
-        owner = found[name].dist
-        package = owner.name if owner else "rl-tq"
-        raise StorageError(
-            f"storage {name!r} cannot be imported: {error}; try: pip install '{package}[{name}]'"
-        ) from error
+        raise StorageError(f"storage {name!r} cannot be imported: {error}; try: {_pip_line(found[name])}") from error
+
+
+def _pip_line(entry: EntryPoint) -> str:
+    """Pip command that installs the plug-in's distribution, with the extra of its name if there is one."""
+    if entry.dist is None:
+        return f"pip install the distribution that provides {entry.module}"
+    extra = f"[{entry.name}]" if entry.name in (entry.dist.metadata.get_all("Provides-Extra") or []) else ""
+    return f"pip install '{entry.dist.name}{extra}'"
 
 
 def _traced(queue: TransferQueue) -> TransferQueue:
