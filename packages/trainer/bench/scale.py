@@ -26,13 +26,13 @@ from rl_ckpt.types import SyncReport
 from rl_engine.testing import write_tiny_model
 from rl_rollout.types import ServerAddress
 from rl_tq.types import BatchMeta
+from rl_trainer.commands.simulate import read_rates, simulate
 from rl_trainer.config import load_config
 from rl_trainer.loop import run_loop
 from rl_trainer.metrics import Evaluation
 from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.pipeline.weight_sync import WeightSync
 from rl_trainer.pipeline.weight_transfer import GatheredTransfer
-from rl_trainer.planning.simulate import read_rates, simulate
 from rl_trainer.runtime.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.testing import FakeAgents, QueueJob
 from rl_trainer.workers.engine_worker import AdvantageReport, EngineWorker, UpdateReport

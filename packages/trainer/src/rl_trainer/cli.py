@@ -198,9 +198,9 @@ def _from_verl(argv: Sequence[str]) -> int:
 def _simulate(recipe: str, overrides: Sequence[str]) -> int:
     from rich.console import Console
 
+    from rl_trainer.commands.simulate import INPUTS, forecast
     from rl_trainer.config import load_config
     from rl_trainer.planning.plan import show_table
-    from rl_trainer.planning.simulate import INPUTS, forecast
 
     given = {key: value for key, _, value in (each.partition("=") for each in overrides) if key in INPUTS}
     config = load_config(recipe, [each for each in overrides if each.partition("=")[0] not in INPUTS])

@@ -20,7 +20,7 @@ from rl_trainer.algorithms import (
 )
 from rl_trainer.config import AlgorithmConfig, load_config
 from rl_trainer.errors import ConfigError
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 
 
 def two_groups():

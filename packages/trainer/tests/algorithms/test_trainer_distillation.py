@@ -16,8 +16,8 @@ from rl_trainer.algorithms import PolicyLossFunction
 from rl_trainer.algorithms.distillation import coarse_jsd
 from rl_trainer.config import AlgorithmConfig, TeacherSection, load_config
 from rl_trainer.errors import InputError, PlanError
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.planning.preflight import check_teacher
-from rl_trainer.planning.validate import make_plan
 from rl_trainer.run import run
 
 OFFSETS = torch.tensor([0, 2, 3])

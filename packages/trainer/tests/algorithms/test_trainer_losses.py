@@ -18,8 +18,8 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import AlgorithmConfig, TeacherSection, load_config
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.roles import has_old_pass
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.planning.preflight import check_engines
-from rl_trainer.planning.validate import make_plan
 from rl_trainer.setup import entropy_of
 
 

@@ -14,7 +14,7 @@ from rl_trainer.algorithms.rollout_correction import configured_weights, drop_re
 from rl_trainer.config import AlgorithmConfig, TeacherSection, load_config
 from rl_trainer.errors import PlanError
 from rl_trainer.pipeline.roles import has_old_pass
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LOSSES = sorted(POLICY_LOSSES)

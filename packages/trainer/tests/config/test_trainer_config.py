@@ -11,8 +11,8 @@ from rl_trainer.config import RECIPES, as_tree, load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.roles import server_config
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.planning.prepare import counted
-from rl_trainer.planning.validate import make_plan
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from rl_trainer.config import EmaSection, load_config
 from rl_trainer.errors import InputError, PlanError
 from rl_trainer.pipeline.ema_reference import EmaReference, start_of
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.run import run
 from rl_trainer.workers.reference import average_folders
 

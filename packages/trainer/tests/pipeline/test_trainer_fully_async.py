@@ -11,7 +11,7 @@ from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipeline.rollout_source import Generated
 from rl_trainer.pipeline.staleness import AgeBound
 from rl_trainer.pipeline.step_record import ages_of
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.testing import FakeAgents, QueueJob
 
 

@@ -6,7 +6,7 @@ from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, StaleWeightsError
 from rl_trainer.loop import run_loop
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.testing import FakeAgents, QueueJob
 
 

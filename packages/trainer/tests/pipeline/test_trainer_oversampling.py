@@ -16,7 +16,7 @@ from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, RolloutFailedError, WorkerTimeoutError
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.rewards import Score
 from rl_trainer.run import run
 from rl_trainer.testing import FakeAgents

@@ -14,7 +14,7 @@ from rl_trainer.errors import PlanError
 from rl_trainer.loop import run_loop
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipeline.replay_buffer import PARTITION, Replay
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.run import run
 from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.testing import FakeAgents, QueueJob

@@ -15,6 +15,7 @@ from rich.console import Console
 from rl_engine import create_engine
 from rl_rollout.testing import write_tiny_model
 from rl_tq import BatchMeta
+from rl_trainer.commands.simulate import forecast, node_facts
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.loop import score
@@ -23,10 +24,9 @@ from rl_trainer.pipeline.roles import critic_config, frozen_config, model_facts
 from rl_trainer.planning import gpus
 from rl_trainer.planning.gpus import check_gpus, resource_pools
 from rl_trainer.planning.memory import memory_of_pools, memory_plan, stored_parameters
-from rl_trainer.planning.placement import node_facts, placement_facts, pools_of
+from rl_trainer.planning.placement import placement_facts, pools_of
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.planning.preflight import check_engines
-from rl_trainer.planning.simulate import forecast
-from rl_trainer.planning.validate import make_plan
 from rl_trainer.run import run
 from rl_trainer.setup import scoring_pools
 

@@ -24,7 +24,7 @@ from rl_trainer.pipeline.staleness import (
     create_policy,
     create_schedule,
 )
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 
 
 def running(**released):

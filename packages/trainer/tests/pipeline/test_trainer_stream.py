@@ -8,7 +8,7 @@ from rich.console import Console
 from rl_trainer.config import load_config
 from rl_trainer.errors import PlanError
 from rl_trainer.loop import run_loop
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.run import run
 from rl_trainer.testing import FakeAgents, QueueJob
 

@@ -14,8 +14,9 @@ from rl_rollout.testing import write_tiny_model
 from rl_trainer.config import RewardPart, RewardSection, load_config
 from rl_trainer.data.datasets import Datasets
 from rl_trainer.errors import ConfigError, InputError
-from rl_trainer.planning.preflight import check_signature, program_facts, reward_source
+from rl_trainer.planning.preflight import program_facts
 from rl_trainer.planning.row_checks import RowCheck
+from rl_trainer.rewards.checks import check_signature, reward_source
 from rl_trainer.rewards.scorer import unusable_truth
 from rl_trainer.run import run
 

@@ -8,7 +8,7 @@ import pytest
 from rl_trainer import load_config
 from rl_trainer.algorithms import POLICY_LOSSES
 from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 
 pytestmark = pytest.mark.process  # no process, but some thousand plans
 FEATURES = [

@@ -12,6 +12,7 @@ from rl_engine.testing import ragged_batch
 from rl_rollout.backends.embedded.kv_cache import KVCache
 from rl_rollout.backends.embedded.model.model_runner import load_model
 from rl_rollout.testing import write_tiny_model
+from rl_trainer.commands.simulate import forecast
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.roles import actor_config, model_facts, server_config
@@ -22,8 +23,7 @@ from rl_trainer.planning.memory import (
     memory_plan,
     stored_parameters,
 )
-from rl_trainer.planning.simulate import forecast
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 
 GIB = 2**30
 QWEN2 = {"model_type": "qwen2", "vocab_size": 152_064}

@@ -14,7 +14,7 @@ from rl_trainer.config import load_config
 from rl_trainer.errors import PlacementError, PlanError
 from rl_trainer.planning import gpus
 from rl_trainer.planning.gpus import check_gpus, resource_pools
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime.heartbeat import PlacedHost, Whereabouts
 from rl_trainer.runtime.ray import in_rank_order, members_of

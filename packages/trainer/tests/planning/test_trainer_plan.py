@@ -3,7 +3,7 @@ import pytest
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.roles import longest_sequence
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 
 
 def test_counts_by_hand():

@@ -17,7 +17,7 @@ from rl_trainer.config import RewardSection
 from rl_trainer.config.load import _all_keys
 from rl_trainer.config.schema import Config
 from rl_trainer.errors import ConfigError
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.recipes.from_verl import convert
 from rl_trainer.rewards import Scorer
 

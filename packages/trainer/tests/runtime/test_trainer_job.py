@@ -146,7 +146,7 @@ POLICIES_OF_RUNS = [pytest.param([FIRST], id=FIRST), pytest.param(REST, id="the 
 def test_without_staleness_every_policy_has_the_losses_of_sync(model, tmp_path, monkeypatch, policies):
     """Real components in this process, bit for bit."""
     (tmp_path / "rewards.py").write_text(REWARD)
-    monkeypatch.setattr("rl_trainer.planning.validate._check_layout", lambda config: None)  # inline takes sync alone
+    monkeypatch.setattr("rl_trainer.planning.plan._check_layout", lambda config: None)  # inline takes sync alone
     common = [*SMALL, *LEARNING, f"reward.path={tmp_path}/rewards.py:spread", f"model.path={model}", "steps=2"]
     common += ["runtime=inline", "timeout_s=120", "rollout.max_new_tokens=5"]
 

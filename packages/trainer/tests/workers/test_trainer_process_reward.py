@@ -12,7 +12,7 @@ from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.config import load_config
 from rl_trainer.errors import PlanError, TrainerError
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.run import run
 
 PRIME = ["algorithm.advantage=prime", "critic.lr=1e-2"]

@@ -15,7 +15,7 @@ from rl_rollout.testing import write_tiny_model
 from rl_rollout.types import Capabilities, ServerConfig, TokenOutput
 from rl_trainer.config import TeacherSection, load_config
 from rl_trainer.errors import ConfigError, PlanError, TrainerError
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.planning.plan import make_plan
 from rl_trainer.run import run
 from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.teacher import ServedTeacherWorker

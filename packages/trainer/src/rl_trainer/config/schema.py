@@ -1,6 +1,7 @@
 """Configuration schema: one dataclass per section, which checks its own keys when it is made.
 
-Errors of keys together are `PlanError`s, each a sentence; rules between sections are in `planning/validate.py`.
+Errors of keys together are `PlanError`s, each a sentence; rules between sections are in `algorithms/rules.py`,
+`pipeline/rules.py` and `planning/plan.py`.
 """
 
 from __future__ import annotations

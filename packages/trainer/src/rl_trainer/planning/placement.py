@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rl_trainer.config.schema import ENGINE_POOL, ROLES, PoolSection
@@ -128,38 +127,3 @@ def placement_facts(
             where += ", and on the engine's GPUs while learning waits" * elastic.lend
         parts = (f"{role} {known[role]:.1f} GiB" if role in known else role for role in pool.roles)
         yield f"pool {pool.name}", f"{where}: {', '.join(parts)}"
-
-
-def node_facts(
-    config: Config, memory: Mapping[str, Mapping[str, float]], *, num_nodes: int, gpus_per_node: int
-) -> list[tuple[str, str]]:
-    """(node, who lives on which of its GPUs), with nodes that are alike in one line.
-
-    Pools are packed in their order, each process on the first node that has room for its GPUs. Ray packs too, and may
-    choose other nodes.
-
-    Raises:
-        PlanError: no node has room for a process.
-    """
-    used, told = [0] * num_nodes, [list[str]() for _ in range(num_nodes)]
-    for pool in pools_of(config):
-        known, placed = memory.get(pool.name, {}), dict[int, int]()
-        for _ in range(pool.num_workers if pool.gpus_per_worker else 0):
-            node = next((n for n in range(num_nodes) if used[n] + pool.gpus_per_worker <= gpus_per_node), None)
-            if node is None:
-                raise PlanError(
-                    f"no node has {pool.gpus_per_worker} GPUs left for a process of pool {pool.name!r}: "
-                    f"{', '.join(map(str, used))} of {gpus_per_node} are taken on {num_nodes} nodes; take more nodes, "
-                    "or sizes that fill them"
-                )
-            used[node] += pool.gpus_per_worker
-            placed[node] = placed.get(node, 0) + pool.gpus_per_worker
-        roles = ", ".join(f"{role} {known[role]:.1f} GiB" if role in known else role for role in pool.roles)
-        for node, count in placed.items():
-            gpus = f"GPU {used[node] - 1}" if count == 1 else f"GPUs {used[node] - count}-{used[node] - 1}"
-            told[node].append(f"{gpus}: {roles}")
-    lines = ["; ".join(each) or "idle" for each in told]
-    alike = [list(group) for _, group in groupby(range(num_nodes), key=lines.__getitem__)]
-    return [
-        (f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]}-{nodes[-1]}", lines[nodes[0]]) for nodes in alike
-    ]

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from rl_engine.types import LoraExport
+from rl_trainer import plugins
+from rl_trainer.algorithms.rules import check_algorithm
+from rl_trainer.data.datasets import check_data
 from rl_trainer.errors import PlanError
-from rl_trainer.pipeline.roles import data_parallel_ranks, longest_sequence, update_barrier
+from rl_trainer.pipeline.roles import data_parallel_ranks, is_offloaded, longest_sequence, update_barrier
+from rl_trainer.pipeline.rules import check_elastic, check_pipeline
+from rl_trainer.pipeline.staleness import create_schedule
+from rl_trainer.planning.placement import check_placement
+from rl_trainer.rewards.scorer import check_rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -108,3 +116,59 @@ def show_table(console: Console, title: str, facts: Iterable[tuple[str, str]]) -
     for name, value in facts:
         table.add_row(name, value)
     console.print(table)
+
+
+def make_plan(config: Config) -> BatchPlan:
+    """Compute the plan, and check what the sections ask of each other.
+
+    Raises:
+        PlanError: numbers that do not divide, or settings that cannot work together.
+        ConfigError: an algorithm that is not registered, or an option that it has not.
+    """
+    plan = BatchPlan.of(config)
+    check_data(config.data)
+    for name, part in config.reward.parts.items():
+        check_rule(f"reward.parts.{name}", part)
+    if config.reward.overlong_buffer > config.rollout.max_new_tokens:
+        raise PlanError(
+            f"reward.overlong_buffer={config.reward.overlong_buffer} is longer than the longest completion, "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
+        )
+    if config.batch.filter is not None:
+        plugins.filter_named(config.batch.filter)
+    check_algorithm(config)
+    check_pipeline(config)
+    _check_layout(config)
+    check_placement(config)
+    return plan
+
+
+def _check_layout(config: Config) -> None:
+    """Check the layout: processes, GPUs, and which roles share them."""
+    schedule = create_schedule(config)
+    if config.rollout.colocated and not schedule.is_on_policy:
+        raise PlanError(
+            f"pipeline={config.pipeline} generates and trains at the same time, which rollout.colocated=true rules "
+            "out; choose pipeline=sync, or colocated=false"
+        )
+    replica, num_replicas = config.rollout.parallel, config.rollout.num_replicas
+    if config.rollout.colocated and num_replicas * replica.num_ranks != config.engine.world_size:
+        raise PlanError(
+            f"rollout.colocated=true puts the replicas on all GPUs of the engine, but rollout.num_replicas="
+            f"{num_replicas} of tp x pp x dp = {replica.num_ranks} GPUs and engine.world_size="
+            f"{config.engine.world_size}; make the product equal to it"
+        )
+    if config.rollout.elastic is not None:
+        check_elastic(config, config.rollout.elastic, schedule)
+    lora = config.engine.lora
+    if lora is not None and lora.export == LoraExport.ADAPTER and is_offloaded(config):
+        raise PlanError(
+            "engine.lora.export=adapter sends the adapter alone, and rollout.colocated=true gives the memory of the "
+            "other weights back; leave the export out, or the servers apart"
+        )
+    sizes = {"engine.world_size": config.engine.world_size, "agent.num_workers": config.agent.num_workers}
+    for key, size in (sizes | {"rollout.num_replicas": config.rollout.num_replicas}).items():
+        if config.runtime == "inline" and size > 1:
+            raise PlanError(f"{key}={size} needs processes of its own: use runtime=ray")
+    if config.runtime == "inline" and not schedule.is_on_policy:
+        raise PlanError(f"pipeline={config.pipeline} generates and trains at the same time, which takes runtime=ray")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import importlib.util
 import inspect
 import json
-import os
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,9 +47,7 @@ from rl_trainer.pipeline.roles import (
 from rl_trainer.pipeline.weight_transfer import check_start_layers
 from rl_trainer.planning.environments import asked_beside, check_engine, check_environment, gives_shards, role_python
 from rl_trainer.planning.gpus import check_ipc
-from rl_trainer.rewards import check_packages, resolve_reward
-from rl_trainer.rewards.verl import rule_of
-from rl_trainer.rewards.worker import GROUP as REWARDS
+from rl_trainer.rewards.checks import check_rewards
 from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, has_votes, scheme_of
 from rl_trainer.trackers.base import GROUP as TRACKERS
 
@@ -59,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
     from rl_rollout.types import Capabilities
-    from rl_trainer.config import AgentSection, Config, RewardSection, TeacherSection, TrackingSection
+    from rl_trainer.config import AgentSection, Config, TeacherSection, TrackingSection
     from rl_trainer.data import Row
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -167,7 +163,7 @@ def _check_rollouts(config: Config, rows: list[Row]) -> None:
     check_loop_options(config.agent)
     if config.model.path is not None and any(shows_images(row) for row in rows):
         check_images(config)
-    _check_rewards(config, rows)
+    check_rewards(config.reward, rows)
 
 
 def check_loop_options(agent: AgentSection) -> None:
@@ -195,32 +191,6 @@ def check_tracking(tracking: TrackingSection) -> None:
     """Check that samples can be written."""
     if tracking.keep_samples is True and not _is_installed("pyarrow"):
         raise ConfigError("tracking.keep_samples needs pyarrow: pip install 'rl-post-trainer[parquet]'")
-
-
-def _check_rewards(config: Config, rows: list[Row]) -> None:
-    reward = config.reward
-    own = {f"reward.parts.{name}.path": part.path for name, part in reward.parts.items() if part.kind == "function"}
-    for key, path in ({"reward.path": reward.path} | own).items():
-        if path is not None:
-            plugins.check(path, REWARDS, key=key)
-            check_signature(path, key)
-    for name, part in reward.parts.items():
-        if part.kind == "classifier" and part.path is not None and not (Path(part.path) / "config.json").is_file():
-            raise InputError(
-                f"reward.parts.{name}.path={part.path} has no config.json, so it is no folder of a reward model"
-            )
-        if part.api_key_env is not None and not os.environ.get(part.api_key_env):
-            raise ConfigError(f"reward.parts.{name}.api_key_env={part.api_key_env} is not set in the environment")
-        if part.rule is not None:
-            check_packages(part.rule, f"reward.parts.{name}.rule={part.rule} and its like")
-    is_by_rule = any(part.kind == "rule" and part.rule is None for part in reward.parts.values())
-    is_by_rule |= not (reward.path or reward.parts)
-    if is_by_rule:
-        for source in {row["data_source"] for row in rows}:
-            resolve_reward(source)
-    if any(part.rule == "verl/default" for part in reward.parts.values()):
-        for source in {row["data_source"] for row in rows}:
-            rule_of(source)
 
 
 def check_installed(group: str, name: str, key: str) -> None:
@@ -613,53 +583,6 @@ def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[st
     if row_term is not None and left.get("loss_in_head", "no").startswith("yes"):
         left["loss_in_head"] = f"no: {row_term}"
     return left
-
-
-def reward_source(reward: RewardSection, rows: Iterable[Row]) -> str:
-    """Source of rewards, as a line of the plan."""
-    if reward.path is not None:
-        return f"{reward.path} (reward.path)"
-    if reward.parts:
-        parts = (f"{name}: {part.rule or part.path or part.url or part.kind}" for name, part in reward.parts.items())
-        return f"{', '.join(parts)} (reward.parts)"
-    by_source: dict[str, str] = {}
-    for row in rows:
-        if row["data_source"] not in by_source:
-            by_source[row["data_source"]] = resolve_reward(row["data_source"])
-    rules = (f"rule {rule} for data_source={source}" for source, rule in sorted(by_source.items()))
-    return f"the agent loop's own, or {'; '.join(rules) or 'the rule of the data source'}"
-
-
-def check_signature(path: str, key: str) -> None:
-    """Check that a reward function of a file takes what it is called with, running none of its code.
-
-    Raises:
-        ConfigError: it takes neither (text, row) nor what verl gives.
-    """
-    place, _, name = path.rpartition(":")
-    if not place.endswith(".py"):
-        return
-    tree = ast.parse(Path(place).read_text())
-    found = next(
-        (n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and n.name == name), None
-    )
-    if found is None or found.decorator_list or found.args.vararg is not None:
-        return
-    names = [each.arg for each in (*found.args.posonlyargs, *found.args.args)]
-    if {"prompts", "completions", "completion_ids"} & {
-        *names,
-        *(each.arg for each in found.args.kwonlyargs),
-    } and "text" not in names:
-        return  # as TRL calls it
-    if {"data_source", "solution_str", "ground_truth"} <= {*names, *(each.arg for each in found.args.kwonlyargs)}:
-        return
-    needed = len(names) - len(found.args.defaults)
-    if not needed <= 2 <= len(names):
-        raise ConfigError(
-            f"{key}={path} takes ({', '.join(names)}); a reward is called with (text, row), as verl does with "
-            "(data_source, solution_str, ground_truth, extra_info), or as TRL does with (prompts, completions, "
-            "**columns)"
-        )
 
 
 def program_facts(config: Config) -> list[tuple[str, str]]:

@@ -20,10 +20,10 @@ from rl_trainer.planning import preflight
 from rl_trainer.planning.gpus import check_gpus, count_gpus, gpu_facts, gpu_gib, precision_facts, settle
 from rl_trainer.planning.memory import checkpoint_facts, memory_facts, memory_of_pools
 from rl_trainer.planning.placement import placement_facts
-from rl_trainer.planning.plan import show_table
+from rl_trainer.planning.plan import make_plan, show_table
 from rl_trainer.planning.row_checks import RowCheck
 from rl_trainer.planning.speed import speed_facts
-from rl_trainer.planning.validate import make_plan
+from rl_trainer.rewards.checks import reward_source
 from rl_trainer.rewards.code import sandbox_facts
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         *speed_facts(config, datasets),
         ("data", f"{num_prompts} training prompts, {len(datasets.eval):,} held out"),
         *([("rows left out", f"{datasets.num_bad}: {'; '.join(datasets.bad)}")] if datasets.num_bad else []),
-        ("reward", preflight.reward_source(config.reward, [*datasets.train, *datasets.eval])),
+        ("reward", reward_source(config.reward, [*datasets.train, *datasets.eval])),
         *sandbox_facts(config.reward, config.agent),
         *preflight.folder_facts(config),
     ]

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from rl_trainer.cli import main
+from rl_trainer.commands.simulate import Rates, forecast, read_rates, simulate
 from rl_trainer.config import as_tree, load_config
 from rl_trainer.errors import ConfigError, InputError
-from rl_trainer.planning.simulate import Rates, forecast, read_rates, simulate
 
 # a step is 4 groups of 2 completions of 100 tokens: 800 tokens
 EVEN = Rates(

@@ -15,6 +15,7 @@ import random
 import re
 from collections import deque
 from dataclasses import MISSING, dataclass, field, fields, replace
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +25,7 @@ from rl_tq.errors import WaitTimeoutError
 from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
-from rl_trainer.errors import ConfigError
+from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.loop import run_loop
 from rl_trainer.metrics import Evaluation
 from rl_trainer.pipeline.components import Components
@@ -32,7 +33,7 @@ from rl_trainer.pipeline.rollout_source import PARTITION, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.gpus import gpu_pools, named, why_apart
 from rl_trainer.planning.memory import memory_facts, memory_of_pools
-from rl_trainer.planning.placement import node_facts, placement_facts
+from rl_trainer.planning.placement import placement_facts, pools_of
 from rl_trainer.samples import read_samples, steps_of
 from rl_trainer.workers.engine_worker import AdvantageReport, UpdateReport
 
@@ -594,3 +595,38 @@ def _measured(run: Path, given: Mapping[str, float], saturation: float) -> dict[
             low, high = (middle, high) if is_slow else (low, middle)
         found |= {"replica_tokens_per_s": low, "sequence_tokens_per_s": low / saturation}
     return found
+
+
+def node_facts(
+    config: Config, memory: Mapping[str, Mapping[str, float]], *, num_nodes: int, gpus_per_node: int
+) -> list[tuple[str, str]]:
+    """(node, who lives on which of its GPUs), with nodes that are alike in one line.
+
+    Pools are packed in their order, each process on the first node that has room for its GPUs. Ray packs too, and may
+    choose other nodes.
+
+    Raises:
+        PlanError: no node has room for a process.
+    """
+    used, told = [0] * num_nodes, [list[str]() for _ in range(num_nodes)]
+    for pool in pools_of(config):
+        known, placed = memory.get(pool.name, {}), dict[int, int]()
+        for _ in range(pool.num_workers if pool.gpus_per_worker else 0):
+            node = next((n for n in range(num_nodes) if used[n] + pool.gpus_per_worker <= gpus_per_node), None)
+            if node is None:
+                raise PlanError(
+                    f"no node has {pool.gpus_per_worker} GPUs left for a process of pool {pool.name!r}: "
+                    f"{', '.join(map(str, used))} of {gpus_per_node} are taken on {num_nodes} nodes; take more nodes, "
+                    "or sizes that fill them"
+                )
+            used[node] += pool.gpus_per_worker
+            placed[node] = placed.get(node, 0) + pool.gpus_per_worker
+        roles = ", ".join(f"{role} {known[role]:.1f} GiB" if role in known else role for role in pool.roles)
+        for node, count in placed.items():
+            gpus = f"GPU {used[node] - 1}" if count == 1 else f"GPUs {used[node] - count}-{used[node] - 1}"
+            told[node].append(f"{gpus}: {roles}")
+    lines = ["; ".join(each) or "idle" for each in told]
+    alike = [list(group) for _, group in groupby(range(num_nodes), key=lines.__getitem__)]
+    return [
+        (f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]}-{nodes[-1]}", lines[nodes[0]]) for nodes in alike
+    ]
