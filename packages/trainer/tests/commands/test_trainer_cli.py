@@ -157,7 +157,6 @@ def test_an_option_that_the_agent_loop_has_not(capsys):
             "msgspec",  # of the package itself
             "rollout.backend=embedded needs msgspec: pip install 'rl-rollout[embedded]'",
         ),
-        ("ray", "runtime=ray needs ray: pip install ray, or choose runtime=inline"),
     ],
 )
 def test_a_backend_that_lacks_a_package(capsys, monkeypatch, lost, told):

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
 from dataclasses import MISSING, dataclass, field, fields
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -25,7 +26,7 @@ from rl_engine.types import (
     Precision,
 )
 from rl_rollout.types import ServerConfig
-from rl_trainer.errors import PlanError
+from rl_trainer.errors import ConfigError, PlanError
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -63,6 +64,11 @@ def refuse_unused(section: Any, where: str, unless: str, *keys: str) -> None:
 def _default(section: Any, key: str) -> Any:
     found = next(f for f in fields(section) if f.name == key)
     return found.default if found.default_factory is MISSING else found.default_factory()
+
+
+def has_ray() -> bool:
+    """Whether Ray is installed; it is not imported."""
+    return find_spec("ray") is not None
 
 
 ENGINE_POOL = "engine"
@@ -834,9 +840,10 @@ class Config:
     counts."""
     output_dir: str | None = None
     """Output folder; None makes `outputs/<name>-<date>-<time>`."""
-    runtime: Literal["ray", "inline", "auto"] = "ray"
-    """`ray`: every role in processes of its own; `inline`: all in this one, for breakpoints and small models. `auto`:
-    inline where one process of each role is asked for and none works ahead of another, else ray."""
+    runtime: Literal["ray", "inline", "auto"] = field(default_factory=lambda: "ray" if has_ray() else "auto")
+    """`ray` (`pip install 'rl-post-trainer[ray]'`): every role in processes of its own; `inline`: all in this one, for
+    breakpoints and small models. `auto`: inline where one process of each role is asked for and none works ahead of
+    another, else ray. The default is ray where Ray is installed, else auto."""
     pipeline: str = "sync"
     """Schedule of the loop. `sync`: on-policy; `one_step_off`: the next batch is generated while this one trains;
     `fully_async`: generation runs ahead as far as `staleness` lets it, and weights change under it; or one that is
@@ -895,3 +902,16 @@ class Config:
             and self.placement == PlacementSection()
             and "RAY_ADDRESS" not in os.environ
         )
+
+    def check_runtime(self) -> None:
+        """Check that Ray is installed, if the run takes it; before anything heavy is imported.
+
+        Raises:
+            ConfigError: it is not; has the pip line.
+        """
+        if self.runtime == "ray" and not has_ray():
+            why = "runtime=ray needs Ray" if self._fits_one_process() else "this run has several processes, by Ray"
+            raise ConfigError(
+                f"{why}: pip install 'rl-post-trainer[ray]'. Or set runtime=inline, with one process of each role and "
+                "pipeline=sync"
+            )

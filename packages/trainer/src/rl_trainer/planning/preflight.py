@@ -129,8 +129,6 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weig
         *((TRACKERS, name, "tracking.trackers") for name in config.tracking.trackers),
     ):
         check_installed(group, name, key)
-    if config.runtime == "ray" and not _is_installed("ray"):
-        raise ConfigError("runtime=ray needs ray: pip install ray, or choose runtime=inline")
     check_tracking(config.tracking)
     check_model(config, has_weights=has_weights)
     if config.teacher is not None:

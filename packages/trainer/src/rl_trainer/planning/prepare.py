@@ -79,6 +79,7 @@ def prepare(config: Config, *, resume: Resume = False) -> Prepared:
     Raises:
         InputError: something cannot work.
     """
+    config.check_runtime()
     datasets = load_datasets(config.data, seed=config.seed) if config.epochs else None
     named = settle(config if datasets is None else counted(config, datasets))
     counts = make_plan(named)
