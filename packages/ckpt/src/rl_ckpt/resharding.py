@@ -77,10 +77,6 @@ class Resharding:
         """Target ranks that a source rank sends to, ascending."""
         return sorted(target for rank, target in self._moves if rank == source)
 
-    def sources_of(self, target: int) -> list[int]:
-        """Source ranks that a target rank receives from, ascending."""
-        return sorted(source for source, rank in self._moves if rank == target)
-
     def outgoing(self, source: int, target: int, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Slices to send from one rank to another, in the form that `send_weights` takes.
 
