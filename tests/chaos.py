@@ -706,7 +706,12 @@ def _preload(stages: Iterable[str]) -> None:
     names += ["rl_trainer.testing"] if "standins" in stages else []
     if "inline" in stages or "ray" in stages:
         names += ["rl_trainer.loop"]
-        names += ["transformers.models.qwen3.modeling_qwen3", "reasoning_gym", "math_verify", "rl_engine.worker"]
+        names += [
+            "transformers.models.qwen3.modeling_qwen3",
+            "reasoning_gym",
+            "math_verify",
+            "rl_engine.training_worker",
+        ]
         names += ["rl_rollout", "rl_agent", "rl_tq", "rl_ckpt", "torch.distributed.fsdp", "rl_trainer.runtime.inline"]
         names += ["transformers.models.auto.modeling_auto", "transformers.tokenization_utils_tokenizers", "matplotlib"]
     for name in names:

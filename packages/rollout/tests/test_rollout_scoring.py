@@ -13,7 +13,7 @@ import torch
 
 from rl_rollout import ConfigError, ModelFolderError, ServerConfig, ServerLostError
 from rl_rollout.cli import main
-from rl_rollout.http.client import READY
+from rl_rollout.http.http_server import READY
 from rl_rollout.reward_server import ScoreServer
 from rl_rollout.testing import write_tiny_model
 

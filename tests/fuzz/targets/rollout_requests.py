@@ -5,7 +5,7 @@ import logging
 from _listeners import Served
 
 from rl_rollout import ServerConfig
-from rl_rollout.http.server import Endpoint
+from rl_rollout.http.endpoint import Endpoint
 from rl_rollout.testing import FakeServer
 
 EXPECTED = ()

@@ -15,7 +15,7 @@ from torch import nn
 
 import rl_ckpt
 from rl_ckpt.adapters import sglang
-from rl_ckpt.adapters.lora import PREFIX
+from rl_ckpt.adapters.engine_lora import PREFIX
 from rl_ckpt.testing import new_name
 
 HIDDEN, RANK, LAYERS, SLOTS = 8, 2, 2, 3

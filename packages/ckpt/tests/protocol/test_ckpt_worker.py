@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rl_ckpt import PeerLostError, SyncAbortedError, connect
+from rl_ckpt.protocol.call_worker import Worker
 from rl_ckpt.protocol.messages import Begin, Buckets, Commit, Decoder, Free, Hello, Manifest, Ready, Seal, Staged
-from rl_ckpt.protocol.worker import Worker
 from rl_ckpt.testing import assert_same, new_name
 
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         for_this_machine,
         model_folder,
     )
-    from rl_engine.worker import StepOutcome, TrainingWorker
+    from rl_engine.training_worker import StepOutcome, TrainingWorker
 
 __all__ = [
     "BackendError",
@@ -115,7 +115,7 @@ _REGISTRY = (
 
 
 def __getattr__(name: str) -> object:
-    for module, names in (("worker", _WORKER), ("registry", _REGISTRY)):
+    for module, names in (("training_worker", _WORKER), ("registry", _REGISTRY)):
         if name in names:
             return getattr(import_module(f"rl_engine.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,8 +30,8 @@ from rl_engine import (
     Precision,
     create_engine,
 )
+from rl_engine.layers import packed_attention as attention
 from rl_engine.losses import token_mean, token_values
-from rl_engine.model import attention
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 _spec = spec_from_file_location("moe_oracle", Path(__file__).parents[1] / "support" / "moe_oracle.py")

@@ -16,9 +16,9 @@ from torch.nn.attention import varlen
 from rl_engine import ConfigError, EngineConfig, Head, LoraConfig, ParallelConfig, check, create_engine
 from rl_engine.batch.packed import repeats, take_rows
 from rl_engine.batch.row_batch import RowBatch
+from rl_engine.layers import packed_attention as attention
+from rl_engine.layers.packed_attention import LAYOUT_KWARG, packed_attention, row_layout
 from rl_engine.losses import sft_loss
-from rl_engine.model import attention
-from rl_engine.model.attention import LAYOUT_KWARG, packed_attention, row_layout
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from rl_engine import BatchError
 from rl_engine.batch import row_batch
 from rl_engine.batch.row_batch import RowBatch
 from rl_engine.checkpoint import hf_folder
+from rl_engine.layers.multimodal import MultimodalInputs
 from rl_engine.losses import last_token, pair_mean, pairs_of, process_reward_loss, row_sum, sft_loss, token_values
-from rl_engine.model.multimodal import MultimodalInputs
 from rl_engine.testing import ragged, ragged_batch
 from rl_engine.types import BatchCounts, ModelOutput
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
 from rl_engine import ConfigError
-from rl_engine.model import attention
-from rl_engine.model.attention import LAYOUT_KWARG, packed_attention, row_layout
+from rl_engine.layers import packed_attention as attention
+from rl_engine.layers.packed_attention import LAYOUT_KWARG, packed_attention, row_layout
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import torch
 import rl_csrc
 from rl_csrc.cpu import kernels as cpu_head
 from rl_engine import EngineConfig, LoraConfig, OptimizerConfig, ParallelConfig, check, create_engine
+from rl_engine.layers import logprobs
 from rl_engine.losses import DistillLoss, DpoLoss, sft_loss, token_local, token_mean, token_values
-from rl_engine.model import logprobs
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 

@@ -25,8 +25,8 @@ from rl_engine import (
     ShardSpec,
     create_engine,
 )
+from rl_engine.layers.packed_attention import LAYOUT_KWARG, SequenceGroup, packed_attention, row_layout
 from rl_engine.losses import sft_loss
-from rl_engine.model.attention import LAYOUT_KWARG, SequenceGroup, packed_attention, row_layout
 from rl_engine.testing import ragged_batch
 
 

@@ -16,7 +16,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import ConfigError, RolloutError
-from rl_rollout.http.client import API_TOKEN_VARIABLE, READY
+from rl_rollout.http.http_server import API_TOKEN_VARIABLE, READY
 from rl_rollout.registry import create_server
 from rl_rollout.types import ServerConfig, ServerParallel
 

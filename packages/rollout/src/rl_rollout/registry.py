@@ -133,7 +133,7 @@ def launch_server(backend: str, config: ServerConfig) -> RolloutServer:
     launch = getattr(load_backend(backend), "launch_server", None)
     if launch is not None:
         return launch(config)
-    from rl_rollout.http.client import LaunchedServer  # imported here: only launched servers need the HTTP client
+    from rl_rollout.http.http_server import LaunchedServer  # imported here: only launched servers need the HTTP client
 
     return LaunchedServer(backend, config)
 
@@ -150,7 +150,7 @@ def connect_server(
         api_token: Bearer token, if the server asks for one.
         timeout_s: Deadline of requests that bring none, seconds.
     """
-    from rl_rollout.http.client import HttpServer  # imported here: only remote servers need the HTTP client
+    from rl_rollout.http.http_server import HttpServer  # imported here: only remote servers need the HTTP client
 
     return HttpServer(address if isinstance(address, str) else address.url, api_token=api_token, timeout_s=timeout_s)
 
@@ -174,7 +174,7 @@ def create_endpoint(server: RolloutServer, config: ServerConfig, *, model_name: 
         config: Interface, port, token and limits.
         model_name: Name of the model in answers.
     """
-    from rl_rollout.http.server import Endpoint
+    from rl_rollout.http.endpoint import Endpoint
 
     return Endpoint(server, config, model_name=model_name)
 

@@ -28,7 +28,7 @@ from rl_rollout.errors import (
     ServerLostError,
 )
 from rl_rollout.http import messages as wire
-from rl_rollout.http.server import NOT_ALLOWED, http_error, is_allowed, json_body, not_bound, url_of
+from rl_rollout.http.endpoint import NOT_ALLOWED, http_error, is_allowed, json_body, not_bound, url_of
 from rl_rollout.http.text import LazyTokenizer, plain_messages
 from rl_rollout.registry import LOOPBACK_HOSTS, check_unused
 from rl_rollout.types import ServerAddress

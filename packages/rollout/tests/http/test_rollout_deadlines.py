@@ -151,8 +151,8 @@ def test_a_deadline_that_ends_before_the_first_token_is_an_error_that_names_it(l
 
 def test_a_client_waits_while_the_server_beats_and_no_longer(long_folder, monkeypatch):
     """A request waits longer than the client's own deadline: the server tells that it is there. Then it hangs."""
-    monkeypatch.setattr("rl_rollout.http.client.GRACE_S", 0.0)
-    monkeypatch.setattr("rl_rollout.http.server.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("rl_rollout.http.http_server.GRACE_S", 0.0)
+    monkeypatch.setattr("rl_rollout.http.endpoint.HEARTBEAT_S", 0.1)
 
     async def scenario(server, client):
         client.connection.timeout_s = 1.0
@@ -162,7 +162,7 @@ def test_a_client_waits_while_the_server_beats_and_no_longer(long_folder, monkey
         await asyncio.sleep(1.5)
         await server.resume()
         output, (count, _) = await asyncio.gather(*waiting)
-        monkeypatch.setattr("rl_rollout.http.server.HEARTBEAT_S", 60.0)
+        monkeypatch.setattr("rl_rollout.http.endpoint.HEARTBEAT_S", 60.0)
         await server.pause("keep")
         with pytest.raises(ServerLostError, match=r"wrote nothing for 1\.0 s"):
             await client.generate(request("c", max_new_tokens=4))

@@ -27,7 +27,7 @@ from rl_rollout import (
     launch_server,
 )
 from rl_rollout.cli import main, parse
-from rl_rollout.http.client import API_TOKEN_VARIABLE, serve_command
+from rl_rollout.http.http_server import API_TOKEN_VARIABLE, serve_command
 from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
 
 TOKEN = "a-secret"

@@ -464,7 +464,7 @@ def test_who_waits_for_room_goes_to_a_replica_that_joins():
 @pytest.mark.process
 def test_a_replica_that_answers_no_health_check_any_more_is_left_out(monkeypatch):
     """Its connection stays open, as that of a process that hangs does."""
-    monkeypatch.setattr("rl_rollout.http.client.GRACE_S", 0.0)
+    monkeypatch.setattr("rl_rollout.http.http_server.GRACE_S", 0.0)
 
     async def scenario():
         is_over = asyncio.Event()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from rl_ckpt.adapters.lora import HeldAdapters
+    from rl_ckpt.adapters.engine_lora import HeldAdapters
     from rl_ckpt.types import ShardSpec
 
 

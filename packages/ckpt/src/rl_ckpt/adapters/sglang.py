@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
+from rl_ckpt.adapters.engine_lora import TENSORS_FILE, Adapters, Copy, CopyRecorder, brings_adapters, pointer
 from rl_ckpt.adapters.installer import Installer
 from rl_ckpt.adapters.layout import SCHEME
 from rl_ckpt.adapters.load_recorder import Held, LoadRecorder, filled_by
-from rl_ckpt.adapters.lora import TENSORS_FILE, Adapters, Copy, CopyRecorder, brings_adapters, pointer
 from rl_ckpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from rl_ckpt.adapters.lora import HeldAdapters
+    from rl_ckpt.adapters.engine_lora import HeldAdapters
 
 LOADER = "rl_ckpt.adapters.sglang.load_weights"
 """Value for `--custom-weight-loader`."""

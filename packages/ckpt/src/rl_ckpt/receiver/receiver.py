@@ -11,12 +11,12 @@ from rl_ckpt.base import WeightReceiver
 from rl_ckpt.errors import (
     UsageError,
 )
+from rl_ckpt.protocol.call_worker import Worker
 from rl_ckpt.protocol.messages import (
     NO_VERSION,
     AbortReason,
     Begin,
 )
-from rl_ckpt.protocol.worker import Worker
 from rl_ckpt.receiver.connection import Connector, reason_of
 from rl_ckpt.receiver.reception import HeldVersion, Reception
 from rl_ckpt.receiver.slots import HeldBuckets

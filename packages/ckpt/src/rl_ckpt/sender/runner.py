@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from rl_ckpt.base import WeightSender
 from rl_ckpt.errors import SyncAbortedError
-from rl_ckpt.protocol.worker import AsyncSource, Worker
+from rl_ckpt.protocol.call_worker import AsyncSource, Worker
 from rl_ckpt.tensors.source import Clock, RegisteredSource, Source, items_of
 from rl_ckpt.types import ReceiverState
 

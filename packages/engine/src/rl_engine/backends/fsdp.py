@@ -9,7 +9,9 @@ others their shards, one parameter at a time.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,14 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional
 
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES, parameter_dtype, trains_narrow
 from rl_engine.checkpoint.slices import Piece, find_pieces, open_folder, read_shards, shapes_of
 from rl_engine.distributed.expert_parallel import check_experts, divide_experts
 from rl_engine.errors import BackendError, ConfigError, EngineError, ModelFolderError
-from rl_engine.model import lora
-from rl_engine.model.attention import SequenceGroup, check_heads
+from rl_engine.layers import peft_lora as lora
+from rl_engine.layers.logprobs import LinearHead
+from rl_engine.layers.moe import check_aux
+from rl_engine.layers.packed_attention import SequenceGroup, check_heads
 from rl_engine.model.export import WeightExport
 from rl_engine.model.hf import (
     HuggingFaceScorer,
@@ -37,15 +42,12 @@ from rl_engine.model.hf import (
     set_buffer,
     without_layers,
 )
-from rl_engine.model.logprobs import LinearHead
 from rl_engine.model.module_engine import ModuleBackend, ModuleEngine
-from rl_engine.model.moe import check_aux
-from rl_engine.model.norms import fuse_norms
 from rl_engine.model.settings import check_adapter, check_candidates, check_float8, compute_device, shares_prefixes
 from rl_engine.types import EngineConfig, Fp8, Head, ModelInit, ParallelConfig, PeftConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import transformers
     from torch.distributed.device_mesh import DeviceMesh
@@ -522,3 +524,49 @@ def sum_gradients(root: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+
+
+_NORM_SIZE, _NORM_EPS = 16, 0.25
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Let the model's RMSNorms (Zhang and Sennrich, 1910.07467) compute by torch's kernel where they are on a GPU.
+
+    transformers writes it as ten operations, of which torch keeps float32 copies for the backward pass. In an update
+    of 0.6 B parameters on an H200 they took a third of the time of all kernels.
+
+    Norms of another kind, such as those that scale by 1 + weight, stay too: a class is taken if it computes the same.
+    """
+    taken: dict[type, bool] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind not in taken:
+            taken[kind] = is_rms_norm(kind)
+        if taken[kind]:
+            module.forward = partial(_normalize, module, module.forward)
+
+
+def is_rms_norm(kind: type[nn.Module]) -> bool:
+    """Whether a class computes x / sqrt(mean(x^2) + `variance_epsilon`) * `weight`, by one example."""
+    if "RMSNorm" not in kind.__name__:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, _NORM_SIZE, generator=generator), torch.randn(_NORM_SIZE, generator=generator)
+    stand_in: Any = SimpleNamespace(weight=weight, variance_epsilon=_NORM_EPS)
+    try:
+        found = kind.forward(stand_in, x)
+    except (AttributeError, TypeError):  # it has other numbers than these, or takes a gate
+        return False
+    return torch.allclose(found, functional.rms_norm(x, (_NORM_SIZE,), weight, _NORM_EPS), atol=1e-6)
+
+
+def has_kernel(hidden: Tensor) -> bool:
+    """Whether torch has a fused RMSNorm for such a tensor; in float64 transformers' computes in float32."""
+    return hidden.is_cuda and hidden.dtype != torch.float64
+
+
+def _normalize(module: Any, plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    weight: Tensor = module.weight
+    if not has_kernel(hidden) or hidden.dtype != weight.dtype:
+        return plain(hidden)
+    return functional.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)

@@ -26,11 +26,11 @@ from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES, SCORE
 from rl_engine.checkpoint.slices import find_pieces, open_folder, read_shards, shapes_of
 from rl_engine.errors import ConfigError
-from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
+from rl_engine.layers.logprobs import LinearHead, score_states, score_values
+from rl_engine.layers.moe import check_aux
+from rl_engine.layers.packed_attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
 from rl_engine.model.hf import check_mapped
-from rl_engine.model.logprobs import LinearHead, score_states, score_values
 from rl_engine.model.module_engine import ModuleBackend, ModuleEngine
-from rl_engine.model.moe import check_aux
 from rl_engine.model.scorer import Scorer
 from rl_engine.model.settings import check_candidates, check_float8, refuse_fsdp_only, shares_prefixes
 from rl_engine.types import EngineConfig, Head, ParallelConfig, Precision
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from rl_engine.batch.micro_batches import CostModel
     from rl_engine.batch.packed import PackedRows
     from rl_engine.distributed.world import World
-    from rl_engine.model.logprobs import HeadLoss
+    from rl_engine.layers.logprobs import HeadLoss
     from rl_engine.types import ModelOutput
 
 _HEAD = "lm_head.weight"

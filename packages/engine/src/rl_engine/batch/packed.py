@@ -45,7 +45,7 @@ class PackedRows:
     candidates: Tensor | None = None
     """(C, K) int64, more tokens to be scored in the place of each completion token."""
     visual: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """The `VISUAL` columns' entries of these rows, in their order; see `rl_engine.model.multimodal`."""
+    """The `VISUAL` columns' entries of these rows, in their order; see `rl_engine.layers.multimodal`."""
     places: Tensor | None = None
     """(T, 3) int64, time, height and width of each token, where the batch has images."""
     given_ids: Tensor | None = None

@@ -15,7 +15,7 @@ from rl_engine.errors import ConfigError
 from rl_engine.finetune.loop import Rows, RunConfig, score_all, train
 from rl_engine.finetune.sft import tokenize_file
 from rl_engine.losses import DistillKind, DistillLoss
-from rl_engine.worker import TrainingWorker
+from rl_engine.training_worker import TrainingWorker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,6 +29,7 @@ from rl_engine.errors import ConfigError, DataError
 from rl_engine.finetune.data import HUB
 from rl_engine.finetune.record import RunRecord, tracker_names, write_whole
 from rl_engine.registry import check as check_engine
+from rl_engine.training_worker import TrainingWorker
 from rl_engine.types import (
     EngineConfig,
     Head,
@@ -39,7 +40,6 @@ from rl_engine.types import (
     OptimizerConfig,
     Precision,
 )
-from rl_engine.worker import TrainingWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

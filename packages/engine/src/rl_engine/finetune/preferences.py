@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.base import LossFunction
+    from rl_engine.training_worker import TrainingWorker
     from rl_engine.types import EngineConfig, ModelOutput
-    from rl_engine.worker import TrainingWorker
 
 __all__ = [
     "DpoConfig",

@@ -23,9 +23,9 @@ from rl_engine.batch.plan import (
 )
 from rl_engine.batch.row_batch import VISUAL, RowBatch
 from rl_engine.errors import BatchError
+from rl_engine.layers.logprobs import HeadLoss
+from rl_engine.layers.moe import ExpertLoad, check_replay, counts_of_column
 from rl_engine.model.device_memory import offload_activations
-from rl_engine.model.logprobs import HeadLoss
-from rl_engine.model.moe import ExpertLoad, check_replay, counts_of_column
 from rl_engine.model.scorer import reshard
 from rl_engine.model.settings import check_columns, check_lengths
 from rl_engine.types import EngineOutput, Head

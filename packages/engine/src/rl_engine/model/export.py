@@ -10,7 +10,7 @@ from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES
 from rl_engine.checkpoint.sharded import local_shards, whole
 from rl_engine.checkpoint.slices import read_mtp
-from rl_engine.model.lora import write_adapter
+from rl_engine.layers.peft_lora import write_adapter
 from rl_engine.optimizer import optimizer_tensors
 from rl_engine.types import Mtp, ShardSpec
 

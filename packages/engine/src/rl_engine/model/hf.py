@@ -18,10 +18,10 @@ from rl_csrc.inference.images import PACKED_LAYERS
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.errors import ConfigError, ModelFolderError
-from rl_engine.model import attention
-from rl_engine.model.logprobs import LinearHead, score_logits, score_states, score_values
-from rl_engine.model.moe import Routers, routing_of
-from rl_engine.model.multimodal import MultimodalInputs, is_multimodal, modalities_in
+from rl_engine.layers import packed_attention as attention
+from rl_engine.layers.logprobs import LinearHead, score_logits, score_states, score_values
+from rl_engine.layers.moe import Routers, routing_of
+from rl_engine.layers.multimodal import MultimodalInputs, is_multimodal, modalities_in
 from rl_engine.model.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from rl_engine.batch.micro_batches import CostModel
     from rl_engine.batch.packed import PackedRows
-    from rl_engine.model.attention import SequenceGroup
-    from rl_engine.model.logprobs import HeadLoss
-    from rl_engine.model.moe import ExpertLoad, Experts, Routing
+    from rl_engine.layers.logprobs import HeadLoss
+    from rl_engine.layers.moe import ExpertLoad, Experts, Routing
+    from rl_engine.layers.packed_attention import SequenceGroup
     from rl_engine.types import EngineConfig, ModelOutput
 
 ROPE_TYPES = ("default", "linear", "llama3")

@@ -19,10 +19,10 @@ from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.sharded import CheckpointWriter, restore
 from rl_engine.distributed.world import World, expected_size, join_world
 from rl_engine.errors import ConfigError, EngineError
+from rl_engine.layers.peft_lora import adapter_layers
 from rl_engine.model.batch_runner import BatchRunner
 from rl_engine.model.device_memory import has_float8, has_gpu, idle_accelerator
 from rl_engine.model.export import TrainingState, WeightExport
-from rl_engine.model.lora import adapter_layers
 from rl_engine.model.placement import Placement
 from rl_engine.model.scorer import BuiltModel, Scorer
 from rl_engine.model.settings import settings_status

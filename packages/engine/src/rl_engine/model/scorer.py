@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rl_engine.batch.packed import PackedRows
     from rl_engine.batch.plan import ModelReplicas
     from rl_engine.distributed.world import World
-    from rl_engine.model.logprobs import HeadLoss
-    from rl_engine.model.moe import ExpertLoad, Experts, Routing
-    from rl_engine.model.multimodal import MultimodalInputs
+    from rl_engine.layers.logprobs import HeadLoss
+    from rl_engine.layers.moe import ExpertLoad, Experts, Routing
+    from rl_engine.layers.multimodal import MultimodalInputs
     from rl_engine.optimizer import StepOptimizer
     from rl_engine.types import EngineConfig, ModelOutput, PeftConfig
 

@@ -10,7 +10,7 @@ from rl_csrc.inference.decoder import longrope_limit
 from rl_engine.batch.row_batch import CANDIDATES, RowBatch
 from rl_engine.checkpoint import hf_folder
 from rl_engine.errors import BatchError, ConfigError
-from rl_engine.model.logprobs import head_loss_obstacle
+from rl_engine.layers.logprobs import head_loss_obstacle
 from rl_engine.types import EngineConfig, Fp8, Head, OptimizerKind
 
 if TYPE_CHECKING:

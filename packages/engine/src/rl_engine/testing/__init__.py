@@ -21,8 +21,8 @@ from rl_engine.batch.micro_batches import CostModel
 from rl_engine.batch.packed import ragged, ragged_batch
 from rl_engine.checkpoint.hf_folder import DTYPES, publish
 from rl_engine.errors import ConfigError
+from rl_engine.layers.logprobs import score_logits
 from rl_engine.model.export import WeightExport
-from rl_engine.model.logprobs import score_logits
 from rl_engine.model.module_engine import ModuleBackend, ModuleEngine
 from rl_engine.model.scorer import Scorer
 from rl_engine.model.settings import check_candidates
@@ -31,7 +31,7 @@ from rl_engine.testing.conformance import EngineConformance
 if TYPE_CHECKING:
     from rl_engine.batch.packed import PackedRows
     from rl_engine.distributed.world import World
-    from rl_engine.model.logprobs import HeadLoss
+    from rl_engine.layers.logprobs import HeadLoss
     from rl_engine.model.module_engine import EngineParts
     from rl_engine.model.scorer import BuiltModel
     from rl_engine.types import EngineConfig, ModelOutput

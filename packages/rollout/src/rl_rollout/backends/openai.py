@@ -28,7 +28,7 @@ from rl_rollout.errors import (
     UnsupportedError,
 )
 from rl_rollout.http.body import AnswerBody
-from rl_rollout.http.server import Endpoint
+from rl_rollout.http.endpoint import Endpoint
 from rl_rollout.registry import check_options, check_unused
 from rl_rollout.types import Capabilities, FinishReason, SamplingParams, ServerAddress, TokenOutput
 from rl_rollout.validation import as_logprob, check_answer, check_extras, check_limits, check_request

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_rollout.backends.embedded.block_manager import BlockPool
 from rl_rollout.backends.embedded.kv_cache import KVCache, LayerShape
+from rl_rollout.backends.embedded.scheduling.block_manager import BlockPool
 
 
 def test_blocks_are_taken_shared_and_given_back():

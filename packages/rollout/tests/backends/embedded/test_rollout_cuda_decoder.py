@@ -8,8 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_csrc.inference import layers
 from rl_rollout import ServerConfig
 from rl_rollout.backends.embedded.kv_cache import KVCache, LayerShape
-from rl_rollout.backends.embedded.model import attention, cuda_decoder, model_runner
-from rl_rollout.backends.embedded.model.attention import PagedBatch
+from rl_rollout.backends.embedded.model import cuda_decoder, model_runner
+from rl_rollout.backends.embedded.model import paged_attention as attention
+from rl_rollout.backends.embedded.model.paged_attention import PagedBatch
 from rl_rollout.backends.embedded.model.weights import WeightStore
 from rl_rollout.errors import WeightUpdateError
 from rl_rollout.testing import load_weights, write_tiny_model

@@ -8,8 +8,8 @@ import torch
 from rl_rollout import ServerConfig
 from rl_rollout.backends.embedded.kv_cache import KVCache
 from rl_rollout.backends.embedded.model import cpu_decoder as fused_module
-from rl_rollout.backends.embedded.model.attention import PagedBatch, ProbeBatch
 from rl_rollout.backends.embedded.model.model_runner import load_model
+from rl_rollout.backends.embedded.model.paged_attention import PagedBatch, ProbeBatch
 from rl_rollout.testing import write_tiny_model
 
 KNOWN = {

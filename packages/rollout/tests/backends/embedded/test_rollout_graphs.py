@@ -13,9 +13,9 @@ from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_ser
 from rl_rollout.backends.embedded.batch_state import BatchState
 from rl_rollout.backends.embedded.decode_engine import Engine
 from rl_rollout.backends.embedded.kv_cache import KVCache
-from rl_rollout.backends.embedded.model.attention import PagedBatch
 from rl_rollout.backends.embedded.model.cuda_graphs import DecodeGraphs, round_up, round_up_columns
 from rl_rollout.backends.embedded.model.model_runner import load_model
+from rl_rollout.backends.embedded.model.paged_attention import PagedBatch
 from rl_rollout.testing import FakeReceiver, load_weights, write_tiny_model
 
 PROMPTS = [tuple(3 + (7 * i + n) % 45 for i in range(n)) for n in (1, 5, 13, 34, 13)]

@@ -11,8 +11,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from rl_tq.policies.groups import FirstK, GroupComplete
-from rl_tq.policies.rows import AllReady, Fifo, OldestVersion, Priority
-from rl_tq.policies.tokens import TokenBudget
+from rl_tq.policies.rows import AllReady, Fifo, OldestVersion, Priority, TokenBudget
 from rl_tq.policies.where import Where
 from rl_tq.types.policy import Policy
 

@@ -25,11 +25,11 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 
+from rl_ckpt.adapters.engine_lora import HeldAdapters, brings_adapters
 from rl_ckpt.adapters.installer import Installer
 from rl_ckpt.adapters.layout import SCHEME
 from rl_ckpt.adapters.load_recorder import Copy, Held, Layout, LoadRecorder, copies_in
-from rl_ckpt.adapters.lora import HeldAdapters, brings_adapters
-from rl_ckpt.adapters.vllm.lora import VllmAdapters
+from rl_ckpt.adapters.vllm.vllm_lora import VllmAdapters
 from rl_ckpt.errors import TensorError, UsageError
 from rl_ckpt.types import Addresses
 

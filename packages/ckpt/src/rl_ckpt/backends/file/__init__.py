@@ -32,8 +32,8 @@ from rl_ckpt.errors import (
     TensorError,
     UsageError,
 )
+from rl_ckpt.protocol.call_worker import Worker
 from rl_ckpt.protocol.channel import Deadline, wait_for
-from rl_ckpt.protocol.worker import Worker
 from rl_ckpt.receiver.staging import Staging
 from rl_ckpt.sender.runner import SourceSender
 from rl_ckpt.tensors.aliasing import AliasCheck

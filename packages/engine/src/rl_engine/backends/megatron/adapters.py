@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rl_engine.backends.megatron.weights import Cut, Entry, join, shapes_of
 from rl_engine.checkpoint import hf_folder
 from rl_engine.errors import ConfigError
-from rl_engine.model.lora import ADAPTER, adapted_layers, add_adapter
+from rl_engine.layers.peft_lora import ADAPTER, adapted_layers, add_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

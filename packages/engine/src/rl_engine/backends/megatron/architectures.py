@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rl_engine.errors import ConfigError
+from rl_engine.layers.moe import Experts
 from rl_engine.model.hf import ROPE_TYPES, check_mapped
-from rl_engine.model.moe import Experts
 from rl_engine.types import Head
 
 if TYPE_CHECKING:

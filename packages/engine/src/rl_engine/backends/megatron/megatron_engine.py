@@ -40,11 +40,11 @@ from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.sharded import local_shards
 from rl_engine.checkpoint.slices import open_folder
 from rl_engine.errors import ConfigError
+from rl_engine.layers.moe import check_aux
+from rl_engine.layers.peft_lora import adapter_weights
 from rl_engine.model.batch_runner import BatchRunner, score_rows
 from rl_engine.model.export import TrainingState, WeightExport
-from rl_engine.model.lora import adapter_weights
 from rl_engine.model.module_engine import Capabilities, EngineParts, ModuleBackend, ModuleEngine
-from rl_engine.model.moe import check_aux
 from rl_engine.model.placement import Placement
 from rl_engine.model.settings import check_adapter, check_candidates, check_float8, refuse_fsdp_only, refuse_muon
 from rl_engine.types import EngineConfig, Fp8, Head, ModelInit, Precision, ShardSpec
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from rl_engine.batch.packed import PackedRows
     from rl_engine.batch.plan import BatchPlan
     from rl_engine.distributed.world import World
-    from rl_engine.model.moe import ExpertLoad, Routing
+    from rl_engine.layers.moe import ExpertLoad, Routing
     from rl_engine.model.scorer import BuiltModel, Scorer
     from rl_engine.types import OptimizerConfig, PeftConfig
 

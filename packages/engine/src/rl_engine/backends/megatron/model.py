@@ -39,7 +39,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rl_csrc import linear_logprobs, parallel_logprobs
 from rl_engine.backends.megatron.adapters import adapter_entries, add_adapters
 from rl_engine.backends.megatron.architectures import split_layers
-from rl_engine.backends.megatron.attention import (
+from rl_engine.backends.megatron.layout import megatron_calls
+from rl_engine.backends.megatron.megatron_attention import (
     FusedRowAttention,
     LatentAttention,
     LatentNorm,
@@ -48,16 +49,15 @@ from rl_engine.backends.megatron.attention import (
     RowAttention,
     RowParams,
 )
-from rl_engine.backends.megatron.layout import megatron_calls
 from rl_engine.backends.megatron.weights import WeightMap, padded_vocab, plan_weights, shapes_of
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.checkpoint.hf_folder import DTYPES
 from rl_engine.errors import BackendError
-from rl_engine.model.attention import SequenceGroup, row_layout
+from rl_engine.layers.logprobs import LinearHead, head_loss_obstacle, score_states, score_values
+from rl_engine.layers.moe import routing_of
+from rl_engine.layers.packed_attention import SequenceGroup, row_layout
 from rl_engine.model.device_memory import has_gpu
-from rl_engine.model.logprobs import LinearHead, head_loss_obstacle, score_states, score_values
-from rl_engine.model.moe import routing_of
 from rl_engine.model.scorer import Scorer
 from rl_engine.types import Fp8, Precision
 
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from rl_engine.backends.megatron.layout import Axis, Layout
     from rl_engine.batch.micro_batches import CostModel
     from rl_engine.batch.packed import PackedRows
-    from rl_engine.model.logprobs import HeadLoss
-    from rl_engine.model.moe import ExpertLoad, Experts, Routing
+    from rl_engine.layers.logprobs import HeadLoss
+    from rl_engine.layers.moe import ExpertLoad, Experts, Routing
     from rl_engine.types import EngineConfig, ModelOutput, ParallelConfig
 
 

@@ -76,6 +76,6 @@ def launch_server(config: ServerConfig) -> RolloutServer:
     check_embedded_options(config.options)
     check_unused(config, ("parallel",), "the embedded engine computes on one device; take backend vllm or sglang")
     check_model_folder(config.model_path)
-    from rl_rollout.http.client import LaunchedServer
+    from rl_rollout.http.http_server import LaunchedServer
 
     return LaunchedServer("embedded", config)

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from rl_rollout.backends.embedded.batch_state import BatchState
-from rl_rollout.backends.embedded.block_manager import BlockPool
 from rl_rollout.backends.embedded.kv_cache import KVCache
 from rl_rollout.backends.embedded.model.cpu_decoder import MOST_STEPS, Drawn, generate
 from rl_rollout.backends.embedded.model.cuda_graphs import MOST_REPLAYS, DecodeGraphs
 from rl_rollout.backends.embedded.model.model_runner import device_memory
 from rl_rollout.backends.embedded.model.sampler import stream_seed
 from rl_rollout.backends.embedded.output_processor import new_chunks
-from rl_rollout.backends.embedded.scheduler import Scheduler
-from rl_rollout.backends.embedded.sequence import SequenceState, SpecialSequences, finish_reason
+from rl_rollout.backends.embedded.scheduling.block_manager import BlockPool
+from rl_rollout.backends.embedded.scheduling.scheduler import Scheduler
+from rl_rollout.backends.embedded.scheduling.sequence import SequenceState, SpecialSequences, finish_reason
 from rl_rollout.backends.embedded.step_runner import StepRunner
 from rl_rollout.errors import RequestError, RequestTimeoutError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_rollout.backends.embedded.image_prompt import ImagePrompt
     from rl_rollout.backends.embedded.model.model_runner import ServedModel
-    from rl_rollout.backends.embedded.multimodal import ImagePrompt
     from rl_rollout.base import PauseMode
     from rl_rollout.types import GenerateRequest, ServerConfig
 

@@ -18,7 +18,7 @@ from rl_rollout.backends.embedded.requests import RequestsInFlight
 from rl_rollout.backends.embedded.updates import WeightUpdates
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, RequestTimeoutError, RolloutError, ServerLostError, WeightUpdateError
-from rl_rollout.http.server import Endpoint
+from rl_rollout.http.endpoint import Endpoint
 from rl_rollout.types import Capabilities, FinishReason, ServerAddress, TokenChunk, TokenOutput
 from rl_rollout.validation import check_adapter, check_extras, check_limits, check_request
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from rl_rollout.backends.embedded.decode_engine import Event
-    from rl_rollout.backends.embedded.multimodal import ImagePrompt
+    from rl_rollout.backends.embedded.image_prompt import ImagePrompt
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import GenerateRequest, ServerConfig
 

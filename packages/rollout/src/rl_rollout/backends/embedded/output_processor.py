@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_rollout.backends.embedded.batch_state import BatchState
-    from rl_rollout.backends.embedded.scheduler import Plan
-    from rl_rollout.backends.embedded.sequence import SequenceState
+    from rl_rollout.backends.embedded.scheduling.scheduler import Plan
+    from rl_rollout.backends.embedded.scheduling.sequence import SequenceState
     from rl_rollout.types import TokenOutput
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_rollout.backends.embedded.decode_engine import Engine, Event
-    from rl_rollout.backends.embedded.multimodal import ImagePrompt
+    from rl_rollout.backends.embedded.image_prompt import ImagePrompt
     from rl_rollout.types import FinishReason, GenerateRequest, TokenOutput
 
 

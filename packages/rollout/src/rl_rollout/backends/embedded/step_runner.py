@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from rl_csrc import sampling
-from rl_rollout.backends.embedded.model.attention import PagedBatch
 from rl_rollout.backends.embedded.model.cpu_decoder import Drawn
 from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, kept
+from rl_rollout.backends.embedded.model.paged_attention import PagedBatch
 from rl_rollout.backends.embedded.model.sampler import cut
 from rl_rollout.backends.embedded.output_processor import note_tokens
 from rl_rollout.errors import GenerationError
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rl_rollout.backends.embedded.kv_cache import KVCache
     from rl_rollout.backends.embedded.model.cuda_graphs import DecodeGraphs
     from rl_rollout.backends.embedded.model.model_runner import ServedModel
-    from rl_rollout.backends.embedded.scheduler import Chunk, Plan, Scheduler
-    from rl_rollout.backends.embedded.sequence import SpecialSequences
+    from rl_rollout.backends.embedded.scheduling.scheduler import Chunk, Plan, Scheduler
+    from rl_rollout.backends.embedded.scheduling.sequence import SpecialSequences
 
 
 class StepRunner:

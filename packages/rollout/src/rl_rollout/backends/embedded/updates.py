@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_rollout.backends.embedded.model.lora import UPDATE_PREFIX
+from rl_rollout.backends.embedded.model.named_adapters import UPDATE_PREFIX
 from rl_rollout.errors import WeightUpdateError
 from rl_rollout.receiver import CkptReceiver
 from rl_rollout.validation import check_version

@@ -20,7 +20,7 @@ from rl_rollout.backends.external.updates import Activity, Updates
 from rl_rollout.backends.external.upstream import Upstream
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, UnsupportedError, WeightUpdateError
-from rl_rollout.http.server import Endpoint
+from rl_rollout.http.endpoint import Endpoint
 from rl_rollout.process import ChildProcess
 from rl_rollout.validation import check_adapter, check_extras, folder_tokens, read_model_config
 

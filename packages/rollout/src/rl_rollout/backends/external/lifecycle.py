@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from rl_rollout.backends.external.upstream import Upstream
-    from rl_rollout.http.server import Endpoint
+    from rl_rollout.http.endpoint import Endpoint
 
 WORKERS_S = 0.5
 """Seconds between two looks whether the server's worker processes live."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_csrc.inference.decoder import Decoder, DecoderLayer, Drawing, PackedLinear, has_kernel, pack_linear
 from rl_rollout.backends.embedded.kv_cache import KVCache
-from rl_rollout.backends.embedded.model.attention import PagedBatch
+from rl_rollout.backends.embedded.model.paged_attention import PagedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from rl_rollout.backends.embedded.batch_state import BatchState
     from rl_rollout.backends.embedded.kv_cache import LayerShape
-    from rl_rollout.backends.embedded.model.attention import AttentionSettings, ProbeBatch
-    from rl_rollout.backends.embedded.scheduler import Plan
+    from rl_rollout.backends.embedded.model.paged_attention import AttentionSettings, ProbeBatch
+    from rl_rollout.backends.embedded.scheduling.scheduler import Plan
 
 
 KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}

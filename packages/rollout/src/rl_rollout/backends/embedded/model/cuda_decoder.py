@@ -20,7 +20,7 @@ from rl_rollout.backends.embedded.model.linear import head_logits
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_rollout.backends.embedded.model.attention import AttentionSettings, PagedBatch
+    from rl_rollout.backends.embedded.model.paged_attention import AttentionSettings, PagedBatch
     from rl_rollout.backends.embedded.model.weights import WeightMemory
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_csrc import paged, sampling
-from rl_rollout.backends.embedded.model.attention import PagedBatch
+from rl_rollout.backends.embedded.model.paged_attention import PagedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,20 +10,20 @@ import numpy as np
 import torch
 
 from rl_csrc.native import has_cuda
-from rl_rollout.backends.embedded.model.attention import (
+from rl_rollout.backends.embedded.image_prompt import ImagePrompt, ImageReader, load_image_reader
+from rl_rollout.backends.embedded.model.cpu_decoder import FusedDecoder, agrees, fuse, is_known
+from rl_rollout.backends.embedded.model.cuda_decoder import CudaDecoder, can_decode, joined_weights
+from rl_rollout.backends.embedded.model.linear import ActiveAdapters, ServedLinear, can_pack, serve_linears
+from rl_rollout.backends.embedded.model.named_adapters import AdapterStore
+from rl_rollout.backends.embedded.model.paged_attention import (
     ATTENTION_NAME,
     Batch,
     PagedBatch,
     ProbeBatch,
     register_attention,
 )
-from rl_rollout.backends.embedded.model.cpu_decoder import FusedDecoder, agrees, fuse, is_known
-from rl_rollout.backends.embedded.model.cuda_decoder import CudaDecoder, can_decode, joined_weights
-from rl_rollout.backends.embedded.model.linear import ActiveAdapters, ServedLinear, can_pack, serve_linears
-from rl_rollout.backends.embedded.model.lora import AdapterStore
 from rl_rollout.backends.embedded.model.weights import WeightMemory
-from rl_rollout.backends.embedded.multimodal import ImagePrompt, ImageReader, load_image_reader
-from rl_rollout.backends.embedded.sequence import ExpertRecorder
+from rl_rollout.backends.embedded.scheduling.sequence import ExpertRecorder
 from rl_rollout.errors import ConfigError, ModelFolderError
 from rl_rollout.validation import check_device, check_positions, folder_tokens
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from rl_rollout.backends.embedded.batch_state import BatchState
     from rl_rollout.backends.embedded.kv_cache import KVCache, LayerShape, Memory
-    from rl_rollout.backends.embedded.scheduler import Plan
-    from rl_rollout.backends.embedded.sequence import SequenceState
+    from rl_rollout.backends.embedded.scheduling.scheduler import Plan
+    from rl_rollout.backends.embedded.scheduling.sequence import SequenceState
     from rl_rollout.types import ServerConfig
 
 

@@ -16,8 +16,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
+from rl_ckpt.adapters.engine_lora import PREFIX, TENSORS_FILE, Adapters, Copy, CopyRecorder, pointer
 from rl_ckpt.adapters.load_recorder import Layout
-from rl_ckpt.adapters.lora import PREFIX, TENSORS_FILE, Adapters, Copy, CopyRecorder, pointer
 from rl_ckpt.errors import UsageError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
 from rl_engine.batch.packed import take_rows, to_device
-from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, SequenceGroup, packed_attention
+from rl_engine.layers.packed_attention import LAYOUT_KWARG, RowLayout, SequenceGroup, packed_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_rollout.backends.embedded.multimodal import ImagePrompt
+    from rl_rollout.backends.embedded.image_prompt import ImagePrompt
     from rl_rollout.types import GenerateRequest
 
 

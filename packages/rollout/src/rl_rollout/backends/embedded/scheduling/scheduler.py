@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from rl_rollout.backends.embedded.batch_state import BatchState
-    from rl_rollout.backends.embedded.block_manager import BlockPool
-    from rl_rollout.backends.embedded.multimodal import ImagePrompt
-    from rl_rollout.backends.embedded.sequence import SequenceState
+    from rl_rollout.backends.embedded.image_prompt import ImagePrompt
+    from rl_rollout.backends.embedded.scheduling.block_manager import BlockPool
+    from rl_rollout.backends.embedded.scheduling.sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Layers and heads of a model: attention over packed rows, log-probs, LoRA, experts, images."""
