@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from abc import abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_rollout.backends.external.calls import EngineCalls
 from rl_rollout.backends.external.inflight import ModelLimits, Requests
 from rl_rollout.backends.external.lifecycle import Lifecycle
 from rl_rollout.backends.external.options import read_adapters, read_default, read_environment, words
@@ -29,14 +29,13 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from rl_rollout.backends.external.inflight import Flight
     from rl_rollout.base import PauseMode, WeightReceiver
-    from rl_rollout.multimodal import ImagePreparer, PreparedImages
+    from rl_rollout.multimodal import ImagePreparer
     from rl_rollout.types import GenerateRequest, ServerAddress, ServerConfig, TensorPart, TokenChunk, TokenOutput
 
 
-class ExternalServer(RolloutServer):
-    """Base class of backends that launch a third-party server. A subclass knows its command line and its endpoints.
+class ExternalServer(RolloutServer, EngineCalls):
+    """Base class of backends that launch a third-party server: its command line and `EngineCalls` are the subclass's.
 
     A pause also closes a gate on this side: new requests are not sent before `resume`, so that none can overtake the
     pause on its way.
@@ -94,60 +93,6 @@ class ExternalServer(RolloutServer):
     def weight_version(self) -> int:
         """Weight version that is served."""
         return self._updates.version
-
-    # ---- what a subclass knows
-
-    @abstractmethod
-    async def post_generate(
-        self, request: GenerateRequest, images: PreparedImages | None, flight: Flight
-    ) -> TokenOutput:
-        """Generate at the server under `flight.upstream_id`. Image placeholders of the prompt are expanded.
-
-        A server that streams adds its chunks to the flight as they come.
-        """
-
-    @abstractmethod
-    async def post_abort(self, upstream_ids: Sequence[str]) -> None:
-        """Abort requests at the server; unknown ids are no error."""
-
-    @abstractmethod
-    async def post_pause(self, mode: PauseMode) -> None:
-        """Pause the server; mode `wait` is sent when nothing is in flight any more."""
-
-    @abstractmethod
-    async def post_resume(self) -> None:
-        """Resume the server."""
-
-    async def post_slices(self, address: str) -> None:
-        """Wait until weights have landed next to the model, while decoding goes on; `post_update` installs them.
-
-        Nothing where the server does not land them before it installs them.
-        """
-
-    @abstractmethod
-    async def post_update(self, address: str, version: int) -> None:
-        """Install weights, while nothing is computed.
-
-        Raises:
-            RolloutError: the old version serves, unless it is a `TornUpdateError`.
-        """
-
-    async def post_layout(self, url: str) -> None:
-        """Have every rank answer a request of `rl_ckpt.adapters.layout`, while nothing is computed."""
-        raise UnsupportedError(f"{self.engine_name} takes whole tensors")
-
-    async def after_start(self) -> None:
-        """Hook: calls to the server before its first request."""
-
-    async def post_sleep(self, level: int) -> None:
-        """Free memory of the server, while nothing is computed."""
-        raise UnsupportedError(f"{self.engine_name} as it was started cannot sleep at level {level}")
-
-    async def post_wake(self, tags: Sequence[str]) -> None:
-        """Take the memory again."""
-        raise UnsupportedError(f"{self.engine_name} as it was started cannot sleep, nor wake {list(tags)}")
-
-    # ---- the interface
 
     async def start(self) -> ServerAddress:
         """Start the subprocess, wait until it answers, and bind the endpoint. Idempotent."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
@@ -21,6 +21,7 @@ from rl_rollout.validation import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rl_rollout.backends.external.calls import EngineCalls
     from rl_rollout.backends.external.upstream import Upstream
     from rl_rollout.multimodal import ImagePreparer, PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig
@@ -56,20 +57,6 @@ class Flight:
         self.chunks.append(chunk)
         if self._on_progress is not None and chunk.finish_reason is None:
             self._on_progress(chunk)
-
-
-class GenerateCalls(Protocol):
-    """Calls of a third-party server that generate and abort; see `ExternalServer`."""
-
-    async def post_generate(
-        self, request: GenerateRequest, images: PreparedImages | None, flight: Flight
-    ) -> TokenOutput:
-        """See `ExternalServer.post_generate`."""
-        ...
-
-    async def post_abort(self, upstream_ids: Sequence[str]) -> None:
-        """See `ExternalServer.post_abort`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +100,7 @@ class Requests:
         limits: ModelLimits,
         upstream: Upstream,
         preparer: ImagePreparer | None,
-        calls: GenerateCalls,
+        calls: EngineCalls,
     ) -> None:
         self.timeout_s = config.timeout_s
         self._config, self._limits, self._upstream, self._preparer, self._calls = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rl_rollout.errors import RolloutError, ServerLostError, WeightUpdateError
 from rl_rollout.types import TensorPart
@@ -14,6 +14,7 @@ from rl_rollout.validation import check_version
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from rl_rollout.backends.external.calls import EngineCalls
     from rl_rollout.backends.external.inflight import Requests
     from rl_rollout.backends.external.lifecycle import Lifecycle
     from rl_rollout.base import PauseMode
@@ -26,38 +27,6 @@ class TornUpdateError(RolloutError):
     """Internal: an update failed after the model was changed."""
 
 
-class ControlCalls(Protocol):
-    """Calls of a third-party server that pause it and change its memory and weights; see `ExternalServer`."""
-
-    async def post_pause(self, mode: PauseMode) -> None:
-        """See `ExternalServer.post_pause`."""
-        ...
-
-    async def post_resume(self) -> None:
-        """See `ExternalServer.post_resume`."""
-        ...
-
-    async def post_sleep(self, level: int) -> None:
-        """See `ExternalServer.post_sleep`."""
-        ...
-
-    async def post_wake(self, tags: Sequence[str]) -> None:
-        """See `ExternalServer.post_wake`."""
-        ...
-
-    async def post_slices(self, address: str) -> None:
-        """See `ExternalServer.post_slices`."""
-        ...
-
-    async def post_update(self, address: str, version: int) -> None:
-        """See `ExternalServer.post_update`."""
-        ...
-
-    async def post_layout(self, url: str) -> None:
-        """See `ExternalServer.post_layout`."""
-        ...
-
-
 class Activity:
     """Whether a server may compute: not while it is paused, asleep, or without usable weights.
 
@@ -66,7 +35,7 @@ class Activity:
         calls: Calls of the server.
     """
 
-    def __init__(self, requests: Requests, calls: ControlCalls) -> None:
+    def __init__(self, requests: Requests, calls: EngineCalls) -> None:
         self._requests, self._calls = requests, calls
         self.is_paused = self.is_asleep = False
         self.refusal = ""
@@ -135,7 +104,7 @@ class Updates:
         calls: Calls of the server.
     """
 
-    def __init__(self, activity: Activity, lifecycle: Lifecycle, calls: ControlCalls) -> None:
+    def __init__(self, activity: Activity, lifecycle: Lifecycle, calls: EngineCalls) -> None:
         self._activity, self._lifecycle, self._calls = activity, lifecycle, calls
         self.version = 0
         """Weight version that is served."""
