@@ -32,8 +32,9 @@ def no_ray(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def test_without_ray_one_process_is_the_default(no_ray):
-    config = load_config("grpo", ["model.path=m"])
+@pytest.mark.parametrize("backend", ["embedded", "vllm"])
+def test_without_ray_one_process_is_the_default(no_ray, backend):
+    config = load_config("grpo", ["model.path=m", f"rollout.backend={backend}"])
     assert config.runtime == "inline"
     config.check_runtime()
 

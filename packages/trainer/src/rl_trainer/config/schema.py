@@ -895,7 +895,7 @@ class Config:
         return (
             sizes == {1}
             and self.pipeline == "sync"
-            and rollout.backend == "embedded"
+            and (rollout.backend == "embedded" or not has_ray())
             and rollout.elastic is None
             and rollout.colocated is not False
             and self.engine.environment is None
