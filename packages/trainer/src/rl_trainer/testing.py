@@ -1,15 +1,11 @@
-"""Fakes of a run for tests and benchmarks, and the conformance suite that every runtime must pass."""
+"""Fakes of a run for tests and benchmarks."""
 
 from __future__ import annotations
 
-import os
 import random
-from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-
-import pytest
 
 import rl_tq.registry
 from rl_ckpt.types import SyncReport
@@ -17,12 +13,10 @@ from rl_engine.types import digest_files, write_manifest
 from rl_tq.types import BatchMeta
 from rl_trainer.checkpoints import RunState
 from rl_trainer.data import PromptOrder
-from rl_trainer.errors import PlacementError
 from rl_trainer.metrics import Evaluation, HeldGroup
 from rl_trainer.pipeline.components import Components
 from rl_trainer.pipeline.rollout_source import Generated, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.workers.agent import EvalReport, FailureReport
 from rl_trainer.workers.engine_worker import AdvantageReport, UpdateReport
 
@@ -33,7 +27,6 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
     from rl_trainer.data import Row
     from rl_trainer.pipeline.replay_buffer import Replay
-    from rl_trainer.runtime.base import Runtime
     from rl_trainer.workers.agent import Job
 
 
@@ -296,123 +289,3 @@ class QueueJob(FakeJob):
         """A folder with one file."""
         Path(path).mkdir(parents=True, exist_ok=True)
         (Path(path) / "config.json").write_text("{}")
-
-
-class _Probe:
-    """Worker of which `RuntimeConformance` places a group."""
-
-    def __init__(self, context: WorkerContext, *, offset: int, closed: str) -> None:
-        self._context, self._offset, self._closed = context, offset, closed
-
-    @register(Dispatch.SPLIT)
-    def shift(self, numbers: list[int], by: int) -> list[int]:
-        """Each number plus `by` and the offset."""
-        return [n + by + self._offset for n in numbers]
-
-    @register(Dispatch.ONE_TO_ALL)
-    def remember(self, value: int) -> int:
-        """Set the offset on every rank; returns the rank."""
-        self._offset = value
-        return self._context.rank
-
-    @register(Dispatch.GATHER)
-    def ranks(self) -> list[int]:
-        """Every rank."""
-        return [self._context.rank]
-
-    @register(Dispatch.GATHER)
-    def processes(self) -> list[int]:
-        """Every rank's process."""
-        return [os.getpid()]
-
-    @register(Dispatch.RANK_ZERO)
-    def fail(self) -> None:
-        """Raise."""
-        raise LookupError("no such thing")
-
-    def close(self) -> None:
-        """Leave a trace."""
-        Path(self._closed).touch()
-
-
-class _Member:
-    """Worker of which `RuntimeConformance` places a replica set."""
-
-    def __init__(self, context: WorkerContext, *, offset: int) -> None:
-        del context
-        self._offset = offset
-
-    def shift(self, number: int) -> int:
-        """A number plus the offset; 0 is refused."""
-        if number == 0:
-            raise LookupError("no such number")
-        return number + self._offset
-
-
-class RuntimeConformance(ABC):
-    """Conformance suite of runtimes: subclass it in a test module and say how a runtime is made."""
-
-    num_workers = 1
-    """Processes of the pool that the suite asks for."""
-
-    @abstractmethod
-    def make_runtime(self) -> Runtime:
-        """A runtime that was not started."""
-
-    def _started(self) -> Runtime:
-        runtime = self.make_runtime()
-        try:
-            runtime.start([ResourcePool(name="pool", num_workers=self.num_workers, num_cpus=0.5)])
-        except BaseException:
-            runtime.stop()
-            raise
-        return runtime
-
-    def test_a_group_has_the_worker_s_methods_and_closes_at_the_end(self, tmp_path: Path) -> None:
-        """Calls reach the ranks that their mode names, answers come back in rank order, and `close` runs."""
-        closed, count = tmp_path / "closed", self.num_workers
-        with self._started() as runtime:
-            assert runtime.num_machines >= 1
-            host, port = runtime.free_address("pool")
-            assert host, "the host of a free address is empty"
-            assert 0 < port < 1 << 16, f"{port} is no port"
-            group = runtime.create_group(_Probe, "pool", offset=1, closed=str(closed))
-            assert group.ranks() == list(range(count))
-            assert group.shift([1, 2, 3, 4, 5], by=10) == [12, 13, 14, 15, 16]
-            assert group.remember(100) == 0, "one_to_all gives rank 0's answer"
-            assert group.shift([1, 2, 3], by=0) == [101, 102, 103], "one_to_all reaches every rank"
-            other = runtime.create_group(_Probe, "pool", offset=7, closed=str(closed))
-            assert other.processes() == group.processes(), "groups on one pool share its processes"
-            assert (other.shift([1], by=0), group.shift([1], by=0)) == ([8], [101]), "each has workers of its own"
-            with pytest.raises(LookupError, match="no such thing"):
-                group.fail()
-            with pytest.raises(PlacementError, match=r"there is no pool 'elsewhere'; there are \['pool'\]"):
-                runtime.create_group(_Probe, "elsewhere", offset=0, closed="")
-            with pytest.raises(PlacementError):
-                runtime.create_group(_Probe, "pool", mesh={"dp": count + 1}, offset=0, closed=str(closed))
-            assert not closed.exists(), "a worker was closed before the end"
-        assert closed.exists(), "no worker was closed"
-        runtime.stop()  # once more does nothing
-
-    def test_members_of_a_replica_set_answer_for_themselves_and_end_with_a_run_that_fails(self, tmp_path: Path) -> None:
-        """Each member has arguments of its own; what one raises is its answer; an exception ends the workers too."""
-        closed = tmp_path / "closed"
-
-        def fail_in_between() -> None:
-            with self._started() as runtime:
-                runtime.create_group(_Probe, "pool", offset=0, closed=str(closed))
-                replica_set = runtime.create_replicas(_Member, "pool", owns_pool=False, offset=10)
-                assert replica_set.wait() == replica_set.members
-                assert len(replica_set.members) == self.num_workers
-                answers = replica_set.call(_Member.shift, {member: (member + 1,) for member in replica_set.members})
-                assert answers == {member: member + 11 for member in replica_set.members}
-                *_, last = replica_set.members
-                refused = replica_set.call(_Member.shift, {last: (0,)})
-                assert list(refused) == [last], "nobody else was asked"
-                assert isinstance(refused[last], LookupError), "what a member raises is its answer"
-                assert all(isinstance(line, str) for line in replica_set.take_news())
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            fail_in_between()
-        assert closed.exists(), "an exception left the workers behind"

@@ -25,7 +25,6 @@ from rl_trainer.runtime.inline import InlineRuntime
 from rl_trainer.runtime.network import free_address
 from rl_trainer.runtime.processes import children
 from rl_trainer.runtime.ray import RayRuntime, _init_patiently
-from rl_trainer.testing import RuntimeConformance
 
 
 def test_a_port_that_is_found_is_given_to_nobody_else_meanwhile():
@@ -134,6 +133,122 @@ def test_an_axis_of_a_mesh_by_hand(axes, parts, leaders):
     assert join(along, mesh, [[rank] for rank in range(len(parts))]) == leaders
     assert join(call(Dispatch.GATHER, "dp"), mesh, [[rank] for rank in range(len(parts))]) == leaders
     assert join(call(Dispatch.SPLIT_REDUCED, "dp"), mesh, [*range(len(parts))]) == 0
+
+
+class Probe:
+    """Worker of which `RuntimeConformance` places a group."""
+
+    def __init__(self, context: WorkerContext, *, offset: int, closed: str) -> None:
+        self._context, self._offset, self._closed = context, offset, closed
+
+    @register(Dispatch.SPLIT)
+    def shift(self, numbers: list[int], by: int) -> list[int]:
+        """Each number plus `by` and the offset."""
+        return [n + by + self._offset for n in numbers]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def remember(self, value: int) -> int:
+        """Set the offset on every rank; returns the rank."""
+        self._offset = value
+        return self._context.rank
+
+    @register(Dispatch.GATHER)
+    def ranks(self) -> list[int]:
+        """Every rank."""
+        return [self._context.rank]
+
+    @register(Dispatch.GATHER)
+    def processes(self) -> list[int]:
+        """Every rank's process."""
+        return [os.getpid()]
+
+    @register(Dispatch.RANK_ZERO)
+    def fail(self) -> None:
+        """Raise."""
+        raise LookupError("no such thing")
+
+    def close(self) -> None:
+        """Leave a trace."""
+        Path(self._closed).touch()
+
+
+class Adder:
+    """Worker of which `RuntimeConformance` places a replica set."""
+
+    def __init__(self, context: WorkerContext, *, offset: int) -> None:
+        del context
+        self._offset = offset
+
+    def shift(self, number: int) -> int:
+        """A number plus the offset; 0 is refused."""
+        if number == 0:
+            raise LookupError("no such number")
+        return number + self._offset
+
+
+class RuntimeConformance:
+    """Conformance suite of runtimes: subclass it in a test module and say how a runtime is made."""
+
+    num_workers = 1
+    """Processes of the pool that the suite asks for."""
+
+    def _started(self):
+        runtime = self.make_runtime()
+        try:
+            runtime.start([ResourcePool(name="pool", num_workers=self.num_workers, num_cpus=0.5)])
+        except BaseException:
+            runtime.stop()
+            raise
+        return runtime
+
+    def test_a_group_has_the_worker_s_methods_and_closes_at_the_end(self, tmp_path: Path) -> None:
+        """Calls reach the ranks that their mode names, answers come back in rank order, and `close` runs."""
+        closed, count = tmp_path / "closed", self.num_workers
+        with self._started() as runtime:
+            assert runtime.num_machines >= 1
+            host, port = runtime.free_address("pool")
+            assert host, "the host of a free address is empty"
+            assert 0 < port < 1 << 16, f"{port} is no port"
+            group = runtime.create_group(Probe, "pool", offset=1, closed=str(closed))
+            assert group.ranks() == list(range(count))
+            assert group.shift([1, 2, 3, 4, 5], by=10) == [12, 13, 14, 15, 16]
+            assert group.remember(100) == 0, "one_to_all gives rank 0's answer"
+            assert group.shift([1, 2, 3], by=0) == [101, 102, 103], "one_to_all reaches every rank"
+            other = runtime.create_group(Probe, "pool", offset=7, closed=str(closed))
+            assert other.processes() == group.processes(), "groups on one pool share its processes"
+            assert (other.shift([1], by=0), group.shift([1], by=0)) == ([8], [101]), "each has workers of its own"
+            with pytest.raises(LookupError, match="no such thing"):
+                group.fail()
+            with pytest.raises(PlacementError, match=r"there is no pool 'elsewhere'; there are \['pool'\]"):
+                runtime.create_group(Probe, "elsewhere", offset=0, closed="")
+            with pytest.raises(PlacementError):
+                runtime.create_group(Probe, "pool", mesh={"dp": count + 1}, offset=0, closed=str(closed))
+            assert not closed.exists(), "a worker was closed before the end"
+        assert closed.exists(), "no worker was closed"
+        runtime.stop()  # once more does nothing
+
+    def test_members_of_a_replica_set_answer_for_themselves_and_end_with_a_run_that_fails(self, tmp_path: Path) -> None:
+        """Each member has arguments of its own; what one raises is its answer; an exception ends the workers too."""
+        closed = tmp_path / "closed"
+
+        def fail_in_between() -> None:
+            with self._started() as runtime:
+                runtime.create_group(Probe, "pool", offset=0, closed=str(closed))
+                replica_set = runtime.create_replicas(Adder, "pool", owns_pool=False, offset=10)
+                assert replica_set.wait() == replica_set.members
+                assert len(replica_set.members) == self.num_workers
+                answers = replica_set.call(Adder.shift, {member: (member + 1,) for member in replica_set.members})
+                assert answers == {member: member + 11 for member in replica_set.members}
+                *_, last = replica_set.members
+                refused = replica_set.call(Adder.shift, {last: (0,)})
+                assert list(refused) == [last], "nobody else was asked"
+                assert isinstance(refused[last], LookupError), "what a member raises is its answer"
+                assert all(isinstance(line, str) for line in replica_set.take_news())
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail_in_between()
+        assert closed.exists(), "an exception left the workers behind"
 
 
 class TestInline(RuntimeConformance):

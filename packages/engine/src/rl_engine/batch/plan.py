@@ -20,7 +20,7 @@ from torch import Tensor
 from rl_engine.batch.micro_batches import WORTH_MOVING, balance_units, bundle, check_budget, plan_rows
 from rl_engine.batch.packed import one_token_row
 from rl_engine.batch.row_batch import PAIR
-from rl_engine.errors import BatchError, ConfigError, EngineError
+from rl_engine.errors import BatchError, EngineError
 from rl_engine.types import BatchCounts
 
 if TYPE_CHECKING:
@@ -277,18 +277,6 @@ def send_rows(assignment: Assignment, own: RowBatch, world: World) -> TensorDict
 
 
 # After each micro-batch, and after all
-
-
-def apply_loss(loss_function: LossFunction, output: ModelOutput, columns: TensorDict) -> dict[str, Tensor]:
-    """This micro-batch's share of the loss, under `loss`, and of the metrics.
-
-    Raises:
-        ConfigError: a metric takes the loss's name.
-    """
-    loss, shares = loss_function(output, columns)
-    if "loss" in shares:
-        raise ConfigError("A loss function's metrics may not be named 'loss'; the engine reports the loss itself.")
-    return {"loss": loss, **shares}
 
 
 def add_up(world: World, shares: Mapping[str, float]) -> dict[str, float]:

@@ -16,13 +16,12 @@ from rl_engine.batch.plan import (
     BatchPlan,
     MicroBatchResults,
     add_up,
-    apply_loss,
     columns_of,
     plan_batch,
     work_of,
 )
 from rl_engine.batch.row_batch import VISUAL, RowBatch
-from rl_engine.errors import BatchError
+from rl_engine.errors import BatchError, ConfigError
 from rl_engine.layers.logprobs import HeadLoss
 from rl_engine.layers.moe import ExpertLoad, check_replay, counts_of_column
 from rl_engine.model.device_memory import offload_activations
@@ -172,3 +171,15 @@ def score_rows(
     head_loss = HeadLoss(lambda output: apply_loss(loss_function, output, columns))
     output = score(head_loss if torch.is_grad_enabled() and is_token_local(loss_function) else None)
     return output, head_loss.shares or apply_loss(loss_function, output, columns)
+
+
+def apply_loss(loss_function: LossFunction, output: ModelOutput, columns: TensorDict) -> dict[str, Tensor]:
+    """This micro-batch's share of the loss, under `loss`, and of the metrics.
+
+    Raises:
+        ConfigError: a metric takes the loss's name.
+    """
+    loss, shares = loss_function(output, columns)
+    if "loss" in shares:
+        raise ConfigError("A loss function's metrics may not be named 'loss'; the engine reports the loss itself.")
+    return {"loss": loss, **shares}

@@ -23,15 +23,16 @@ from rl_trainer.rewards.scorer import SERVED, needs_parser, unusable_truth
 from rl_trainer.workers.agent import PromptMeter, create_runner
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
+    from collections.abc import Generator, Iterable
 
     from rl_agent.base import Generator as Server
     from rl_trainer.config import Config, RewardSection
     from rl_trainer.data import Datasets
+    from rl_trainer.data.datasets import StreamedRows
     from rl_trainer.data.rows import Row
 
 _SAMPLE_S, _REST_S = 5.0, 30.0
-"""Seconds for which rows are checked before anything starts, and while the workers start."""
+"""Seconds to measure prompts, and again to try rewards, before the start; and to try rewards while workers start."""
 _STREAM_SAMPLE = 256
 _CHUNK = 64
 _TWICE = 8
@@ -52,10 +53,14 @@ class RowCheck:
         self._complaints = Complaints(is_error=config.data.on_bad_row == "error")
         order = [(False, index) for index in range(len(datasets.train))]
         order += [(True, index) for index in range(len(datasets.eval))]
-        first, self._order = order[:1], order[1:]
-        random.Random(config.seed).shuffle(self._order)
-        self._order[:0] = first
-        self._streamed = [*self._read_stream()]
+        rest = order[1:]
+        random.Random(config.seed).shuffle(rest)
+        self._rows: list[Row] = []
+        self._places: list[str] = []
+        if datasets.stream is not None:
+            self._read(datasets.stream)
+        self._rows += [(datasets.eval if is_eval else datasets.train)[index] for is_eval, index in (*order[:1], *rest)]
+        self._places += [datasets.where(index, is_eval=is_eval) for is_eval, index in (*order[:1], *rest)]
         self._is_by_source = config.agent.loop == "single_turn"
         self._reward = _tried_part(config.reward, is_by_source=self._is_by_source)
         self._kinds = set[object]()
@@ -64,31 +69,15 @@ class RowCheck:
         self._scores = list[str]()
         self._is_ended = False
 
-    def _read_stream(self) -> Iterator[tuple[Row, str]]:
-        stream = self._datasets.stream
-        for index in range(_STREAM_SAMPLE if stream is not None else 0):
-            assert stream is not None, "it has rows"
+    def _read(self, stream: StreamedRows) -> None:
+        for index in range(_STREAM_SAMPLE):
             try:
-                yield stream[index], stream.where(index)
+                self._rows.append(stream[index])
+                self._places.append(stream.where(index))
             except DataError as error:
                 self._complaints.add(str(error))
             if stream.epoch_size is not None:
                 return
-
-    def __len__(self) -> int:
-        return len(self._streamed) + len(self._order)
-
-    def _row(self, at: int) -> Row:
-        if at < len(self._streamed):
-            return self._streamed[at][0]
-        is_eval, index = self._order[at - len(self._streamed)]
-        return (self._datasets.eval if is_eval else self._datasets.train)[index]
-
-    def _where(self, at: int) -> str:
-        if at < len(self._streamed):
-            return self._streamed[at][1]
-        is_eval, index = self._order[at - len(self._streamed)]
-        return self._datasets.where(index, is_eval=is_eval)
 
     def sample(self) -> list[tuple[str, str]]:
         """Check rows for `_SAMPLE_S`, and all of them if that suffices.
@@ -99,12 +88,12 @@ class RowCheck:
         Raises:
             InputError: rows cannot be used (names five), or the prompts of all are too long.
         """
-        if not len(self):
+        if not self._rows:
             return []
-        until, lines = time.monotonic() + _SAMPLE_S, list[tuple[str, str]]()
+        lines = list[tuple[str, str]]()
         if self._config.model.path is not None:  # the small model that is made takes the rows that it learns from
-            lines = self._measure(until)
-        asyncio.run(self._try(until))
+            lines = self._measure(time.monotonic() + _SAMPLE_S)
+        asyncio.run(self._try(time.monotonic() + _SAMPLE_S))
         self._complaints.check(max(self._num_checked, self._num_tried) - self._complaints.count, of_all="checked ")
         if self._scores:
             lines.append(("reward tried", ", ".join(self._scores)))
@@ -132,17 +121,17 @@ class RowCheck:
         Raises:
             DataError: it cannot score one; names five such rows.
         """
-        if self._num_tried == len(self):
+        if self._num_tried == len(self._rows):
             return
         asyncio.run(self._try(time.monotonic() + _REST_S))
         self._complaints.check(self._num_tried - self._complaints.count, of_all="checked ")
 
     def _measure(self, until: float) -> list[tuple[str, str]]:
-        longest, total = self._config.data.max_prompt_tokens, len(self)
+        longest, total = self._config.data.max_prompt_tokens, len(self._rows)
         lengths, num_changed = self._lengths(until)
         for at, length in enumerate(lengths):
             if not isinstance(length, int):
-                self._complaints.add(f"{self._where(at)}: {length}")
+                self._complaints.add(f"{self._places[at]}: {length}")
         fitting = [length for length in lengths if isinstance(length, int)]
         self._num_checked = len(lengths)
         self._complaints.check(len(fitting), of_all="checked ")
@@ -152,7 +141,7 @@ class RowCheck:
                 f"none of {total} prompts has at most data.max_prompt_tokens={longest} tokens; the shortest has "
                 f"{min(fitting)}"
             )
-        of_all = "a stream" if self._streamed else f"{total:,}"
+        of_all = "a stream" if self._datasets.stream is not None else f"{total:,}"
         first = f"; the first prompt has {lengths[0]} tokens" if isinstance(lengths[0], int) else ""
         said = f"{len(lengths):,} of {of_all} checked; {num_long:,} have more than data.max_prompt_tokens={longest}"
         lines = [("rows", f"{said}{first}")]
@@ -186,8 +175,8 @@ class RowCheck:
             )
             found, num_changed = list[int | str](), 0
             try:
-                while len(found) < len(self) and (not found or time.monotonic() < until):
-                    chunk = [self._row(at) for at in range(len(found), min(len(found) + _CHUNK, len(self)))]
+                while len(found) < len(self._rows) and (not found or time.monotonic() < until):
+                    chunk = self._rows[len(found) : len(found) + _CHUNK]
                     prompts = await runner.prompts(chunk)
                     if not found:
                         again = await runner.prompts(chunk[:_TWICE])
@@ -214,14 +203,14 @@ class RowCheck:
         try:
             if scorer is not None and not self._num_tried:
                 await scorer.start()
-            while self._num_tried < len(self) and (not self._num_tried or time.monotonic() < until):
+            while self._num_tried < len(self._rows) and (not self._num_tried or time.monotonic() < until):
                 if self._is_ended:
                     return
-                at, row = self._num_tried, self._row(self._num_tried)
+                at, row = self._num_tried, self._rows[self._num_tried]
                 self._num_tried += 1
                 if (why := unusable_truth(self._config.reward, row, is_by_source=self._is_by_source)) is not None:
                     if at >= self._num_checked:
-                        self._complaints.add(f"{self._where(at)}: {why}")
+                        self._complaints.add(f"{self._places[at]}: {why}")
                 elif scorer is not None and (kind := _kind(scorer.section, row)) not in self._kinds:
                     self._kinds.add(kind)
                     await self._score(scorer, at, row)
@@ -243,7 +232,7 @@ class RowCheck:
             try:
                 await scorer.score(_MADE_UP, row)
             except (RewardError, TimeoutError) as error:
-                self._complaints.add(f"{self._where(at)}: the reward cannot be used: {error}")
+                self._complaints.add(f"{self._places[at]}: the reward cannot be used: {error}")
 
 
 def _tried_part(section: RewardSection, *, is_by_source: bool) -> RewardSection | None:
