@@ -267,7 +267,7 @@ def test_relative_links_lead_to_files():
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning_and_without_a_network(tmp_path):
+def test_the_site_builds_without_warnings_and_network(tmp_path):
     pytest.importorskip("mkdocs", reason="uv sync --group docs")
     line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {

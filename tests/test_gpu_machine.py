@@ -75,7 +75,7 @@ def start(command, environment):
 
 
 @pytest.mark.slow
-def test_every_step_s_command_starts_without_a_gpu_and_without_ray(machine):
+def test_every_step_command_starts_without_a_gpu_and_ray(machine):
     said = start([".ci/gpu", "--dry"], machine)
     steps = start([".ci/gpu", "--list"], machine).split()
     assert re.findall(r"^== (\w+) ended", said, re.MULTILINE) == steps

@@ -78,7 +78,7 @@ def check_keys(value, required, others, where):
     assert value.keys() <= required | others, f"{where} has {value.keys() - required - others}"
 
 
-def test_the_kuberay_file_is_a_ray_job_with_the_gpus_of_its_recipe():
+def test_the_kuberay_file_is_a_ray_job_with_the_recipe_s_gpus():
     job = manifest("kuberay.yaml")
     check_keys(job, {"apiVersion", "kind", "metadata", "spec"}, set(), "the manifest")
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
@@ -105,7 +105,7 @@ def test_the_kuberay_file_is_a_ray_job_with_the_gpus_of_its_recipe():
     assert cluster["rayVersion"] == ray.__version__
 
 
-def test_the_skypilot_file_has_the_keys_of_a_task_and_the_gpus_of_its_recipe():
+def test_the_skypilot_file_has_a_task_s_keys_and_its_gpus():
     task = manifest("skypilot.yaml")
     check_keys(task, {"run"}, {"name", "num_nodes", "resources", "workdir", "file_mounts", "envs", "secrets"}, "task")
     check_keys(task["resources"], {"accelerators"}, {"disk_size", "image_id"}, "resources")
@@ -115,7 +115,7 @@ def test_the_skypilot_file_has_the_keys_of_a_task_and_the_gpus_of_its_recipe():
     assert task["envs"]["PORT"] not in ("6379", "6380"), "SkyPilot's own Ray is there"
 
 
-def test_the_containerfile_copies_what_is_there_and_has_a_stage_per_device():
+def test_the_containerfile_copies_files_and_has_device_stages():
     text = (LAUNCH / "Containerfile").read_text()
     stages = re.findall(r"^FROM \S+ AS base-(\w+)$", text, re.MULTILINE)
     assert stages == ["cpu", "cuda"]
@@ -145,7 +145,7 @@ exit 7
 @pytest.mark.promise("`slurm.sbatch` starts a Ray of several nodes behind a token, runs the recipe on it and ends it")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_sbatch_file_starts_a_ray_of_two_nodes_runs_the_recipe_on_it_and_ends_it(tmp_path):
+def test_the_sbatch_file_runs_its_recipe_on_a_two_node_ray(tmp_path):
     """Two raylets on this machine, by the script's own ray commands, behind a token."""
     programs = {"srun": SRUN, "scontrol": "#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.1\\n'\n", "rl-train": TRAIN}
     for name, text in programs.items():

@@ -89,7 +89,7 @@ def found() -> dict[tuple[str, str], list[int]]:
 
 @pytest.mark.promise("No code runs from files, messages or checkpoints; no pickle where data are read")
 @pytest.mark.process
-def test_nothing_that_could_run_code_from_data_is_used_without_a_reason():
+def test_code_execution_from_data_needs_a_stated_reason():
     new = {f"{file}:{lines[0]}: {what}" for (file, what), lines in found().items() if (file, what) not in ALLOWED}
     assert not new, "read data with JSON, msgspec or safetensors, or give a reason in ALLOWED"
 

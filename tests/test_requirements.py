@@ -30,7 +30,7 @@ def test_the_first_command_installs_what_it_imports():
 
 
 @pytest.mark.promise("`requirements.lock` pins what the packages ask for, with hashes and of no host")
-def test_everything_that_is_asked_for_is_pinned_to_a_version_that_fits():
+def test_requested_packages_are_pinned_to_fitting_versions():
     missing = [
         str(each)
         for each in wanted()

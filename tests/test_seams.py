@@ -171,7 +171,7 @@ def test_every_sibling_that_is_imported_is_a_declared_dependency(package):
 
 
 @pytest.mark.parametrize("package", sorted(PLUG_INS))
-def test_every_backend_is_a_module_of_its_own_found_by_entry_point(package):
+def test_every_backend_is_a_module_found_by_entry_point(package):
     group = f"{package}.{PLUG_INS[package]}"
     entries = PROJECTS[package]["project"]["entry-points"][group]
     for name, target in entries.items():

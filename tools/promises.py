@@ -25,9 +25,9 @@ SUITES = {
     "packages/ckpt/src/rl_ckpt/testing/votes.py": {
         "test_nobody_commits_before_everybody_has_everything": "Nobody commits before everybody has everything",
         "test_a_failed_sync_leaves_staged_tensors_as_they_were": "A staged receiver never holds a mixed model",
-        "test_what_the_engine_holds_is_attested_or_nothing_is_committed": "Receipts attest what the engine really holds",
+        "test_engine_contents_are_attested_or_nothing_is_committed": "Receipts attest what the engine really holds",
         "test_waits_end_at_the_deadline_and_name_who_did_not_answer": "Every wait ends at its deadline and names the peer",
-        "test_a_source_that_raises_aborts_everywhere_and_the_next_sync_works": "A source that fails is drained",
+        "test_a_raising_source_aborts_everywhere_and_the_next_works": "A source that fails is drained",
     },
     "packages/ckpt/src/rl_ckpt/testing/suite.py": {
         "test_every_kind_of_tensor_arrives_bit_for_bit": "Weights arrive bit for bit",

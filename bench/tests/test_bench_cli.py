@@ -37,7 +37,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         del sys.modules[name]
 
 
-def test_the_checkout_and_its_benchmarks_are_found_from_any_folder_inside(checkout: Path):
+def test_checkout_and_benchmarks_are_found_from_any_subfolder(checkout: Path):
     assert find_checkout(Path.cwd()) == checkout
     assert find_benchmarks(checkout) == {"toy_bench": checkout / "packages/toy/bench/toy_bench.py"}
 

@@ -35,7 +35,7 @@ def test_slow_peers_may_take_fewer_turns():
     assert [row_of(run, name).n for name in "ab"] == [3, 1]
 
 
-def test_collect_takes_turns_and_returns_what_was_returned_after_the_warm_up():
+def test_collect_alternates_and_returns_results_after_warm_up():
     calls = iter(range(100))
     assert Run(repetitions=2).collect({"a": lambda: next(calls), "b": lambda: next(calls)}) == {
         "a": [2, 4],
@@ -43,7 +43,7 @@ def test_collect_takes_turns_and_returns_what_was_returned_after_the_warm_up():
     }
 
 
-def test_before_runs_untimed_ahead_of_every_sample_and_sync_after_it():
+def test_before_is_untimed_per_sample_and_sync_runs_after_it():
     calls: list[str] = []
     run = Run(repetitions=1)
     run.compare("m", {"a": lambda: calls.append("a")}, before=lambda: calls.append("<"), sync=lambda: calls.append(">"))
@@ -107,7 +107,7 @@ def test_met_is_null_where_nothing_can_be_told():
 
 
 @pytest.mark.parametrize("goal", ["< 2 ms", "<= 2 s", "2 ms", ">= 1 of peers", "<= 2"])
-def test_a_goal_that_cannot_be_read_is_refused_before_anything_runs(goal):
+def test_an_unreadable_goal_is_refused_before_the_run(goal):
     with pytest.raises(ValueError, match="cannot be read"):
         Run().compare("m", {"a": pytest.fail}, goal=goal)
 

@@ -69,7 +69,7 @@ def test_who_accepts_does_not_wait(name):
         assert ipc.accept(listener) is None
 
 
-def test_a_bound_name_refuses_until_it_listens_and_is_nobody_elses(name):
+def test_a_bound_name_refuses_until_it_listens_and_is_not_shared(name):
     with ipc.bind(name) as listener:
         with pytest.raises(ConnectionRefusedError):
             ipc.connect(name)
@@ -227,7 +227,7 @@ def test_closing_in_children_leaves_the_parents_socket_open():
 
 
 @pytest.mark.process
-def test_a_waker_ends_a_poll_of_another_thread_and_can_be_cleared():
+def test_a_waker_ends_a_poll_of_another_thread_and_is_cleared():
     waker = ipc.Waker()
     poll = select.poll()
     poll.register(waker.fileno(), select.POLLIN)
@@ -250,7 +250,7 @@ def test_a_waker_ends_a_poll_of_another_thread_and_can_be_cleared():
 
 
 @pytest.mark.process
-def test_writes_to_shared_memory_reach_another_process_and_those_to_a_private_mapping_nobody():
+def test_private_mapping_writes_are_seen_by_no_other_process():
     memory = ipc.SharedMemory.create(2 * mmap.PAGESIZE, name="rl-test")
     shared, private = memory.map(), memory.map(is_shared=False)
     assert shared.dtype == torch.uint8
@@ -309,7 +309,7 @@ def test_attaching_refuses_what_could_shrink_or_has_another_size(tmp_path):
 
 
 @pytest.mark.process
-def test_a_mapping_outlives_object_and_descriptor_and_says_when_it_ends():
+def test_a_mapping_outlives_its_object_and_reports_its_end():
     ended = []
     memory = ipc.SharedMemory.create(4096)
     fd = memory.fd
@@ -333,7 +333,7 @@ def test_what_is_no_mapping_has_nothing_before_its_end():
 
 
 @pytest.mark.process
-def test_an_object_that_is_let_go_of_closes_its_descriptor_and_a_mapping_needs_none():
+def test_a_released_object_closes_its_descriptor_not_its_mapping():
     before = len(list(Path("/proc/self/fd").iterdir()))
     views = [ipc.SharedMemory.create(4096).map() for _ in range(50)]
     gc.collect()
@@ -365,7 +365,7 @@ def test_a_file_is_new_private_and_takes_what_was_written(tmp_path):
     assert ipc.SharedMemory(os.open(path, os.O_RDWR)).map()[4999] == 1
 
 
-def test_populating_takes_the_pages_and_says_when_there_is_no_room():
+def test_populating_allocates_pages_and_reports_a_lack_of_room():
     memory = ipc.SharedMemory.create(1 << 20)
     mapped = memory.map()
     ipc.populate(mapped.data_ptr() + 5000, 10_000)

@@ -68,7 +68,7 @@ def test_kernels_are_clean_under_sanitizers(tmp_path, sanitizers, runtimes, suit
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(importlib.util.find_spec("rl_csrc._cuda") is not None, reason="the CUDA module itself is installed")
-def test_emulated_cuda_kernels_are_clean_under_address_and_undefined_behaviour_sanitizers(tmp_path):
+def test_emulated_cuda_kernels_are_clean_under_sanitizers(tmp_path):
     """A memcheck without a GPU: what they read and write lies within the tensors, at addresses aligned to it."""
     compiler = shutil.which("g++")
     if compiler is None:

@@ -90,7 +90,7 @@ def test_what_is_used_while_it_is_given_back_is_a_fault(new_memory):
 
 
 @pytest.mark.parametrize("step", ["create", "map", "access"])
-def test_memory_that_the_device_has_not_is_an_error_and_leaves_nothing(driver, new_memory, step):
+def test_missing_device_memory_is_an_error_and_leaves_nothing(driver, new_memory, step):
     memory = new_memory(PAGE, torch.device("cpu"))
     memory.give_back()
     driver.calls()

@@ -97,7 +97,7 @@ def big_joins() -> tuple[list[tuple[list[torch.Tensor], torch.Tensor]], list[tor
 
 @pytest.mark.process
 @pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "let go of"])
-def test_joins_that_are_begun_are_whole_once_they_are_finished_or_let_go_of(is_finished):
+def test_joins_are_whole_once_finished_or_released(is_finished):
     for _ in range(50):
         joins, expected = big_joins()
         joining = rows.begin_joins(joins)

@@ -87,9 +87,7 @@ def test_attention_over_pages_is_that_of_plain_torch(
 
 
 @pytest.mark.parametrize("shape", ["decode", "splits"])
-def test_a_token_s_bits_depend_neither_on_the_others_nor_on_the_width_of_the_table(
-    gpu: Implementation, shape: str
-) -> None:
+def test_a_token_s_bits_ignore_neighbours_and_table_width(gpu: Implementation, shape: str) -> None:
     arguments = case(shape, torch.bfloat16, gpu.device)
     whole = attend(gpu, arguments)
     wide = torch.cat([arguments[5], torch.zeros(4, 40, dtype=torch.int64, device=gpu.device)], dim=1)
@@ -164,7 +162,7 @@ def test_greedy_rows_take_the_first_of_the_largest(gpu: Implementation) -> None:
     assert mixed.tolist() == [int(sampled[0]), 4200, int(sampled[2])]
 
 
-def test_minus_infinity_is_never_drawn_and_what_is_not_finite_shows(gpu: Implementation) -> None:
+def test_minus_infinity_is_never_drawn_and_non_finite_shows(gpu: Implementation) -> None:
     logits = torch.full((64, 5000), -math.inf)
     logits[:, 2501] = -3.0
     logits[:, 4999] = -80.0

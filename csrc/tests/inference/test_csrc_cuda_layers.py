@@ -88,7 +88,7 @@ def test_the_gate_is_that_of_plain_torch(gpu, dtype):
     assert gpu.call("gated", gate_up[:, :14].contiguous()) is None  # no whole 16 bytes
 
 
-def test_attention_over_keys_that_are_written_already_is_the_same(gpu):
+def test_attention_over_cached_keys_is_the_same(gpu):
     dtype = torch.bfloat16
     arguments = case(gpu, "qwen3", dtype)
     tables, rows, positions = arguments[7:10]

@@ -98,7 +98,7 @@ def test_the_reference_is_what_the_formulas_say():
     level=st.sampled_from(LEVELS),
     num_threads=st.integers(1, 3),
 )
-def test_the_bits_of_a_token_depend_neither_on_its_neighbours_nor_on_threads(lengths, cuts, level, num_threads):
+def test_a_token_s_bits_ignore_neighbours_and_threads(lengths, cuts, level, num_threads):
     decoder = make(**SHARED, windows=(6, None))
     before = torch.get_num_threads()
     _cpu.set_kernel_level(level)

@@ -176,7 +176,7 @@ def test_an_interrupt_ends_it_with_the_step_that_it_is_in(num_rows):
     assert found == [tokens[: len(ours)] for tokens, ours in zip(want, found, strict=True)]
 
 
-def test_caches_that_are_let_go_meanwhile_live_as_long_as_the_call():
+def test_caches_released_during_a_call_live_as_long_as_it():
     """As where one thread generates and another one empties the lists that both have."""
     decoder = make(**SHARED, num_positions=4096)
     sequences, interrupt = Sequences(decoder, 40, num_pages=1024), torch.zeros(1, dtype=torch.int64)

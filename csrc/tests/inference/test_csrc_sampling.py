@@ -88,7 +88,7 @@ def test_greedy_tells_logits_apart_that_scaling_makes_the_same(draw):
 
 
 @given(st.integers(0, 2**31), st.integers(1, 200), st.integers(0, 5))
-def test_kernel_and_reference_draw_the_same_and_nothing_impossible(seed, vocab_size, position):
+def test_kernel_and_reference_draw_the_same_possible_tokens(seed, vocab_size, position):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(8, vocab_size, generator=generator) * 20
     logits[:, torch.randint(vocab_size, (vocab_size // 2,), generator=generator)] = float("-inf")
@@ -111,7 +111,7 @@ def test_rows_of_a_wider_tensor_are_read_where_they_lie(draw):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("is_greedy", [None, True])
-def test_rows_that_are_not_finite_are_told_by_their_logprob_and_spoil_no_other(draw, bad, is_greedy):
+def test_non_finite_rows_show_in_their_own_logprob_only(draw, bad, is_greedy):
     logits = PROBS.log().repeat(3, 1)
     logits[1, 2] = bad
     ids, logprobs = draw(logits, **arguments(3, is_greedy=is_greedy))

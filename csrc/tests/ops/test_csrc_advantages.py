@@ -89,7 +89,7 @@ def test_scan_matches_the_reference(lengths, kind, mode, with_values, with_boots
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
-def test_td_lambda_is_gae_plus_values_and_lambda_one_is_the_return():
+def test_td_lambda_is_gae_plus_values_and_one_is_the_return():
     r, v, cu = torch.randn(30), torch.randn(30), torch.tensor([0, 13, 30])
     gae = rl_csrc.scan_reverse(r, v, cu, gamma=0.9, lam=0.7)
     td = rl_csrc.scan_reverse(r, v, cu, kind="td_lambda", gamma=0.9, lam=0.7)
@@ -133,7 +133,7 @@ def test_groups_match_the_reference_and_equal_rewards_give_zero(mode):
         assert torch.equal(same, torch.zeros(7))
 
 
-def test_moments_and_whitening_have_the_same_bits_with_any_number_of_threads():
+def test_moments_and_whitening_ignore_the_thread_count():
     x, mask = torch.randn(300_001) * 3 + 7, torch.rand(300_001) < 0.7
     before, found = torch.get_num_threads(), []
     for threads in (1, 2, 5):
@@ -143,7 +143,7 @@ def test_moments_and_whitening_have_the_same_bits_with_any_number_of_threads():
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
 
 
-def test_moments_and_whitening_match_float64_and_ignore_the_masked():
+def test_moments_and_whitening_match_float64_and_skip_masked():
     x = torch.randn(3, 5001) * 3 + 1000
     mask = torch.rand(3, 5001) < 0.5
     dirty = torch.where(mask, x, float("nan"))
@@ -183,7 +183,7 @@ def test_bucket_copy_copies_every_pair_and_tells_autograd():
         rl_csrc.bucket_copy([torch.zeros(2)], [])
 
 
-def test_copies_of_lazily_conjugated_and_negated_tensors_are_of_their_values():
+def test_copies_of_lazy_conjugates_and_negations_are_exact():
     z = torch.randn(3, 4, dtype=torch.complex64).conj()
     values = z.resolve_conj()
     negated = z.imag[:1, :1]  # a single number is contiguous, whatever its stride

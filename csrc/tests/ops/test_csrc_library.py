@@ -249,7 +249,7 @@ def test_other_threads_of_python_go_on_during_a_call():
     pytest.fail("No other thread ever ran during a call.")
 
 
-def test_calls_from_several_python_threads_do_not_disturb_each_other():
+def test_calls_from_python_threads_do_not_disturb_each_other():
     from concurrent.futures import ThreadPoolExecutor
 
     x, labels = torch.randn(64, 3000), torch.zeros(64, dtype=torch.int64)
@@ -259,7 +259,7 @@ def test_calls_from_several_python_threads_do_not_disturb_each_other():
             assert torch.equal(found, wanted)
 
 
-def test_a_tensor_without_an_exchange_table_crosses_by_its_attributes():
+def test_a_tensor_without_an_exchange_table_uses_its_attributes():
     class Wrapped:  # what the binding asks of a tensor when it has no table
         def __init__(self, x):
             self.x = x

@@ -182,7 +182,7 @@ def test_a_loss_without_gradient_and_no_tokens_at_all():
     assert not w.grad.any()
 
 
-def test_a_second_backward_pass_and_a_loss_of_many_numbers_are_refused():
+def test_a_second_backward_pass_or_a_vector_loss_is_refused():
     hidden, weight, labels = case(torch.float32)
     value = rl_csrc.linear_loss(hidden.requires_grad_(), weight, labels, curved).loss
     value.backward(retain_graph=True)

@@ -127,7 +127,7 @@ def test_ignored_rows_are_not_looked_at(isa):
         assert torch.equal(x, torch.zeros_like(x))
 
 
-def test_rows_of_minus_infinity_give_minus_infinity_and_no_gradient(isa):
+def test_rows_of_minus_infinity_give_that_and_no_gradient(isa):
     logits = torch.full((1, 40), float("-inf"), requires_grad=True)
     found = rl_csrc.logprobs(logits, torch.tensor([3]), entropy=True, sum_pi_squared=True)
     assert found.logprobs.item() == float("-inf")
@@ -168,7 +168,7 @@ def test_a_nearly_certain_target_has_an_exact_gradient(isa):
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=0)
 
 
-def test_row_index_scores_some_rows_and_leaves_the_rest_without_gradient(isa):
+def test_row_index_scores_some_rows_and_gives_others_no_gradient(isa):
     for inplace in (False, True):
         base, _ = random_case(6, 77, torch.float32)
         leaf = base.clone().requires_grad_()

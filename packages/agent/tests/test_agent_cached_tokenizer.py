@@ -16,7 +16,7 @@ def chat(*contents):
     return [{"role": "user", "content": content} for content in contents]
 
 
-def test_a_prompt_is_rendered_once_and_nobody_changes_what_is_remembered():
+def test_a_prompt_is_rendered_once_and_its_cache_is_immutable():
     tokenizer = Tokenizer()
     cached = CachedTokenizer(tokenizer)
     first = cached.apply_chat_template(chat("abc"), tokenize=True)
@@ -29,7 +29,7 @@ def test_a_prompt_is_rendered_once_and_nobody_changes_what_is_remembered():
     assert cached.eos_token_id == 7
 
 
-def test_what_cannot_be_compared_is_rendered_anew_and_the_oldest_is_forgotten():
+def test_incomparable_prompts_are_rendered_anew_and_old_ones_go():
     tokenizer = Tokenizer()
     cached = CachedTokenizer(tokenizer)
     for _ in range(2):

@@ -98,7 +98,7 @@ class Talk:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_whatever_the_model_emits_stays_and_every_prompt_extends_the_one_before(templates, family, data):
+def test_emitted_tokens_stay_and_prompts_extend_the_last_ones(templates, family, data):
     """Reasoning that the template would drop, halves of calls, special tokens: nothing of it is written anew."""
     tokenizer, _ = templates[family]
     token = st.one_of(st.integers(1, len(tokenizer) - 1), st.sampled_from(tokenizer.encode("<think>a</think> {")))
@@ -146,7 +146,7 @@ def test_whichever_stop_token_was_emitted_ends_the_turn(templates, family, stop,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_ordinary_token_that_generation_stopped_at_is_not_looked_for_in_what_follows(templates, family):
+def test_an_ordinary_stop_token_is_not_searched_for_later(templates, family):
     tokenizer, template = templates[family]
     (stop,) = tokenizer.encode("b", add_special_tokens=False)
     ids = template.continuation([{"role": "user", "content": "abc"}], last_token_id=stop, is_stopped=True)
@@ -177,7 +177,7 @@ def test_a_template_that_cannot_go_on_is_refused_at_the_start(make_tokenizer, te
         TurnTemplate(make_tokenizer("plain", template))
 
 
-def test_a_template_that_does_not_know_tools_is_refused_where_tools_are_used(make_tokenizer):
+def test_a_template_without_tools_is_refused_if_tools_are_used(make_tokenizer):
     without = (
         "{% for m in messages %}{% if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}<eos>{% endif %}{% endfor %}"
     )

@@ -66,7 +66,7 @@ class LastFirst(Scripted):
 
 
 @pytest.mark.process
-def test_rollouts_of_a_group_are_in_the_order_of_their_places_whichever_ends_first():
+def test_group_rollouts_keep_their_order_whichever_ends_first():
     found = groups(LastFirst({}), rows=ROWS[:1], max_concurrent=4)
     assert rewards(found[0]) == [0.0, 1.0, 2.0, 3.0]
 
@@ -80,7 +80,7 @@ def test_drop_gives_up_the_group_and_starts_no_more_of_it():
     assert len(rewards(found[0])) == len(rewards(found[2])) == 4
 
 
-def test_refill_puts_another_rollout_with_a_seed_of_its_own_into_the_place():
+def test_refill_replaces_a_rollout_under_a_new_seed():
     loop = Scripted({"1": [1, 2]})
     found = groups(loop, on_failure="refill", max_refills=2)
     assert rewards(found[1]) == [0.0, 3.0, 4.0, 5.0]
@@ -110,7 +110,7 @@ def test_mask_drops_a_group_too_small_for_a_baseline():
 
 
 @pytest.mark.promise("A grader that fails is never a zero")
-def test_a_grader_that_fails_fails_the_rollout_and_never_gives_a_zero():
+def test_a_failing_grader_fails_the_rollout_and_scores_no_zero():
     async def grade(result):
         (output,) = result.outputs
         if output.reward == 2.0:
@@ -129,7 +129,7 @@ def test_every_kind_is_counted_under_its_name(kind):
     assert found[0].num_failures == {kind: 2}
 
 
-def test_groups_come_as_they_end_and_leaving_early_stops_the_rest():
+def test_groups_arrive_as_they_end_and_leaving_stops_the_rest():
     async def main():
         server = FakeGenerator(delay_s=0.001)
         agents = AgentRunner(lambda _: SingleTurnLoop(server, FakeTokenizer()), max_concurrent=4)

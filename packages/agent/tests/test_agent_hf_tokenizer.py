@@ -58,9 +58,8 @@ def test_a_tokenizer_without_template_is_a_template_error(model_path):
 
 @pytest.mark.process
 @pytest.mark.parametrize("takes_many", [True, False])
-def test_many_prompts_are_tokenized_as_one_by_one_and_the_row_that_is_wrong_is_the_one_that_raises(
-    model_path, takes_many
-):
+def test_batch_tokenization_equals_single_and_names_a_bad_row(model_path, takes_many):
+    """The row that is wrong raises, as it does when tokenized alone."""
     tokenizer, calls = load_tokenizer(model_path), []
     render = tokenizer.apply_chat_template
 

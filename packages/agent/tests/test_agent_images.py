@@ -67,7 +67,7 @@ def test_an_image_is_its_bytes_whichever_way_it_comes(tmp_path):
             data_url(wrong)
 
 
-def test_places_take_the_images_of_the_row_in_order_and_the_numbers_have_to_agree():
+def test_placeholders_take_images_in_order_and_counts_agree():
     place = {"type": "image"}
     messages, images = take_images(
         [user(place, "a", {"type": "image_url", "image_url": {"url": URL}}, place)], {"images": [PNG, JPEG]}
@@ -82,7 +82,7 @@ def test_places_take_the_images_of_the_row_in_order_and_the_numbers_have_to_agre
 
 @pytest.mark.promise("Images travel as they were given")
 @pytest.mark.parametrize("name", ["single_turn", "tool"])
-def test_images_of_the_prompt_reach_the_server_and_the_trajectory(name):
+def test_prompt_images_reach_the_server_and_the_trajectory(name):
     server = says("a cat")
     loop = create_loop(name, server, TOKENIZER, **({"tools": [Camera()]} if name == "tool" else {}))
     output = asyncio.run(
@@ -113,7 +113,7 @@ def test_images_that_tools_answer_are_appended_and_stay_inputs():
     assert f"tool\n{TOKENIZER.image}a view<|im_end|>" in TOKENIZER.decode(output.completion_token_ids)
 
 
-def test_an_image_that_came_after_the_last_generation_is_no_part_of_the_trajectory():
+def test_an_image_after_the_last_generation_is_not_recorded():
     loop = create_loop("tool", says(LOOK), TOKENIZER, tools=[Camera(JPEG)], max_completion_tokens=len(LOOK) + 2)
     output = asyncio.run(loop.run({"max_new_tokens": 512}, {"prompt": [user("what?")]}))
     assert (output.extra_fields["end"], output.images) == ("max_completion_tokens", ())
@@ -135,7 +135,7 @@ VISION = (
 BLIND = VISION.replace("<|image_pad|>", "")
 
 
-def test_a_real_template_shows_its_places_and_one_that_cannot_is_refused(make_tokenizer):
+def test_a_template_shows_its_placeholders_or_is_refused(make_tokenizer):
     tools = [Camera().schema]
     answer = [{"role": "tool", "name": "look", "tool_call_id": "call00000", "content": [{"type": "image"}]}]
     seeing, blind = make_tokenizer("qwen", VISION), make_tokenizer("qwen", BLIND)
@@ -169,7 +169,7 @@ def photo(seed):
 
 
 @pytest.mark.process
-def test_a_vision_language_model_sees_images_of_the_prompt_and_of_tools_as_they_were_given(tmp_path):
+def test_a_vision_model_sees_prompt_and_tool_images_unchanged(tmp_path):
     """End to end on the embedded server: a random model, so the parser makes every turn call the camera."""
     before, shown, other = photo(0), photo(1), photo(2)
     path = str(write_tiny_vl_model(tmp_path))

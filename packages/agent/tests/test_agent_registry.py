@@ -27,7 +27,7 @@ def test_an_unknown_name_lists_what_is_installed():
         create_loop("singleturn", FakeGenerator(), FakeTokenizer())
 
 
-def test_a_loop_that_cannot_be_imported_chains_the_error_and_prints_the_pip_line(monkeypatch):
+def test_a_loop_import_error_is_chained_with_the_pip_line(monkeypatch):
     broken = next(entry for entry in registry.entry_points(group=registry.GROUP) if entry.name == "single_turn")
     broken = EntryPoint("hf", "no_such_module:Loop", registry.GROUP)._for(broken.dist)  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setattr(registry, "entry_points", lambda group: [broken])

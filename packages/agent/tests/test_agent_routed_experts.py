@@ -55,7 +55,7 @@ def forward(model_path, ids):
 
 
 @pytest.mark.parametrize("name", ["single_turn", "tool"])
-def test_every_token_of_a_trajectory_has_the_experts_of_a_forward_pass(model_path, name):
+def test_every_trajectory_token_has_its_forward_pass_experts(model_path, name):
     tokenizer = load_tokenizer(model_path)
     options = {"tools": [look], "parser": calls, "max_turns": 3} if name == "tool" else {}
     params = {"max_new_tokens": 12, "seed": 4, "stop_token_ids": tuple(range(2, 50, 4))}

@@ -33,7 +33,7 @@ def content_of(request):
     return FakeTokenizer().decode(request.prompt_token_ids)
 
 
-def test_every_row_runs_group_size_times_and_every_result_says_which_it_is():
+def test_every_row_runs_group_size_times_with_numbered_results():
     results = collect(runner(FakeGenerator()), [row("a"), row("b"), row("c")], group_size=4)
     assert sorted((r.row_index, r.rollout_index) for r in results) == [(i, k) for i in range(3) for k in range(4)]
     assert all(isinstance(r.outputs, tuple) and len(r.outputs) == 1 and r.num_attempts == 1 for r in results)
@@ -120,7 +120,7 @@ def test_an_attempt_that_works_makes_the_rollout_ok():
     assert isinstance(result.outputs, tuple)
 
 
-def test_a_rollout_past_its_deadline_ends_as_a_timeout_and_leaves_nothing_running():
+def test_a_rollout_past_its_deadline_times_out_and_cleans_up():
     server = FakeGenerator(delay_s=3600)
     (result,) = collect(runner(server, timeout_s=0.05), [row()])
     assert isinstance(result.outputs, Failure)
@@ -130,7 +130,7 @@ def test_a_rollout_past_its_deadline_ends_as_a_timeout_and_leaves_nothing_runnin
 
 
 @pytest.mark.process
-def test_the_deadline_covers_the_retries_and_names_the_failure_before():
+def test_the_deadline_covers_retries_and_names_the_first_failure():
     server = fail_on("bad", ServerLostError("gone"))
     (result,) = collect(runner(server, timeout_s=0.5, max_attempts=99, retry_delay_s=3600), [row("bad")])
     assert isinstance(result.outputs, Failure)
@@ -199,7 +199,7 @@ def test_an_error_cancels_what_is_still_running():
     assert server.num_running == 0
 
 
-def test_leaving_early_cancels_what_is_still_running_and_starts_nothing_more():
+def test_leaving_early_cancels_running_work_and_starts_no_more():
     server = FakeGenerator(lambda _: [100, 1], delay_s=0.001)
 
     async def take_one():
@@ -215,7 +215,7 @@ def test_leaving_early_cancels_what_is_still_running_and_starts_nothing_more():
     assert num_running == 0
 
 
-def test_agent_name_chooses_the_loop_of_a_row_and_each_loop_is_made_once():
+def test_agent_name_chooses_a_row_s_loop_and_loops_are_made_once():
     made = []
 
     def factory(name):
@@ -226,7 +226,7 @@ def test_agent_name_chooses_the_loop_of_a_row_and_each_loop_is_made_once():
     assert made == ["single_turn", "other"]
 
 
-def test_a_loop_that_is_not_installed_is_told_before_anything_starts():
+def test_a_missing_loop_is_reported_before_the_start():
     server = FakeGenerator()
 
     def factory(name):

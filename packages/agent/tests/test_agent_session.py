@@ -24,7 +24,7 @@ def begun(reply="abc", **settings):
     return session
 
 
-def test_context_is_appended_only_where_a_token_of_the_model_fits_behind_it():
+def test_context_is_appended_only_before_a_token_of_the_model():
     session = begun()
     assert session.append([NEXT])
     needed = session.num_tokens

@@ -39,7 +39,7 @@ def brightness(url):
 
 
 @pytest.mark.process
-def test_a_file_gives_its_first_its_last_and_frames_at_even_distances(tmp_path):
+def test_a_file_gives_first_last_and_evenly_spaced_frames(tmp_path):
     video = encoded(9)
     (tmp_path / "a.mkv").write_bytes(video)
     urls = frame_urls(video, 5)
@@ -50,7 +50,7 @@ def test_a_file_gives_its_first_its_last_and_frames_at_even_distances(tmp_path):
     assert [brightness(url) for url in frame_urls(video, 1)] == [0]
 
 
-def test_a_list_of_frames_is_a_video_and_a_short_one_gives_all_that_it_has():
+def test_a_list_of_frames_is_a_video_and_short_ones_give_all():
     assert frame_urls(FRAMES, 3) == tuple(data_url(FRAMES[index]) for index in (0, 4, 8))
     assert frame_urls(FRAMES[:2], 3) == tuple(map(data_url, FRAMES[:2]))
 

@@ -104,9 +104,8 @@ def test_over_tcp_a_token_is_an_argument_or_a_variable(scheme, role, url_of, mon
 
 @pytest.mark.parametrize("scheme", KERNEL_VOUCHES)
 @pytest.mark.parametrize("role", ROLES)
-def test_where_the_kernel_vouches_for_the_peer_a_token_is_refused_and_the_variable_passed_over(
-    scheme, role, url_of, monkeypatch
-):
+def test_a_token_is_refused_for_a_peer_vouched_by_the_kernel(scheme, role, url_of, monkeypatch):
+    """The environment variable is ignored as well."""
     with pytest.raises(AddressError, match="takes no token"):
         opened(url_of(scheme), role, token="secret")
     monkeypatch.setenv("RL_CKPT_TOKEN", "of another session")

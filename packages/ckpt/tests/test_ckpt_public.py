@@ -154,7 +154,7 @@ def test_an_entry_point_that_is_no_backend(monkeypatch):
         rl_ckpt.connect("json://x", role="send")
 
 
-def test_options_of_connect_can_stand_in_the_url_that_both_ends_are_given():
+def test_connect_options_can_be_in_the_url_of_both_ends():
     url = "inproc://x?delta=1&bucket_bytes=4096&debug=true&timeout_s=7"
     with rl_ckpt.connect(url, role="send") as sender, rl_ckpt.connect(url, role="receive") as receiver:
         sent, received = sender._config, receiver._config

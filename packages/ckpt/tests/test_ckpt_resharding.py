@@ -69,7 +69,7 @@ def shardings(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(shardings())
-def test_what_is_wanted_moves_once_and_is_what_gathering_would_give(case):
+def test_wanted_tensors_move_once_and_equal_gathered_ones(case):
     shapes, sources, targets = case
     weights = {name: torch.arange(math.prod(shape)).reshape(shape) for name, shape in shapes.items()}
     got, num_moved = moved(Resharding(sources, targets), sources, targets, weights)

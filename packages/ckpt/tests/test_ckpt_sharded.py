@@ -144,7 +144,7 @@ LAYOUTS = {
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_every_rank_gets_its_slices_in_one_version_with_one_digest_of_the_whole_model(layout, num_replicas):
+def test_every_rank_gets_slices_in_one_version_with_one_digest(layout, num_replicas):
     sources, targets = LAYOUTS[layout]
 
     async def main():
@@ -167,7 +167,7 @@ def test_every_rank_gets_its_slices_in_one_version_with_one_digest_of_the_whole_
 
 
 @pytest.mark.process
-def test_names_and_sessions_are_told_once_and_the_second_sync_says_none_of_it_again(monkeypatch):
+def test_names_and_sessions_are_sent_once_and_never_again(monkeypatch):
     told, init = [], Encoded.__init__
 
     def noting(self, message):
@@ -191,7 +191,7 @@ def test_names_and_sessions_are_told_once_and_the_second_sync_says_none_of_it_ag
 
 
 @pytest.mark.process
-def test_what_one_rank_fails_with_is_committed_nowhere_and_the_next_sync_is_whole():
+def test_a_rank_s_failure_is_committed_nowhere_and_next_is_whole():
     sources, targets = LAYOUTS["rows to columns"]
 
     async def main():
@@ -228,7 +228,7 @@ def test_the_decision_is_one_for_all_ranks_also_after_every_vote():
 
 @pytest.mark.promise("Who waits for a sync that is called off before it began is told at once")
 @pytest.mark.process
-def test_who_waits_for_a_sync_that_is_called_off_before_it_began_is_told_at_once():
+def test_waiters_for_a_cancelled_sync_are_notified_at_once():
     """One of two replicas has not come; the other one is not left waiting to its deadline."""
 
     async def main():
@@ -253,7 +253,7 @@ def test_who_waits_for_a_sync_that_is_called_off_before_it_began_is_told_at_once
 
 
 @pytest.mark.process
-def test_a_commit_that_one_session_heard_stands_for_the_others_of_its_receiver():
+def test_a_commit_heard_by_one_session_counts_for_its_receiver():
     """A sender that dies after every vote takes nothing back, once another one has told the decision."""
 
     async def main():
@@ -269,7 +269,7 @@ def test_a_commit_that_one_session_heard_stands_for_the_others_of_its_receiver()
 
 
 @pytest.mark.process
-def test_a_receiver_whose_own_step_before_the_vote_fails_calls_it_off_for_everybody():
+def test_a_receiver_failing_before_the_vote_cancels_the_sync():
     async def main():
         async with Cluster(*LAYOUTS["rows to columns"]) as cluster:
 
@@ -295,7 +295,9 @@ def test_a_receiver_whose_own_step_before_the_vote_fails_calls_it_off_for_everyb
         (None, "its engine holds"),  # the targets are read, and are not what landed any more
     ],
 )
-def test_who_compares_the_engine_with_what_landed_is_believed_and_else_the_targets_are_read(says, told):
+def test_engines_that_compare_are_trusted_and_others_are_read(says, told):
+    """An engine that compares its weights with the received ones is trusted; otherwise the targets are read."""
+
     async def main():
         async with Cluster(*LAYOUTS["rows to columns"]) as cluster:
 
@@ -316,7 +318,7 @@ def test_who_compares_the_engine_with_what_landed_is_believed_and_else_the_targe
 
 
 @pytest.mark.process
-def test_a_receiver_that_holds_another_layout_than_it_declared_is_named():
+def test_a_receiver_with_an_undeclared_layout_is_named():
     sources, targets = cut_over(2, rows), cut_over(2, rows)
 
     async def main():
@@ -355,7 +357,7 @@ def test_text_that_holds_no_addresses_is_refused(text):
         Addresses.from_json(text)
 
 
-def test_a_port_that_a_rank_has_found_is_told_with_the_options_of_the_session():
+def test_a_port_found_by_a_rank_comes_with_its_session_options():
     spec = ShardSpec(name="w", shape=(4,), offsets=(0,), sizes=(4,))
 
     async def main():
@@ -419,7 +421,7 @@ def test_slices_of_two_versions_are_never_one_model():
 
 
 @pytest.mark.process
-def test_differences_travel_alone_to_receivers_that_hold_the_version_before():
+def test_differences_go_only_to_receivers_of_the_base_version():
     async def main():
         async with Cluster(cut_over(2, rows), cut_over(2, rows), 2, "?delta=1") as cluster:
             weights = model(1)
@@ -455,7 +457,7 @@ SHAPE = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
     ],
 )
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_shares_of_tensors_that_are_cut_inside_add_up_to_the_digest(shape, axis, dtype, num_ranks):
+def test_shares_of_split_tensors_add_up_to_the_digest(shape, axis, dtype, num_ranks):
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole[0] = 0  # as what stands beside a part
     size = -(-shape[axis] // num_ranks)
@@ -506,7 +508,7 @@ def test_shares_of_any_cut_add_up_to_the_digest_of_the_whole(shape, num_ranks, a
 @pytest.mark.parametrize(
     ("shape", "axis"), [((1050, 4099), 0), ((1050, 4099), 1), ((5, 1 << 20), 1), ((3, 700_001), 0)]
 )
-def test_shares_add_up_over_leaves_and_words_that_cuts_go_through(shape, axis):
+def test_shares_add_up_over_leaves_and_split_words(shape, axis):
     tensor = torch.randint(-100, 100, shape).to(torch.bfloat16)
     shares = []
     for rank in range(3):

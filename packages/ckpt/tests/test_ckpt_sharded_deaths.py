@@ -214,7 +214,8 @@ def test_a_receiver_that_comes_a_second_late_is_waited_for(start):
 
 
 @pytest.mark.promise("The death of any rank of such a sync ends it at once, and a receiver that is late is waited for")
-def test_a_receiver_that_dies_before_its_vote_ends_the_wait_at_once_and_nobody_commits(start):
+def test_a_receiver_dying_before_its_vote_ends_the_wait(start):
+    """The wait ends at once and no receiver commits."""
     job = start(2, receiver_faults=("landed",))
     since = time.monotonic()
     told, (dead, other) = job.sync(1)
@@ -226,7 +227,7 @@ def test_a_receiver_that_dies_before_its_vote_ends_the_wait_at_once_and_nobody_c
 
 
 @pytest.mark.parametrize("fault", ["sending 2", pytest.param("staged 2", marks=pytest.mark.slow)])
-def test_a_sender_that_dies_before_the_decision_leaves_every_receiver_with_the_version_before(start, fault):
+def test_a_sender_dying_before_the_decision_changes_nothing(start, fault):
     job = start(2, sender_faults=("", fault))
     assert job.sync(1)[1] == [committed(1)] * 2
     since = time.monotonic()
@@ -250,7 +251,8 @@ MOMENTS = ("before", "after")
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["Session", "Begin", "Manifest", "Buckets", "Seal", "Commit"])
-def test_a_sender_that_dies_at_any_message_leaves_all_receivers_with_the_version_or_none(kind, moment, start):
+def test_a_sender_dying_at_any_message_is_all_or_nothing(kind, moment, start):
+    """Either all receivers have the version or none has."""
     job = start(2, sender_faults=("", f"at {kind} {moment}"))
     since = time.monotonic()
     told, answers = job.sync(1)
@@ -265,9 +267,8 @@ def test_a_sender_that_dies_at_any_message_leaves_all_receivers_with_the_version
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["Ready", "Free", "Staged", "Committed"])
-def test_a_receiver_that_dies_at_any_message_leaves_the_other_with_what_was_decided_and_the_next_sync_is_whole(
-    kind, moment, start
-):
+def test_a_receiver_dying_at_any_message_leaves_others_decided(kind, moment, start):
+    """The other receiver has what was decided, and the next sync is whole."""
     job = start(2, receiver_faults=(f"at {kind} {moment}",))
     told, (dead, other) = job.sync(1)
     assert dead == ""
@@ -279,7 +280,8 @@ def test_a_receiver_that_dies_at_any_message_leaves_the_other_with_what_was_deci
 
 
 @pytest.mark.promise("A death behind a relay ends the wait at once, and nobody commits")
-def test_the_death_of_a_receiver_behind_a_relay_ends_the_wait_at_once_and_nobody_commits(start):
+def test_a_receiver_death_behind_a_relay_ends_the_wait_at_once(start):
+    """No receiver commits."""
     job = start(3, receiver_faults=("", "landed"), has_relay=True)
     since = time.monotonic()
     told, (relay, dead, other) = job.sync(1)
@@ -302,7 +304,7 @@ def test_a_receiver_behind_a_relay_that_comes_late_is_waited_for(start):
 @pytest.mark.parametrize(
     "kind", ["Session", "Ready", "Begin", "Manifest", "Buckets", "Free", "Seal", "Staged", "Commit"]
 )
-def test_a_relay_that_dies_at_any_message_leaves_nobody_with_what_was_not_decided(kind, moment, start):
+def test_a_relay_dying_at_any_message_leaves_no_undecided_data(kind, moment, start):
     """Who is behind it has the version if it was decided and the relay told so, and says that it failed else: at the
     deadline, where it waits for another relay at that address."""
     job = start(3, receiver_faults=(f"at {kind} {moment}",), has_relay=True)
@@ -320,7 +322,7 @@ def test_a_relay_that_dies_at_any_message_leaves_nobody_with_what_was_not_decide
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["Ready", "Free", "Staged", "Committed"])
-def test_one_behind_a_relay_that_dies_at_any_message_leaves_the_others_with_what_was_decided(kind, moment, start):
+def test_a_relay_death_leaves_others_with_what_was_decided(kind, moment, start):
     job = start(3, receiver_faults=("", f"at {kind} {moment}"), has_relay=True)
     told, (relay, dead, other) = job.sync(1)
     assert dead == ""

@@ -25,7 +25,7 @@ def placement(targets, target_nodes, source_nodes=("a", "b"), **options):
     )
 
 
-def test_each_pair_exchanges_a_quarter_where_rows_become_columns_and_a_node_keeps_what_is_its_own():
+def test_each_pair_exchanges_a_quarter_and_nodes_keep_their_own():
     traffic = Traffic(placement([cut(1, rank) for rank in (0, 1)], [["a", "b"], ["c", "c"]]))
     assert traffic.num_bytes == 2 * MB
     assert traffic.pairs == {(source, target): MB // 2 for source in (0, 1) for target in (0, 1)}
@@ -38,14 +38,15 @@ def test_each_pair_exchanges_a_quarter_where_rows_become_columns_and_a_node_keep
     assert traffic.gathered_seconds(MB, 100 * MB) == 6.0
 
 
-def test_a_node_has_one_relay_for_each_rank_of_the_trainer_and_the_sender_s_own_node_none():
+def test_each_trainer_rank_has_one_relay_per_remote_node():
+    """The sender's own node has no relay."""
     nodes = ["b", "c", "b", "a", "c", "c", "a"]
     assert relay_groups(0, "a", nodes) == [[0, 2], [1, 4, 5], [3], [6]]
     assert relay_groups(1, "a", nodes) == [[2, 0], [4, 5, 1], [3], [6]]
     assert relay_groups(5, "b", nodes) == [[0], [5, 1, 4], [2], [6, 3]]
 
 
-def test_with_relays_one_copy_crosses_to_a_node_and_the_rest_is_copied_there():
+def test_with_relays_one_copy_crosses_and_is_copied_on_the_node():
     whole = placement(None, [["c"], ["c"], ["c"], ["d"]], has_relays=True)
     traffic = Traffic(whole)
     assert traffic.sent == {"a": 2 * MB, "b": 2 * MB}, "half of the weights to each of two nodes"

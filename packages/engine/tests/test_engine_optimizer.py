@@ -31,7 +31,7 @@ def test_the_first_step_moves_by_the_rate_against_the_sign():
     torch.testing.assert_close(weight.detach(), torch.tensor([[-0.1, 0.1], [-0.1, 0.0]]))
 
 
-def test_muon_steps_matrices_by_their_singular_values_and_the_rest_by_adamw():
+def test_muon_steps_matrices_by_svd_and_others_by_adamw():
     """The gradient 3 * I becomes I / |I|, then five times a polynomial; the update is scaled by 0.2 * sqrt(2)."""
     matrix, table = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.zeros(2, 2))
     config = OptimizerConfig(kind=OptimizerKind.MUON, lr=0.1, weight_decay=0.5, max_grad_norm=1e9)
@@ -86,7 +86,7 @@ def test_sft_loss_is_a_share_of_the_global_mean():
     assert metrics["sequence_accuracy"].item() == 0.25  # the first row of four: its second token is masked
 
 
-def test_a_sequence_is_right_only_if_all_of_it_is_and_something_was_asked():
+def test_a_sequence_is_right_only_if_all_asked_tokens_are():
     rows = ragged_batch([[1], [1], [1]], [[2, 3], [4, 5], [6]], [[1, 1], [1, 1], [0]])
     output = ModelOutput(
         token_logprobs=torch.tensor([-0.1, -0.1, -0.1, -9.0, -0.1]),

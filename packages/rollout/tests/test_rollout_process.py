@@ -18,7 +18,7 @@ from rl_rollout.process import ChildProcess, _titled
 pytestmark = pytest.mark.process
 
 
-def test_its_output_is_closed_when_the_last_of_its_children_has_ended():
+def test_its_output_closes_when_the_last_child_has_ended():
     """Were it left to the collector, a ResourceWarning would fail this test."""
     process = ChildProcess(["sh", "-c", "(sleep 2; echo child) & echo parent"], {}, name="parent")
     process.start()

@@ -64,7 +64,7 @@ async def ask(session, url, headers=None, **body):
 
 
 @pytest.mark.promise("What is beside a sequence does not change its score")
-def test_scores_are_those_of_the_model_alone_whatever_is_scored_beside(folder, wanted, monkeypatch):
+def test_scores_do_not_depend_on_the_rows_scored_together(folder, wanted, monkeypatch):
     monkeypatch.setattr("rl_rollout.reward_server.MAX_TOKENS_TOGETHER", 20)  # several passes
 
     async def use(session, url, server):
@@ -158,7 +158,7 @@ def test_a_score_that_is_no_number_is_an_error_of_its_request(folder, monkeypatc
     assert scored["data"][0]["data"] == [0.5]
 
 
-def test_frequencies_that_depend_on_who_is_scored_beside_are_refused(tmp_path):
+def test_frequencies_depending_on_other_rows_are_refused(tmp_path):
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}

@@ -350,7 +350,7 @@ def test_group_sampler_waits_for_whole_groups(start):
     assert client.get_meta(["x"], 3, "p", task_name="t").global_indexes == meta.global_indexes[:3]
 
 
-def test_rank_aware_and_balanced_samplers_give_every_rank_its_part(start):
+def test_rank_aware_and_balanced_samplers_serve_every_rank(start):
     client = start(sampler="RankAwareSampler")
     client.put(samples(4), partition_id="p")
 
@@ -466,7 +466,7 @@ def test_configuration_is_obeyed_or_refused(start):
         tq.kv_batch_put(["c", "d"], "p", samples(2))
 
 
-def test_what_the_originals_recipes_import_from_behind_its_public_names(start, monkeypatch, caplog):
+def test_names_the_original_s_recipes_import_are_available(start, monkeypatch, caplog):
     names = set(logging.root.manager.loggerDict)
     monkeypatch.setenv("TQ_LOGGING_LEVEL", "INFO")
     logger = get_logger("a recipe", default_level="ERROR")

@@ -83,7 +83,7 @@ def table(name: str) -> dict[str, str]:
     return {left.strip(): right.strip() for left, right in lines[2:]}
 
 
-def test_the_table_of_an_extent_lists_what_each_kind_of_column_has_in_the_frame():
+def test_the_extent_table_lists_the_columns_of_its_frame():
     told = table("Extent")
     assert [each.partition(",")[0].partition(" (")[0].lower() for each in told] == [each.value for each in ColumnKind]
     columns = {
@@ -109,7 +109,7 @@ def test_the_table_of_an_extent_lists_what_each_kind_of_column_has_in_the_frame(
         assert (len(column.offsets) - 1 if is_ragged else len(column)) == 2
 
 
-def test_the_table_of_messages_lists_the_requests_and_the_fields_that_a_client_sends(monkeypatch):
+def test_the_message_table_lists_requests_and_client_fields(monkeypatch):
     told = {
         op: re.sub(r"`[^`]*`|\(.*?\)|, and optionally", " ", left)
         for left in table("Shared memory (`shm`, `file`)")
@@ -140,7 +140,7 @@ def test_the_table_of_messages_lists_the_requests_and_the_fields_that_a_client_s
         assert listed - fields <= {"timeout_s"}, op
 
 
-def test_the_journal_has_the_changes_of_the_state_and_the_places_of_extents(tmp_path):
+def test_the_journal_has_state_changes_and_extent_positions(tmp_path):
     journal = section("Journal (`file`)")
     with rl_tq.serve(f"file://{tmp_path}") as queue:
         queue.put({"a": torch.ones(1)}, partition="p")
@@ -169,7 +169,7 @@ def test_segments_have_the_sizes_that_are_told():
         ("ZeroMQ (`zmq`)", ["storage/zmq.py", "storage/tcp.py"]),
     ],
 )
-def test_every_name_that_a_storage_is_said_to_use_is_in_its_module(name, modules):
+def test_every_name_listed_for_a_storage_is_in_its_module(name, modules):
     told = set(re.findall(r"`(\w+)`", section(name))) - {"tcp", "nixl", "ray", "zmq", "RLTQ", "RLTQTCP"}
     told -= {"client", "server"}  # of proofs: they are in protocol/handshake.py
     sources = "".join((ROOT / "src/rl_tq" / module).read_text() for module in modules)

@@ -17,7 +17,7 @@ def queue():
         yield served
 
 
-def test_a_reference_kept_over_a_clear_never_reads_another_partitions_rows(queue):
+def test_a_reference_after_a_clear_never_reads_foreign_rows(queue):
     """Its rows' places, and the very memory, are used again by other partitions and by the same."""
     kept = queue.put({"a": torch.arange(2)}, partition="p", sample_ids=["x", "y"])
     queue.clear("p")
@@ -38,7 +38,7 @@ def test_a_dtype_conflict_is_an_error_and_stores_nothing(queue):
     assert queue.stats()["rows"] == 1
 
 
-def test_a_group_whose_sample_is_late_is_not_filled_up_with_another_groups(queue):
+def test_a_group_with_a_late_sample_is_not_filled_from_another(queue):
     sizes = {0: 3, 1: 4, 2: 4}
     for group, size in sizes.items():
         tags = [{"group_id": group}] * size

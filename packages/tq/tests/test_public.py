@@ -66,7 +66,7 @@ def test_a_deadline_that_is_none_is_refused(timeout_s):
 
 
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
-def test_a_deadline_is_never_longer_than_can_be_waited_for_and_leaves_the_server_well(scheme):
+def test_an_overlong_deadline_is_capped_and_the_server_survives(scheme):
     with rl_tq.serve(f"{scheme}://", timeout_s=1e6) as queue, rl_tq.connect(queue.address, timeout_s=1e6) as client:
         claim = {"partition": "train", "columns": ["x"], "batch_size": 1, "task": "actor"}
         client.put({"x": torch.zeros(2)}, partition="train")
@@ -82,7 +82,7 @@ def test_a_deadline_is_never_longer_than_can_be_waited_for_and_leaves_the_server
         assert client.stats()["rows"] == 2
 
 
-def test_a_server_outlives_deadlines_that_it_should_never_have_been_given(monkeypatch):
+def test_a_server_outlives_invalid_deadlines(monkeypatch):
     with rl_tq.serve("shm://") as queue, rl_tq.connect(queue.address) as client:
         client.put({"x": torch.zeros(1)}, partition="train")
         monkeypatch.setattr("rl_tq.client.client.check_seconds", lambda *_, **__: None)

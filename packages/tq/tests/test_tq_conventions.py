@@ -128,9 +128,8 @@ def test_over_a_network_a_token_is_an_argument_or_a_variable(scheme, address_of,
 
 @pytest.mark.process
 @pytest.mark.parametrize("scheme", installed(KERNEL_VOUCHES))
-def test_where_the_kernel_vouches_for_the_peer_a_token_is_refused_and_the_variable_passed_over(
-    scheme, address_of, monkeypatch
-):
+def test_a_token_is_refused_for_a_peer_vouched_by_the_kernel(scheme, address_of, monkeypatch):
+    """The environment variable is ignored as well."""
     for call in (rl_tq.serve, rl_tq.connect):
         with pytest.raises(rl_tq.AddressError, match=f"{scheme}:// takes no token: the kernel says who"):
             call(address_of(scheme), token="x")

@@ -74,7 +74,7 @@ def test_a_client_is_traced_by_hand_and_others_are_as_they_were(tmp_path):
     assert clear["name"] == "clear"
 
 
-def test_a_line_that_was_cut_off_is_left_out_and_nothing_to_read_is_said(tmp_path):
+def test_a_cut_off_line_is_skipped_and_an_empty_log_is_reported(tmp_path):
     with pytest.raises(rl_tq.TransferQueueError, match="has no spans: set RL_TQ_TRACE"):
         tracing.chrome_trace(tmp_path)
     (tmp_path / "7-x.spans").write_text('{"process":"h 7 x"}\n{"name":"put","ts"')

@@ -81,7 +81,7 @@ HARM = {
 @pytest.mark.promise("`rl-train --verify` prints a line per damaged file, and exits with 1")
 @pytest.mark.process
 @pytest.mark.parametrize("harm", HARM)
-def test_resume_names_the_damaged_file_and_goes_on_from_the_last_whole_checkpoint(own, model, harm, capsys):
+def test_resume_names_a_damaged_file_and_uses_the_last_whole_one(own, model, harm, capsys):
     """Every file of the newest checkpoint, one after the other: shards, manifests, the queue's rows, the model's."""
     newest, draw = own / "checkpoint-3", random.Random(harm)
     names = files_of(newest)
@@ -141,7 +141,7 @@ def logs(output_dir):
 
 
 @pytest.mark.process
-def test_what_a_kill_left_is_passed_over_in_silence_and_all_damaged_is_an_error(own, model, capsys):
+def test_kill_leftovers_are_skipped_and_total_damage_is_an_error(own, model, capsys):
     (own / "checkpoint-4").mkdir()
     (own / "checkpoint-5" / "engine").mkdir(parents=True)
     assert told(own, model) == (str(own / "checkpoint-3"), "")

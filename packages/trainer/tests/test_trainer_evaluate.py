@@ -98,7 +98,7 @@ def test_rl_eval_names_the_rows_that_failed(model, tmp_path, capsys):
     assert [json.loads(line)["failure"] for line in output.read_text().splitlines()][3] == wanted
 
 
-def test_accuracy_is_the_share_that_is_right_and_not_the_mean_reward():
+def test_accuracy_is_the_share_that_is_right_and_not_the_reward():
     made = problem((0.5, 1.5), ("a", "b"), num_failed=0)
     found = summarise([made], [1])
     assert (found["reward"].mean, found["accuracy"].mean, found["maj@2"].mean) == (1.0, 0.5, 0.5)

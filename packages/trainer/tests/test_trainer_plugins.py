@@ -204,7 +204,7 @@ def test_a_plug_in_is_found_and_used(folder, kind, way, monkeypatch, tmp_path):
 
 
 @pytest.mark.process
-def test_trackers_as_objects_stand_beside_names_and_take_no_options_by_key():
+def test_tracker_objects_combine_with_names_and_take_no_options():
     from rl_trainer.config import as_tree
 
     class Silent:

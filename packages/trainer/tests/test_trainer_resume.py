@@ -128,7 +128,7 @@ def test_old_checkpoints_are_removed_once_a_newer_one_is_whole(tmp_path):
     assert sorted(used(tmp_path)) == list(range(BATCH * STEPS))
 
 
-def test_rows_that_were_written_after_the_step_are_cleared_and_missing_ones_are_told():
+def test_rows_after_the_step_are_cleared_and_missing_reported():
     settings = load_config("quickstart", ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2"])
     held = HeldGroup(group_id=2, row_index=0, place=0, released=1, attempt=1)
 
@@ -158,7 +158,7 @@ def test_rows_that_were_written_after_the_step_are_cleared_and_missing_ones_are_
 
 
 @pytest.mark.process
-def test_what_another_pipeline_left_in_the_queue_is_generated_again():
+def test_leftovers_of_another_pipeline_are_generated_again():
     state = RunState(
         seed=0, num_rows=9, pipeline="fully_async", pending=(1, 2), held=((7, 4, 0, 1, 0), (8, 3, 1, 1, 0))
     )

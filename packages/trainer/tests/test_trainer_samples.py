@@ -88,7 +88,7 @@ def test_rl_sample_refuses_in_a_sentence(tmp_path, capsys, argv, words):
     assert words in capsys.readouterr().err
 
 
-def test_some_samples_are_eight_groups_of_a_hundred_steps_and_of_the_last(tmp_path):
+def test_samples_are_eight_groups_per_hundred_steps_and_the_last(tmp_path):
     written = []
 
     class Agents:
@@ -106,7 +106,7 @@ def test_some_samples_are_eight_groups_of_a_hundred_steps_and_of_the_last(tmp_pa
 
 
 @pytest.mark.process
-def test_a_run_keeps_every_sample_and_a_policy_can_be_asked_for_fresh_ones(model, tmp_path, capsys):
+def test_a_run_keeps_every_sample_and_can_ask_for_fresh_ones(model, tmp_path, capsys):
     sizes = [
         "data.options.num_rows=200",
         "data.eval_size=4",

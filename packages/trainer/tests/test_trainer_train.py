@@ -44,7 +44,7 @@ def start(model, tmp_path):
     "`rl_trainer.train` trains on rows of one's own with a reward, an advantage and a loss of one's own"
 )
 @pytest.mark.process
-def test_functions_of_one_s_own_train_a_model_on_rows_of_one_s_own(start, tmp_path):
+def test_custom_functions_train_a_model_on_custom_rows(start, tmp_path):
     scale, told = 3.0, []
 
     def length(text, row):
@@ -111,7 +111,7 @@ def test_a_loop_and_a_filter_of_one_s_own_come_as_objects_too(start):
 
 
 @pytest.mark.process
-def test_a_loss_an_advantage_and_a_stage_read_columns_and_numeric_tags(start):
+def test_losses_advantages_and_stages_read_columns_and_tags(start):
     names = ("group_id", "num_tokens", "reward", "weight_version_min")
 
     @rl_trainer.reads("loss_mask", "num_tokens")
@@ -188,7 +188,7 @@ def test_the_readme_s_example_learns(tmp_path):
 
 @pytest.mark.promise("`wait=False` gives the steps as they end; it runs where an event loop runs, as in a notebook")
 @pytest.mark.process
-def test_steps_come_while_the_run_goes_on_and_it_ends_when_it_is_asked_to(start):
+def test_steps_arrive_during_the_run_and_it_ends_on_request(start):
     run = start(reward=lambda text, row: 1.0, steps=50, wait=False)
     for record in run:
         if record.step == 2:
@@ -300,7 +300,7 @@ def test_bad_input_is_one_sentence_before_anything_starts(start, given, error, w
 
 
 @pytest.mark.process
-def test_an_object_travels_with_its_module_and_cannot_be_written_in_a_file(tmp_path, monkeypatch):
+def test_an_object_carries_its_module_and_cannot_be_in_a_file(tmp_path, monkeypatch):
     (tmp_path / "mine_of_a_test.py").write_text("LIMIT = 5\n\ndef f(x):\n    return x + LIMIT\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     import mine_of_a_test  # pyright: ignore[reportMissingImports]
@@ -315,7 +315,7 @@ def test_an_object_travels_with_its_module_and_cannot_be_written_in_a_file(tmp_p
         _config("quickstart", {"algorithm.advantage": {"name": "x", "payload": "y"}})
 
 
-def test_a_file_s_path_is_made_whole_because_workers_may_run_elsewhere(monkeypatch, tmp_path):
+def test_a_file_path_is_made_absolute_for_remote_workers(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert absolute("a/b.py:f") == f"{tmp_path}/a/b.py:f"
     assert [absolute(name) for name in ("grpo", "package.module:f", "http://x.py:80")] == [
@@ -337,13 +337,14 @@ def test_a_plug_in_s_file_stands_in_nobody_s_way(tmp_path):
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
-def test_a_recipe_s_options_of_its_loss_go_with_another_loss_and_stay_with_the_same():
+def test_a_recipe_s_loss_options_do_not_go_to_another_loss():
+    """The same loss keeps the recipe's options."""
     options = [load_config("quickstart", [f"algorithm.loss={name}"]).algorithm.loss_options for name in ("ppo", "sapo")]
     assert options == [{"clip_high": 0.28}, {}]
 
 
 @pytest.mark.process
-def test_a_second_run_writes_nothing_over_the_rows_of_one_that_lives(start, tmp_path):
+def test_a_second_run_does_not_overwrite_rows_of_a_live_one(start, tmp_path):
     start(reward=lambda text, row: 1.0, steps=1)
     (first,) = (tmp_path / "out").glob("rows-*.jsonl")
     before = first.read_bytes()

@@ -55,7 +55,7 @@ def context(output):
     return TOKENIZER.decode([i for i, m in pairs if not m])
 
 
-def test_the_model_acts_sees_what_comes_of_it_and_the_page_decides():
+def test_the_model_acts_sees_results_and_the_page_decides():
     turns = [call("fill", element=1, text="Ann") + call("choose", element=2, option="M"), call("click", element=3)]
     output = run(*turns, "bought")
     assert (output.reward, output.num_turns, output.extra_fields["end"]) == (1.0, 3, "answer")

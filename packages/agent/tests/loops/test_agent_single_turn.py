@@ -18,7 +18,7 @@ def run(server, row, *, tokenizer=None, **sampling_params):
     return asyncio.run(SingleTurnLoop(server, tokenizer or FakeTokenizer()).run(sampling_params, row))
 
 
-def test_the_prompt_is_the_rendered_template_and_the_completion_is_the_samplers_own():
+def test_prompt_is_the_template_and_completion_the_sampler_s():
     server = FakeGenerator(lambda _: [100, 101, 1], weight_version=4)
     output = run(server, ROW, temperature=0.5, max_new_tokens=9)
     # <|im_start|> u s e r \n h i <|im_end|> \n <|im_start|> a s s i s t a n t \n, each character + 3
@@ -77,7 +77,7 @@ def test_a_tokenizer_without_template_is_an_error_of_the_run():
         run(FakeGenerator(), ROW, tokenizer=Template({"input_ids": [1]}))
 
 
-def test_messages_that_the_template_refuses_are_an_error_of_the_row():
+def test_messages_refused_by_the_template_are_a_row_error():
     class TemplateEngineError(Exception):
         pass
 

@@ -62,7 +62,7 @@ def test_a_change_that_makes_the_tests_pass_earns_one():
 
 
 @pytest.mark.process
-def test_no_change_earns_nothing_and_the_output_of_the_tests_is_kept():
+def test_no_change_earns_nothing_and_test_output_is_kept():
     output = run("It is fine as it is.")
     assert output.reward == 0.0
     assert output.extra_fields["tests"]["exit_status"] == 1
@@ -95,7 +95,7 @@ def test_a_model_that_touches_the_tests_gains_nothing(trick):
 
 
 @pytest.mark.process
-def test_a_command_that_fails_hangs_or_floods_is_told_and_the_files_last(monkeypatch):
+def test_failing_hanging_and_flooding_commands_are_reported(monkeypatch):
     run_code = workers.Worker.run
 
     async def run_with_deadline(worker, code, stdin, timeout_s, *, is_fresh):  # a short one for what hangs alone
@@ -114,7 +114,7 @@ def test_a_command_that_fails_hangs_or_floods_is_told_and_the_files_last(monkeyp
 
 
 @pytest.mark.process
-def test_tests_that_hang_are_a_verdict_and_tests_that_cannot_run_are_a_failure():
+def test_hanging_tests_are_a_verdict_and_broken_ones_a_failure():
     output = run("$ echo 'while True: pass' > adder.py", test_timeout_s=1.0)
     assert (output.reward, output.extra_fields["tests"]["exit_status"]) == (0.0, None)
 

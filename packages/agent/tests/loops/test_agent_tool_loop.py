@@ -158,7 +158,7 @@ def test_calls_are_made_and_answers_appended_token_for_token():
         ([block], call("block"), "timeout", "error: block did not answer within 0.1 s"),
     ],
 )
-def test_a_tool_that_fails_gives_the_model_a_short_error_and_a_count(tools, turn, kind, sentence):
+def test_a_failing_tool_gives_the_model_a_short_error_and_counts(tools, turn, kind, sentence):
     release.clear()
     timeout_s = 0.1 if kind == "timeout" else 60
     output = run(says(turn, "well"), tools, tool_timeout_s=timeout_s)
@@ -262,7 +262,7 @@ def test_a_tool_knows_its_trajectory_and_is_told_its_end():
     assert failing.ended
 
 
-def test_a_tool_whose_machinery_fails_ends_the_rollout_as_a_failure():
+def test_a_tool_with_failing_machinery_fails_the_rollout():
     failure = Failure(kind=FailureKind.TOOL, stage="browser", message="it died", is_retryable=True)
     tool = Recorder(FailureError(failure))
 

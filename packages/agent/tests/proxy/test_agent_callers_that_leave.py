@@ -58,7 +58,7 @@ class Counted:
 @pytest.mark.promise("A client that leaves is in no trajectory")
 @pytest.mark.process
 @pytest.mark.parametrize("is_streaming", [False, True])
-def test_a_call_that_a_client_repeats_after_its_timeout_is_one_trajectory(tmp_path, is_streaming):
+def test_a_call_repeated_after_a_timeout_is_one_trajectory(tmp_path, is_streaming):
     folder = write_tiny_model(tmp_path / "model", max_position_embeddings=512)
 
     async def main():
@@ -89,7 +89,7 @@ def test_a_call_that_a_client_repeats_after_its_timeout_is_one_trajectory(tmp_pa
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-def test_an_answer_that_is_ready_when_its_caller_has_just_left_is_nobodys(is_streaming):
+def test_an_answer_for_a_caller_that_has_left_is_dropped(is_streaming):
     """The connection is closed while the answer is made, which the proxy hears of after it."""
     callers, has_left = [], asyncio.Event()
 
@@ -129,7 +129,7 @@ def test_what_tools_and_users_say_opens_and_closes_no_turn():
     assert output.metrics["num_escaped"] == 4
 
 
-def test_what_a_function_gives_to_the_responses_endpoint_opens_no_turn():
+def test_function_calls_to_responses_open_no_turn():
     async def use(proxy):
         async with client_of(proxy) as client:
             one = await client.responses.create(model="m", input="go")

@@ -62,7 +62,7 @@ def decoded(output, flag):
     return TOKENIZER.decode([i for i, m in pairs if m == flag])
 
 
-def test_turns_that_extend_one_another_are_one_trajectory_of_the_emitted_tokens():
+def test_turns_that_extend_each_other_are_one_trajectory():
     first = "  I add:  " + call("add", a=1, b=2)  # spaces that a rendering of the parsed message would lose
 
     async def use(client):
@@ -91,7 +91,7 @@ def test_turns_that_extend_one_another_are_one_trajectory_of_the_emitted_tokens(
 
 
 @pytest.mark.promise("The proxy: what extends becomes one trajectory, branches become several")
-def test_branches_become_trajectories_that_train_what_they_share_once():
+def test_branches_become_trajectories_that_train_prefixes_once():
     async def use(client):
         one = (await ask(client, [USER])).choices[0].message.content
         base = [USER, {"role": "assistant", "content": one}]
@@ -168,7 +168,7 @@ def test_a_field_that_is_not_honoured_is_refused(fields, sentence):
 
 
 @pytest.mark.parametrize(("error", "status"), [(ServerLostError("gone"), 503), (RequestError("too long"), 400)])
-def test_a_server_that_fails_is_an_error_of_the_request_and_records_nothing(error, status):
+def test_a_failing_server_is_a_request_error_and_unrecorded(error, status):
     def fail(_):
         raise error
 

@@ -46,7 +46,7 @@ def decoded(output, flag):
 
 
 @pytest.mark.process
-def test_a_conversation_by_items_is_one_trajectory_of_the_emitted_tokens():
+def test_a_conversation_by_items_is_one_trajectory_of_tokens():
     async def use(create):
         one = await create(model="policy", input="go", instructions="be brief", tools=[ADD], max_output_tokens=99)
         assert [item.type for item in one.output] == ["message", "function_call"]

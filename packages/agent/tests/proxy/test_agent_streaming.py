@@ -68,7 +68,7 @@ def chat(client, **fields):
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "responses"])
-def test_a_token_is_at_the_client_before_the_server_makes_the_next(endpoint):
+def test_a_token_is_at_the_client_before_the_next_is_made(endpoint):
     server = Stepwise("abc d")
 
     async def use(client, proxy):
@@ -97,7 +97,7 @@ def test_a_token_is_at_the_client_before_the_server_makes_the_next(endpoint):
     assert set(output.weight_versions) == {3}
 
 
-def test_a_client_that_leaves_ends_the_generation_and_records_nothing():
+def test_a_client_that_leaves_ends_its_generation_unrecorded():
     server = Stepwise("x" * 5000)
 
     async def use(client, proxy):
@@ -115,7 +115,7 @@ def test_a_client_that_leaves_ends_the_generation_and_records_nothing():
     assert with_proxy(server, use) == []
 
 
-def test_a_failure_after_the_first_token_is_an_event_and_records_nothing():
+def test_a_failure_after_the_first_token_is_an_unrecorded_event():
     server = Stepwise("abcdef", fails_at=3)
 
     async def use(client, proxy):
@@ -135,7 +135,7 @@ def test_a_failure_after_the_first_token_is_an_event_and_records_nothing():
     assert with_proxy(server, use) == ("abc", [])
 
 
-def test_a_session_that_is_finished_meanwhile_records_nothing_and_says_so():
+def test_a_finished_session_records_nothing_and_reports_it():
     server = Stepwise("abc")
 
     async def use(client, proxy):
@@ -211,7 +211,7 @@ def test_reasoning_is_shown_as_it_comes():
     assert not opens_thinking("<think>\n\n</think>\n\n")
 
 
-def test_a_parser_that_does_not_tell_how_calls_start_shows_nothing_early():
+def test_a_parser_without_call_start_shows_nothing_early():
     live = LiveText(TOKENIZER, None, is_thinking=False)
     assert live.push(TOKENIZER.encode("plain")) == ("", "")
 

@@ -169,7 +169,7 @@ while not os.path.exists({path!r}):
 
 @pytest.mark.process
 @pytest.mark.parametrize("end", ["'done'", "time.sleep(3600)", "os._exit(1)"])
-def test_a_grandchild_that_leaves_the_session_does_not_outlive_the_run(has_isolation, tmp_path, end):
+def test_a_grandchild_outside_the_session_ends_with_the_run(has_isolation, tmp_path, end):
     path = str(tmp_path / "lives")
 
     async def main():
@@ -290,7 +290,7 @@ def answers_of(turns, *, num_rollouts, timeout_s):
 
 
 @pytest.mark.process
-def test_the_python_tool_keeps_variables_within_a_trajectory_only():
+def test_the_python_tool_keeps_variables_within_a_trajectory():
     turns = ["'x' in globals()", "x = 6", "x * 7", "1 / 0", "__import__('os')._exit(0)", "x"]
     for answers in answers_of(turns, num_rollouts=3, timeout_s=60.0):
         assert answers == [
@@ -304,7 +304,7 @@ def test_the_python_tool_keeps_variables_within_a_trajectory_only():
 
 
 @pytest.mark.process
-def test_calls_of_one_turn_run_one_after_the_other_in_one_process():
+def test_calls_of_one_turn_run_in_order_in_one_process():
     async def main():
         tool = PythonTool(limits=SandboxLimits(timeout_s=60.0), max_sessions=1)
         codes = ["x = 1", "x += 1; x", "x += 1; x"]

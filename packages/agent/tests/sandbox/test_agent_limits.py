@@ -189,7 +189,7 @@ def test_a_line_to_all_descriptors_changes_no_later_grade(machine):
 
 
 @pytest.mark.process
-def test_a_worker_that_gives_another_answer_is_ended_and_its_grade_failed(monkeypatch):
+def test_a_worker_with_a_wrong_reply_ends_and_its_grade_fails(monkeypatch):
     receive = workers.Worker._receive
     seen = []
 

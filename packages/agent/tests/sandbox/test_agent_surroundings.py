@@ -49,7 +49,7 @@ def patched(monkeypatch):
             monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
-def test_a_solution_s_output_is_sent_and_shown_where_the_test_redirects_it():
+def test_a_solution_s_redirected_output_is_sent_and_shown():
     peer = Peer()
     surroundings.surround_solution(peer, "")
     print("a")  # noqa: T201

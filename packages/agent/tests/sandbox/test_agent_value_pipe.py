@@ -260,7 +260,7 @@ def test_operators_of_objects_are_done_there(get):
     assert (1 + kind(2)).cents == 3
 
 
-def test_the_result_of_an_operator_is_no_measure_of_a_plain_value(get):
+def test_an_operator_s_result_does_not_measure_a_plain_value(get):
     difference = get("money") - 5
     with pytest.raises(TypeError, match="compare values that are returned"):
         abs(difference)

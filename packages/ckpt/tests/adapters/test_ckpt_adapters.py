@@ -60,7 +60,7 @@ def loaded(model, weights, **options):
     return Held(model, weights, recorder.bindings, **options)
 
 
-def test_fused_and_tied_tensors_are_read_back_under_their_own_names():
+def test_fused_and_tied_tensors_are_read_back_by_their_own_names():
     model, weights = Fused(), weights_of(0)
     held = loaded(model, weights)
     assert_same(dict(held), weights)
@@ -71,7 +71,7 @@ def test_fused_and_tied_tensors_are_read_back_under_their_own_names():
     assert {name for name in held if not torch.equal(held[name], weights[name])} == {"k", "embed.weight", "head.weight"}
 
 
-def test_copies_on_the_way_are_followed_and_what_is_computed_on_the_way_is_not():
+def test_copies_are_followed_and_computed_values_are_not():
     """As a loader does that takes its part to the device first; `clone` stands for the way there."""
 
     class Moving(Fused):
@@ -123,7 +123,7 @@ def test_a_rank_vouches_for_its_part_and_no_other():
     assert wrong.nonzero().tolist() == [[2, 0]]
 
 
-def test_a_tensor_of_the_model_is_filled_when_all_of_it_was_written():
+def test_a_model_tensor_is_filled_when_all_of_it_is_written():
     model, weights = Fused(), weights_of(0)
 
     def filled(**given):
@@ -166,7 +166,7 @@ def test_a_head_that_is_not_the_one_it_is_tied_to_is_seen():
     assert {name for name in held if not torch.equal(held[name], weights[name])} == {"head.weight"}
 
 
-def test_a_loader_that_fills_another_module_than_the_owner_is_followed_there_too():
+def test_a_loader_that_fills_another_module_is_followed_there():
     model = nn.ModuleDict({"one": nn.Linear(3, 2, bias=False), "other": nn.Linear(3, 2, bias=False)})
     given = {"one.weight": torch.randn(2, 3)}
     recorder = LoadRecorder(model, given, "one")
@@ -283,7 +283,9 @@ def test_an_installed_version_is_undone_if_the_sync_fails(pair, url):
     installer.detach()
 
 
-def test_a_model_that_cannot_go_back_refuses_to_serve_until_the_next_version(pair, url):
+def test_a_model_that_cannot_roll_back_refuses_to_serve(pair, url):
+    """Until it has the next version."""
+
     def restore():
         raise OSError("no disk")
 
@@ -302,7 +304,7 @@ def test_a_model_that_cannot_go_back_refuses_to_serve_until_the_next_version(pai
     installer.detach()
 
 
-def test_a_refusal_ends_when_all_that_the_failed_sync_may_have_left_has_come(pair, url):
+def test_a_refusal_ends_when_leftovers_of_the_failed_sync_came(pair, url):
     """Then what no sync brings is as it was; and until then the parameters are NaN, whatever fails meanwhile."""
 
     def restore():
@@ -356,7 +358,7 @@ def test_sglang_takes_a_version_by_its_custom_loader(pair, url):
     sglang._engines.pop(id(model)).installer.detach()
 
 
-def test_sglang_keeps_what_it_was_started_with_until_the_first_commit(pair, url):
+def test_sglang_keeps_its_start_weights_until_the_first_commit(pair, url):
     """A first sync that fails late is undone, and answered; another loader's error is SGLang's as before."""
     model = Fused()
     started = weights_of(9)
@@ -381,7 +383,7 @@ def test_sglang_keeps_what_it_was_started_with_until_the_first_commit(pair, url)
     sglang._engines.pop(id(model)).installer.detach()
 
 
-def test_sglang_goes_back_from_names_that_the_version_before_did_not_have(pair, url):
+def test_sglang_reverts_names_new_to_the_version_before(pair, url):
     """One that the loader does not know, and one that it has put somewhere."""
 
     def take(version):
@@ -405,7 +407,7 @@ def test_sglang_goes_back_from_names_that_the_version_before_did_not_have(pair, 
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-def test_the_request_to_sglang_holds_a_session_and_a_version_and_no_handle_of_memory():
+def test_the_sglang_request_has_no_memory_handle():
     request = sglang.session_request("shm://policy", 7, tp_size=2)
     one, other = request["serialized_named_tensors"]
     assert one == other

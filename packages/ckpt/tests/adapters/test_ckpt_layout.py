@@ -106,7 +106,9 @@ def test_a_dry_load_tells_what_a_rank_takes_and_changes_nothing(rank):
     assert boxes == wanted
 
 
-def test_what_a_loader_computes_something_of_is_wanted_whole_and_a_view_that_is_no_box_as_well():
+def test_values_a_loader_computes_on_or_views_are_wanted_whole():
+    """The whole tensor is requested if a loader computes with it or takes a view that is not a box."""
+
     class Turning(nn.Module):
         def __init__(self):
             super().__init__()
@@ -131,7 +133,7 @@ def test_what_a_loader_computes_something_of_is_wanted_whole_and_a_view_that_is_
     assert boxes == {"doubled": ((0, 0), (4, 3)), "turned": ((0, 0), (3, 2)), "skewed": ((0, 0), (4, 3))}
 
 
-def test_a_part_that_a_loader_takes_to_the_device_first_is_wanted_alone_unless_it_is_cut_again_there():
+def test_a_part_copied_to_the_device_is_wanted_alone_if_uncut():
     """`clone` stands for the way to the device."""
 
     class Moving(nn.Module):
@@ -302,7 +304,7 @@ def sync(job, weights, version, fails=None):
 
 
 @pytest.mark.promise("A rank of vLLM or SGLang is sent the slices that it computes with, and vouches for them")
-def test_each_rank_is_sent_what_it_computes_with_and_vouches_for_it(job):
+def test_each_rank_receives_what_it_computes_with_and_attests_it(job):
     _, engines = job
     for version in (1, 2, 3):
         weights = weights_of(version)
@@ -314,7 +316,7 @@ def test_each_rank_is_sent_what_it_computes_with_and_vouches_for_it(job):
 
 
 @pytest.mark.process
-def test_a_rank_whose_loader_loses_a_tensor_keeps_both_at_the_version_before(job):
+def test_a_rank_that_loses_a_tensor_keeps_the_replica_s_version(job):
     _, engines = job
     first, second = weights_of(1), weights_of(2)
     engines[1].loses = "o"
@@ -329,7 +331,7 @@ def test_a_rank_whose_loader_loses_a_tensor_keeps_both_at_the_version_before(job
     assert all(engine.model.holds(second) for engine in engines)
 
 
-def test_a_rank_that_stores_other_numbers_than_were_sent_is_found(job):
+def test_a_rank_that_stores_other_numbers_is_found(job):
     _, engines = job
     load = engines[0].model.load_weights
 
@@ -353,9 +355,8 @@ def staged_bytes(installer):
     "A rank keeps the slices of one version, and goes back to the version before without a second copy"
 )
 @pytest.mark.process
-def test_layers_are_exchanged_one_by_one_so_that_one_version_is_kept_and_any_failure_is_undone(
-    layered_job, monkeypatch
-):
+def test_layers_are_exchanged_one_by_one_and_failures_undone(layered_job, monkeypatch):
+    """Only one version is in memory at a time."""
     _, engines = layered_job
     fresh = []
     monkeypatch.setattr(load_recorder, "sparse_like", lambda like: fresh.append(like) or sparse_like(like))
@@ -439,7 +440,7 @@ def test_host_memory_holds_the_slices_of_a_rank_and_hardly_more(tmp_path):
 
 
 @pytest.mark.promise("Slices land while the engine goes on, and are installed when they are taken")
-def test_slices_land_while_the_engine_goes_on_and_are_installed_when_they_are_taken(layered_job, tmp_path):
+def test_slices_land_while_the_engine_runs_and_install_on_take(layered_job, tmp_path):
     trainer, engines = layered_job
     first, second = stacked(1), stacked(2)
     sync(layered_job, first, 1)
@@ -460,7 +461,7 @@ def test_slices_land_while_the_engine_goes_on_and_are_installed_when_they_are_ta
     assert all(engine.model.holds(second) for engine in engines)
 
 
-def test_slices_that_have_landed_and_are_never_taken_are_voted_against(layered_job, tmp_path):
+def test_slices_landed_and_never_taken_are_voted_against(layered_job, tmp_path):
     trainer, engines = layered_job
     first, second = stacked(1), stacked(2)
     sync(layered_job, first, 1)
@@ -514,7 +515,7 @@ def test_a_server_with_fewer_ranks_than_were_asked_is_refused(tmp_path):
         read_layouts(tmp_path, 2)
 
 
-def test_sglang_tells_its_layout_and_takes_slices_by_its_custom_loader(tmp_path):
+def test_sglang_reports_its_layout_and_takes_slices_by_loader(tmp_path):
     model = Rank(0, num_ranks=1)
     told = {name: ("float32", tuple(tensor.shape)) for name, tensor in weights_of(0).items()}
     sglang.load_weights(model, sglang.session_tensors(write_layout_request(tmp_path, told), 0))

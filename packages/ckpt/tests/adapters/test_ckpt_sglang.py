@@ -94,7 +94,7 @@ def served(request, tmp_path_factory):
 
 
 class TestSglang(ServedSuite):
-    def test_the_request_of_a_failed_sync_says_why_and_the_version_stays(self, served):
+    def test_a_failed_sync_s_request_says_why_and_keeps_the_version(self, served):
         server, has_aliases = served
         with session(server, f"uds://{new_name()}") as sender:
             server.sync(sender, tiny_model(1, has_aliases=has_aliases).named_parameters(), 1)

@@ -183,7 +183,7 @@ def test_what_the_pool_does_not_hold_is_found_and_undone(manager, sender):
     assert manager.serves("one", adapter_of(7))
 
 
-def test_a_first_sync_that_fails_leaves_what_the_server_was_started_with(manager, sender):
+def test_a_failed_first_sync_keeps_the_start_weights(manager, sender):
     def spoil():
         manager.spoils = lambda: None
         manager.memory_pool.A_buffer["qkv_proj"][0][0, 0, 0] += 1

@@ -246,7 +246,7 @@ def test_every_worker_takes_its_part_and_vouches_for_it(server, sender):
         assert not hasattr(model, "first_pre_reload_weights")
 
 
-def test_a_loader_that_does_not_hold_what_came_is_found_and_undone(server, sender):
+def test_a_loader_that_loses_data_is_found_and_undone(server, sender):
     assert server.sync(sender, weights_of(1), 1) == []
     layer = server.models[1].o
     load = layer.load_weights
@@ -282,7 +282,7 @@ def test_a_load_that_breaks_is_undone_on_all_workers(server, sender, num_before)
     assert server.holds(weights_of(3))
 
 
-def test_a_sync_that_leaves_out_a_tensor_or_is_of_another_version_changes_nothing(server, sender):
+def test_an_incomplete_or_mismatched_sync_changes_nothing(server, sender):
     without = {name: tensor for name, tensor in weights_of(1).items() if name != "qkv.k"}
     shorter = {name: tensor for name, tensor in weights_of(1).items() if not name.startswith("norm")}
     assert any("TensorError: 1 parameters of the model got" in text for text in server.sync(sender, shorter, 1))
@@ -355,7 +355,7 @@ class ShardedTrainer:
 
 @pytest.mark.promise("Slices land while TensorRT-LLM goes on, and each worker takes its own (a stand-in of the worker)")
 @pytest.mark.process
-def test_slices_land_while_the_engine_goes_on_and_each_worker_takes_its_own(server):
+def test_slices_land_while_serving_and_workers_take_their_own(server):
     trainer = ShardedTrainer(server)
     assert server.holds(weights_of(0)), "a layout is told by a dry run"
     with asyncio.Runner() as runner, ThreadPoolExecutor(1) as pool:
@@ -434,7 +434,7 @@ def extension_module():
     return sys.modules[EXTENSION.rpartition(".")[0]]
 
 
-def test_an_update_weights_of_another_kind_is_refused_before_it_is_called(server, sender, monkeypatch):
+def test_an_unknown_update_weights_kind_is_refused_before_a_call(server, sender, monkeypatch):
     monkeypatch.delattr(WorkerExtension.update_weights, "__wrapped__")
     told = server.sync(sender, weights_of(1), 1)
     assert any("use 1.2 to 1.4" in text for text in told)
@@ -513,7 +513,7 @@ def test_the_launcher_starts_the_engine_that_takes_weights(launch, tmp_path):
     assert launch("/model", "--sleeps", SleepConfig=dict)[0]["sleep_config"] == {}
 
 
-def test_the_launcher_says_what_cannot_be_before_anything_is_loaded(launch, tmp_path, monkeypatch):
+def test_the_launcher_reports_impossible_plans_before_loading(launch, tmp_path, monkeypatch):
     AsyncLLM.made = None
     os.environ.pop(KEY_VARIABLE, None)
     with pytest.raises(SystemExit, match=f"set the variable {KEY_VARIABLE}"):

@@ -147,7 +147,7 @@ def test_a_bit_that_changes_after_the_digest_is_found(cuda, monkeypatch):
 
 
 @pytest.mark.process
-def test_memory_that_was_freed_and_allocated_again_at_its_address_is_mapped_anew(cuda):
+def test_memory_reallocated_at_its_address_is_mapped_anew(cuda):
     """Its address says that nothing has happened, and who mapped it before sees the memory of before."""
 
     async def work(sender, receiver):
@@ -209,7 +209,7 @@ def test_targets_that_moved_are_noticed(cuda):
 
 
 @pytest.mark.process
-def test_a_target_that_is_read_otherwise_than_before_is_written_as_it_is_now(cuda):
+def test_a_reinterpreted_target_is_written_as_it_is_now(cuda):
     """At the same address: a square matrix and its transpose, in either order."""
     del cuda
 
@@ -227,7 +227,7 @@ def test_a_target_that_is_read_otherwise_than_before_is_written_as_it_is_now(cud
 
 
 @pytest.mark.process
-def test_the_device_is_waited_for_before_anything_is_said_of_what_lies_there(cuda):
+def test_the_device_is_waited_for_before_its_data_is_vouched(cuda):
     """An optimizer's kernels, on whatever stream, may have been begun and not have ended."""
 
     async def work(sender, receiver):
@@ -270,7 +270,7 @@ def test_a_handle_that_cannot_be_opened_leaves_no_mapping_behind(cuda):
 
 
 @pytest.mark.process
-def test_what_is_declared_behind_a_source_that_cannot_be_mapped_is_known(cuda):
+def test_declarations_behind_an_unmappable_source_are_known(cuda):
     """Or the next sync would fail as well, for a tensor that had never come."""
 
     async def work(sender, receiver):
@@ -324,7 +324,7 @@ def test_memory_of_expandable_segments_is_refused(cuda):
 
 
 @pytest.mark.process
-def test_a_handle_that_cannot_be_opened_ends_the_sync_and_not_the_session(cuda):
+def test_a_handle_that_fails_to_open_ends_only_the_sync(cuda):
     """As when a driver refuses: the error is the receiver's, and the next sync works."""
 
     async def work(sender, receiver):

@@ -98,7 +98,7 @@ def set_to(weights, version):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_registered", [True, False], ids=["mapped", "ring"])
-def test_fifty_versions_to_receivers_of_every_kind_in_processes_of_their_own(gpu, is_registered):
+def test_fifty_versions_reach_every_kind_of_receiver_process(gpu, is_registered):
     """One comes late; the source is registered anew again and again. The bits are right, and nothing grows."""
     url, last = f"cuda-ipc://{new_name()}", 50
     num_descriptors = set()
@@ -226,7 +226,7 @@ def test_from_rows_to_columns(gpu):
 
 
 @pytest.mark.slow
-def test_a_sender_that_dies_before_its_memory_was_mapped_is_said_to_have_died(monkeypatch, gpu):
+def test_a_sender_dying_before_mapping_is_reported_as_dead(monkeypatch, gpu):
     """And not that its handle is none: a receiver then waits for its successor."""
     del gpu
     code = """
@@ -282,7 +282,8 @@ def is_whole(mapped):
     return torch.equal(mapped[:8000].view(torch.int64), torch.arange(1000))
 
 
-def test_the_fake_keeps_what_a_killed_process_had_where_it_is_mapped_and_opens_it_no_more():
+def test_the_fake_keeps_mapped_memory_of_a_killed_process():
+    """Existing mappings stay valid; the handle cannot be opened again."""
     owner, handle, size = holder()
     with owner:
         gpu = FakeGpu()
@@ -310,7 +311,7 @@ def test_the_fake_overwrites_what_is_freed_while_it_is_mapped():
         owner.stdin.write("\n")
 
 
-def test_the_fake_maps_a_handle_once_counts_and_kills_who_reads_what_is_closed():
+def test_the_fake_maps_handles_once_and_kills_late_readers():
     code = """
         handle, size = bytes.fromhex(sys.argv[1]), int(sys.argv[2])
         one, other = gpu.open(handle, size), gpu.open(handle, size)
@@ -327,7 +328,7 @@ def test_the_fake_maps_a_handle_once_counts_and_kills_who_reads_what_is_closed()
         owner.kill()
 
 
-def test_the_fake_gives_other_memory_at_the_same_address_another_handle():
+def test_the_fake_gives_reused_addresses_another_handle():
     gc.collect()  # the errors of earlier tests keep frames alive, and those memory of another fake
     gpu = FakeGpu()
     handles = set()

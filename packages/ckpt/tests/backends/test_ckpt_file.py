@@ -41,7 +41,7 @@ def ends(url, **options):
     return connect(url, role="send", **options), connect(url, role="receive", **({"timeout_s": 20} | options))
 
 
-def test_a_successor_leaves_what_is_published_and_removes_the_rest(url, tmp_path):
+def test_a_successor_keeps_published_data_and_removes_the_rest(url, tmp_path):
     async def work():
         sender, receiver = ends(url)
         async with sender:
@@ -56,7 +56,7 @@ def test_a_successor_leaves_what_is_published_and_removes_the_rest(url, tmp_path
     asyncio.run(work())
 
 
-def test_a_version_that_is_removed_as_it_is_opened_is_looked_for_again(url, monkeypatch):
+def test_a_version_removed_while_opening_is_looked_up_again(url, monkeypatch):
     read, gone = Folder.read, [FileNotFoundError()]
 
     def removed(folder, version):
@@ -76,7 +76,7 @@ def test_a_version_that_is_removed_as_it_is_opened_is_looked_for_again(url, monk
 
 
 @pytest.mark.process
-def test_every_kind_of_tensor_survives_and_a_late_joiner_gets_the_newest(url):
+def test_every_tensor_kind_survives_and_joiners_get_the_newest(url):
     async def work():
         sender, receiver = ends(url)
         async with sender, receiver:
@@ -267,7 +267,7 @@ def test_urls_that_are_refused(url, message):
 
 
 @pytest.mark.process
-def test_a_writer_that_is_killed_has_published_nothing_and_its_leavings_go(url, tmp_path):
+def test_a_killed_writer_publishes_nothing_and_is_cleaned_up(url, tmp_path):
     code = """
         import sys, signal
         import torch
@@ -363,7 +363,7 @@ def test_a_staged_version_is_installed_whole_or_not_at_all(url, tmp_path):
     asyncio.run(work())
 
 
-def test_a_version_that_lacks_a_tensor_leaves_targets_that_refuse(url):
+def test_a_version_missing_a_tensor_leaves_refusing_targets(url):
     """The consumer's tensors are of two versions then, and the one that was taken is not in force."""
 
     async def work():
@@ -402,7 +402,7 @@ def test_targets_that_share_memory_cannot_hold_two_contents(url):
     asyncio.run(work())
 
 
-def test_a_registered_tensor_that_changes_before_it_is_on_disk_is_not_published(url, monkeypatch):
+def test_a_tensor_changed_before_its_write_is_not_published(url, monkeypatch):
     """It is written from where it is, after its digest was made: readers would find a version that is none."""
     weights = {f"t{i}": torch.zeros(1 << 19) for i in range(3)}
 

@@ -37,7 +37,7 @@ def versions_in(url):
 
 @pytest.mark.promise("A folder or object store of differences gives every reader what was sent, also one that joins")
 @pytest.mark.process
-def test_differences_are_small_and_whoever_holds_the_version_before_or_joins_has_every_bit(url):
+def test_differences_are_small_and_give_every_bit_to_all_readers(url):
     async def work():
         async with (
             connect(f"{url}?chain=3", role="send") as sender,
@@ -63,7 +63,7 @@ def test_differences_are_small_and_whoever_holds_the_version_before_or_joins_has
 
 
 @pytest.mark.process
-def test_a_reader_that_missed_versions_catches_up_by_those_that_it_lacks(url, monkeypatch):
+def test_a_reader_that_missed_versions_catches_up(url, monkeypatch):
     from rl_ckpt.backends.file.folder import Folder, ObjectStore
 
     opened = []
@@ -90,7 +90,9 @@ def test_a_reader_that_missed_versions_catches_up_by_those_that_it_lacks(url, mo
 
 @pytest.mark.promise("What a kept version is a difference from is kept")
 @pytest.mark.process
-def test_what_a_kept_version_is_a_difference_from_is_kept_too_and_the_rest_is_pruned(url):
+def test_bases_of_a_kept_version_are_kept_and_others_pruned(url):
+    """The base is the version that the kept one is a difference from."""
+
     async def work():
         async with connect(f"{url}?chain=4&keep=2", role="send") as sender:
             kept = []
@@ -105,7 +107,9 @@ def test_what_a_kept_version_is_a_difference_from_is_kept_too_and_the_rest_is_pr
 
 
 @pytest.mark.process
-def test_a_new_sender_begins_with_a_whole_version_and_a_failed_one_is_followed_by_one(url):
+def test_a_new_sender_or_a_failed_version_means_a_whole_version(url):
+    """No difference is sent first by a new sender, nor after a failed sync."""
+
     def torn():
         yield from list(weights_of(3).items())[:2]
         raise RuntimeError("the trainer stumbled")
@@ -150,7 +154,7 @@ def test_tied_tensors_are_stored_once_in_differences_too(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.parametrize("flips", ["difference", "base"])
-def test_a_flipped_bit_in_any_link_of_the_chain_is_found_and_the_next_whole_version_is_taken(flips, tmp_path):
+def test_a_flipped_bit_in_a_chain_is_found_and_recovered_from(flips, tmp_path):
     url = f"file://{tmp_path}/policy"
 
     async def work():
@@ -230,9 +234,7 @@ DYING_WRITER = """
 
 @pytest.mark.process
 @pytest.mark.parametrize(("operation", "when", "published"), [("put", 1, 2), ("put", 2, 2), ("prune", 1, 3)], ids=str)
-def test_a_writer_that_is_killed_at_any_step_of_a_difference_leaves_a_version_that_is_whole(
-    operation, when, published, tmp_path
-):
+def test_a_writer_killed_in_a_difference_leaves_a_whole_version(operation, when, published, tmp_path):
     """Before its tensors, before its manifest, and after it; the next writer goes on, with a whole version."""
     url = f"file://{tmp_path}/policy"
     weights = {"w": torch.arange(100000.0)}

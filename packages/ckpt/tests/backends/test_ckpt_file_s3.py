@@ -58,7 +58,7 @@ def versions_in(url):
 
 
 @pytest.mark.promise("In an S3-like store a chain is published, pruned and joined, and its readers are attested")
-def test_a_chain_is_published_pruned_and_joined_and_every_reader_is_attested(url):
+def test_a_chain_is_published_pruned_joined_and_attested(url):
     """Four versions, every second one whole; one reader follows, another joins at each, a third misses two."""
 
     async def work():
@@ -94,7 +94,7 @@ def test_a_chain_is_published_pruned_and_joined_and_every_reader_is_attested(url
     assert len(objects_in(url)) == 2 * 2
 
 
-def test_a_reader_whose_engine_holds_something_else_does_not_take_the_version(url):
+def test_a_reader_with_a_different_engine_rejects_the_version(url):
     async def work():
         async with (
             connect(f"{url}?chain=3", role="send") as sender,

@@ -92,7 +92,7 @@ def test_from_one_gpu_to_another():
 
 @pytest.mark.gpu
 @needs_two_gpus
-def test_a_receiver_that_is_killed_ends_the_sync_and_its_successor_takes_the_next():
+def test_a_killed_receiver_ends_the_sync_and_can_be_replaced():
     async def main():
         async with sender() as end:
             await end.prepare()

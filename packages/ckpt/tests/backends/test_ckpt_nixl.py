@@ -32,7 +32,7 @@ async def open_ends(stack, num_receivers, **options):
     return sender, [await stack.enter_async_context(end) for end in ends]
 
 
-def test_a_bit_that_changes_in_the_ring_is_found_and_the_next_sync_works(monkeypatch):
+def test_a_flipped_ring_bit_is_found_and_the_next_sync_works(monkeypatch):
     """The sender's memory is another than it was when it was announced: the digests were made before."""
     from rl_ckpt.backends import nixl
 
@@ -105,7 +105,7 @@ def test_a_read_that_never_ends_is_given_up_at_the_deadline(monkeypatch):
     asyncio.run(main())
 
 
-def test_processes_that_are_killed_leave_nothing_in_shared_memory():
+def test_killed_processes_leave_nothing_in_shared_memory():
     """Neither we nor UCX, whose segments are files there while they are used."""
 
     def in_shared_memory():

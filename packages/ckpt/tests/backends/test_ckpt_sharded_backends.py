@@ -111,7 +111,7 @@ class Pairs:
                 assert torch.equal(held[spec.name], part(weights[spec.name], spec)), spec
 
 
-def test_every_replica_has_its_slices_under_the_digest_of_the_whole_model(scheme):
+def test_every_replica_has_slices_under_the_whole_model_digest(scheme):
     async def main():
         async with Pairs(scheme) as pairs:
             for version in (1, 2):
@@ -125,7 +125,7 @@ def test_every_replica_has_its_slices_under_the_digest_of_the_whole_model(scheme
     asyncio.run(main())
 
 
-def test_a_rank_that_fails_commits_nothing_anywhere_and_the_next_sync_is_whole(scheme):
+def test_a_failing_rank_commits_nothing_and_the_next_sync_works(scheme):
     def fail(rank, tensor):
         if rank == 1 and tensor.shape == (512, 1030):  # the last one: both ranks are in the middle of it
             raise RuntimeError("the export fails")

@@ -28,7 +28,7 @@ def weights_of(version):
     return {f"t{i}": torch.full((BUCKET_BYTES,), version * 20 + i, dtype=torch.uint8) for i in range(8)}
 
 
-def test_a_consumer_that_writes_to_its_views_spoils_nobodys_weights():
+def test_a_consumer_that_writes_to_views_changes_no_weights():
     async def work():
         address = f"shm://{new_name()}"
         async with (

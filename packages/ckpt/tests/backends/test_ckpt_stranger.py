@@ -55,7 +55,7 @@ def test_it_is_short_and_uses_what_is_published():
     assert _modules(code) <= {"rl_ckpt.errors", "rl_ckpt.transports", "rl_ckpt.types"}
 
 
-def test_the_published_suites_import_no_private_module_and_patch_nothing_private():
+def test_published_suites_use_only_public_names():
     for path in Path(rl_ckpt.testing.__file__).parent.glob("*.py"):
         code = path.read_text()
         assert not [module for module in _modules(code) if "._" in module], path

@@ -39,7 +39,7 @@ SENDER = """
 
 @pytest.mark.parametrize("scheme", ["shm", "uds"])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded")
-def test_a_killed_sender_is_missed_and_succeeded_although_its_child_lives(scheme):
+def test_a_killed_sender_is_replaced_although_its_child_lives(scheme):
     address = f"{scheme}://{new_name()}"
     sender = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SENDER), address], stdout=subprocess.PIPE, text=True

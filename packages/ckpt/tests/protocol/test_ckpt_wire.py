@@ -124,7 +124,7 @@ def written_formats():
 
 
 @pytest.mark.promise("The wire format is the one written down")
-def test_the_specification_has_the_messages_of_the_code_with_their_formats():
+def test_the_specification_lists_the_code_s_message_formats():
     """Names, order and sizes of all fields in front; hand-made bytes above hold what the table cannot say."""
     written = {kind: (name, fields, has_rest) for kind, name, fields, has_rest in written_formats()}
     assert {kind: name for kind, (name, _, _) in written.items()} == {

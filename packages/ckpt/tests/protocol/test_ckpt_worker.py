@@ -37,7 +37,7 @@ def test_work_on_a_gpu_goes_to_the_stream_of_the_caller(monkeypatch):
     assert asyncio.run(main()) == "the caller's, in the thread"
 
 
-def test_a_call_that_is_cancelled_twice_holds_up_the_next_one_and_is_no_error():
+def test_a_call_cancelled_twice_does_not_delay_the_next():
     """As by a timeout and whoever gives up at the same moment: the second does not wait until the thread is free."""
 
     async def main():
@@ -65,7 +65,7 @@ def test_a_call_that_is_cancelled_twice_holds_up_the_next_one_and_is_no_error():
 
 
 @pytest.mark.parametrize("kind", [Hello, Ready, Free, Staged, Begin, Manifest, Buckets, Seal, Commit])
-def test_an_interrupt_while_a_message_is_taken_in_costs_one_sync_at_most(monkeypatch, kind):
+def test_an_interrupted_receive_costs_at_most_one_sync(monkeypatch, kind):
     """Ctrl-C at either end, in the moment in which what the other has said is off the socket and not acted on."""
     url, interrupted, feed = f"shm://{new_name()}", [], Decoder.feed
     weights = {f"t{i}": torch.full((3000,), float(i)) for i in range(5)}

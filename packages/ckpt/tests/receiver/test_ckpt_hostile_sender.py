@@ -194,7 +194,7 @@ def test_another_wire_version_or_role_is_no_sender(hello):
     assert state is ReceiverState.IDLE
 
 
-def test_a_sender_that_says_nothing_of_the_verdict_leaves_the_receiver_in_doubt():
+def test_a_sender_silent_on_the_verdict_leaves_it_in_doubt():
     def play(sender):
         assert isinstance(sender.send_all(), Staged)
         sender.channel.close()
@@ -217,7 +217,7 @@ def test_every_bucket_is_freed_before_the_vote():
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["called off", "not told"])
-def test_staged_tensors_are_put_back_and_may_be_served_only_if_the_sender_has_called_it_off(is_told):
+def test_staged_tensors_are_restored_after_a_sender_s_cancel(is_told):
     """Who is not told may have missed the commit that the others have."""
     into = {"w": torch.full((256,), 7, dtype=torch.uint8)}
 

@@ -19,7 +19,7 @@ def blank(weights):
     return {name: torch.empty_like(t, memory_format=torch.contiguous_format).fill_(1) for name, t in weights.items()}
 
 
-def test_memory_that_reads_as_something_else_is_not_written_as_bytes():
+def test_memory_with_another_view_is_not_written_as_bytes():
     plain = torch.zeros(3, dtype=torch.complex64)
     views = [plain, plain.conj(), plain.conj().imag, torch.zeros(2, 3).t()]
     assert [is_plain_on(view) for view in views] == [True, False, False, False]
@@ -163,7 +163,7 @@ def round_off(engine, name, tensor):
 
 
 @pytest.mark.parametrize(("load", "bound"), [(keep_old, 4), (drop_new, 3), (round_off, 4)])
-def test_an_engine_that_does_not_hold_what_landed_commits_nothing(load, bound):
+def test_an_engine_without_the_received_data_commits_nothing(load, bound):
     async def work(sender, receiver):
         weights = {f"t{i}": torch.randn(100) for i in range(4)}
         engine = blank(weights)
@@ -246,7 +246,7 @@ def test_whoever_does_not_hold_the_base_gets_everything():
     run(work, num_receivers=2, bucket_bytes=1 << 20, delta=True)
 
 
-def test_a_successor_with_lower_versions_is_followed_and_its_differences_are_never_told_from_anothers_version():
+def test_a_successor_with_lower_versions_is_followed_safely():
     """A trainer that goes on from an older checkpoint: versions go back, and numbers come again for other weights."""
 
     async def work(old, first, second):
@@ -273,7 +273,7 @@ def test_a_successor_with_lower_versions_is_followed_and_its_differences_are_nev
 
 
 @pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}], ids=str)
-def test_training_that_goes_on_while_its_weights_are_sent_is_an_error(kind):
+def test_training_while_its_weights_are_sent_is_an_error(kind):
     """Or a sampler would serve layers of two steps as one version, and nobody would know."""
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(12)))
     optimizer = torch.optim.AdamW(model.parameters(), **kind)

@@ -16,7 +16,7 @@ def weights_of(seed):
     return {"q": torch.randn(4, 6, generator=generator), "norm": torch.randn(6, generator=generator).bfloat16()}
 
 
-def test_staging_keeps_the_version_before_until_the_next_is_committed():
+def test_staging_keeps_the_old_version_until_the_commit():
     staging, first, second = Staging(), weights_of(1), weights_of(2)
     for name, tensor in first.items():
         staging.put(name, tensor)
@@ -40,7 +40,7 @@ def test_staging_keeps_the_version_before_until_the_next_is_committed():
     assert {name: tensor.data_ptr() for name, tensor in staging.current.items()} == memory
 
 
-def test_staging_forgets_names_that_a_whole_version_does_not_have():
+def test_staging_forgets_names_missing_from_a_whole_version():
     staging = Staging()
     staging.put("old", torch.ones(2))
     staging.commit(is_whole=True)
@@ -57,7 +57,7 @@ def test_staging_takes_a_tensor_that_has_changed_its_shape():
         assert staging.current["t"].shape == shape
 
 
-def test_what_was_installed_changes_places_with_the_targets_and_back():
+def test_installed_weights_swap_with_the_targets_and_back():
     staging, old, new = Staging(), weights_of(1), weights_of(2)
     targets = {name: tensor.clone() for name, tensor in old.items()}
     targets["q"] = old["q"].t().contiguous().t()  # not contiguous
@@ -107,7 +107,7 @@ def interrupting(copy, after):
     return interrupted
 
 
-def test_room_is_kept_for_the_next_version_and_not_for_names_that_are_gone():
+def test_room_is_kept_for_the_next_version_and_not_old_names():
     staging, targets = Staging(), weights_of(1)
     rooms = [{name: tensor.data_ptr() for name, tensor in staging.open(targets).items()} for _ in range(2)]
     assert rooms[0] == rooms[1]

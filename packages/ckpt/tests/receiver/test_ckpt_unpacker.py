@@ -233,7 +233,7 @@ def test_any_difference_is_applied_or_refused_whole(content, is_plausible):
 @pytest.mark.parametrize(
     "change", [{"sequence": 1}, {"slot": 1}, {"used_bytes": 0}, {"used_bytes": 512}, {"used_bytes": 1280}], ids=str
 )
-def test_a_bucket_out_of_turn_or_of_another_size_than_its_spans_is_refused(change):
+def test_a_bucket_out_of_order_or_of_a_wrong_size_is_refused(change):
     ring, into = Ring(), {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}
     first = honest(ring.slots[0])[0]
     assert first.used_bytes == 256

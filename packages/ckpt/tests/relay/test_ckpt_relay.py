@@ -175,7 +175,7 @@ class HalfLanded:
         return spec.num_bytes if spec.name == "whole" or self.is_whole else spec.num_bytes // 2
 
 
-def test_a_tensor_that_is_whole_does_not_wait_in_a_bucket_for_the_rest_of_the_next():
+def test_a_whole_tensor_does_not_wait_for_the_next_one():
     weights = {"whole": torch.arange(100), "half": torch.arange(1000)}  # one bucket could hold both
     pipe, url, got = HalfLanded(weights), address("inproc"), {}
 
@@ -204,7 +204,7 @@ def test_a_tensor_that_is_whole_does_not_wait_in_a_bucket_for_the_rest_of_the_ne
     assert_same(got, weights)
 
 
-def test_tensors_that_are_no_plain_memory_are_passed_on_when_they_are_whole():
+def test_non_plain_memory_is_passed_on_once_it_is_whole():
     async def work(tree):
         tree.mine[0] |= {"t1": torch.zeros(41, 300).t(), "t3": torch.zeros(300, 86)[:, ::2]}
         weights = weights_of(1)
@@ -273,7 +273,7 @@ def test_a_sync_that_ends_on_its_way_ends_on_all_levels(is_cancelled):
     run(work)
 
 
-def test_votes_that_come_while_a_relay_calls_the_sync_off_get_their_verdict(monkeypatch):
+def test_votes_during_a_relay_s_cancel_get_their_verdict(monkeypatch):
     """The receiver below has voted, and the relay hears of it only after it has begun to call the sync off."""
     has_landed, is_calling_off = threading.Event(), threading.Event()
     call_off, relays = Forwarding.call_off, []

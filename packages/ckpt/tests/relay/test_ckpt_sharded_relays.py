@@ -88,7 +88,7 @@ class Nodes:
 )
 @pytest.mark.process
 @pytest.mark.parametrize("option", ["", "&delta=1"], ids=["whole", "differences"])
-def test_every_receiver_of_the_node_has_the_version_and_the_trainer_sends_it_once(option):
+def test_a_node_s_receivers_share_one_copy_from_the_trainer(option):
     async def main():
         async with Nodes(option) as nodes:
             for version in (1, 2, 3):
@@ -109,7 +109,7 @@ def test_every_receiver_of_the_node_has_the_version_and_the_trainer_sends_it_onc
 
 @pytest.mark.process
 @pytest.mark.parametrize("who", [0, 1, 2], ids=["relay of one", "relay of the other", "of none"])
-def test_a_receiver_that_refuses_calls_it_off_for_all_and_the_next_sync_is_whole(who):
+def test_a_refusing_receiver_cancels_the_sync_for_all(who):
     def refuse(names):
         raise RuntimeError("the loader has no room")
 

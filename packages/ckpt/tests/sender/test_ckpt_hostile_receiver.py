@@ -205,7 +205,7 @@ def test_another_wire_version_or_role_is_not_in_the_session(hello):
 
 @pytest.mark.process
 @pytest.mark.parametrize("change", [{"index": 1}, {"ticket": 0}], ids=str)
-def test_a_stream_belongs_to_a_receiver_and_is_one_of_those_that_were_agreed(change):
+def test_a_stream_belongs_to_a_declared_receiver(change):
     def play(receiver):
         session = receiver.join()
         other = Receiver(receiver._dialler._config.address)

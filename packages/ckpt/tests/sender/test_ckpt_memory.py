@@ -120,7 +120,7 @@ def test_an_uninitialized_parameter_is_refused():
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_a_target_whose_elements_share_memory_with_one_another_holds_what_was_sent_or_nothing_is_committed(is_staged):
+def test_a_self_overlapping_target_is_exact_or_uncommitted(is_staged):
     """torch writes to it, and the last of them stays; it is refused only where a whole axis is one element."""
 
     async def work(sender, receiver):

@@ -75,7 +75,7 @@ def test_a_report_says_where_the_time_went():
     run(work)
 
 
-def test_a_source_may_wait_for_what_the_receivers_do_with_its_items():
+def test_a_source_may_wait_for_what_receivers_do_with_items():
     """Buckets that could be announced together are announced before the next item is asked for."""
 
     async def work(sender, *receivers):
@@ -354,7 +354,7 @@ def test_samples_are_what_they_say():
     assert weights["complex"].is_conj()
 
 
-def test_a_trainer_can_refuse_samples_of_a_digest_that_it_never_committed():
+def test_a_trainer_can_refuse_samples_of_an_uncommitted_digest():
     """Of a server that fell out and kept the version before, and of one whose weights were changed behind its back."""
 
     async def main():

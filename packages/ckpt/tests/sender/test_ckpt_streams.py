@@ -133,7 +133,7 @@ def test_more_buckets_are_announced_together_as_a_sync_grows(num_receivers):
 
 
 @pytest.mark.process
-def test_a_receiver_that_stops_reading_is_named_and_its_threads_end():
+def test_a_receiver_that_stops_reading_is_named_and_cleaned_up():
     weights = {f"t{i}": torch.full((64 << 20,), i, dtype=torch.uint8) for i in range(3)}
 
     async def main():
@@ -177,7 +177,7 @@ def test_a_writer_keeps_no_tensor_after_a_sync(scheme):
 
 
 @pytest.mark.process
-def test_a_source_may_write_to_a_large_tensor_again_once_it_is_asked_for_the_next():
+def test_a_source_may_reuse_a_large_tensor_at_the_next_request():
     """Streams are written from where it is; so the sender waits until the kernel has all of it."""
     memory = torch.zeros(24 << 20, dtype=torch.uint8)
 

@@ -221,9 +221,7 @@ class ServedSuite:
     A subclass has the class-scoped pytest fixture `served`: the server, and whether its embeddings are tied.
     """
 
-    def test_a_first_sync_that_fails_late_leaves_what_it_was_started_with(
-        self, served: tuple[ServedModel, bool]
-    ) -> None:
+    def test_a_first_sync_that_fails_late_restores_the_start_weights(self, served: tuple[ServedModel, bool]) -> None:
         """The model was touched: another receiver votes no when the server has voted yes."""
         server, has_aliases = served
         old, new = tiny_model(0, has_aliases=has_aliases), tiny_model(1, has_aliases=has_aliases)

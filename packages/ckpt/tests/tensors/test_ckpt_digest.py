@@ -30,7 +30,7 @@ def test_a_subclass_of_tensor_is_copied_as_its_elements():
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)
-def test_copying_in_either_direction_gives_the_digests_of_the_leaves(num_bytes):
+def test_copying_both_ways_gives_the_digests_of_the_leaves(num_bytes):
     content, slot, back = random_bytes(num_bytes), random_bytes(num_bytes), random_bytes(num_bytes)
     expected = [rl_csrc.digest(content[i : i + LEAF_BYTES]) for i in range(0, max(num_bytes, 1), LEAF_BYTES)]
     assert leaves_of(content) == expected
@@ -46,7 +46,7 @@ def test_a_model_digest_written_out_by_hand():
     assert rl_ckpt.tree_digest(weights) == rl_csrc.digest(a + b)
 
 
-def test_a_tensor_of_several_leaves_has_the_digest_of_their_digests():
+def test_a_tensor_of_several_leaves_has_their_combined_digest():
     raw = random_bytes(2 * LEAF_BYTES + 5)
     leaves = [rl_csrc.digest(part) for part in raw.split(LEAF_BYTES)]
     assert combine(leaves_of(raw)) == rl_csrc.digest(struct.pack("<3Q", *leaves))

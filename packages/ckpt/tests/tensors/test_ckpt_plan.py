@@ -28,7 +28,7 @@ def test_small_tensors_share_a_bucket_at_aligned_offsets():
     assert place_all([100, 256, 300], 1024) == [(0, 0, 0, 0, 100), (1, 0, 0, 256, 256), (2, 0, 0, 512, 300)]
 
 
-def test_a_tensor_that_does_not_fit_the_rest_opens_the_next_bucket_whole():
+def test_a_tensor_that_does_not_fit_opens_the_next_bucket():
     assert place_all([600, 512, 512], 1024) == [(0, 0, 0, 0, 600), (1, 1, 0, 0, 512), (2, 1, 0, 512, 512)]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.integration
-def test_megatron_bridge_cannot_be_installed_or_imported_beside_rl_engine(tmp_path):
+def test_megatron_bridge_conflicts_with_rl_engine(tmp_path):
     """The published wheel, without its dependencies."""
     wheels = ["megatron-bridge==0.3.1", "omegaconf==2.3.0", "antlr4-python3-runtime==4.9.3"]
     command = ["uv", "pip", "install", "-q", "--no-deps", "--python", sys.executable, "--target", str(tmp_path)]

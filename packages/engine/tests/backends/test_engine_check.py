@@ -114,7 +114,7 @@ def test_what_can_run_is_not_refused(folders, backend):
     assert not dist.is_initialized()
 
 
-def test_tensors_of_another_model_are_found_before_megatron_starts(tmp_path):
+def test_foreign_tensors_are_found_before_megatron_starts(tmp_path):
     write_tiny_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 60}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -66,7 +66,7 @@ def check_against_oracle(seen, layout):
 
 @pytest.mark.promise("They are those of a plain Hugging Face model in float64")
 @pytest.mark.parametrize("layout", ["dp", "sp2", "replicas"])
-def test_two_ranks_give_the_oracles_gradient_however_rows_are_dealt(two, layout):
+def test_two_ranks_give_the_oracle_s_gradient_for_any_split(two, layout):
     check_against_oracle(two, layout)
 
 
@@ -185,7 +185,7 @@ def test_a_model_saved_by_two_ranks_is_an_ordinary_folder(two):
     assert 0 < moved < 0.02  # one AdamW step of 1e-2
 
 
-def test_a_checkpoint_of_two_ranks_becomes_an_ordinary_folder_on_one(two, tmp_path):
+def test_a_two_rank_checkpoint_becomes_a_plain_folder(two, tmp_path):
     config = EngineConfig(model_path=str(two["folder"] / "model"), optimizer=None, precision="float64")
     engine = create_engine("fsdp", config)
     engine.initialize()
@@ -200,7 +200,7 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(two):
     assert two["refusal"].startswith("Rank 1 refused its batch: completion_token_ids holds token id 999")
 
 
-def test_a_nan_on_one_rank_is_an_error_on_all_and_changes_nothing(two):
+def test_a_nan_on_one_rank_is_an_error_on_all_without_changes(two):
     for said, unchanged in two["nan"]:
         assert "The gradient norm is nan; the step was not taken" in said
         assert unchanged

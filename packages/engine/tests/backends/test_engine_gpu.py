@@ -100,7 +100,7 @@ def test_a_step_is_that_of_a_plain_model_on_the_cpu(tmp_path, backend, precision
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_more_micro_batches_do_not_wait_for_the_device_more_often(tmp_path, backend):
+def test_more_micro_batches_cause_no_more_device_waits(tmp_path, backend):
     write_tiny_model(tmp_path, **SIZES)
     waits = []
     for budget in (4096, 48):
@@ -122,7 +122,7 @@ def test_more_micro_batches_do_not_wait_for_the_device_more_often(tmp_path, back
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_checkpoint_in_the_background_is_what_was_there_when_it_was_asked_for(tmp_path, backend):
+def test_a_background_checkpoint_is_a_snapshot_of_its_request(tmp_path, backend):
     write_tiny_model(tmp_path / "model")
     data = ranks.batch_of(rows_of_all())
     engine = built(tmp_path / "model", backend, async_checkpoints=True)

@@ -201,7 +201,7 @@ def test_a_checkpoint_of_one_of_all_layouts_continues_on_another(two):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_one_layout_of_more_families_continues_on_another(families):
+def test_a_checkpoint_resumes_on_another_layout_per_family(families):
     check_resumed(families, FAMILIES)
 
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_one_layout_of_four_continues_on_another(four):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_cut_rows_continues_where_layers_are_dealt(more):
+def test_a_checkpoint_of_cut_rows_resumes_with_sharded_layers(more):
     check_resumed(more, MORE)
 
 
@@ -277,7 +277,7 @@ def test_the_stream_of_weights_holds_one_parameter_at_a_time(few):
 
 
 @pytest.mark.parametrize("case", but_for(ranks.FEW["experts"], ["experts:ep2", "experts:pp2"]))
-def test_experts_are_exported_many_at_a_time_within_a_bound_of_memory(seen, case):
+def test_experts_are_exported_in_batches_within_a_memory_bound(seen, case):
     """Two layers of four experts, three tensors of 4,096 bytes each; 21 other tensors, which pp2 sends one by one.
 
     By bytes allowed at once, collectives and the bytes that lay together: a layer's experts in one, or as few
@@ -330,7 +330,7 @@ def test_a_critic_on_two_ranks_steps_like_one_on_one(seen, case):
 
 
 @pytest.mark.parametrize("case", PARTS["dist_checkpoints"])
-def test_weights_in_megatron_lms_format_are_read_by_another_layout(seen, case):
+def test_megatron_lm_weights_are_read_by_another_layout(seen, case):
     want = ranks.initial(seen["folder"] / case.split(":")[0])
     torch.testing.assert_close(seen["dist_checkpoints"][case], want, rtol=0, atol=0)
 

@@ -199,7 +199,7 @@ def test_rope_of_llama3_is_taken_over(tmp_path):
     torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-6)
 
 
-def test_layers_with_and_without_a_window_see_what_they_see_on_fsdp(tmp_path):
+def test_windowed_and_full_layers_see_the_same_on_fsdp(tmp_path):
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True}
     write_tiny_model(tmp_path, **kinds)
     seen = []

@@ -1,6 +1,6 @@
 """Weights in Megatron-LM's format, read and written beside megatron-core's own model; what is refused.
 
-Layouts: `test_engine_megatron.py::test_weights_in_megatron_lms_format_are_read_by_another_layout`.
+Layouts: `test_engine_megatron.py::test_megatron_lm_weights_are_read_by_another_layout`.
 """
 
 import pickle
@@ -218,7 +218,7 @@ def test_a_folder_that_cannot_be_written_is_told(model, tmp_path):
 
 
 @pytest.mark.process
-def test_what_is_no_such_folder_is_refused_before_anything_starts(model, tmp_path):
+def test_an_invalid_folder_is_refused_before_the_start(model, tmp_path):
     def check(backend="megatron", **changes):
         create_engine(backend, EngineConfig(model_path=str(model), **changes)).check(1)
 

@@ -171,7 +171,7 @@ def test_the_policy_is_what_it_is_without_it(seen, oracles, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_saved_model_has_the_layer_with_the_models_embedding_and_head(seen, oracles, case):
+def test_a_saved_model_has_the_mtp_layer_with_embedding_and_head(seen, oracles, case):
     behind, got = oracle_of(oracles, seen["folder"], case.split(":")[0]).behind, seen[case]
     saved = load_file(seen["folder"] / f"{case.replace(':', '-')}-saved" / "model.safetensors")
     assert saved.keys() == load_file(seen["folder"] / case.split(":")[0] / "model.safetensors").keys()

@@ -210,7 +210,7 @@ def storages_of(engine):
 
 @pytest.mark.process
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])  # plain parameters, and FSDP's shards
-def test_an_offload_leaves_no_reference_when_it_gives_back_and_steps_are_those_without_it(tmp_path, precision):
+def test_an_offload_leaves_no_reference_and_the_same_steps(tmp_path, precision):
     stayed = built(tmp_path, precision=precision)
     want = [take_steps(stayed), take_steps(stayed)]
     stayed.close()
@@ -281,7 +281,7 @@ def test_the_optimizers_state_is_on_the_gpu_in_steps_alone(tmp_path, monkeypatch
 @pytest.mark.process
 @pytest.mark.parametrize("backend", OF_A_CPU)
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_activations_are_taken_away_and_steps_are_those_without_it(tmp_path, monkeypatch, backend, is_recomputed):
+def test_offloaded_activations_give_the_same_steps(tmp_path, monkeypatch, backend, is_recomputed):
     """As if there were a GPU: what autograd saves is copied, but for parameters, and used in the backward pass."""
     monkeypatch.setattr(module_engine, "has_gpu", lambda: True)
     monkeypatch.setattr(device_memory, "_SMALL_BYTES", 0)
@@ -354,7 +354,7 @@ def test_an_offloaded_optimizer_leaves_the_gpu_between_steps(tmp_path, backend):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cpu_offload_keeps_parameters_gradients_and_moments_off_the_gpu(tmp_path):
+def test_cpu_offload_keeps_parameters_gradients_and_moments_off(tmp_path):
     plain = built(tmp_path)
     want = take_steps(plain)
     plain.close()

@@ -3,7 +3,7 @@
 from rl_engine.backends.megatron.architectures import split_layers
 
 
-def test_the_first_and_the_last_stage_have_fewer_layers_where_they_do_not_divide():
+def test_first_and_last_stages_have_fewer_layers_if_uneven():
     assert split_layers(94, 8, 1) == [11, 12, 12, 12, 12, 12, 12, 11]  # Qwen3-235B
     assert split_layers(61, 16, 1) == [2, *[4] * 14, 3]  # DeepSeek-V3
     assert split_layers(3, 2, 1) == [1, 2]

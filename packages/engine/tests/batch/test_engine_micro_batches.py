@@ -97,7 +97,7 @@ def test_balanced_ranks_keep_their_rows_and_others_move_few():
     assert balance_units([[9, 4, 3], [2]]) == [[0, 1, 1], [1]]  # what is heaviest stays
 
 
-def test_pairs_move_together_and_ranks_of_one_copy_share_its_rows():
+def test_pairs_stay_together_and_copy_ranks_share_their_rows():
     alone = ModelReplicas(replica_of=(0, 1), leaders=(0, 1))
     assignment = assign_rows(alone, [both_ways([(2.0, [0, 2]), (2.0, [1, 3])]), both_ways([])])
     assert assignment is not None
@@ -140,7 +140,7 @@ def test_no_micro_batch_has_more_unique_tokens_than_the_budget(data):
     assert all(len({place[row] for row in unit}) == 1 for unit in units)
 
 
-def test_a_group_is_parted_only_where_that_gains_more_than_its_prompt_costs():
+def test_a_group_is_split_only_if_it_gains_more_than_its_prompt():
     alone = ModelReplicas(replica_of=(0, 1), leaders=(0, 1))
     group = Load(alone=[30.0] * 4, prompt=[20.0] * 4, groups=[0] * 4)
     fine = [(30.0, [row]) for row in range(4)]

@@ -108,7 +108,7 @@ def test_rows_longer_than_the_context_are_refused(folder):
         engine.forward_backward_batch(ragged_batch([[1] * 500], [[2] * 13]), None)
 
 
-def test_rows_that_would_turn_their_neighbours_by_other_frequencies_are_refused(tmp_path):
+def test_rows_that_would_change_others__frequencies_are_refused(tmp_path):
     """Up to that length, a row's log-probs are its own."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
@@ -154,7 +154,7 @@ def test_code_of_a_model_folder_is_never_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, folder):
+def test_a_checkpoint_of_another_model_is_refused_unchanged(tmp_path, folder):
     other = load(write_tiny_model(tmp_path / "other", num_hidden_layers=1))
     other.save_checkpoint(tmp_path / "checkpoint", 1)
     engine = load(folder)
@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path, folder):
     torch.testing.assert_close(dict(engine.get_per_tensor_param()[0]), before, rtol=0, atol=0)
 
 
-def test_a_checkpoint_is_replaced_and_a_killed_replacement_recovered(tmp_path, folder):
+def test_a_killed_checkpoint_replacement_is_recovered(tmp_path, folder):
     engine, path = load(folder), tmp_path / "checkpoint"
     engine.save_checkpoint(path, 1)
     engine.save_checkpoint(path, 2)

@@ -173,7 +173,7 @@ def test_an_adapter_on_float8_blocks_is_refused(tmp_path):
             call()
 
 
-def test_tensors_that_are_more_than_pieces_are_left_to_transformers():
+def test_composite_tensors_are_left_to_transformers():
     def interleaved(named):
         return {name: tensor.reshape(2, -1, 4).transpose(0, 1).reshape(-1, 4) for name, tensor in named.items()}
 

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "again_ranks.py"
 
 
 @pytest.mark.process
-def test_ranks_that_part_meet_again_and_never_at_the_last_meeting(tmp_path, start_ranks):
+def test_separated_ranks_meet_again_but_not_at_the_last_one(tmp_path, start_ranks):
     seen = start_ranks(SCRIPT, tmp_path, 2)["seen"]
     assert seen == [[(0, number), (1, number)] for number in range(4)]
 

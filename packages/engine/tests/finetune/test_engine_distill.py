@@ -46,7 +46,7 @@ def full_logprobs(folder, temperature=1.0):
 
 
 @pytest.mark.parametrize("has_linear_head", [True, False])
-def test_candidates_are_the_likeliest_tokens_and_are_scored_with_their_gradient(folders, has_linear_head):
+def test_candidates_are_the_likeliest_tokens_with_gradients(folders, has_linear_head):
     folder = folders[1]
     model, want = full_logprobs(folder, temperature=0.7)
     engine = built(folder, temperature=0.7, num_candidates=5)

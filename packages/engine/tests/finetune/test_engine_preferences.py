@@ -244,7 +244,7 @@ def test_preferences_are_learned_and_hold_on_pairs_not_seen(tmp_path, model):
 
 
 @pytest.mark.process
-def test_dpo_starts_at_log_two_because_the_reference_is_the_model_itself(tmp_path, model):
+def test_dpo_starts_at_log_two_with_itself_as_the_reference(tmp_path, model):
     config = DpoConfig(
         model_path=str(model), data_path=vowels_are_better(tmp_path / "train.jsonl", 8, 0),
         output_dir=str(tmp_path / "out"), steps=1, batch_size=8, lr=0.0,
@@ -277,7 +277,7 @@ def test_an_adapter_of_a_reward_model_learns_its_head_too(tmp_path, model):
     assert loaded(ids).logits.item() == pytest.approx(whole(ids).logits.item(), abs=1e-4)
 
 
-def test_pairs_are_texts_or_two_chats_that_differ_in_their_last_turn(tmp_path, model):
+def test_pairs_are_texts_or_chats_that_differ_in_the_last_turn(tmp_path, model):
     asked = [{"role": "user", "content": "1+1="}]
 
     def says(text):

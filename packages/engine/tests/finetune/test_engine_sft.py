@@ -101,7 +101,7 @@ def test_text_goes_through_the_template_and_ends_with_eos(tmp_path, model):
     assert rows["loss_mask"].values().tolist() == [1, 1, 1]
 
 
-def test_every_assistant_turn_of_a_chat_is_learned_and_nothing_else(tmp_path, model):
+def test_every_assistant_turn_of_a_chat_is_learned_only(tmp_path, model):
     turns = [("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4")]
     messages = [{"role": role, "content": content} for role, content in turns]
     rows = tokenize_file(write(tmp_path / "data.jsonl", [{"messages": messages}]), model)
@@ -362,7 +362,7 @@ def test_what_is_there_is_not_overwritten(tmp_path, model):
 
 
 @pytest.mark.process
-def test_a_run_leaves_config_metrics_summary_and_curve_beside_the_model(tmp_path, model):
+def test_a_run_writes_config_metrics_summary_and_curve(tmp_path, model):
     pytest.importorskip("matplotlib")
     config = resumable(tmp_path, model, steps=3, save_every=0, trackers="tensorboard")
     outcome = train(replace(config, eval_path=config.data_path, eval_every=2), lambda _: None)
@@ -398,7 +398,7 @@ def test_epochs_stand_in_the_place_of_steps(tmp_path, model):
         train(replace(config, steps=7), lambda _: None)
 
 
-def test_a_key_of_an_adapter_or_a_tracker_that_is_none_is_refused(tmp_path, model):
+def test_an_unknown_adapter_or_tracker_key_is_refused(tmp_path, model):
     with pytest.raises(ConfigError, match=r"lora.alpha does nothing without lora.rank"):
         train(resumable(tmp_path, model, lora_alpha=3.0), lambda _: None)
     with pytest.raises(ConfigError, match="trackers names 'tensorbord'; wanted tensorboard or wandb"):
@@ -456,7 +456,7 @@ def test_another_run_is_not_resumed(tmp_path, model):
 
 
 @pytest.mark.process
-def test_a_run_that_never_saved_is_not_resumed_from_the_checkpoint_of_the_one_before(tmp_path, model):
+def test_an_unsaved_run_does_not_resume_an_older_checkpoint(tmp_path, model):
     train(resumable(tmp_path, model), lambda _: None)
 
     def stop(line):
@@ -469,7 +469,7 @@ def test_a_run_that_never_saved_is_not_resumed_from_the_checkpoint_of_the_one_be
 
 
 @pytest.mark.process
-def test_a_checkpoint_whose_replacement_was_cut_off_is_still_found(tmp_path, model):
+def test_an_interrupted_checkpoint_replacement_is_found(tmp_path, model):
     train(resumable(tmp_path, model, steps=4), lambda _: None)
     (tmp_path / "out.checkpoint").rename(tmp_path / ".out.checkpoint.previous")
     lines = []

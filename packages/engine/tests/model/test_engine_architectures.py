@@ -128,7 +128,7 @@ def test_exported_names_and_values_are_those_of_the_folder(tmp_path, kind):
 
 
 @pytest.mark.parametrize("precision", [Precision.FLOAT32, Precision.BFLOAT16])
-def test_what_is_exported_after_a_forward_pass_is_what_is_trained(tmp_path, precision):
+def test_exported_weights_after_a_forward_pass_are_the_trained(tmp_path, precision):
     folder = folder_of(tmp_path / "in", "qwen3", PACKED["qwen3"])
     engine = create_engine("fsdp", EngineConfig(model_path=str(folder), precision=precision))
     engine.initialize()

@@ -99,7 +99,7 @@ def test_entropies_take_their_gradient_along(folder, calls):
     torch.testing.assert_close(found[3], wanted[3], rtol=1e-9, atol=1e-9)
 
 
-def test_what_a_head_is_asked_for_beside_leaves_the_loss_to_its_function(folder, calls):
+def test_extra_head_outputs_leave_the_loss_to_its_function(folder, calls):
     for changes in ({"num_candidates": 2}, {"sum_pi_squared": True}):
         step(folder, sft_loss, **changes)
     assert not calls

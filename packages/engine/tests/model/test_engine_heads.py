@@ -50,7 +50,7 @@ def states(folder, row):
 
 @pytest.mark.parametrize(("head", "shift"), [("value", 1), ("reward", 0)])
 @pytest.mark.parametrize("budget", [4096, 6])
-def test_a_value_is_of_the_state_before_its_token_and_a_reward_of_the_state_after(classifier, head, shift, budget):
+def test_values_precede_their_token_and_rewards_follow_it(classifier, head, shift, budget):
     engine = build(classifier, head, max_tokens_per_gpu=budget)
     columns = engine.forward_backward_batch(ragged_batch(PROMPTS, COMPLETIONS), None).columns
     engine.close()
@@ -81,7 +81,7 @@ def test_any_cut_gives_the_same_step(classifier):
 
 
 @pytest.mark.process
-def test_a_causal_folder_gets_a_head_of_zeros_learns_and_is_saved_as_a_classifier(tmp_path, policy):
+def test_a_causal_folder_trains_and_saves_as_a_classifier(tmp_path, policy):
     engine = build(policy, "value")
     batch, losses = batch_with_returns(), []
     for _ in range(30):

@@ -75,7 +75,7 @@ def test_the_adapter_learns_and_the_model_under_it_does_not_move(folder):
 
 
 @pytest.mark.process
-def test_a_model_that_is_first_asked_without_its_adapter_learns_as_any_other(folder):
+def test_a_model_first_run_without_its_adapter_learns_the_same(folder):
     """In bfloat16, where the parameters and what is computed with them are of two formats."""
     losses = []
     for is_asked in (False, True):

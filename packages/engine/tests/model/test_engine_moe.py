@@ -31,7 +31,7 @@ def weights(engine):
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 @pytest.mark.parametrize("is_normalised", [True, False])
 @pytest.mark.parametrize("is_routed", [True, False])
-def test_loss_auxiliary_loss_and_step_are_those_of_the_whole_batch(tmp_path, backend, is_normalised, is_routed):
+def test_losses_and_step_are_those_of_the_whole_batch(tmp_path, backend, is_normalised, is_routed):
     folder, rows = oracle.write_model(tmp_path, is_normalised=is_normalised), oracle.draw_rows()
     want = oracle.reference(folder, rows, is_routed=is_routed, coef=oracle.COEF)
     for changes in ({}, {"max_tokens_per_gpu": 20}, {"max_tokens_per_gpu": 30, "activation_checkpointing": True}):
@@ -49,7 +49,7 @@ def test_loss_auxiliary_loss_and_step_are_those_of_the_whole_batch(tmp_path, bac
         engine.close()
 
 
-def test_other_experts_give_other_scores_and_the_models_own_the_same(tmp_path):
+def test_other_experts_change_scores_and_the_same_do_not(tmp_path):
     folder, rows = oracle.write_model(tmp_path), oracle.draw_rows()
     engine = built("fsdp", folder, optimizer=None)
     seen = []

@@ -136,7 +136,7 @@ def test_scores_and_gradients_are_those_of_rows_by_themselves(tmp_path, kind, ha
 
 
 @pytest.mark.parametrize("kind", MODALITIES)
-def test_rows_of_the_same_tokens_and_other_pictures_are_not_one_prompt(tmp_path, kind):
+def test_equal_tokens_with_other_pictures_are_not_one_prompt(tmp_path, kind):
     folder = write_model(tmp_path, kind)
     (prompt, completion, pixels, grids), other = rows_of(patch_numbers(folder))[0], torch.Generator().manual_seed(5)
     rows = [(prompt, completion, pixels, grids)] * 2
@@ -153,7 +153,7 @@ def test_rows_of_the_same_tokens_and_other_pictures_are_not_one_prompt(tmp_path,
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", MODALITIES)
-def test_a_placeholder_that_the_model_wrote_is_a_token_like_any_other(tmp_path, kind):
+def test_a_placeholder_written_by_the_model_is_a_plain_token(tmp_path, kind):
     """Fed after the prompt, where transformers looks for none: beside images, without any, and for a video."""
     folder = write_model(tmp_path, kind)
     rows = [

@@ -103,7 +103,7 @@ def test_time_while_paused_or_asleep_does_not_count(long_folder):
     assert serve(long_folder, scenario, timeout_s=30.0).finish_reason is FinishReason.LENGTH
 
 
-def test_the_engines_clock_stands_still_while_nothing_may_be_computed(long_folder):
+def test_the_engine_s_clock_stops_while_computing_is_not_allowed(long_folder):
     async def scenario(server, client):
         del client
         going = asyncio.create_task(server.generate(request(max_new_tokens=4000)))
@@ -121,7 +121,7 @@ def test_the_engines_clock_stands_still_while_nothing_may_be_computed(long_folde
     assert serve(long_folder, scenario) == 0
 
 
-def test_a_turn_that_does_not_come_is_an_error_that_names_the_setting(long_folder):
+def test_a_missing_turn_is_an_error_that_names_the_setting(long_folder):
     async def scenario(server, client):
         going = asyncio.create_task(server.generate(request("first")))
         await asyncio.sleep(0)
@@ -136,7 +136,7 @@ def test_a_turn_that_does_not_come_is_an_error_that_names_the_setting(long_folde
     assert serve(long_folder, scenario, max_num_seqs=1, queue_timeout_s=0.2).finish_reason is FinishReason.ABORT
 
 
-def test_a_deadline_that_ends_before_the_first_token_is_an_error_that_names_it(long_folder):
+def test_a_deadline_before_the_first_token_is_a_named_error(long_folder):
     async def scenario(server, client):
         await server.pause("keep")
         for each in (server, client):

@@ -257,7 +257,7 @@ def test_a_server_that_is_not_there(site):
         (b'{"error": {"type": "RequestError", "message": "no", "code": 400}, "request_id": "r"}', "^no$"),
     ],
 )
-def test_an_answer_that_is_no_message_ends_the_request_with_a_sentence(line, told):
+def test_an_invalid_reply_ends_the_request_with_a_clear_error(line, told):
     async def answer(request):
         return web.Response(body=line + b"\n")
 

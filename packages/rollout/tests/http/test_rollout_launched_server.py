@@ -65,7 +65,7 @@ class TestLaunched(ServerConformance):
 
 
 @pytest.mark.parametrize("token", [None, TOKEN])
-def test_its_token_is_its_configuration_s_whatever_this_process_has(long_folder, monkeypatch, token):
+def test_its_token_is_from_its_configuration_not_the_process(long_folder, monkeypatch, token):
     monkeypatch.setenv(API_TOKEN_VARIABLE, "of this process")
     environment = launch(long_folder, api_token=token)._process.environment
     monkeypatch.setenv(API_TOKEN_VARIABLE, environment[API_TOKEN_VARIABLE])

@@ -84,7 +84,7 @@ def test_json_that_is_nested_deeply_is_a_400(site, path):
         assert (status, answer["error"]["type"]) == (400, "RequestError")
 
 
-def test_arguments_that_are_nested_deeply_are_an_error_of_the_request(site):
+def test_deeply_nested_arguments_are_an_error_of_the_request(site):
     _, url, run = site
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": DEEP}}
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -92,7 +92,7 @@ def test_arguments_that_are_nested_deeply_are_an_error_of_the_request(site):
     assert run(asyncio.to_thread(post, url + "/v1/chat/completions", body))[0] in (200, 400)
 
 
-def test_a_body_that_is_too_large_is_a_413_that_names_the_setting(site):
+def test_an_oversized_body_is_a_413_that_names_the_setting(site):
     _, url, run = site
     status, answer = run(asyncio.to_thread(post, url + "/generate", b" " * 500_001))
     assert status == 413
@@ -207,7 +207,7 @@ def num_lines(work):
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_the_cost_of_ending_requests_one_by_one_grows_with_their_number(qwen3_folder, is_held):
+def test_ending_requests_one_by_one_has_linear_cost(qwen3_folder, is_held):
     """As it is where callers leave: each is ended by a call of its own, while all others wait."""
     config = ServerConfig(model_path=str(qwen3_folder), num_threads=1, kv_cache_bytes=2**20)
     model = load_model(config)
@@ -223,7 +223,7 @@ def test_the_cost_of_ending_requests_one_by_one_grows_with_their_number(qwen3_fo
     assert cost(2000) < 1.1 * cost(200)
 
 
-def test_requests_that_are_left_in_one_turn_are_ended_by_one_command(qwen3_folder, monkeypatch):
+def test_requests_left_in_one_turn_are_ended_by_one_command(qwen3_folder, monkeypatch):
     async def main():
         server = create_server("embedded", ServerConfig(model_path=str(qwen3_folder), num_threads=1))
         url = (await server.start()).url

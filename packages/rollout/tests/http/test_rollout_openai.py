@@ -169,7 +169,7 @@ def test_bad_requests_and_deadlines(site):
     run(served.resume())
 
 
-def test_weights_that_are_not_numbers_are_an_error_and_the_next_ones_serve(site, qwen3_folder):
+def test_weights_with_nan_are_an_error_and_the_next_ones_serve(site, qwen3_folder):
     served, client, run, _ = site
     weights, want = load_weights(qwen3_folder), run(client.generate(request()))
     version = served.status()["weight_version"]
@@ -275,7 +275,7 @@ class TextOnly:
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_a_server_of_text_is_refused_for_token_ids_and_serves_text(refuses):
+def test_a_text_server_is_refused_for_tokens_and_serves_text(refuses):
     async def scenario():
         fake, app = TextOnly(refuses), web.Application()
         app.add_routes(

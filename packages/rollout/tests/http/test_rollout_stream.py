@@ -90,7 +90,7 @@ def test_leaving_a_stream_ends_its_request_in_the_server(site):
     assert len(run(scenario()).token_ids) == 8
 
 
-def test_a_stream_tells_errors_and_refuses_an_id_that_is_in_flight(site):
+def test_a_stream_reports_errors_and_refuses_an_active_id(site):
     run, _, client = site
 
     async def first(stream):
@@ -148,7 +148,7 @@ async def routed(servers, **settings):
 
 
 @pytest.mark.promise("A stream goes on elsewhere; leaving it ends the request")
-def test_a_stream_goes_on_elsewhere_from_the_tokens_that_had_come():
+def test_a_stream_continues_elsewhere_from_its_tokens():
     async def scenario():
         servers = [Counting(dies_after=3), Counting(dies_after=2), Counting()]
         router = await routed(servers)

@@ -155,7 +155,7 @@ def test_what_cannot_be_done_is_refused(ask, settings, told):
         ask("", **settings)
 
 
-def test_a_parser_that_is_not_installed_is_refused_before_the_start(folder):
+def test_a_parser_that_is_not_installed_is_refused_before_start(folder):
     with pytest.raises(ConfigError, match="no tool parser 'starz'"):
         create_server("embedded", ServerConfig(model_path=str(folder), options={"tool_parser": "starz"}))
 

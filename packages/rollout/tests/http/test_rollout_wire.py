@@ -50,7 +50,7 @@ def told(output):
     return json.loads(output_to_body(output), parse_constant=pytest.fail)
 
 
-def test_experts_are_bytes_where_they_fit_and_else_two_each_the_low_one_first():
+def test_experts_are_one_byte_where_they_fit_or_two_low_first():
     data = base64.b64encode(bytes([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 255])).decode()
     assert told(OUTPUT)["routed_experts"] == {"shape": [3, 2, 2], "dtype": "uint8", "data": data}
     wide = told(replace(OUTPUT, routed_experts=WIDE))["routed_experts"]
@@ -86,7 +86,7 @@ def test_chunks_make_up_their_output():
     assert (cut.token_ids, cut.finish_reason) == ((5,), FinishReason.ABORT)
 
 
-def test_an_output_tells_minus_infinity_from_nan_in_standard_json():
+def test_an_output_separates_minus_infinity_from_nan_in_json():
     """A token that cannot be drawn may be in the prompt, or among the most likely ones."""
     top = (((5, -0.25), (6, float("nan")), (7, float("-inf"))), ())
     output = replace(OUTPUT, top_logprobs=top, prompt_logprobs=(0.0, float("-inf")))
@@ -104,7 +104,7 @@ def test_an_output_tells_minus_infinity_from_nan_in_standard_json():
         ({"weight_versions": None}, "Expected `array`"),
     ],
 )
-def test_an_answer_with_an_unknown_field_or_another_type_is_refused(changed, message):
+def test_an_answer_with_unknown_or_mistyped_fields_is_refused(changed, message):
     with pytest.raises(msgspec.ValidationError, match=message):
         output_from_body(json.dumps(told(OUTPUT) | changed).encode())
     known = told(OUTPUT)
@@ -113,7 +113,7 @@ def test_an_answer_with_an_unknown_field_or_another_type_is_refused(changed, mes
         chunk_from_body(json.dumps(known | changed).encode())
 
 
-def test_an_error_comes_back_as_its_class_with_the_id_of_its_request():
+def test_an_error_comes_back_as_its_class_with_the_request_id():
     body = error_to_body(RequestError("no prompt"), "r")
     assert json.loads(body) == {
         "error": {"type": "RequestError", "message": "no prompt", "code": 400},

@@ -84,7 +84,7 @@ def test_a_session_stays_on_its_replica():
     assert sessions[0].isdisjoint(sessions[1])
 
 
-def test_a_lost_replica_is_left_out_and_its_requests_go_elsewhere():
+def test_requests_of_a_lost_replica_go_elsewhere():
     async def scenario():
         breaking, other = Breaking(), FakeServer()
         router = await started(breaking, other)
@@ -334,7 +334,7 @@ async def update(router, version, weights=None):
 
 
 @pytest.mark.promise("A latecomer has the current weights before its first request")
-def test_a_latecomer_has_the_current_weights_before_its_first_request():
+def test_a_latecomer_has_the_weights_before_its_first_request():
     async def scenario():
         first, late = FakeServer(), FakeServer()
         router = await started(first)
@@ -356,7 +356,7 @@ def test_a_latecomer_has_the_current_weights_before_its_first_request():
     assert {version for output in outputs for version in output.weight_versions} == {4}
 
 
-def test_a_latecomer_may_take_the_current_version_from_a_sender_that_still_has_it():
+def test_a_latecomer_may_take_the_version_from_a_sender():
     async def scenario():
         first, late = FakeServer(), FakeServer()
         router = await started(first)
@@ -394,7 +394,7 @@ def test_a_latecomer_that_gets_no_weights_is_not_used():
     assert asyncio.run(scenario()) == (True, True)
 
 
-def test_before_any_update_a_latecomer_serves_at_once_and_is_paused_with_the_others():
+def test_a_latecomer_before_any_update_serves_and_then_pauses():
     async def scenario():
         router, late = await started(FakeServer()), FakeServer()
         await router.pause("keep")
@@ -410,7 +410,7 @@ def test_before_any_update_a_latecomer_serves_at_once_and_is_paused_with_the_oth
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_request_whose_time_is_over_when_its_replica_is_lost_is_not_sent_elsewhere(is_streamed):
+def test_an_expired_request_of_a_lost_replica_is_not_resent(is_streamed):
     class Hanging(FakeServer):
         async def generate(self, request):
             await asyncio.sleep(0.05)
@@ -427,7 +427,7 @@ def test_a_request_whose_time_is_over_when_its_replica_is_lost_is_not_sent_elsew
     assert asyncio.run(scenario()) == (True, [0])
 
 
-def test_a_replica_whose_joining_is_cancelled_takes_no_part_in_updates():
+def test_a_replica_whose_join_is_cancelled_gets_no_updates():
     async def scenario():
         first, late = FakeServer(), FakeServer()
         router = await started(first)
@@ -462,7 +462,7 @@ def test_who_waits_for_room_goes_to_a_replica_that_joins():
 
 @pytest.mark.promise("`health_check_s` notices a loss that no request has met")
 @pytest.mark.process
-def test_a_replica_that_answers_no_health_check_any_more_is_left_out(monkeypatch):
+def test_a_replica_that_fails_its_health_check_is_removed(monkeypatch):
     """Its connection stays open, as that of a process that hangs does."""
     monkeypatch.setattr("rl_rollout.http.http_server.GRACE_S", 0.0)
 

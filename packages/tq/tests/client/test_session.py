@@ -22,7 +22,7 @@ def queue(request):
 
 
 @pytest.mark.parametrize("has_leader", [False, True], ids=["alone", "beside a thread that reads"])
-def test_what_nobody_waits_for_any_more_is_withdrawn_and_claims_nothing(queue, has_leader, monkeypatch):
+def test_abandoned_requests_are_withdrawn_and_claim_nothing(queue, has_leader, monkeypatch):
     """Else the rows that come next would be given to whoever is gone."""
     claim = {"partition": "p", "columns": ["a"], "batch_size": 1, "task": "t"}
     with rl_tq.connect(queue.address, timeout_s=60.0) as client, ThreadPoolExecutor(1) as pool:

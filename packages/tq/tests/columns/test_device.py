@@ -39,7 +39,7 @@ def test_a_shuffled_column_is_one_copy_and_an_index():
     assert moved([values[8:11], values[1:3], values[4:8]]).tolist() == values[[8, 9, 10, 1, 2, 4, 5, 6, 7]].tolist()
 
 
-def test_rows_of_two_memories_are_two_copies_and_few_of_many_rows_are_joined():
+def test_rows_of_two_memories_are_two_copies_and_few_are_joined():
     one, other = torch.arange(10.0), torch.arange(100.0, 110.0)
     planned = plan([other[1:4], one[5:9], other[0:1]])
     assert [len(memory) for memory, _ in planned.spans] == [4, 4]

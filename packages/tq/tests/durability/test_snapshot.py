@@ -67,7 +67,7 @@ def test_a_snapshot_is_a_queue_again(storage, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.parametrize("storage", ["shm://", "tcp://127.0.0.1:0"])
-def test_nothing_is_lost_and_nothing_comes_twice_however_busy_the_queue_is(storage, tmp_path):
+def test_nothing_is_lost_or_duplicated_in_a_busy_queue(storage, tmp_path):
     """Producers number their rows and consumers ack them in order, so that a cut shows a beginning of each."""
     stop = threading.Event()
     failures: list[Exception] = []
@@ -177,7 +177,7 @@ queue.snapshot(sys.argv[1])
 
 
 @pytest.mark.process
-def test_whoever_is_killed_while_it_writes_leaves_the_snapshot_before(tmp_path):
+def test_a_killed_writer_leaves_the_previous_snapshot(tmp_path):
     snap = tmp_path / "snap"
     process = subprocess.Popen(
         [sys.executable, "-c", SNAPSHOTTER, str(snap)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -277,7 +277,7 @@ def test_a_snapshot_is_on_stable_storage_before_it_is_said_to_be(tmp_path, monke
 
 
 @pytest.mark.parametrize("storage", ["inproc://", "shm://"])
-def test_numbers_that_were_cleared_before_a_snapshot_are_not_given_again(storage, tmp_path):
+def test_numbers_cleared_before_a_snapshot_are_not_reused(storage, tmp_path):
     """Else a reference to a cleared row would read another, and an old lease would ack it."""
     with serve(storage, tmp_path) as queue:
         meta = queue.put({"a": torch.arange(3)}, partition="p")

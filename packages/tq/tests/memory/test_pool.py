@@ -56,7 +56,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.process
-def test_tensors_may_be_dropped_by_any_thread_and_while_another_takes():
+def test_tensors_may_be_dropped_by_any_thread_during_a_take():
     def churn(seed: int) -> None:
         for i in range(12):
             block = new_memory(NBYTES + seed * (4 << 20))
@@ -91,7 +91,7 @@ def test_a_batch_is_received_into_the_memory_of_the_one_before():
 
 
 @given(st.integers(4096, 1 << 40))
-def test_size_classes_waste_little_and_hold_what_is_a_little_larger(nbytes: int):
+def test_size_classes_waste_little_and_hold_slightly_larger(nbytes: int):
     held = size_class(nbytes)
     assert nbytes <= held <= nbytes + max(4096, nbytes // 8)
     assert size_class(held) == held

@@ -69,7 +69,7 @@ def test_runs_follow_the_batch():
     assert located.extents == {extent_1, extent_2}
 
 
-def test_waiters_are_answered_in_order_and_small_ones_are_not_held_up():
+def test_waiters_are_answered_in_order_and_small_ones_at_once():
     store = MetadataStore(lambda _: next(EXTENTS))
     assert store.claim(claim("big", 3)) is None
     assert store.claim(claim("small", 1)) is None

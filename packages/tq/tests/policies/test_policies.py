@@ -143,7 +143,7 @@ def test_a_wait_for_a_group_that_was_given_before_says_so(queue, policy):
 
 @pytest.mark.parametrize("tag", ["priority", "num_tokens"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), "7", [7]], ids=str)
-def test_a_tag_that_cannot_be_ordered_or_added_up_is_refused_where_it_is_put(queue, tag, value):
+def test_an_unordered_or_unsummable_tag_is_refused_at_the_put(queue, tag, value):
     """One NaN, and a heap gives rows in no order, and a budget of tokens is never reached."""
     with pytest.raises(rl_tq.SchemaError, match=f"the tag {tag} is .*: it must be a finite number or null"):
         queue.put({"a": torch.arange(2)}, partition="p", tags=[{tag: 1}, {tag: value}])

@@ -141,7 +141,7 @@ def test_a_message_over_the_limits_ends_its_connection(server, text_bytes, paylo
 
 @pytest.mark.promise("Memory grows with what arrived, not with what a header claims")
 @pytest.mark.process
-def test_memory_grows_with_what_arrived_and_not_with_what_is_announced(server):
+def test_memory_grows_with_received_and_not_announced_data(server):
     """30 connections announce 60 MiB of text each, and 30 a payload of 3 GiB; each sends 100 KiB."""
     text = encode({"id": 1, "op": "put"})
     with contextlib.ExitStack() as stack, server.grows_at_most(96 * MIB):
@@ -361,7 +361,7 @@ def look(address: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.promise("A token is asked for on loopback too")
 @pytest.mark.process
 @pytest.mark.parametrize("scheme", ["tcp", "zmq"])
-def test_on_loopback_a_token_is_made_that_children_inherit_and_strangers_lack(scheme, monkeypatch):
+def test_on_loopback_children_inherit_a_token_strangers_lack(scheme, monkeypatch):
     if scheme == "zmq":
         pytest.importorskip("zmq", reason="pyzmq is not installed")
     monkeypatch.delenv("RL_TQ_TOKEN", raising=False)

@@ -38,7 +38,7 @@ with rl_tq.connect(sys.argv[1], timeout_s=60.0) as queue:
 
 @pytest.mark.promise("One queue is served at several addresses")
 @pytest.mark.process
-def test_producers_over_shm_and_consumers_over_tcp_share_one_queue():
+def test_shm_producers_and_tcp_consumers_share_one_queue():
     with rl_tq.serve("shm://", timeout_s=60.0, also=["tcp://127.0.0.1:0"]) as queue:
         shm, tcp = queue.addresses
         assert shm == queue.address
@@ -56,7 +56,7 @@ def test_producers_over_shm_and_consumers_over_tcp_share_one_queue():
 
 
 @pytest.mark.process
-def test_the_front_that_sleeps_is_woken_for_a_deadline_that_came_at_another():
+def test_the_sleeping_front_wakes_for_another_s_deadline():
     """A lease taken by a thread of the server expires for who waits over shared memory, whom nothing else wakes."""
     claim = {"partition": "p", "columns": ["a"], "task": "t"}
     with (
@@ -76,7 +76,7 @@ def test_the_front_that_sleeps_is_woken_for_a_deadline_that_came_at_another():
 
 
 @pytest.mark.process
-def test_memory_that_a_tcp_reader_looked_at_is_used_again_once_it_is_cleared():
+def test_memory_seen_by_a_tcp_reader_is_reused_after_a_clear():
     with (
         rl_tq.serve("shm://", timeout_s=60.0, also=["tcp://127.0.0.1:0"]) as queue,
         rl_tq.connect(queue.addresses[1], timeout_s=60.0) as remote,

@@ -128,7 +128,7 @@ queue.put({"a": torch.ones(2, 1_000_000)}, partition="q")
 """
 
 
-def test_a_producer_killed_while_it_sends_leaves_what_it_put_and_nothing_else():
+def test_a_producer_killed_while_sending_leaves_only_its_puts():
     with rl_tq.serve("tcp://127.0.0.1:0", timeout_s=60.0) as queue:
         producer = subprocess.Popen(
             [sys.executable, "-c", SENDER, queue.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

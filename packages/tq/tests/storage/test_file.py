@@ -96,7 +96,7 @@ def test_rows_acks_and_leases_survive_the_death_of_every_process(killed):
 
 
 @pytest.mark.process
-def test_what_a_dying_server_wrote_by_half_is_cut_off_and_damage_is_told(killed):
+def test_a_dying_server_s_half_write_is_cut_and_damage_reported(killed):
     address, _ = killed
     journal = Path(address.removeprefix("file://")) / "journal"
     whole = journal.read_bytes()
@@ -198,7 +198,7 @@ def test_what_a_group_shares_survives(tmp_path):
             assert torch.equal(queue.get(again, ["image"])["image"], image)
 
 
-def test_what_one_turn_changed_is_written_at_once_and_before_anybody_is_told(tmp_path, monkeypatch):
+def test_changes_of_a_turn_are_written_before_any_reply(tmp_path, monkeypatch):
     written: list[tuple[list[str], bool]] = []
     append = Journal.append
 

@@ -42,7 +42,7 @@ class TestRay(TransferQueueContract):
 
 
 @pytest.mark.usefixtures("cluster")
-def test_tasks_of_ray_exchange_rows_and_values_outlive_who_made_them():
+def test_ray_tasks_exchange_rows_and_values_outlive_their_maker():
     @ray.remote(num_cpus=1, max_calls=1)  # its process ends with it
     def produce(address: str) -> rl_tq.BatchMeta:
         with rl_tq.connect(address, timeout_s=60.0) as queue:
@@ -94,7 +94,7 @@ def wait_until(condition) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("address", ["shm://", "tcp://127.0.0.1:0"])
-def test_values_of_queues_that_are_not_rays_never_enter_its_object_store(address: str):
+def test_values_of_other_queues_never_enter_ray_s_object_store(address: str):
     @ray.remote(num_cpus=1)
     class Worker:
         def __init__(self, address: str) -> None:
@@ -163,7 +163,7 @@ def test_each_node_keeps_what_is_put_on_it():
 @pytest.mark.promise("`ray://`: values are read where they were put, and pass neither the server nor its node")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray's own processes
-def test_values_are_read_where_they_were_put_and_pass_neither_server_nor_its_node():
+def test_values_are_read_from_their_node_and_bypass_the_server():
     """512 MiB are put and got on another node; the server's process and its node's object store stay as they were."""
     from ray.cluster_utils import Cluster
 

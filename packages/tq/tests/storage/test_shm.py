@@ -129,7 +129,7 @@ queue.put({"a": torch.zeros(2, int(sys.argv[2]))}, partition="p2")
 
 @pytest.mark.promise("A put is whole or not there, also of a producer that is killed")
 @pytest.mark.process
-def test_a_producer_killed_in_a_put_leaves_what_it_published_and_nothing_else(queue, run):
+def test_a_producer_killed_in_a_put_leaves_only_published_data(queue, run):
     producer = run(PRODUCER, queue.address, str(LARGE))
     assert producer.stdout.readline() == "in the middle\n"
     assert queue.stats()["segments"] == 3
@@ -152,7 +152,7 @@ def test_a_producer_killed_in_a_put_leaves_what_it_published_and_nothing_else(qu
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("error::ResourceWarning")
-def test_a_client_that_lost_its_server_holds_nothing_even_if_nobody_closes_it(queue):
+def test_a_client_whose_server_is_lost_holds_no_memory(queue):
     peer = rl_tq.connect(queue.address)
     peer.get(queue.put({"a": torch.ones(2)}, partition="p"))
     queue.close()
@@ -185,7 +185,7 @@ time.sleep(600)
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_stopped_server_is_named_and_a_killed_one_is_lost_at_once(run, monkeypatch):
+def test_a_stopped_server_is_named_and_a_killed_one_is_lost(run, monkeypatch):
     monkeypatch.setattr(rl_tq.client.session, "GRACE_S", 0.2)
     server = run(SERVER, str(2 * LARGE))
     address = server.stdout.readline().strip()
@@ -213,7 +213,7 @@ def test_a_stopped_server_is_named_and_a_killed_one_is_lost_at_once(run, monkeyp
 
 
 @pytest.mark.process
-def test_a_stream_whose_server_stopped_does_not_end_as_if_that_were_all(run, monkeypatch):
+def test_a_stream_of_a_stopped_server_does_not_end_normally(run, monkeypatch):
     monkeypatch.setattr(rl_tq.client.session, "GRACE_S", 0.2)
     monkeypatch.setattr(rl_tq.streaming, "connect", lambda address: rl_tq.connect(address, timeout_s=1.0))
     server = run(SERVER, "2")
@@ -302,7 +302,7 @@ def test_a_wrong_request_is_answered_and_harms_nobody(queue, raw):
 
 
 @pytest.mark.process
-def test_a_descriptor_that_did_not_arrive_is_an_error_that_says_so(queue, raw):
+def test_a_missing_descriptor_is_a_clear_error(queue, raw):
     raw.send({"op": "segment", "segment": 1, "is_packed": True})
     raw.send({**PUT, "id": 1})
     assert "raise `ulimit -n`" in raw.receive()[0]["message"]
@@ -343,7 +343,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(queue, raw):
 
 
 @pytest.mark.process
-def test_small_extents_share_segments_which_go_when_all_are_cleared(queue):
+def test_small_extents_share_segments_freed_once_all_clear(queue):
     row = torch.zeros(1, SEGMENT_BYTES // 4 // 20)  # about 19 rows to a segment
     metas = [queue.put({"a": row + i}, partition="p") for i in range(25)]
     assert queue.stats()["segments"] == 2
@@ -397,7 +397,7 @@ def test_memory_is_used_again_but_never_under_a_reader(queue):
 
 
 @pytest.mark.process
-def test_a_segment_is_not_given_back_while_its_answer_is_under_way(queue, monkeypatch):
+def test_a_segment_is_not_freed_while_its_answer_is_under_way(queue, monkeypatch):
     """The server frees it after the answer was sent, and before the client opened it."""
     with rl_tq.connect(queue.address) as peer:
         meta = queue.put({"a": torch.ones(4, LARGE)}, partition="p")

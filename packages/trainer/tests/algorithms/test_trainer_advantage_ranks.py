@@ -83,7 +83,7 @@ def on_ranks(fields, cu_seqlens, compute):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", sorted(name for name, each in ADVANTAGES.items() if each.scope != "whole"))
 @pytest.mark.process
-def test_ranks_with_some_groups_each_compute_the_advantages_of_the_batch(name, seed):
+def test_ranks_with_some_groups_get_the_batch_advantages(name, seed):
     fields, cu_seqlens = batch(seed)
     whole = compute_advantages(name, part(fields, cu_seqlens, torch.arange(len(cu_seqlens) - 1)))
     parts = on_ranks(fields, cu_seqlens, lambda own: compute_advantages(name, own))
@@ -111,7 +111,7 @@ def test_ranks_choose_the_tokens_that_the_whole_batch_chooses(loss, options):
 
 @pytest.mark.promise("Tokens chosen over a batch are the same on any number of ranks")
 @pytest.mark.parametrize("choose", ["high_entropy", "beyond_moment"])
-def test_ranks_bound_entropy_and_second_moment_as_the_whole_batch_does(choose):
+def test_rank_bounds_on_entropy_and_moments_equal_the_batch_s(choose):
     fields, cu_seqlens = batch(5)
 
     def chosen(own):
@@ -137,7 +137,7 @@ class LimitedWorker(EngineWorker):
 @pytest.mark.promise("No rank needs the whole batch: advantages of one that is beyond the memory of each")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_batch_beyond_the_memory_of_each_rank_gets_its_advantages(tmp_path):
+def test_a_batch_larger_than_rank_memory_gets_its_advantages(tmp_path):
     """Two real engine ranks; 16 M tokens, of which the columns and sums of a half fit into what a rank may have."""
     lengths, num_rows, size = 65536, 256, 8
     rewards = torch.zeros(num_rows, lengths)

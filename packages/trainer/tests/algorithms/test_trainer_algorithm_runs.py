@@ -38,7 +38,7 @@ def rows(**more):
 RULE = ["data.format=rows", "data.options={}", "reward.parts.right={kind: rule, rule: exact_match}"]
 
 
-def test_masks_selections_and_a_coefficient_that_follows_its_target(model, tmp_path):
+def test_masks_selections_and_an_adaptive_coefficient_work(model, tmp_path):
     """One update sees what was cut off, the entropies and log-probs before it, and what was chosen by them."""
     masks = ["algorithm.mask_truncated=true", "algorithm.top_entropy=0.5", "algorithm.loss=m2po"]
     entropy = ["algorithm.entropy_target=9", "algorithm.entropy_step=0.25"]  # above that of the vocabulary
@@ -65,7 +65,7 @@ def test_a_policy_teaches_itself_what_it_is_told(model, tmp_path, divergence):
         assert first["teacher_jsd"] > 0
 
 
-def test_a_context_that_a_row_cannot_fill_is_told_before_the_start(model, tmp_path):
+def test_a_context_too_long_for_a_row_is_reported_before_start(model, tmp_path):
     with pytest.raises(DataError, match=r"teacher.context='see \{hint\}' cannot be filled for a row of '[ab]'"):
         records(model, tmp_path, rows(), *RULE, "teacher.context='see {hint}'", recipe="distill")
 

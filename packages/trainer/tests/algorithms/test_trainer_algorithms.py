@@ -161,7 +161,7 @@ def test_reinforce_pp_baseline_by_hand():
 
 @pytest.mark.filterwarnings("ignore:1 of 3 groups have one completion")
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "grpo_passk", "opo", "gpg", "maxrl", "grpo_batch_std"])
-def test_a_group_s_advantage_does_not_depend_on_where_its_rows_stand(name):
+def test_a_group_advantage_is_independent_of_row_order(name):
     data = three_groups()
     order = torch.tensor([4, 2, 0, 5, 1, 3])
     rows = [slice(int(data.cu_seqlens[i]), int(data.cu_seqlens[i + 1])) for i in order]
@@ -229,7 +229,7 @@ def test_a_rollout_of_several_trajectories_enters_its_group_once(name):
         assert not torch.allclose(other, got), "the test would not see it"
 
 
-def test_a_rollout_s_reward_is_the_mean_of_its_trajectories_by_hand():
+def test_a_rollout_reward_is_the_mean_of_its_trajectories():
     data = AdvantageInput(
         rewards=torch.tensor([1.0, 0.0, 0.2]),
         loss_mask=torch.ones(3, dtype=torch.int64),
@@ -248,7 +248,7 @@ class Point:
 
 
 @pytest.mark.promise("Algorithms of other distributions are found by entry point")
-def test_algorithms_of_other_distributions_are_found_by_entry_point(monkeypatch):
+def test_third_party_algorithms_are_found_by_entry_point(monkeypatch):
     ones = Estimator(compute=lambda data: data.loss_mask.float())
     double = PolicyLoss(source="none", compute=lambda data: -2 * data.advantages * data.logprobs)
     points = {"rl_trainer.advantages": [Point("ones", ones)], "rl_trainer.policy_losses": [Point("double", double)]}
@@ -278,7 +278,7 @@ def one_row_batch(mask, offsets, **columns):
 @pytest.mark.parametrize(
     "aggregation", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
-def test_a_loss_of_one_s_own_is_aggregated_corrected_and_penalised_as_the_others(monkeypatch, aggregation):
+def test_a_custom_loss_is_aggregated_corrected_and_penalised(monkeypatch, aggregation):
     """-A logprob from outside has loss, gradient and metrics of `reinforce`."""
     own = PolicyLoss(source="none", compute=lambda data: -data.advantages * data.logprobs)
     monkeypatch.setitem(POLICY_LOSSES, "own", own)
@@ -370,7 +370,7 @@ def test_options_of_a_loss_reach_it():
 
 
 @pytest.mark.parametrize(("keys", "kl_share"), [({}, 0.2), ({"kl_in_reward": True}, 0.0)])
-def test_kl_and_entropy_enter_the_loss_with_their_weights_by_hand(keys, kl_share):
+def test_kl_and_entropy_enter_the_loss_with_their_weights(keys, kl_share):
     offsets = torch.tensor([0, 3])
     zeros, ref = torch.zeros(3), torch.tensor([-1.5, -1.0, -9.0])
     rows = one_row_batch(torch.tensor([1, 1, 0]), offsets, old_logprobs=zeros, advantages=zeros, ref_logprobs=ref)

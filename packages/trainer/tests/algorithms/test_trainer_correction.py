@@ -70,7 +70,7 @@ def test_mismatch_by_hand_and_shares_add_up():
     assert math.isclose(derived["mismatch_ess"], sum(ratios) ** 2 / sum(r * r for r in ratios) / 4, rel_tol=1e-5)
 
 
-def test_the_share_of_truncated_tokens_and_the_mismatch_in_bypass_are_told():
+def test_truncated_share_and_bypass_mismatch_are_reported():
     offsets = torch.tensor([0, 5])
     columns = {"old_logprobs": OLD, "rollout_logprobs": ROLLOUT, "advantages": torch.ones(5), "loss_mask": MASK}
     rows = TensorDict(
@@ -88,7 +88,7 @@ def test_the_share_of_truncated_tokens_and_the_mismatch_in_bypass_are_told():
     assert math.isclose(metrics["mismatch_k1"], mismatch_metrics(OLD, ROLLOUT, MASK, None, 4)["mismatch_k1"])
 
 
-def test_a_token_that_the_sampler_all_but_ruled_out_leaves_the_mismatch_finite():
+def test_an_unlikely_sampler_token_leaves_the_mismatch_finite():
     found = mismatch_metrics(torch.zeros(1), torch.tensor([-200.0]), torch.ones(1), None, 1)
     assert all(math.isfinite(value) for value in found.values())
 

@@ -84,7 +84,7 @@ def test_jsd_by_hand():
     torch.testing.assert_close(candidates[2], torch.zeros(2), atol=1e-6, rtol=0)
 
 
-def test_jsd_is_the_forward_and_the_reverse_divergence_at_its_ends():
+def test_jsd_equals_forward_and_reverse_divergence_at_its_ends():
     random = torch.Generator().manual_seed(0)
     policy, teacher = (torch.randn(50, 9, generator=random).double().log_softmax(-1)[:, :4] for _ in range(2))
     for beta, wanted in ((1e-6, coarse_kl(teacher, policy)), (1 - 1e-6, coarse_kl(policy, teacher))):
@@ -92,7 +92,7 @@ def test_jsd_is_the_forward_and_the_reverse_divergence_at_its_ends():
         torch.testing.assert_close(found, wanted.double(), rtol=1e-4, atol=1e-5)
 
 
-def test_the_divergence_of_what_is_equal_is_nothing_and_otherwise_positive():
+def test_equal_distributions_have_no_divergence_and_others_do():
     random = torch.Generator().manual_seed(0)
     policy, teacher = (torch.randn(50, 9, generator=random).log_softmax(-1)[:, :4] for _ in range(2))
     assert (coarse_kl(teacher, policy) > 0).all()

@@ -93,7 +93,7 @@ def test_the_implicit_reward_model_has_the_loss_of_its_paper(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_forward_divergence_is_the_kl_of_the_whole_vocabulary_where_the_rest_is_one_token(seed):
+def test_forward_divergence_is_exact_over_the_vocabulary(seed):
     """arXiv 2306.13649: KL(teacher || policy). With all tokens but one as candidates nothing is coarse."""
     draw = torch.Generator().manual_seed(seed)
     size = 7
@@ -104,7 +104,7 @@ def test_forward_divergence_is_the_kl_of_the_whole_vocabulary_where_the_rest_is_
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_reverse_divergence_has_the_gradient_of_kl_policy_teacher_in_expectation(seed):
+def test_reverse_divergence_has_the_gradient_of_kl_as_a_mean(seed):
     """arXiv 2306.13649: over all tokens that the policy may sample, weighed by their probability."""
     draw = torch.Generator().manual_seed(seed)
     size = 6

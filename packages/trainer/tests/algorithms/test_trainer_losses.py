@@ -79,7 +79,7 @@ def test_topr_by_hand():
 
 
 @pytest.mark.parametrize("loss", ["vespo", "topr", "m2po"])
-def test_these_ratios_are_to_the_sampler_whatever_the_old_policy_is(loss):
+def test_sampler_ratios_ignore_the_old_policy(loss):
     columns = {"rollout_logprobs": torch.tensor([-2.0 - math.log(2), -2.0]), "selected": torch.zeros(2)}
     told = learned([1, 1], ratios=[1.0, 1.0], advantages=[-1.0, -1.0], columns=columns, loss=loss)[1]
     other = learned([1, 1], ratios=[1.0, 0.5], advantages=[-1.0, -1.0], columns=columns, loss=loss)[1]
@@ -217,7 +217,7 @@ def test_the_unbiased_kl_by_hand():
     torch.testing.assert_close(gradient, torch.tensor([0.1 * 2 * d]))
 
 
-def test_the_unbiased_kl_has_the_gradient_of_the_kl_in_expectation():
+def test_unbiased_kl_has_the_gradient_of_the_kl_as_a_mean():
     """Over all tokens that the sampler may draw, by their probability: that of KL(policy || reference)."""
     draw = torch.Generator().manual_seed(0)
     logits, sampler, ref = (torch.randn(6, generator=draw) for _ in range(3))
@@ -252,7 +252,7 @@ def test_the_adaptive_coefficient_of_the_entropy_by_hand():
     assert fixed.weight == 0.3
 
 
-def test_a_resumed_run_goes_on_with_the_coefficient_where_it_stood():
+def test_a_resumed_run_continues_its_kl_coefficient():
     config = load_config("gsm8k", ["algorithm.entropy_target=0.2", "algorithm.entropy_coef=0.1"])
     state = RunState(seed=0, num_rows=1)
     assert entropy_of(config, state).coef == 0.1
@@ -304,7 +304,7 @@ def test_what_cannot_work_is_refused_before_the_start(settings, words):
         make_plan(load_config("gsm8k", ["algorithm.loss_options={}", *settings]))
 
 
-def test_a_loss_whose_ratio_is_to_the_sampler_learns_from_older_weights_as_it_is():
+def test_a_sampler_ratio_loss_learns_from_older_weights():
     asynchronous = ["algorithm.loss_options={}", "pipeline=fully_async"]
     with pytest.raises(PlanError, match="learns from tokens of older weights"):
         make_plan(load_config("gsm8k", asynchronous))

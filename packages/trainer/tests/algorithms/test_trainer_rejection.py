@@ -65,7 +65,7 @@ def learn(config, columns, logprobs, lengths, *, counts=None, **options):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", [*LOSSES, "own"])
-def test_a_rejected_token_has_no_term_left_and_the_others_keep_their_weight(loss, aggregation, monkeypatch):
+def test_a_rejected_token_has_no_term_and_others_keep_theirs(loss, aggregation, monkeypatch):
     """Policy, reference KL, entropy, KL-Cov, teacher: as if it had not been there, but for the counts."""
     own = PolicyLoss(source="here", compute=lambda given: -given.advantages * given.logprobs)
     monkeypatch.setitem(POLICY_LOSSES, "own", own)
@@ -172,7 +172,7 @@ def test_no_token_outside_the_accepted_ones_is_looked_at(loss, aggregation, coun
     assert not gradient[lost].any()
 
 
-def test_the_metrics_of_the_ratio_are_means_over_what_was_accepted():
+def test_ratio_metrics_are_means_over_accepted_tokens():
     columns, _, rejected = draw([5, 3, 6, 4], 2)
     accepted = columns["loss_mask"].bool() & ~rejected
     logprobs = columns["old_logprobs"] + math.log(1.1)
@@ -183,7 +183,7 @@ def test_the_metrics_of_the_ratio_are_means_over_what_was_accepted():
         assert metrics["rejected"] == pytest.approx(1 - float(accepted.sum() / columns["loss_mask"].sum()))
 
 
-def test_the_penalty_of_kl_cov_is_weighted_as_the_rest_of_its_objective():
+def test_the_kl_cov_penalty_is_weighted_like_its_objective():
     """Tokens with ratios trainer / sampler of 0.5 and 2; the second is selected, and pays 0.25 times its distance."""
     old = torch.tensor([-1.0, -1.0])
     columns = {
@@ -230,7 +230,7 @@ def bypass_columns(**more):
     return {"old_logprobs": rollout, "advantages": -torch.ones(3), "loss_mask": torch.ones(3, dtype=torch.long), **more}
 
 
-def test_reinforce_takes_importance_weights_in_bypass_mode_by_hand():
+def test_reinforce_takes_importance_weights_in_bypass_mode():
     config = AlgorithmConfig(loss="reinforce", old_logprobs="rollout", correction="tis", correction_bounds=(0.0, 1.5))
     ratios = torch.tensor([0.5, 1.2, 9.0])
     logprobs = bypass_columns()["old_logprobs"] + ratios.log()

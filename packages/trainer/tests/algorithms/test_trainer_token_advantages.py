@@ -57,7 +57,7 @@ def test_gae_by_hand_passes_over_a_tool_s_token():
     torch.testing.assert_close(compute_advantages("gae", data), whitened(plain, data.loss_mask), atol=1e-4, rtol=1e-4)
 
 
-def test_vtrace_without_mismatch_is_td_with_its_lambda_and_cuts_large_ratios():
+def test_vtrace_without_mismatch_is_td_and_cuts_large_ratios():
     values = torch.tensor([0.1, 0.2, 99.0, 0.3, 0.4, 0.5])
     on_policy = compute_advantages("vtrace", batch(values=values, ratio=torch.ones(6)))
     # With ratio, gamma and lambda 1 the target of a state is the reward behind it: A = R_t + G_{t+1} - V_t.
@@ -107,7 +107,7 @@ OTB = ["optimal_token_baseline", "tir_optimal_token_baseline"]
 
 
 @pytest.mark.parametrize("name", OTB)
-def test_a_tail_that_one_completion_alone_reaches_keeps_its_return(name):
+def test_a_tail_of_one_completion_keeps_its_return(name):
     got = compute_advantages(name, constant_energy([2, 5], [0.0, 1.0], [0, 0]))
     assert got.tolist() == pytest.approx([-0.5, -0.5, 0.5, 0.5, 1.0, 1.0, 1.0])
 
@@ -119,7 +119,7 @@ def test_a_group_of_one_keeps_its_return(name):
 
 
 @pytest.mark.parametrize("name", OTB)
-def test_a_rollout_of_several_trajectories_is_not_its_own_baseline(name):
+def test_a_rollout_of_several_trajectories_is_not_its_baseline(name):
     """Two trajectories of one rollout reach positions that the other rollout does not."""
     got = compute_advantages(name, constant_energy([2, 2, 1], [1.0, 1.0, 3.0], [0, 0, 0], rollouts=[0, 0, 1]))
     assert got.tolist() == pytest.approx([1.0 - 2.0, 1.0, 1.0 - 2.0, 1.0, 3.0 - 2.0])
@@ -134,7 +134,7 @@ def test_a_rollout_of_several_trajectories_is_not_its_own_baseline(name):
         ("tir_optimal_token_baseline", [1.0 - 2, 0.0, 1.0 - 2, 3.0 - 2, 3.0 - 2]),
     ],
 )
-def test_only_the_baseline_with_tools_counts_positions_without_them(name, wanted):
+def test_only_the_baseline_with_tools_counts_other_positions(name, wanted):
     got = compute_advantages(name, constant_energy([3, 2], [1.0, 3.0], [0, 0], mask=[1.0, 0.0, 1.0, 1.0, 1.0]))
     assert got.tolist() == pytest.approx(wanted)
 
@@ -153,7 +153,7 @@ def test_tokens_without_energy_have_no_baseline_by_rounding(name):
     name=st.sampled_from(OTB),
     seed=st.integers(0, 2**16),
 )
-def test_optimal_baselines_lie_between_the_returns_of_their_position(groups, name, seed):
+def test_optimal_baselines_are_between_returns_of_a_position(groups, name, seed):
     draw = torch.Generator().manual_seed(seed)
     lengths = [length for group in groups for length in group]
     ids = [index for index, group in enumerate(groups) for _ in group]
@@ -280,7 +280,7 @@ def test_without_a_clip_there_is_no_share_of_clipped_values():
         ("seq-mean-token-sum-norm", (5 + 9) / 2 / 8),
     ],
 )
-def test_the_value_loss_knows_the_aggregations_of_the_policy_loss(aggregation, wanted):
+def test_value_loss_supports_the_aggregations_of_policy_loss(aggregation, wanted):
     """Squared errors 1, 4, (masked) | 9 | (masked)."""
     offsets = torch.tensor([0, 3, 4, 5])
     values = torch.tensor([1.0, 2.0, 77.0, 3.0, 77.0])

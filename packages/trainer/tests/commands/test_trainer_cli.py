@@ -64,7 +64,7 @@ def test_unknown_key(capsys):
     )
 
 
-def test_too_few_gpus_are_told_with_the_numbers_before_anything_is_made(capsys, monkeypatch):
+def test_too_few_gpus_are_reported_with_numbers_before_start(capsys, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("rl_trainer.planning.gpus.local_gpus", lambda: 1)
     apart = "the run asks for 2 GPUs (engine 1, rollout 1), and this machine has 1, which they cannot share because"
@@ -221,7 +221,7 @@ def test_freed_memory_is_used_again():
     assert int(done.stdout) < 5 * 2**26 / resource.getpagesize() / 4
 
 
-def test_a_folder_that_is_not_to_be_written_is_refused_before_anything_starts(capsys):
+def test_an_unwritable_folder_is_refused_before_the_start(capsys):
     sizes = ["data.options.num_rows=2000", "data.eval_size=16"]
     error = refused(capsys, "quickstart", *sizes, "output_dir=/sys/rl-trainer")  # which root may not write either
     assert error.startswith("rl-train: /sys/rl-trainer cannot be used: ")
@@ -249,7 +249,7 @@ def written_to_a_full_disk():
         return error
 
 
-def test_errors_of_the_disk_and_of_the_packages_are_sentences_and_mistakes_are_none():
+def test_disk_and_package_errors_are_explained_and_bugs_are_not():
     from rl_ckpt.errors import PeerLostError
 
     advice = "make room on that disk, then go on with --resume"

@@ -37,13 +37,13 @@ def test_in_turns_a_step_takes_generation_learning_and_sync():
 
 
 @pytest.mark.parametrize(("update_tokens_per_s", "seconds"), [(200, 8), (50, 16)])
-def test_one_step_off_takes_the_longer_of_generation_and_learning(update_tokens_per_s, seconds):
+def test_one_step_off_takes_the_longer_of_its_two_phases(update_tokens_per_s, seconds):
     found = simulate(configured("pipeline=one_step_off"), replace(EVEN, update_tokens_per_s=update_tokens_per_s))
     assert found.step_s == pytest.approx(seconds + 0.5)
     assert (found.staleness_mean, found.staleness_max) == (1, 1)
 
 
-def test_engine_and_servers_that_share_processors_slow_each_other_down_while_both_work():
+def test_engine_and_servers_sharing_processors_slow_each_other():
     # 8 s of generation beside 4 s of learning: at half the speed these take 8, in which 4 s' worth is generated
     shared = simulate(configured("pipeline=one_step_off"), replace(EVEN, overlap=0.5))
     assert shared.step_s == pytest.approx(8 + 4 + 0.5)

@@ -135,7 +135,7 @@ def test_a_folder_without_a_run_and_a_run_without_samples(tmp_path, capsys):
 
 @pytest.mark.promise("`rl-view --serve` has new steps, and reads samples when they are looked at")
 @pytest.mark.process
-def test_a_served_page_has_new_steps_and_reads_samples_when_they_are_looked_at(tmp_path, monkeypatch):
+def test_a_served_page_shows_new_steps_and_loads_samples_late(tmp_path, monkeypatch):
     run, servers = make_run(tmp_path / "run", size=400), []
 
     class Noted(ThreadingHTTPServer):

@@ -300,7 +300,7 @@ REFUSED = [
 @pytest.mark.promise("What a backend cannot do is refused by name before anything starts")
 @pytest.mark.parametrize(("chosen", "overrides", "words"), REFUSED)
 @pytest.mark.process
-def test_what_a_backend_cannot_do_is_refused_by_name_before_anything_starts(folder, chosen, overrides, words):
+def test_unsupported_backend_options_are_refused_by_name_first(folder, chosen, overrides, words):
     with pytest.raises(ConfigError, match=words):
         check_backends(load_config("quickstart", [f"model.path={folder}", *chosen, *overrides]))
 
@@ -360,7 +360,7 @@ def test_whether_prompts_are_shared_is_told(folder):
     ],
 )
 @pytest.mark.process
-def test_the_way_that_weights_take_is_told_and_why_it_is_not_the_shortest(folder, overrides, words):
+def test_the_weight_path_is_reported_and_why_it_is_not_shorter(folder, overrides, words):
     told = dict(check_backends(load_config("quickstart", [f"model.path={folder}", *overrides])))
     assert told["weights"].removesuffix(" (engine.lora.export=adapter)").endswith(words)
 
@@ -376,7 +376,7 @@ def test_who_makes_the_loss_is_told(folder):
         assert told["loss_in_head"] == words
 
 
-def test_a_server_that_cannot_be_seeded_is_told_of_and_gets_no_seeds(folder):
+def test_a_server_without_seeds_is_reported_and_gets_none(folder):
     settings = load_config("quickstart", [f"model.path={folder}", SGLANG])
     *_, (_, how) = check_backends(settings)
     assert "requests without seeds" in how
@@ -388,13 +388,13 @@ def test_a_server_that_cannot_be_seeded_is_told_of_and_gets_no_seeds(folder):
     assert fields[True] - fields[False] == {"seed"}
 
 
-def test_a_model_that_is_yet_to_be_made_is_described_to_the_server():
+def test_a_model_not_built_yet_is_described_to_the_server():
     check_backends(load_config("quickstart"))
     with pytest.raises(ConfigError, match="no option 'blok_size'"):
         check_backends(load_config("quickstart", ["rollout.options={blok_size: 3}"]))
 
 
-def test_what_only_a_loaded_model_tells_is_checked_once_it_is_there():
+def test_model_dependent_checks_run_once_it_is_loaded():
     config = load_config("quickstart", ["engine.router_replay=true"])
     with pytest.raises(ConfigError, match="rollout.backend=embedded does not tell the experts that it chose"):
         check_started(config, Capabilities(), has_images=False)
@@ -404,7 +404,7 @@ def test_what_only_a_loaded_model_tells_is_checked_once_it_is_there():
     check_started(load_config("quickstart"), Capabilities(takes_images=True), has_images=True)
 
 
-def test_weights_in_megatron_lms_format_are_where_the_policy_starts_from():
+def test_megatron_lm_weights_start_the_policy():
     written = ["engine.backend=megatron", "engine.dist_checkpoint=/weights"]
     config = load_config("ppo", [*written, "algorithm.kl_coef=0.1"])
     assert frozen_config(config, "reference", Path("model")).dist_checkpoint == "/weights"

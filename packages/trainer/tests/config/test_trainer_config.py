@@ -68,7 +68,7 @@ def test_an_unknown_recipe_lists_the_shipped_ones():
         load_config("quikstart")
 
 
-def test_a_section_given_as_a_mapping_leaves_earlier_overrides_of_it_alone():
+def test_a_section_as_a_mapping_keeps_earlier_overrides():
     before = load_config("quickstart").engine
     keys = ["engine.optimizer.lr=1e-4", "engine={backend: torchtitan}", "data.options={task: x}"]
     config = load_config("quickstart", keys)

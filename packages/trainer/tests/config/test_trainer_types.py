@@ -36,7 +36,7 @@ WRONG = [  # a line more, and the rule that it breaks
 ]
 
 
-def test_right_use_of_a_group_passes_and_every_wrong_one_is_found(tmp_path):
+def test_correct_group_use_passes_and_every_misuse_is_found(tmp_path):
     (tmp_path / "right.py").write_text(WORKER)
     start = WORKER.count("\n")
     (tmp_path / "wrong.py").write_text(WORKER + "".join(f"    {line}\n" for line, _ in WRONG))

@@ -62,7 +62,7 @@ def test_all_complaints_about_a_file_are_told_at_once(tmp_path):
     assert told.endswith('The first of them is {"prompt": 1}')
 
 
-def test_a_folder_has_its_own_test_file_and_parquet_reads_like_jsonl(tmp_path):
+def test_a_folder_has_a_test_split_and_parquet_equals_jsonl(tmp_path):
     write(tmp_path / "train.jsonl", [ROW] * 4)
     parquet.write_table(pa.Table.from_pylist([{**ROW, "extra_info": {"n": 1}}]), tmp_path / "test.parquet")
     data = load_datasets(DataConfig(path=str(tmp_path)), seed=0)
@@ -116,7 +116,7 @@ def test_missing_files_and_broken_json(tmp_path):
 
 
 @pytest.mark.promise("Held-out rows are never trained on")
-def test_reasoning_gym_holds_out_problems_that_are_never_trained_on():
+def test_reasoning_gym_holds_out_problems_never_trained_on():
     config = DataConfig(
         format="reasoning_gym",
         options={
@@ -153,7 +153,7 @@ def test_a_wrong_reasoning_gym_task_or_template_is_told():
 
 @pytest.mark.process
 @given(st.integers(1, 30), st.integers(0, 100), st.lists(st.integers(1, 20), min_size=1, max_size=8))
-def test_order_uses_every_row_once_per_epoch_and_resumes_anywhere(num_rows, seed, counts):
+def test_order_uses_rows_once_per_epoch_and_resumes_anywhere(num_rows, seed, counts):
     whole = PromptOrder(num_rows=num_rows, seed=seed)
     taken = [index for count in counts for index in whole.take(count)]
     for at in range(0, len(taken) - num_rows + 1, num_rows):

@@ -36,7 +36,7 @@ def python(code):
     return [sys.executable, "-c", code]
 
 
-def test_its_lines_are_passed_on_and_the_last_are_told_when_it_fails():
+def test_its_lines_are_forwarded_and_the_last_shown_on_failure():
     lines = []
     _run(python("print('a'); print('b')"), 60, lines.append)
     assert lines == ["a", "b"]

@@ -96,7 +96,7 @@ def num_generated(server):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_replicas_follow_a_policy_and_the_engine_s_gpus_are_lent_and_taken_back(model, tmp_path):
+def test_replicas_follow_a_policy_and_engine_gpus_are_lent(model, tmp_path):
     (tmp_path / "policy.py").write_text(POLICY)
     num_steps, batch_size = 9, 4
     config = load_config(
@@ -153,7 +153,7 @@ def shipped(tmp_path):
 )
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_in_one_process_the_engine_s_memory_is_lent_and_taken_back(shipped):
+def test_engine_memory_is_lent_and_returned_in_one_process(shipped):
     """Real engine, servers, agents and sessions, without Ray: two steps of four lend, and every row is used once."""
     num_steps, batch_size = 4, 2
     config = load_config(

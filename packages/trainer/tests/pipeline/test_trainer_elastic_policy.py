@@ -70,7 +70,7 @@ def test_the_policy_by_hand(loads, wanted):
 
 
 @pytest.mark.promise("Replicas follow a policy within bounds, and no step waits for one that joins")
-def test_replicas_follow_the_policy_within_bounds_and_wait_for_those_that_join():
+def test_replicas_follow_the_policy_in_bounds_and_await_joiners():
     elastic, replicas = following(patience=1, min_replicas=2)
     assert elastic.follow(record(1, 0.0, num_ready=4)) == [], "two are the fewest"
     (told,) = elastic.follow(record(2, 9.0))
@@ -100,7 +100,7 @@ class Weights:
     lends = False
 
 
-def test_the_engine_s_gpus_are_lent_while_learning_waits_and_stay_with_it_once_it_does_not():
+def test_engine_gpus_are_lent_only_while_learning_waits():
     section = load_config("quickstart", [*AHEAD, "rollout.elastic.lend=true", "rollout.elastic.patience=99"])
     weights, replicas = Weights(), Replicas(1)
     elastic = Elastic(section.rollout.elastic, replicas, num_replicas=1, batch_size=4, weights=weights)
@@ -156,7 +156,7 @@ def test_what_cannot_be_elastic_is_refused_in_one_sentence(overrides, words):
         make_plan(load_config("quickstart", [*AHEAD, *TIS, *overrides]))
 
 
-def test_the_plan_tells_the_bounds_and_every_replica_is_reserved_on_its_own():
+def test_the_plan_reports_bounds_and_each_replica_s_reservation():
     config = load_config("quickstart", [*AHEAD, *TIS, "rollout.num_replicas=2"])
     make_plan(config)
     assert [pool.name for pool in resource_pools(config) if pool.is_elastic] == ["rollout"]

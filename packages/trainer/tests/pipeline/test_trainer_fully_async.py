@@ -42,7 +42,7 @@ def run(settings, *, start_step=0, position=0, returned=(), **agents):
     return job, list(run_loop(job.components(), settings, [{}] * 3, start_step=start_step))
 
 
-def test_without_staleness_nothing_is_released_before_its_weights_and_seeds_are_those_of_sync():
+def test_without_staleness_seeds_and_weights_match_sync():
     settings = config(staleness=0)
     job, records = run(settings, per_poll=3)
     assert [r.step for r in records] == list(range(7))
@@ -90,7 +90,7 @@ def test_a_run_that_cannot_fill_a_batch_says_what_failed():
         run(config(), fails=range(1, 500), per_poll=4)
 
 
-def test_a_resumed_run_takes_what_was_pending_first_and_every_prompt_once():
+def test_a_resumed_run_takes_pending_prompts_first_and_once():
     straight, records = run(config(staleness=2), per_poll=3)
     second = records[2]
     ahead = (*second.pending, *(group.row_index for group in second.held))

@@ -52,7 +52,7 @@ def test_jobs_know_the_files_and_numbers_of_their_rows():
     assert [job.where for job in asked] == ["g, row 3"]
 
 
-def test_groups_without_signal_are_replaced_and_still_count_in_the_reward():
+def test_groups_without_signal_are_replaced_but_count_in_rewards():
     made, position = batch_of(ROWS[:3], "batch.dynamic_sampling=true", "batch.max_refills=20")
     assert len(made.batch) == 8
     rewards = {}

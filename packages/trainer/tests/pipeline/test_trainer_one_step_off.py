@@ -29,7 +29,8 @@ class Job(QueueJob):
         self.agents.submit = noting
 
 
-def test_the_next_batch_is_generated_while_this_one_trains_and_before_the_servers_change():
+def test_the_next_batch_is_generated_while_this_one_trains():
+    """It is complete before the servers get new weights."""
     job = Job(config())
     records = list(run_loop(job.components(), config(), [{}] * 5))
     assert [c for c in job.calls if c.startswith(("sync", "submit", "update"))] == [
@@ -48,7 +49,7 @@ def test_the_next_batch_is_generated_while_this_one_trains_and_before_the_server
     assert [r.metrics["staleness_max"] for r in records[1:]] == [0, 1, 1]
 
 
-def test_without_staleness_the_next_batch_waits_for_the_new_weights():
+def test_without_staleness_the_next_batch_waits_for_weights():
     settings = config("staleness.max_staleness=0", "algorithm.old_logprobs=recompute")
     make_plan(settings)
     job = Job(settings)

@@ -76,7 +76,7 @@ def test_an_order_goes_on_from_its_state_exactly(kind, data, seed, counts):
 
 
 @given(st.integers(0, 50), st.integers(1, 15), st.integers(1, 40), st.lists(st.integers(0, 60), max_size=6))
-def test_a_stream_s_rows_are_the_same_in_whatever_order_they_are_asked_for(seed, buffer_size, count, places):
+def test_stream_rows_are_the_same_in_any_order(seed, buffer_size, count, places):
     rows = stream(seed, buffer_size)
     in_order = [rows[i]["reward_model"]["ground_truth"] for i in range(count)]
     size = len(LENGTHS)
@@ -87,7 +87,7 @@ def test_a_stream_s_rows_are_the_same_in_whatever_order_they_are_asked_for(seed,
         assert again[place]["reward_model"]["ground_truth"] == in_order[place]
 
 
-def test_a_stream_reads_no_more_than_it_holds_and_counts_what_is_too_long():
+def test_a_stream_reads_within_its_buffer_and_counts_long_rows():
     read = []
     source = Source("mine", lambda: (Record("", lambda n=n: read.append(n) or row(n, LENGTHS[n % 11])) for n in range(10**9)))  # fmt: skip  # noqa: E501
     order = StreamOrder(rows=StreamedRows(source, lambda r, _: r, seed=0, buffer_size=1), measure=measure, longest=4)

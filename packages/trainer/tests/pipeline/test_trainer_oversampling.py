@@ -45,7 +45,7 @@ def rows_of(generated):
 
 
 @pytest.mark.promise("Over-sampling leaves out no prompt because its completions are long")
-def test_the_slowest_are_stopped_and_come_first_in_the_next_step_where_they_are_waited_for():
+def test_the_slowest_are_stopped_and_come_first_in_the_next_step():
     agents, made = source(slow=[2, 8])
     drawn = PromptOrder(num_rows=100, seed=0).take(12)
     first = step(made, 1)
@@ -60,7 +60,7 @@ def test_the_slowest_are_stopped_and_come_first_in_the_next_step_where_they_are_
     assert made.position == 10  # six, and four more beside the two that came back
 
 
-def test_groups_without_signal_and_failed_ones_are_not_enough_and_are_not_given_back():
+def test_unusable_groups_fall_short_and_are_not_returned():
     agents, made = source(fails=[1], per_poll=6)
     first = step(made, 1)
     assert len(first.batch) == 8
@@ -164,7 +164,8 @@ def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
     worker._loop.close()
 
 
-def test_what_takes_too_long_in_a_worker_is_named_cancelled_and_no_error_of_its_own_is_renamed():
+def test_slow_worker_calls_are_named_and_cancelled():
+    """The worker's own errors keep their type."""
     loop, cancelled = LoopThread("test"), threading.Event()
 
     async def ask_a_server():
@@ -203,7 +204,7 @@ class Own(Scorer):
         return {"": completion.loop_reward}
 
 
-def test_a_group_has_its_greedy_completion_s_reward_and_fails_with_it():
+def test_a_group_has_its_greedy_reward_and_fails_with_it():
     written = {}
 
     def put(groups, partition, jobs):

@@ -77,7 +77,7 @@ def check(records, num_receipts):
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_every_rank_of_every_replica_samples_from_the_weights_of_the_step_before(num_replicas, model, tmp_path):
+def test_every_rank_samples_from_the_previous_step_s_weights(num_replicas, model, tmp_path):
     told, records = run(model, tmp_path / "out", steps=5, overrides=[f"rollout.num_replicas={num_replicas}"])
     assert "from shard to shard" in told
     assert len(records) == 5
@@ -102,7 +102,7 @@ def descendants(ancestor, title):
 
 
 @pytest.mark.promise("A run goes on without a replica of which a worker is killed")
-def test_a_run_goes_on_without_a_replica_of_which_a_worker_is_killed(model, tmp_path):
+def test_a_run_continues_without_a_replica_with_a_killed_worker(model, tmp_path):
     """The replica is ended and another one started; until that has joined, the other one generates."""
     log, folder = tmp_path / "log", tmp_path / "out"
     command = command_of(model, folder, steps=5, overrides=["rollout.num_replicas=2"])
@@ -125,7 +125,7 @@ MEGATRON = ("engine.backend=megatron_on_cpu", "engine.world_size=4", "engine.par
 
 @pytest.mark.usefixtures("megatron_on_cpu")
 @pytest.mark.parametrize("ranks", [("engine.world_size=2",), MEGATRON], ids=["two fsdp ranks", "megatron tp=2 x pp=2"])
-def test_ranks_of_the_engine_send_what_they_hold_and_the_model_moves_once(ranks, model, tmp_path):
+def test_engine_ranks_send_their_shards_and_weights_move_once(ranks, model, tmp_path):
     told, records = run(model, tmp_path / "out", steps=3, overrides=ranks)
     assert "from shard to shard" in told
     size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))

@@ -27,7 +27,7 @@ def metrics_of(output_dir, model, *overrides):
     return [(line["metrics"]["kl"], line["metrics"]["policy_loss"]) for line in lines]
 
 
-def test_an_actor_without_its_adapter_is_the_reference_that_another_engine_would_be(model, tmp_path, monkeypatch):
+def test_an_actor_without_its_adapter_is_a_reference_engine(model, tmp_path, monkeypatch):
     created = []
     create = setup.create_engine
     monkeypatch.setattr(setup, "create_engine", lambda *args, **kwargs: created.append(1) or create(*args, **kwargs))
@@ -42,7 +42,7 @@ def test_an_actor_without_its_adapter_is_the_reference_that_another_engine_would
     assert other == [pytest.approx(step, abs=1e-6) for step in own]
 
 
-def test_a_batch_that_is_learned_from_once_tells_its_old_log_probs_itself(model, tmp_path, monkeypatch):
+def test_a_batch_learned_once_reports_its_own_old_log_probs(model, tmp_path, monkeypatch):
     recompute = ("algorithm.old_logprobs=recompute", "algorithm.correction=tis")
     once = metrics_of(tmp_path / "once", model, *recompute)
     for place in ("loop", "setup"):

@@ -200,7 +200,7 @@ def check(ranks, replicas, weights, version):
 
 
 @pytest.mark.promise("Where replicas share a node, one copy of the weights goes there, also after a relay has died")
-def test_one_copy_goes_to_each_node_and_a_death_makes_another_one_the_relay(job):
+def test_each_node_gets_one_copy_and_a_dead_relay_is_replaced(job):
     ranks, replicas, weights = job("tcp://127.0.0.1:0", ["n", "n", "m", "n", "trainer 1"])
     for version in (1, 2):
         check(ranks, replicas, weights, version)
@@ -218,7 +218,7 @@ def test_one_copy_goes_to_each_node_and_a_death_makes_another_one_the_relay(job)
     assert taken == [1, 2, 1, 2]
 
 
-def test_inside_a_machine_and_where_no_node_has_two_there_is_no_relay(job):
+def test_no_relay_without_two_receivers_on_a_remote_node(job):
     name = f"shm://relays-{uuid.uuid4().hex[:12]}"
     ranks, replicas, weights = job(name, ["n", "n"])
     check(ranks, replicas, weights, 1)

@@ -137,7 +137,7 @@ def test_a_step_generates_what_it_does_not_replay(queue):
     assert job.agents.queue.stats()["partitions"]["train"]["rows"] == 0
 
 
-def test_one_step_off_draws_what_is_young_enough_when_its_turn_comes(queue):
+def test_one_step_off_draws_rows_that_are_fresh_at_their_turn(queue):
     settings = config("pipeline=one_step_off", "batch.replay.max_age=3", "steps=6")
     records = list(run_loop(Job(settings, queue).components(), settings, [{}]))[1:]
     # The batch of step s + 2 is drawn when that of s is in the history: of step 1's for 3 and 4, of step 2's for 4 ...

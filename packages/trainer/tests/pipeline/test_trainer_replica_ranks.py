@@ -39,7 +39,7 @@ COLOCATED = ["rollout.colocated=true"]
         ("fully_async", [], 1),
     ],
 )
-def test_both_ranks_of_a_replica_have_every_version_of_an_engine_of_two(pipeline, overrides, oldest, model, tmp_path):
+def test_both_ranks_have_every_version_of_a_two_rank_engine(pipeline, overrides, oldest, model, tmp_path):
     options = {"command": [sys.executable, str(FAKE)], "args": ["--enable-sleep-mode"]}
     own = [f"pipeline={pipeline}", f"model.path={model}", f"output_dir={tmp_path / 'out'}"]
     command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", *SIZES, *own, *overrides]

@@ -111,7 +111,7 @@ def agents(count, **options):
     return replica_set, AgentReplicas(replica_set, [address(0)])
 
 
-def test_a_list_is_cut_over_the_members_and_joined_in_order_also_if_one_dies():
+def test_a_list_is_split_over_members_and_joined_also_on_death():
     replica_set, workers = agents(3)
     assert workers.prompt_lengths([[0] * n for n in range(7)]) == list(range(7))
     replica_set.dying = {1}
@@ -123,7 +123,7 @@ def test_a_list_is_cut_over_the_members_and_joined_in_order_also_if_one_dies():
 
 
 @pytest.mark.promise("A dead agent worker is replaced, and its prompts generated with the same seeds")
-def test_submitted_groups_outlive_their_worker_and_keep_their_seeds(monkeypatch):
+def test_submitted_groups_outlive_workers_and_keep_their_seeds(monkeypatch):
     replica_set, workers = agents(2)
     workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
     workers.submit(jobs(3, 4, 5), {"seed": 8}, "train", 2)
@@ -215,7 +215,7 @@ def sync_of(actor, count=3, **options):
     return replicas, replica_set, WeightSync(actor, replicas, workers, GatheredTransfer(actor, "shm://policy"))
 
 
-def test_the_dead_are_left_out_and_the_version_is_sent_again_to_the_others():
+def test_the_dead_are_removed_and_the_version_is_sent_again():
     actor = Actor(failures=[RuntimeError("a receiver went away")])
     replicas, replica_set, weights = sync_of(actor, replaces=False)
     replicas.workers[0].error = WeightUpdateError("called off; the old version serves")
@@ -226,7 +226,7 @@ def test_the_dead_are_left_out_and_the_version_is_sent_again_to_the_others():
     assert replica_set.workers[0].servers == ["http://0", "http://2"]
 
 
-def test_weights_that_no_replica_was_left_to_take_are_sent_again_to_those_that_join():
+def test_weights_no_replica_took_are_resent_to_later_joiners():
     actor = Actor()
     replicas, replica_set, weights = sync_of(actor, count=2)
     for replica in replicas.workers.values():
@@ -237,7 +237,7 @@ def test_weights_that_no_replica_was_left_to_take_are_sent_again_to_those_that_j
     assert replica_set.workers[0].servers == ["http://2", "http://3"]
 
 
-def test_a_replica_whose_server_is_gone_is_found_before_the_sender_waits_for_it():
+def test_a_lost_replica_is_found_before_the_sender_waits_for_it():
     actor = Actor()
     replicas, _, weights = sync_of(actor, replaces=False)
     replicas.workers[2].health = ServerLostError("connection refused")
@@ -246,7 +246,7 @@ def test_a_replica_whose_server_is_gone_is_found_before_the_sender_waits_for_it(
     assert "connection refused" in str(replicas.lost[2])
 
 
-def test_the_sender_waits_for_every_receiver_that_a_replica_of_several_ranks_declares():
+def test_the_sender_waits_for_every_declared_rank_of_a_replica():
     actor = Actor()
     replicas, _, weights = sync_of(actor, count=2)
     replicas.workers[1].num_receivers = 4
@@ -263,7 +263,7 @@ def test_a_new_replica_is_used_once_it_has_the_weights():
     assert replica_set.workers[0].servers == ["http://0", "http://1"]
 
 
-def test_a_sync_that_fails_though_nobody_died_ends_the_run_and_both_sides_are_told():
+def test_a_failed_sync_without_deaths_ends_the_run_on_both_sides():
     replicas, _, weights = sync_of(Actor(failures=[RuntimeError("digest differs")]))
     replicas.workers[1].error = WeightUpdateError("the sync was called off")
     with pytest.raises(RuntimeError, match="digest differs") as raised:
@@ -274,7 +274,8 @@ def test_a_sync_that_fails_though_nobody_died_ends_the_run_and_both_sides_are_to
 
 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["the sender is there", "it is gone"])
-def test_a_receiver_that_is_late_for_a_sync_that_failed_is_told_while_there_is_somebody_to_tell_it(is_gone):
+def test_a_late_receiver_of_a_failed_sync_is_notified(is_gone):
+    """As long as its sender lives."""
     told, off = [], threading.Event()
 
     class Sending(Actor):
@@ -336,7 +337,7 @@ class Ranks:
         self.told.append(f"abort: {why}")
 
 
-def test_ranks_that_send_shards_commit_together_and_the_plan_is_made_once():
+def test_shard_ranks_commit_together_with_one_plan():
     actor = Ranks(failures=[RuntimeError("a receiver went away")])
     _, workers = agents(1)
     replicas = LocalReplicas(Replica, 2, replaces=False)
@@ -355,7 +356,7 @@ def test_ranks_that_send_shards_commit_together_and_the_plan_is_made_once():
     assert session_pattern("tcp://10.0.0.1:4000", delta=False) == "tcp://{host}:0"
 
 
-def test_the_plan_is_made_for_what_every_receiver_of_a_replica_takes_and_one_that_cuts_otherwise_ends_the_run(tmp_path):
+def test_a_receiver_cut_differently_from_the_plan_ends_the_run(tmp_path):
     actor = Ranks()
     _, workers = agents(1)
     replicas = LocalReplicas(Replica, 1)
@@ -434,7 +435,7 @@ def test_colocated_replicas_and_actor_have_the_memory_in_turn():
 
 
 @pytest.mark.promise("Lent GPUs go back to the engine before it learns, and requests in flight go on elsewhere")
-def test_replicas_on_the_engine_s_gpus_have_them_from_a_sync_to_the_next_step():
+def test_replicas_hold_engine_gpus_from_a_sync_to_the_next_step():
     told = []
 
     class Lent(Replica):
@@ -495,7 +496,7 @@ def test_replicas_on_the_engine_s_gpus_have_them_from_a_sync_to_the_next_step():
 
 
 @pytest.mark.promise("`replicas.json` resizes a run that goes on")
-def test_replicas_json_resizes_and_what_cannot_be_followed_is_told(tmp_path):
+def test_replicas_json_resizes_and_reports_invalid_input(tmp_path):
     replica_sets = {"agent": LocalReplicas(Agent, 1), "rollout": LocalReplicas(Replica, 1)}
     assert resize_as_asked(replica_sets, tmp_path) == []
     file = tmp_path / "replicas.json"
@@ -509,7 +510,7 @@ def test_replicas_json_resizes_and_what_cannot_be_followed_is_told(tmp_path):
         assert words in told
 
 
-def test_a_sync_that_waits_for_a_replica_that_is_gone_is_called_off_and_begun_again():
+def test_a_sync_waiting_for_a_lost_replica_is_restarted():
     """The sender waits for both, and the other replica for the sender: neither knows of the death."""
     off = threading.Event()
 

@@ -47,7 +47,7 @@ def of(*overrides):
     return load_config("quickstart", [*overrides])
 
 
-def test_every_role_is_in_the_policy_s_pool_unless_it_names_another():
+def test_every_role_is_in_the_policy_pool_unless_set_otherwise():
     assert pools(*CRITIC, "engine.world_size=4", "rollout.parallel.tp=2") == {
         "engine": (4, 1, ("policy", "reference", "critic")),
         "rollout": (1, 2, ("rollout",)),
@@ -139,7 +139,7 @@ def test_what_cannot_be_placed_is_refused_in_one_sentence(overrides, error, word
 
 
 @pytest.mark.process
-def test_more_gpus_than_there_are_and_a_layout_that_a_backend_does_not_have_are_refused(monkeypatch, model):
+def test_unavailable_gpus_and_layouts_are_refused(monkeypatch, model):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(gpus, "local_gpus", lambda: 8)
     config = of(KL, *FROZEN, "engine.world_size=4", "rollout.num_replicas=4", "batch.mini_batch_size=4")
@@ -160,7 +160,7 @@ def test_more_gpus_than_there_are_and_a_layout_that_a_backend_does_not_have_are_
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
-def test_the_plan_has_every_pool_with_gib_by_role_as_an_engine_holds_them(tmp_path, precision):
+def test_the_plan_has_every_pool_with_gib_per_role(tmp_path, precision):
     folder = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     own = [f"model.path={folder}", *FROZEN, f"placement.reference.engine.precision={precision}"]
     config = of(*CRITIC, *own, "rollout.colocated=false")
@@ -181,7 +181,7 @@ def test_the_plan_has_every_pool_with_gib_by_role_as_an_engine_holds_them(tmp_pa
 
 
 @pytest.mark.process
-def test_a_pool_that_its_gpus_do_not_hold_is_refused_with_its_key(tmp_path):
+def test_a_pool_without_enough_gpus_is_refused_with_its_key(tmp_path):
     sizes = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8}
     sizes |= {"intermediate_size": 27648, "vocab_size": 152_064, "model_type": "qwen2"}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
@@ -243,7 +243,7 @@ class Scorer:
 
 
 @pytest.mark.promise("Roles in pools of their own score at the same time")
-def test_roles_of_other_pools_score_at_the_same_time_and_stages_of_one_in_turn():
+def test_pools_score_concurrently_and_stages_of_one_in_turn():
     apart = ["placement.reference.pool=frozen", "placement.critic.pool=value", "algorithm.stages=[mine]"]
     apart += ["algorithm.old_logprobs=recompute", "algorithm.correction=tis"]
     config, batch = of(*CRITIC, *apart), BatchMeta(partition="train", sample_ids=("a",), columns=("token_ids",))
@@ -306,7 +306,7 @@ def test_a_reference_and_a_critic_of_their_own_change_no_loss(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_roles_of_other_sizes_backends_and_formats_have_the_losses_of_one_pool(model, tmp_path, megatron_on_cpu):
+def test_mixed_roles_have_the_losses_of_one_pool(model, tmp_path, megatron_on_cpu):
     """On Ray: the policy on two fsdp ranks, the reference on a megatron rank of its own, the critic on another."""
 
     def trained(name, *overrides):

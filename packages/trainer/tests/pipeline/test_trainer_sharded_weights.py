@@ -65,7 +65,7 @@ def run(model, folder, *overrides):
     ],
     ids=["fsdp to two replicas", "megatron tp=2", "differences over tcp"],
 )
-def test_from_shard_to_shard_a_run_is_the_same_as_with_gathered_weights(layout, model, tmp_path):
+def test_a_run_by_shards_equals_one_with_gathered_weights(layout, model, tmp_path):
     told, sharded = run(model, tmp_path / "sharded", *layout)
     assert "from shard to shard" in told, "the plan says which way weights go"
     plain = [key for key in layout if "delta" not in key]
@@ -81,7 +81,7 @@ def test_from_shard_to_shard_a_run_is_the_same_as_with_gathered_weights(layout, 
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("scheme", ["file", "file+local"])
-def test_over_a_folder_of_differences_a_run_is_the_same_as_over_sessions(scheme, model, tmp_path):
+def test_a_run_over_difference_folders_equals_one_by_sessions(scheme, model, tmp_path):
     over = [f"weights_transport={scheme}://{tmp_path / 'weights'}", "rollout.num_replicas=2"]
     told, chained = run(model, tmp_path / "chained", *over, "weights.delta=true", "steps=3")
     assert "as differences" in told
@@ -95,7 +95,7 @@ def test_over_a_folder_of_differences_a_run_is_the_same_as_over_sessions(scheme,
 
 @pytest.mark.integration
 @pytest.mark.timeout(1000)
-def test_an_adapter_that_travels_alone_is_what_every_token_was_sampled_from(model, tmp_path):
+def test_every_token_is_sampled_from_the_adapter_sent_alone(model, tmp_path):
     """The engine's log-probs of a policy that has learned are those that the servers told."""
     lora = ["engine.lora.rank=4", "engine.lora.export=adapter", "engine.optimizer.lr=5e-2", "steps=3"]
     told, metrics = run(model, tmp_path, *lora, "rollout.num_replicas=2")
@@ -104,7 +104,7 @@ def test_an_adapter_that_travels_alone_is_what_every_token_was_sampled_from(mode
     assert all(each["grad_norm"] > 0 for each in metrics)
 
 
-def test_a_start_adapter_changes_nothing_and_has_every_tensor_that_the_engine_s_has(tmp_path):
+def test_a_start_adapter_is_neutral_and_has_every_engine_tensor(tmp_path):
     model = write_tiny_model(tmp_path / "model")
     lora = LoraConfig(rank=4, alpha=8.0, export=LoraExport.ADAPTER)
     folder = write_start_adapter(tmp_path / "adapter", Path(model), lora)
@@ -123,7 +123,7 @@ def test_a_start_adapter_changes_nothing_and_has_every_tensor_that_the_engine_s_
 @pytest.mark.promise("No engine rank grows by a whole tensor then")
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_no_rank_grows_by_a_whole_tensor_when_it_sends_what_it_holds(tmp_path):
+def test_no_rank_grows_by_a_whole_tensor_when_sending(tmp_path):
     """Beside the gathered way, in the same processes: two FSDP ranks over gloo, and a server of their own."""
     sizes = {"hidden_size": 512, "vocab_size": 100_000, "num_attention_heads": 8, "num_key_value_heads": 8}
     model = str(write_tiny_model(tmp_path / "model", **sizes, head_dim=64, tie_word_embeddings=True))

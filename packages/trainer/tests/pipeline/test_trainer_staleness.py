@@ -40,7 +40,7 @@ def finished(released, oldest=None):
     name=st.sampled_from(sorted(POLICIES)), bound=st.integers(0, 3), size=st.integers(1, 4),
     fraction=st.sampled_from([0.0, 0.25, 0.5]), seed=st.integers(0, 10**6), steps=st.integers(1, 12),
 )  # fmt: skip
-def test_no_schedule_breaks_a_bound_or_makes_the_trainer_wait_forever(name, bound, size, fraction, seed, steps):
+def test_no_schedule_breaks_a_bound_or_blocks_the_trainer(name, bound, size, fraction, seed, steps):
     """Groups begin at any version after their release, and finish in any order; some never do, while others may."""
     draw = random.Random(seed)
     limit = {"threshold_fraction": fraction, "batch_ratio": bound + fraction}.get(name, bound)
@@ -141,7 +141,7 @@ def test_threshold_fraction_by_hand():
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_without_staleness_one_batch_is_released_and_taken_in_order(name):
+def test_without_staleness_one_batch_is_released_in_order(name):
     policy = POLICIES[name](max_staleness=0, batch_size=3)
     assert policy.admit(0) == 3
     assert policy.select({9, 7, 8}, running(g7=4, g8=4, g9=4), 4) == [7, 8, 9]
@@ -192,6 +192,6 @@ def test_a_schedule_from_outside_is_found_by_its_entry_point(monkeypatch):
         (["staleness.policy=threshold_fraction", "staleness.max_staleness=2"], "give 0 to 1"),
     ],
 )
-def test_what_a_policy_cannot_take_is_refused_before_anything_starts(overrides, words):
+def test_unsupported_policy_settings_are_refused_before_start(overrides, words):
     with pytest.raises(ConfigError, match=words):
         make_plan(config("batch.mini_batch_size=8", *overrides))

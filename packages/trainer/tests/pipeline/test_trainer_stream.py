@@ -34,7 +34,7 @@ class Job(QueueJob):
         return super().update_actor(batch)
 
 
-def test_an_update_waits_for_its_own_groups_and_every_group_is_learned_from_once():
+def test_updates_wait_for_their_groups_and_learn_each_once():
     job = Job(config(), slow=[1, 6])
     records = list(run_loop(job.components(), config(), [{}]))[1:]
     learned = [groups for groups, _ in job.updates]
@@ -49,7 +49,7 @@ def test_an_update_waits_for_its_own_groups_and_every_group_is_learned_from_once
     assert job.agents.queue.stats()["partitions"]["train"]["rows"] == 0
 
 
-def test_what_an_update_changes_is_scored_before_it_while_others_are_generated():
+def test_updates_are_scored_before_them_while_others_generate():
     settings = config("algorithm.old_logprobs=recompute")
     job = Job(settings, slow=[1, 6])
     records = list(run_loop(job.components(), settings, [{}]))[1:]
@@ -62,7 +62,7 @@ def test_what_an_update_changes_is_scored_before_it_while_others_are_generated()
     assert job.agents.queue.stats()["partitions"]["train"]["rows"] == 0
 
 
-def test_the_plan_says_when_streamed_mini_batches_are_learned_from():
+def test_the_plan_reports_when_streamed_mini_batches_are_used():
     def said(*overrides):
         return dict(make_plan(config(*overrides)).lines())["mini-batches as they come"]
 
@@ -120,7 +120,7 @@ def losses(model, tmp_path):
 
 @pytest.mark.promise("With `batch.stream=true` the losses are those of the same mini-batches learned from at the end")
 @pytest.mark.process
-def test_the_weights_are_those_of_the_same_mini_batches_learned_from_after_the_last_rollout(losses, monkeypatch):
+def test_weights_equal_learning_after_the_last_rollout(losses, monkeypatch):
     """Real components: the groups of a batch-wise run are put into the mini-batches that the streamed one made."""
     composed = {}
 
@@ -156,7 +156,7 @@ def check_against_a_whole_batch(losses, *algorithm):
     "Where an update would change later scores, streamed losses are those of a whole batch, bit for bit"
 )
 @pytest.mark.process
-def test_the_losses_are_those_of_a_whole_batch_where_updates_follow_the_scores(losses):
+def test_losses_with_streamed_updates_equal_a_whole_batch_s(losses):
     check_against_a_whole_batch(losses, "algorithm.old_logprobs=recompute")
 
 

@@ -60,7 +60,7 @@ class Samples:
         self.written.append((step, len(batch)))
 
 
-def test_samples_are_written_beside_the_updates_and_before_their_rows_are_freed():
+def test_samples_are_written_before_their_rows_are_freed():
     job = FakeJob(config("steps=1"))
     samples = Samples(job)
     finish = job.finish
@@ -94,7 +94,8 @@ def test_what_is_not_needed_is_not_computed():
         (["batch.mini_batch_size=2"], True),
     ],
 )
-def test_with_one_mini_batch_old_log_probs_take_no_pass_of_their_own_unless_something_reads_them(overrides, has_pass):
+def test_with_one_mini_batch_old_log_probs_skip_their_pass(overrides, has_pass):
+    """Unless some component reads them."""
     wanted = config("batch.mini_batch_size=4", *overrides)
     job = FakeJob(wanted)
     list(run_loop(job.components(), wanted, []))
@@ -102,7 +103,8 @@ def test_with_one_mini_batch_old_log_probs_take_no_pass_of_their_own_unless_some
 
 
 @pytest.mark.process
-def test_what_was_there_before_is_left_out_of_the_collector_s_walks_until_the_loop_ends():
+def test_existing_objects_are_left_out_of_gc_during_the_loop():
+    """The garbage collector walks them again once the loop has ended."""
     records = run_loop(FakeJob(config()).components(), config(), [])
     before = gc.get_freeze_count()
     next(records)
@@ -177,13 +179,13 @@ def test_the_weight_of_the_kl_is_told_as_it_was_used(monkeypatch):
     assert told == used == pytest.approx([0.5, 0.51])
 
 
-def test_the_policy_alone_trains_its_layer_for_multi_token_prediction():
+def test_only_the_policy_trains_its_layer_for_mtp():
     shaped = config("algorithm.advantage=gae", "critic.warmup_steps=1", "engine.mtp=train")
     assert actor_config(shaped, Path("model")).trains_mtp
     assert critic_config(shaped, shaped.critic, Path("model")).mtp == "freeze"
 
 
-def test_the_schedule_of_a_policy_that_waits_for_its_critic_ends_with_the_run():
+def test_a_policy_waiting_for_its_critic_ends_with_the_run():
     shaped = config("algorithm.advantage=gae", "critic.warmup_steps=2", "engine.lr_schedule=cosine", "steps=6")
     assert actor_config(shaped, Path("model")).optimizer.total_steps == 4 * 2  # two mini-batches each
     assert critic_config(shaped, shaped.critic, Path("model")).optimizer.total_steps == 6 * 2
@@ -202,7 +204,7 @@ def test_the_first_rates_of_a_warm_up_are_told_as_they_are():
 
 
 @pytest.mark.promise("`sync` learns from tokens of the current weights, or the run stops")
-def test_stale_tokens_stop_the_run_before_anything_is_learned_from_them():
+def test_stale_tokens_stop_the_run_before_learning_from_them():
     job = FakeJob(config(), lag=1)
     with pytest.raises(
         StaleWeightsError,

@@ -14,7 +14,10 @@ from rl_trainer.planning.prepare import prepare_policy
 @pytest.fixture
 def settings(tmp_path):
     """Overrides of a run on a file of 50 rows, for two epochs."""
-    rows = [json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1), "data_source": "reasoning_gym/sum"}) for n in range(50)]
+    rows = [
+        json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1), "data_source": "reasoning_gym/sum"})
+        for n in range(50)
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     data = ["data.format=rows", "data.options={}", f"data.path={tmp_path}/rows.jsonl", "data.eval_size=5"]
     return [*data, "epochs=2", "batch.batch_size=20", "batch.mini_batch_size=20", "runtime=inline"]

@@ -65,7 +65,7 @@ def test_a_model_without_a_chat_template_is_told_in_a_sentence(model):
 
 
 @pytest.mark.process
-def test_a_reward_that_cannot_be_called_is_found_before_anything_starts(model, tmp_path):
+def test_an_uncallable_reward_is_found_before_the_start(model, tmp_path):
     file = tmp_path / "rewards.py"
     file.write_text(
         "def broken(text, row):\n    return text + 1\n\n"

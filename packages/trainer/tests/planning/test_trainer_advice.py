@@ -115,7 +115,7 @@ def test_advice_on_losses_and_corrections_leads_to_a_plan():
 
 
 @pytest.mark.parametrize("needs", [{"algorithm.top_entropy": "0.2"}, {"batch.given": "1", "algorithm.loss": "ppo"}])
-def test_log_probs_of_the_sampler_are_no_advice_to_what_needs_a_pass(needs):
+def test_sampler_log_probs_do_not_replace_a_required_pass(needs):
     message = refusal_of({"pipeline": "fully_async", "algorithm.old_logprobs": "recompute", **needs})
     assert "set algorithm.correction=tis" in message
     assert "old_logprobs=rollout" not in message

@@ -53,9 +53,7 @@ def machine(monkeypatch):
         (2, ["reward.parts={liked: {kind: classifier, path: there}}"], True, "cuda-ipc"),
     ],
 )
-def test_servers_share_the_engine_s_gpus_where_roles_ask_for_more_than_there_are(
-    machine, num_gpus, overrides, is_colocated, transport
-):
+def test_servers_share_engine_gpus_if_roles_ask_for_too_many(machine, num_gpus, overrides, is_colocated, transport):
     machine(num_gpus)
     config = settle(load_config("gsm8k", overrides))
     assert (config.rollout.colocated, config.weights_transport) == (is_colocated, transport)
@@ -79,7 +77,7 @@ def test_servers_share_the_engine_s_gpus_where_roles_ask_for_more_than_there_are
          "a replica of 2 GPUs computes on others than the sender's"),
     ],
 )  # fmt: skip
-def test_cuda_ipc_is_refused_where_engine_and_server_share_no_gpu(machine, num_gpus, overrides, why):
+def test_cuda_ipc_is_refused_without_a_shared_gpu(machine, num_gpus, overrides, why):
     machine(num_gpus)
     with pytest.raises(ConfigError, match=why):
         check_ipc(settle(load_config("gsm8k", ["weights_transport=cuda-ipc", *overrides])))
@@ -109,9 +107,7 @@ QWEN3_600M = {
         (140.0, ["rollout.colocated=false"], None),
     ],
 )
-def test_colocated_parts_keep_their_memory_where_there_is_room_for_both(
-    machine, monkeypatch, tmp_path, gib, overrides, sleeps
-):
+def test_colocated_parts_keep_memory_if_both_fit(machine, monkeypatch, tmp_path, gib, overrides, sleeps):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_600M))
     machine(1)
     monkeypatch.setattr(gpus, "gpu_gib", lambda: gib)
@@ -129,7 +125,7 @@ def test_colocated_parts_keep_their_memory_where_there_is_room_for_both(
         assert plan.fullest() == ("training", sum(plan.engine.values()) + beside)
 
 
-def test_an_allocator_that_cannot_export_memory_sends_through_the_host_s(machine, monkeypatch):
+def test_an_allocator_without_export_sends_through_the_host(machine, monkeypatch):
     machine(1)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments: True")
     assert settle(load_config("gsm8k", [])).weights_transport == "shm"
@@ -144,7 +140,7 @@ def test_every_recipe_for_small_models_is_planned_on_one_gpu(machine):
 
 
 @pytest.mark.slow
-def test_the_readme_s_command_is_planned_on_one_gpu_without_a_key(machine, capsys, model, tmp_path, monkeypatch):
+def test_the_readme_command_is_planned_on_one_gpu_without_a_key(machine, capsys, model, tmp_path, monkeypatch):
     machine(1)
     monkeypatch.setattr(gpus, "_can_share_memory", lambda config: False)  # which looks for the GPU that is not here
     data = tmp_path / "train.jsonl"

@@ -32,7 +32,7 @@ def placed(places):
     return in_rank_order(hosts, found)
 
 
-def test_ranks_are_sorted_by_node_and_gpu_however_ray_placed_them():
+def test_ranks_are_sorted_by_node_and_gpu_under_ray():
     places = [(node, gpu) for node in ("n1", "n2") for gpu in range(12)]
     for seed in range(5):
         shuffled = random.Random(seed).sample(places, len(places))
@@ -42,7 +42,7 @@ def test_ranks_are_sorted_by_node_and_gpu_however_ray_placed_them():
         assert [shuffled[host.bundle] for host in hosts] == places  # each keeps what it was reserved by
 
 
-def test_a_replica_on_the_gpus_of_an_engine_has_those_of_neighbouring_ranks():
+def test_a_replica_on_engine_gpus_has_those_of_adjacent_ranks():
     hosts = placed([(node, gpu) for gpu in range(4) for node in ("n1", "n2")])
     members = members_of(hosts, 4)
     assert [(member.rank, member.where.node_id, member.devices) for member in members] == [
@@ -72,7 +72,7 @@ def test_a_replica_takes_a_gpu_for_each_of_its_ranks(monkeypatch):
     make_plan(together)  # replicas of four GPUs each beside eight ranks
 
 
-def test_colocated_replicas_that_do_not_cover_the_engines_gpus_are_refused():
+def test_colocated_replicas_that_miss_engine_gpus_are_refused():
     sizes = ["rollout.colocated=true", "rollout.parallel.tp=4", "engine.world_size=8", "rollout.num_replicas=3"]
     with pytest.raises(PlanError, match=r"num_replicas=3 of tp x pp x dp = 4 GPUs and engine.world_size=8"):
         make_plan(load_config("quickstart", sizes))
@@ -92,7 +92,7 @@ def on_a_fake_cluster(what, num_nodes):
 )
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_ray_places_every_recipe_as_planned_on_four_nodes_of_eight_gpus():
+def test_ray_schedules_every_recipe_as_planned_on_four_nodes():
     """The driver's node has no GPU: the cluster's are counted."""
     found = on_a_fake_cluster("recipes", 4)
     one = {"agent": [1], "queue": [1], "nodes shared by engine and others": 0}
@@ -112,7 +112,7 @@ def test_ray_places_every_recipe_as_planned_on_four_nodes_of_eight_gpus():
 @pytest.mark.promise("Replicas of a lost node are placed on another one, and what a replica had that left is free")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_replicas_of_a_lost_node_are_placed_on_another_and_what_has_left_is_free():
+def test_replicas_of_a_lost_node_move_and_free_their_gpus():
     found = on_a_fake_cluster("lost", 3)
     assert found["moved"], found
     assert found["kept"], found

@@ -169,7 +169,7 @@ def test_the_longest_sequence_is_the_loop_s_own():
     assert make_plan(load_config("tool_calculator")).max_sequence_tokens == 16 + 128
 
 
-def test_optimal_token_baseline_is_accepted_with_the_engine_s_pass():
+def test_optimal_token_baseline_works_with_the_engine_pass():
     for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         make_plan(load_config("quickstart", [f"algorithm.advantage={name}", "algorithm.old_logprobs=recompute"]))
 

@@ -17,7 +17,7 @@ from rl_trainer.data.warmup import demonstration, write_tokenizer
 SMALL = ["data.options.num_rows=300", "data.eval_size=8"]
 
 
-def test_what_the_model_is_shown_is_what_the_loop_makes_token_for_token(tmp_path):
+def test_the_model_sees_exactly_the_loop_s_tokens(tmp_path):
     """Otherwise the supervised part would teach a format that never comes up again."""
     config = load_config("tool_calculator", SMALL)
     row = load_datasets(config.data, seed=0).train[0]

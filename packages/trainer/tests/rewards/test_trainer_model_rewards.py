@@ -167,7 +167,7 @@ def test_a_server_that_is_not_there_is_an_error():
     assert "in 1 attempts; the last: Cannot connect" in str(error)
 
 
-def test_a_classifier_is_given_the_conversation_or_the_filled_prompt():
+def test_a_classifier_gets_the_conversation_or_filled_prompt():
     answer = {"data": [{"index": 0, "label": "LABEL_0", "probs": [0.25], "num_classes": 1}]}
     server = Server(answer)
     assert ask(server, "four", kind="classifier", prompt=None, model=None) == [0.25]
@@ -203,7 +203,7 @@ def test_a_key_that_is_not_set_is_told_before_anything_starts(monkeypatch):
         check(config, [])
 
 
-def test_a_judge_and_a_rule_are_weighted_over_a_real_openai_server():
+def test_a_judge_and_a_rule_are_weighted_over_an_openai_server():
     """The recording proxy serves chat completions; the judge says 8 of a right answer, and nothing of others."""
     tokenizer = FakeTokenizer()
 

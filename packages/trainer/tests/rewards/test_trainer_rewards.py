@@ -138,7 +138,7 @@ def unnamed(text, row):
 
 @pytest.mark.promise("`accuracy` is the share that the judge of the answer calls correct, and not the mean reward")
 @pytest.mark.process
-def test_what_is_right_is_what_the_judge_of_the_answer_gives_full_marks(tmp_path):
+def test_right_means_the_answer_s_judge_gives_full_marks(tmp_path):
     (file := tmp_path / "graded.py").write_text(RIGHT)
     form, answer = RewardPart(kind="rule", rule="format", weight=2.0), RewardPart(kind="rule", rule="math", weight=0.5)
 
@@ -165,7 +165,7 @@ def test_a_function_of_a_file_gets_the_text_and_the_row(functions):
 
 
 @pytest.mark.process
-def test_a_coroutine_function_runs_many_calls_at_a_time_in_one_process(functions):
+def test_a_coroutine_function_runs_concurrent_calls_in_a_process(functions):
     async def main():
         pool = FunctionPool(f"{functions}:later", timeout_s=60)
         await pool.start()
@@ -191,7 +191,7 @@ def test_a_coroutine_function_runs_many_calls_at_a_time_in_one_process(functions
         ("die", "ended by itself"),
     ],
 )
-def test_a_function_that_fails_gives_no_score_and_the_next_one_does(functions, text, sentence):
+def test_a_failing_function_scores_nothing_and_the_next_works(functions, text, sentence):
     async def main():
         pool = FunctionPool(f"{functions}:odd", timeout_s=60)
         with pytest.raises(RewardError, match=sentence):
@@ -245,7 +245,7 @@ def processes_with(text):
 
 @pytest.mark.promise("A reward function past `timeout_s` ends with all that it started")
 @pytest.mark.process
-def test_a_stuck_function_is_killed_with_what_it_started_and_the_next_score_works(functions):
+def test_a_stuck_function_is_killed_with_its_children(functions):
     async def main():
         pool = FunctionPool(f"{functions}:odd", timeout_s=60)
         first = await pool.call("fine", row())

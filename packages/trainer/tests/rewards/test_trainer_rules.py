@@ -120,7 +120,7 @@ def test_an_unknown_data_source_has_no_rule_by_accident(source):
     ],
 )
 @pytest.mark.process
-def test_a_run_with_rows_of_an_unknown_data_source_is_refused_before_it_starts(overrides, is_known):
+def test_an_unknown_data_source_is_refused_before_the_start(overrides, is_known):
     rows = [{"prompt": [{"role": "user", "content": "1 + 1"}], "data_source": "mine", "reward_model": {}}]
     config = load_config("quickstart", overrides)
     if is_known:
@@ -137,7 +137,7 @@ def test_an_isolated_rule_is_the_one_of_its_name():
 
 
 @pytest.mark.process
-def test_named_rules_are_weighed_in_a_hybrid_and_a_pattern_that_explodes_is_killed():
+def test_named_rules_are_weighted_and_runaway_patterns_killed():
     made = {
         "right": RewardPart(kind="rule", rule="regex", options={"pattern": "<answer>(.*)</answer>"}, weight=2.0),
         "form": RewardPart(kind="rule", rule="format", weight=0.5),
@@ -214,12 +214,12 @@ def test_code_that_hangs_or_takes_too_much_fails_its_test_alone():
         ({"kind": "loop", "options": {"a": 1}}, "reward.parts.a.options does nothing with kind=loop"),
     ],
 )
-def test_what_is_no_rule_or_no_option_of_it_is_told_before_anything_starts(part, words):
+def test_an_unknown_rule_or_option_is_reported_before_the_start(part, words):
     with pytest.raises(PlanError, match=words):
         checked(RewardSection(parts={"a": RewardPart(**{"kind": "rule", **part})}))
 
 
-def test_a_rule_comes_from_the_command_line_and_its_package_has_to_be_there(monkeypatch):
+def test_a_rule_by_command_line_needs_its_package_installed(monkeypatch):
     given = ["reward.parts.a.kind=rule", "reward.parts.a.rule=math"]
     config = load_config("quickstart", given)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -228,7 +228,7 @@ def test_a_rule_comes_from_the_command_line_and_its_package_has_to_be_there(monk
 
 
 @pytest.mark.process
-def test_a_run_with_code_rewards_says_what_holds_here_and_another_says_nothing():
+def test_a_run_with_code_rewards_reports_the_sandbox_limits():
     graded = parts(works=("code", {}))
     ((what, how),) = sandbox_facts(graded, AgentSection())
     assert what == "code"

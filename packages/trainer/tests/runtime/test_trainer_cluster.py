@@ -31,7 +31,7 @@ def test_an_address_is_the_backend_s_own_or_made_for_the_run():
 
 
 @pytest.mark.promise("Over several nodes samples stay where they were made")
-def test_samples_stay_on_the_node_that_made_them_where_there_are_several():
+def test_samples_stay_on_the_node_that_made_them():
     assert [storage_of(None, nodes) for nodes in (1, 2)] == ["shm", "ray"]
     assert [storage_of("tcp", nodes) for nodes in (1, 2)] == ["tcp", "tcp"]
 
@@ -72,7 +72,9 @@ def cluster():
 @pytest.mark.promise("A run over two nodes, with samples on each")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_job_runs_on_two_nodes_with_samples_on_each_and_says_what_keeps_it_to_one(cluster, model, tmp_path):
+def test_a_job_runs_on_two_nodes_and_explains_single_node_limits(cluster, model, tmp_path):
+    """Samples are on each node, and the plan names what would keep the job on one."""
+
     def train(*overrides):
         command = [
             sys.executable,

@@ -100,7 +100,7 @@ def test_the_queue_dies_under_the_puts_of_agents(job):
 
 
 @pytest.mark.promise("A dead rollout replica is replaced, and a weight sync goes on without it")
-def test_replicas_die_and_hang_in_a_weight_sync_and_while_they_generate(job):
+def test_replicas_die_and_hang_in_weight_sync_and_generation(job):
     weights, servers = job.components.weights, job.components.weights.servers
     weights.sync(1)
     # A keeper is gone before it has joined the sync, and the sender waits for it.

@@ -35,7 +35,8 @@ def saved(config, kl):
     return RunState(**json.loads(json.dumps(STATE.after(record, components, config))))
 
 
-def test_a_weight_of_the_kl_that_follows_a_target_goes_on_and_any_other_is_the_configuration_s():
+def test_an_adaptive_kl_weight_continues_and_others_are_reset():
+    """A fixed coefficient is read from the configuration again."""
     moving, still = (load_config("quickstart", [*KL, *more]) for more in (["algorithm.kl_target=0.1"], []))
     followed = saved(moving, AdaptiveKl(coef=0.2, target=0.1))
     assert kl_of(moving, followed).coef == 0.2
@@ -81,7 +82,7 @@ class Engine:
         return lambda *given: self.told.append((method, self.name, *given))
 
 
-def test_every_engine_and_the_rows_that_wait_are_written_and_read(tmp_path):
+def test_every_engine_and_waiting_row_is_saved_and_restored(tmp_path):
     told, config = [], load_config("quickstart", [])
     names = ("actor", "critic", "queue", "ema_reference")
     beside = {name: Engine(name, told) for name in names}
@@ -104,7 +105,7 @@ def test_every_engine_and_the_rows_that_wait_are_written_and_read(tmp_path):
     assert told[2:] == [("finish", "critic"), ("finish", "actor")]
 
 
-def test_a_checkpoint_whose_critic_is_still_being_written_is_none(tmp_path):
+def test_a_checkpoint_with_an_unfinished_critic_is_not_one(tmp_path):
     checkpoint(tmp_path / "checkpoint-1", "engine", "critic", named=["engine", "critic"])
     last = checkpoint(tmp_path / "checkpoint-2", "engine", named=["engine", "critic"])
     assert checkpoints.newest(tmp_path) == tmp_path / "checkpoint-1"
@@ -137,7 +138,7 @@ def test_two_runs_do_not_become_one_in_a_folder(tmp_path):
     check_output_dir(replace(config, resume_from=str(first)), other)  # a branch of its own
 
 
-def test_prompts_that_were_given_back_are_waited_for_by_the_next_process_too():
+def test_returned_prompts_are_awaited_by_the_next_process():
     sizes = ["batch.batch_size=2", "batch.mini_batch_size=2", "batch.group_size=2", "batch.over_sampling=0.5"]
     config = load_config("quickstart", sizes)
     order = PromptOrder(num_rows=100, seed=0, position=3, returned=[77])
@@ -151,7 +152,7 @@ def test_prompts_that_were_given_back_are_waited_for_by_the_next_process_too():
 
 
 @pytest.mark.process
-def test_a_last_checkpoint_that_could_not_be_written_is_no_success(model, tmp_path, monkeypatch):
+def test_an_unwritten_last_checkpoint_fails_the_run(model, tmp_path, monkeypatch):
     """What writes it beside training fails after the last step, when nothing is asked of the engine any more."""
     save, out = rl_engine.checkpoint.sharded.save, tmp_path / "out"
 

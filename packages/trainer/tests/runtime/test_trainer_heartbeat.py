@@ -87,7 +87,7 @@ def test_a_call_past_its_deadline_tells_where_it_stands(runtime, monkeypatch):
         group.wait_for_a_lock_that_nobody_gives_back()
 
 
-def test_members_of_a_replica_set_that_wait_for_a_dead_group_are_not_blamed(runtime):
+def test_members_waiting_for_a_dead_group_are_not_blamed(runtime):
     other = runtime.create_group(Sleeper, "other")
     replica_set = runtime.create_replicas(Sleeper, "replica_set")
     members = replica_set.members
@@ -147,7 +147,7 @@ def test_a_stuck_interpreter_is_found_with_its_stack(runtime):
 
 
 @pytest.mark.slow
-def test_what_a_worker_started_in_a_session_of_its_own_ends_with_it():
+def test_a_worker_s_own_session_ends_with_the_worker():
     script = "import subprocess, sys; from rl_trainer.runtime.processes import end_sessions\n"
     script += (
         "own = subprocess.Popen(['sleep', '300'], start_new_session=True); beside = subprocess.Popen(['sleep', '1'])\n"

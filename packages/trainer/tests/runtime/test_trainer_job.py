@@ -127,7 +127,7 @@ def test_without_staleness_every_pipeline_has_the_losses_of_sync(model, tmp_path
 @pytest.mark.promise("In one process the quickstart has the numbers that it has with `runtime=ray`")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_in_one_process_a_run_has_the_numbers_of_processes_on_ray(model, tmp_path, on_policy):
+def test_a_run_in_one_process_has_the_numbers_of_one_on_ray(model, tmp_path, on_policy):
     """Bit for bit, as the README says of the quickstart."""
     output_dir, (options, wanted) = tmp_path / "out", on_policy
     assert start(model, output_dir, *options, "runtime=auto").wait(500) == 0, Path(f"{output_dir}.log").read_text()
@@ -164,7 +164,8 @@ def test_without_staleness_every_policy_has_the_losses_of_sync(model, tmp_path, 
 
 
 @pytest.mark.slow
-def test_the_optimal_token_baseline_gets_what_it_reads_and_checkpoints_are_written_beside_training(model, tmp_path):
+def test_the_optimal_token_baseline_gets_its_inputs(model, tmp_path):
+    """Checkpoints are written at the same time as training."""
     output_dir = tmp_path / "out"
     overrides = [*LEARNING, "algorithm.advantage=optimal_token_baseline", "engine.async_checkpoints=true"]
     process = start(model, output_dir, *overrides, "steps=2", "save_every=1", "runtime=inline")
@@ -186,7 +187,7 @@ def test_colocated_servers_have_the_losses_of_split_pools(model, tmp_path, runti
 
 
 @pytest.mark.slow
-def test_fully_async_runs_ahead_and_resumes_with_what_was_pending(model, tmp_path):
+def test_fully_async_runs_ahead_and_resumes_pending_work(model, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     overrides = [*LEARNING, "algorithm.correction=tis", "pipeline=fully_async", "staleness.max_staleness=2"]
     assert start(model, first, *overrides, "steps=6", "save_every=2").wait(200) == 0, Path(f"{first}.log").read_text()[
@@ -287,7 +288,7 @@ async def parts(text, row):
 
 
 @pytest.mark.slow
-def test_the_parts_of_a_reward_reach_the_estimator_that_reads_them(model, tmp_path):
+def test_reward_components_reach_the_estimator_that_reads_them(model, tmp_path):
     """A coroutine function of a file beside the rule, in processes of their own; gdpo normalises each part alone."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     parts = [f"reward.parts.form.{key}" for key in ("kind=function", f"path={tmp_path}/rewards.py:parts", "weight=0.5")]
@@ -301,7 +302,7 @@ def test_the_parts_of_a_reward_reach_the_estimator_that_reads_them(model, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_reward_function_that_cannot_be_loaded_ends_the_run_with_its_reason(model, tmp_path):
+def test_an_unloadable_reward_function_ends_the_run(model, tmp_path):
     (tmp_path / "rewards.py").write_text("import no_such_module\ndef f(text, row): ...\n")
     output_dir = tmp_path / "out"
     path = f"reward.path={tmp_path}/rewards.py:f"

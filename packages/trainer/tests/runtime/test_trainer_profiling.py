@@ -110,7 +110,7 @@ def test_nothing_is_written_unless_asked_for(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_fails_leaves_its_trace_and_a_torn_line_is_left_out(tmp_path):
+def test_a_failed_run_leaves_its_trace_and_torn_lines_are_cut(tmp_path):
     with pytest.raises(LookupError), profiled(tmp_path), span("outer", step=3), span("inner"):
         raise LookupError
     trace = json.loads((tmp_path / "trace.json").read_text())

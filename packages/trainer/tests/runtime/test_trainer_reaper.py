@@ -103,7 +103,7 @@ def test_what_is_marked_ends_and_nothing_else(how):
 
 @pytest.mark.promise("and what its processes have started, also without the run's mark")
 @pytest.mark.parametrize("how", WAYS)
-def test_an_orphan_without_the_mark_ends_if_a_marked_process_has_started_it(how):
+def test_an_orphan_ends_if_a_marked_process_has_started_it(how):
     process = controller(SHY, how)
     orphan, status = map(int, process.stdout.readline().split())
     assert status == 0

@@ -94,7 +94,7 @@ def own_model(model, tmp_path):
 
 
 @pytest.mark.promise("Without an engine or queue the run goes on from its checkpoint, with the same losses")
-def test_a_run_whose_engine_and_queue_are_killed_has_the_losses_of_one_left_alone(own_model, tmp_path):
+def test_losses_survive_killed_engines_and_queues(own_model, tmp_path):
     num_steps = 6
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     common = ["save_every=2", f"steps={num_steps}", "engine.optimizer.lr=1e-2", "engine.optimizer.warmup_steps=0"]
@@ -162,7 +162,7 @@ def test_ctrl_c_at_any_moment_is_one_line_and_130(own_model, tmp_path, seed):
 
 
 @pytest.mark.promise("A full disk is a sentence, and the run goes on from there")
-def test_a_full_disk_is_a_sentence_and_the_run_goes_on_from_there(own_model, tmp_path):
+def test_a_full_disk_is_reported_and_the_run_can_continue(own_model, tmp_path):
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", folder], check=False)

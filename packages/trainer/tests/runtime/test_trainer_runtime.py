@@ -227,7 +227,7 @@ class RuntimeConformance:
         assert closed.exists(), "no worker was closed"
         runtime.stop()  # once more does nothing
 
-    def test_members_of_a_replica_set_answer_for_themselves_and_end_with_a_run_that_fails(self, tmp_path: Path) -> None:
+    def test_replica_set_members_answer_alone_and_end_with_the_run(self, tmp_path: Path) -> None:
         """Each member has arguments of its own; what one raises is its answer; an exception ends the workers too."""
         closed = tmp_path / "closed"
 
@@ -269,8 +269,8 @@ class TestRay(RuntimeConformance):
         return create_runtime("ray", timeout_s=240.0)
 
     @pytest.mark.slow  # it starts a Ray of its own, and the tests below have one
-    def test_members_of_a_replica_set_answer_for_themselves_and_end_with_a_run_that_fails(self, tmp_path):
-        super().test_members_of_a_replica_set_answer_for_themselves_and_end_with_a_run_that_fails(tmp_path)
+    def test_replica_set_members_answer_alone_and_end_with_the_run(self, tmp_path):
+        super().test_replica_set_members_answer_alone_and_end_with_the_run(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +360,7 @@ class _Waits:
 
 @pytest.mark.promise("Waiting for all ranks of a group takes no work that grows as their square")
 @pytest.mark.parametrize("ready_at_a_time", [1024, 128])
-def test_the_work_of_a_wait_does_not_grow_as_the_square_of_the_ranks(monkeypatch, ready_at_a_time):
+def test_the_work_of_a_wait_grows_linearly_with_ranks(monkeypatch, ready_at_a_time):
     waits, num_ranks = _Waits(ready_at_a_time), 1024
     monkeypatch.setattr("rl_trainer.runtime.ray_answers.ray", waits)
     runtime = RayRuntime(timeout_s=5.0)
@@ -398,7 +398,7 @@ def test_ray_splits_and_collects_over_a_named_axis_of_the_mesh(ray_runtime):
         ray_runtime.create_group(Meshed, "two", mesh={"dp": 2})
 
 
-def test_inline_keeps_the_threads_of_whoever_trains_when_a_server_beside_it_sets_its_own():
+def test_inline_keeps_the_trainer_s_threads_next_to_a_server():
     def in_a_new_thread(call):
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(call).result()
@@ -576,7 +576,7 @@ def test_ray_says_what_does_not_fit(ray_runtime, monkeypatch):
 
 
 @pytest.mark.process
-def test_ray_is_not_imported_before_the_settings_that_it_reads_then():
+def test_ray_is_imported_after_the_settings_that_it_reads():
     """Under `uv run` it would build an environment per worker; and its servers would listen to strangers."""
     script = (
         "import sys; import rl_trainer.cli; from rl_trainer.config import load_config\n"

@@ -89,7 +89,7 @@ def placed(tmp_path):
         runtime.stop()
 
 
-def test_a_plain_job_has_its_policy_and_servers_and_nothing_beside(placed):
+def test_a_plain_job_has_only_its_policy_and_servers(placed):
     components, made = placed()
     assert set(made) == {EngineWorker, RolloutWorker, AgentWorker}
     actor = made[EngineWorker]
@@ -110,7 +110,7 @@ def test_a_plain_job_has_its_policy_and_servers_and_nothing_beside(placed):
 
 
 @pytest.mark.process
-def test_each_part_that_is_asked_for_is_where_pipelines_look_for_it(placed, tmp_path):
+def test_each_requested_component_is_where_pipelines_look_for_it(placed, tmp_path):
     keys = ["algorithm.kl_coef=0.1", "algorithm.ref_ema.decay=0.5", "algorithm.advantage=gae", "critic.clip=0.3"]
     components, made = placed(*keys, "tracking.keep_samples=true", "batch.replay.share=0.5", num_seeded=1)
     assert components.reference is made[ReferenceWorker]
@@ -157,7 +157,7 @@ def test_colocated_parts_leave_the_memory_to_the_servers(placed):
     assert not apart.critic.is_offloaded
 
 
-def test_a_job_that_goes_on_has_the_prompts_and_group_numbers_behind_the_last_ones(placed):
+def test_a_resumed_job_continues_prompts_and_group_numbers(placed):
     held = HeldGroup(group_id=41, row_index=3, place=0, released=2)
     state = RunState(seed=0, num_rows=16, position=9, pending=(7, 5), held=(held.as_tuple(),))
     components, _ = placed(state=state)

@@ -62,7 +62,7 @@ def test_console_and_jsonl(run):
     assert lines[0]["metrics"] == {"policy_loss": -0.5}
 
 
-def test_the_terminal_says_reward_where_nothing_tells_what_is_right(run):
+def test_the_terminal_says_reward_if_nothing_measures_accuracy(run):
     with TrackerGroup(run, {"console": {}}) as trackers:
         trackers.log(record(1, eval_reward=-2.5))
     assert "held-out reward -2.500" in run.console.file.getvalue()
@@ -169,7 +169,7 @@ def test_tensorboard(run):
     assert events.Scalars("phase_s/generate")[0].value == 1.5
 
 
-def test_tensorboard_hides_what_a_killed_process_logged_of_steps_that_are_taken_again(run):
+def test_tensorboard_hides_logs_of_steps_taken_again(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logged(run, "tensorboard")
@@ -274,7 +274,7 @@ def test_whatever_a_tracker_raises_ends_no_run(run, monkeypatch, error):
     said.encode()
 
 
-def test_a_tracker_that_cannot_start_ends_the_run_before_it_begins(run):
+def test_a_tracker_that_cannot_start_stops_the_run_early(run):
     with pytest.raises(
         InputError, match=r"tracker 'console' cannot start with tracking.trackers.console=\{'colour': 1\}"
     ):

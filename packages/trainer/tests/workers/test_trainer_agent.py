@@ -34,7 +34,7 @@ def output(ids, version=1, rollout=0):
     )
 
 
-def test_groups_become_rows_with_their_own_ids_and_the_reward_on_the_last_token():
+def test_groups_become_rows_with_ids_and_a_reward_on_the_last():
     columns, tags = to_columns(
         [(7, [(output([3, 4]), ONE), (output([5], rollout=1), NOTHING)], None), (9, [(output([6, 6, 6]), HALF)], None)]
     )
@@ -107,14 +107,14 @@ def test_a_task_that_raises_system_exit_ends_no_worker():
     thread.close()
 
 
-def test_the_weight_versions_of_a_row_are_those_of_its_oldest_and_its_newest_model_token():
+def test_row_weight_versions_are_its_oldest_and_newest_token_s():
     resumed = dataclasses.replace(output([3, 4, 5, 6]), loss_mask=(1, 0, 1, 1), weight_versions=(4, -1, 2, 3))
     columns, (tag,) = to_columns([(7, [(resumed, ONE)], None)])
     names = ("weight_version_min", "weight_version_max")
     assert [tag[name] for name in names] == [columns[name].item() for name in names] == [2, 4]
 
 
-def test_turn_rewards_stand_at_the_end_of_their_turns_and_add_up_to_the_reward():
+def test_turn_rewards_are_at_turn_ends_and_sum_to_the_reward():
     tool = dataclasses.replace(
         output([3, 4, 5, 6, 7]), loss_mask=(1, 1, 0, 1, 1), num_turns=2, turn_rewards=(0.25, 0.5)
     )
@@ -138,7 +138,7 @@ def parts(**components):
     return Score(reward=sum(components.values()), components=components, weights=dict.fromkeys(components, 0.5))
 
 
-def test_the_parts_of_rewards_are_columns_and_have_to_be_the_same_ones():
+def test_reward_components_are_columns_and_must_agree():
     columns, tags = to_columns([(7, [(output([3]), parts(a=1.0, b=2.0)), (output([5]), parts(a=0.0, b=4.0))], None)])
     assert columns["components"].tolist() == [[1.0, 2.0], [0.0, 4.0]]
     assert part_means(tags) == {"reward/a": 0.5, "reward/b": 3.0}
@@ -172,7 +172,9 @@ class Slow:
 
 @pytest.mark.promise("A score that fails is no zero")
 @pytest.mark.process
-def test_rollouts_are_scored_side_by_side_as_they_finish_and_a_score_that_fails_is_a_failed_rollout():
+def test_rollouts_are_scored_concurrently_and_failures_fail():
+    """A reward that raises makes its rollout a failed one."""
+
     class Loop(rl_agent.AgentLoop):
         async def run(self, sampling_params, row):
             return dataclasses.replace(output([3, 4]), text=row["text"], reward=row["own"])

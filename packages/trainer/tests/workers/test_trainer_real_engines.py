@@ -47,7 +47,7 @@ def model(tmp_path_factory):
 @pytest.mark.integration
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_step_is_sampled_from_the_weights_of_the_step_before(backend, model, tmp_path):
+def test_every_step_is_sampled_from_the_previous_weights(backend, model, tmp_path):
     """The engine's log-probs are those that the server told, at every version: what it serves is what was trained."""
     environment = os.environ.get(f"RL_ROLLOUT_{backend.upper()}")
     if not environment:

@@ -77,7 +77,8 @@ def test_every_completion_token_gets_its_own_log_prob(queue, monkeypatch):
     assert server.sampled == {"teach-0": ((3, 5),), "teach-1": ((1, 2), (3, 4))}
 
 
-def test_a_server_that_does_not_tell_them_is_refused_and_one_that_tells_too_few_is_not_believed(queue, monkeypatch):
+def test_a_server_with_missing_or_too_few_experts_is_refused(queue, monkeypatch):
+    """Routed experts have to cover every token."""
     section = TeacherSection(path="t", url="http://teacher")
     monkeypatch.setattr(rl_rollout.registry, "connect_server", lambda url, timeout_s: Fake(None))
     with pytest.raises(ConfigError, match="teacher.url=http://teacher does not tell the log-probs of a prompt's"):

@@ -117,7 +117,7 @@ class AliasSuite(Suite):
             assert_same(got, {f"t{i}": torch.full((100,), float(i)) for i in range(4)})
 
     @with_pair()
-    async def test_the_target_of_a_tie_is_looked_at_before_anything_is_committed(self, pair: Pair) -> None:
+    async def test_a_tied_target_is_checked_before_anything_is_committed(self, pair: Pair) -> None:
         """A target that is missing, of another shape, or a part of the other's memory."""
         embed = torch.randn(40, 30)
         sender, receiver = await pair.send_end(), await pair.receive_end()

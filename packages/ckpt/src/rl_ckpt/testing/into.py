@@ -47,7 +47,7 @@ class IntoSuite(Suite):
             assert sender.version == (version if pair.peers(1) is None else 1)
 
     @with_pair()
-    async def test_targets_that_share_memory_hold_what_was_sent_for_each_or_nothing(self, pair: Pair) -> None:
+    async def test_targets_sharing_memory_get_each_value_or_nothing(self, pair: Pair) -> None:
         """A head that is tied here and not at the source cannot be received: the last one would be served as both."""
         alias, fused = torch.zeros(40, 30), torch.zeros(8, 30)
         into = {"embed": alias, "head": alias, "qkv": fused, "q": fused[:4], "v": fused[6:], "norm": torch.zeros(3)}

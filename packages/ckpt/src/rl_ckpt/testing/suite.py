@@ -273,7 +273,7 @@ class SessionSuite(Suite):
         assert "twice" in str(refusal(TensorError, lambda: sender.register_source(lambda: twice)))
 
     @with_pair(bucket_bytes=1024)
-    async def test_a_source_that_changes_meanwhile_is_not_sent_as_two_versions(self, pair: Pair) -> None:
+    async def test_a_source_that_changes_is_not_sent_as_two_versions(self, pair: Pair) -> None:
         """The committed version is that of the beginning, or else nothing is committed and the error says why."""
         sender, receiver = await pair.send_end(), await pair.receive_end()
         for version in (1, 2):

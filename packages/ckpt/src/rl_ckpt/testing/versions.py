@@ -83,7 +83,7 @@ class DeltaSuite(AliasDeltaSuite):
         assert report.num_deltas == 0
 
     @with_pair(delta=True)
-    async def test_who_comes_late_gets_the_version_in_force_and_then_differences(self, pair: Pair) -> None:
+    async def test_latecomers_get_the_current_version_then_differences(self, pair: Pair) -> None:
         """Whoever was there has nothing to do with it."""
         weights = {name: tensor.detach().clone().contiguous() for name, tensor in sample_weights().items()}
         weights["wide"] = torch.randn(40_000)

@@ -113,7 +113,7 @@ class VoteSuite(Suite):
         assert (sender.version, quick.version, slow.version) == (None, None, None)
 
     @with_pair(bucket_bytes=1024)
-    async def test_a_source_that_raises_aborts_everywhere_and_the_next_sync_works(self, pair: Pair) -> None:
+    async def test_a_raising_source_aborts_everywhere_and_the_next_works(self, pair: Pair) -> None:
         """The receivers that were handed tensors are poisoned until then."""
         sender, receiver = await pair.send_end(), await pair.receive_end()
 
@@ -190,7 +190,7 @@ class VoteSuite(Suite):
         await works(sender, receiver, 0)
 
     @with_pair()
-    async def test_what_the_engine_holds_is_attested_or_nothing_is_committed(self, pair: Pair) -> None:
+    async def test_engine_contents_are_attested_or_nothing_is_committed(self, pair: Pair) -> None:
         """A loader that copies is believed; one that skips a tensor, or rounds it, stops the sync everywhere."""
         weights = {"a": torch.randn(1000), "b": torch.randn(30, 30)}
         sender, good, bad = await pair.send_end(), await pair.receive_end(), await pair.receive_end()

@@ -30,7 +30,7 @@ def test_a_prefix_is_found_by_its_tokens_and_its_root():
     assert pool.num_held == 3
 
 
-def test_what_nobody_holds_is_kept_until_room_is_needed_ends_of_chains_first():
+def test_unheld_versions_stay_until_room_is_needed_ends_first():
     pool = BlockPool(4, 1, capacity=4)
     old = pool.take(2)
     pool.remember("v", (1, 2), old)

@@ -249,7 +249,8 @@ def test_a_cache_comes_back_to_its_address_with_zeros():
 
 
 @pytest.mark.promise("After sleep level 2 an update by slices needs no second copy of the weights")
-def test_slices_land_in_the_memory_of_weights_that_had_left_and_the_next_ones_beside_it(qwen3_folder):
+def test_slices_land_in_memory_of_weights_that_are_gone(qwen3_folder):
+    """The next slices land in new memory."""
     weights, tied = load_weights(qwen3_folder), {"lm_head.weight": "model.embed_tokens.weight"}
     model = on_cuda(qwen3_folder)
     memory = model.memory.memory

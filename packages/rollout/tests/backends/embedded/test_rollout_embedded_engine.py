@@ -152,7 +152,7 @@ def test_weights_that_are_not_numbers_fail_their_requests_alone(qwen3_folder):
     assert again.logprobs == pytest.approx(good.logprobs, abs=1e-5)
 
 
-def test_a_step_that_fails_is_told_to_everyone_and_the_server_goes_on(qwen3_folder, caplog):
+def test_a_failing_step_is_reported_to_all_and_serving_continues(qwen3_folder, caplog):
     async def scenario(server):
         engine, real = server._engine, server._engine.step
 
@@ -255,7 +255,7 @@ def test_stop_tells_those_in_flight(qwen3_folder):
     assert all(isinstance(error, ServerLostError) for error in serve(qwen3_folder, scenario))
 
 
-def test_unseeded_requests_are_reproducible_from_the_servers_seed(qwen3_folder):
+def test_unseeded_requests_follow_the_server_s_seed(qwen3_folder):
     async def scenario(server):
         requests = [request(f"r{i}", temperature=1.0, max_new_tokens=20) for i in range(4)]
         return [output.token_ids for output in await asyncio.gather(*map(server.generate, requests))]

@@ -115,7 +115,7 @@ def test_greedy_equals_transformers(name, tmp_path):
     assert [outputs[str(i)].token_ids for i in range(len(prompts()))] == expected(folder, prompts())
 
 
-def test_greedy_equals_transformers_while_requests_join_and_leave(qwen3_folder):
+def test_greedy_equals_transformers_as_requests_join_and_leave(qwen3_folder):
     # Three rows for six requests, and lengths that differ: rows are reused, moved, and the cache grows.
     engine = build(qwen3_folder, max_num_seqs=3)
     want = dict(zip(map(str, range(6)), expected(qwen3_folder, prompts()), strict=True))
@@ -213,7 +213,7 @@ def shared_engine(qwen3_folder):
     return model, alone
 
 
-def test_what_a_chunk_leaves_of_a_prompt_is_computed_however_little(shared_engine):
+def test_the_rest_of_a_chunked_prompt_is_computed_if_tiny(shared_engine):
     model, alone = shared_engine
     prompt = tuple(range(5, 21))  # two blocks
     for chunk_tokens in (13, 14, 15):
@@ -308,7 +308,7 @@ def test_attention_of_another_kind_is_refused(family, told, tmp_path):
         build(write_tiny_model(tmp_path / "model", family=family))
 
 
-def test_frequencies_that_depend_on_who_is_in_the_batch_are_refused(tmp_path):
+def test_frequencies_depending_on_the_batch_are_refused(tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
     folder = write_tiny_model(tmp_path / "model", family="llama", rope_parameters=rope, max_position_embeddings=256)

@@ -51,7 +51,7 @@ def test_a_request_that_came_with_the_stop_is_told(long_folder):
     run_with_a_long_request(long_folder, lambda server: server.stop())
 
 
-def test_an_engine_whose_thread_ended_is_lost_and_keeps_nobody_waiting(long_folder, monkeypatch):
+def test_an_engine_whose_thread_ended_is_lost_and_blocks_nothing(long_folder, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
     async def end(server):

@@ -40,7 +40,7 @@ sys.exit(3)
         pytest.param("exit", 3, marks=pytest.mark.slow),
     ],
 )
-def test_a_program_that_fails_while_it_generates_ends_with_its_own_error(long_folder, where, code):
+def test_a_program_failing_in_generation_ends_with_its_own_error(long_folder, where, code):
     command = [sys.executable, "-c", CODE, str(long_folder), where]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert ended.returncode == code, ended.stderr

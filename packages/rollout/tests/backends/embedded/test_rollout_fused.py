@@ -91,7 +91,7 @@ def test_other_dtypes_and_adapters_are_left_to_the_module(qwen3_folder, write_ad
     assert load_model(ServerConfig(model_path=str(qwen3_folder), dtype="bfloat16")).fused is None
 
 
-def test_new_weights_are_packed_anew_and_released_ones_are_let_go(qwen3_folder):
+def test_new_weights_are_repacked_and_released_ones_freed(qwen3_folder):
     model = load(qwen3_folder)
     before, _ = both(model, [5])
     for parameter in model.module.parameters():
@@ -106,7 +106,7 @@ def test_new_weights_are_packed_anew_and_released_ones_are_let_go(qwen3_folder):
     assert model.fused._decoder is None
 
 
-def test_a_module_that_computes_something_else_is_served_as_it_is(qwen3_folder, monkeypatch, caplog):
+def test_a_custom_module_is_served_unchanged(qwen3_folder, monkeypatch, caplog):
     real = fused_module.FusedDecoder.__init__
 
     def other(self, module, max_model_len, settings):

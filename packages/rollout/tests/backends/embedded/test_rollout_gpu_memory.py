@@ -19,7 +19,7 @@ def held_since(before):
 @pytest.mark.promise("A sleeping server leaves another process all of a GPU but 1 GiB")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_server_that_sleeps_leaves_another_process_all_but_a_gibibyte(tmp_path):
+def test_a_sleeping_server_leaves_all_but_a_gibibyte_free(tmp_path):
     """Its context and libraries stay; cache, graphs' memory, weights and what torch keeps do not."""
     write_tiny_model(tmp_path, num_key_value_heads=8, head_dim=64, **SIZES)
     params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)

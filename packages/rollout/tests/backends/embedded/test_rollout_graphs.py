@@ -70,7 +70,7 @@ def replaying(folder, **config):
     return engine, captures
 
 
-def test_sizes_are_powers_of_two_and_without_a_kernel_those_of_columns_lie_closer():
+def test_sizes_are_powers_of_two_and_closer_without_a_kernel():
     assert [round_up(n) for n in (1, 2, 3, 4, 5, 64, 65, 256, 512)] == [1, 2, 4, 4, 8, 64, 128, 256, 512]
     assert [round_up_columns(n, has_kernel=True) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
     columns = [round_up_columns(n, has_kernel=False) for n in range(1, 70)]
@@ -133,7 +133,7 @@ def stopping(want):
 
 
 @pytest.mark.parametrize("most", [1, 3, 64])
-def test_rows_that_end_within_a_chain_of_replays_leave_what_was_theirs(qwen3_folder, monkeypatch, most):
+def test_rows_ending_in_a_replay_chain_leave_their_output(qwen3_folder, monkeypatch, most):
     """What was drawn after the end is nobody's, and blocks that come free hold what those who take them wrote."""
     other = plain(qwen3_folder)
     want = run(other)
@@ -167,7 +167,7 @@ def test_graphs_outlive_a_sleep_and_new_weights_in_their_place(qwen3_folder):
     assert captures.num_pools == 2  # the first, and that of the table's place, which was not known before
 
 
-def test_a_model_with_experts_keeps_its_cache_while_more_blocks_are_taken(tmp_path, monkeypatch):
+def test_an_expert_model_keeps_its_cache_while_blocks_are_added(tmp_path, monkeypatch):
     """It has no graphs on a GPU, and its cache lies in one allocation, which cannot grow with its content."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     folder = write_tiny_model(tmp_path, family="qwen3_moe", **experts)

@@ -92,7 +92,7 @@ def oracle(folder, ids, images, count):
 
 
 @pytest.mark.process
-def test_greedy_is_that_of_transformers_beside_neighbours_with_other_images(served, folder):
+def test_greedy_equals_transformers_with_mixed_image_neighbours(served, folder):
     run, server, _ = served
     assert server.capabilities.takes_images
     wanted = [oracle(folder, *case, 24) for case in CASES]
@@ -105,7 +105,7 @@ def test_greedy_is_that_of_transformers_beside_neighbours_with_other_images(serv
     assert [output.token_ids for output in run(all_twice())] == wanted * 2
 
 
-def test_logprobs_are_of_the_whole_vocabulary_as_a_trainer_computes_them(served, folder):
+def test_logprobs_cover_the_vocabulary_as_the_trainer_computes(served, folder):
     from transformers import AutoModelForImageTextToText
 
     run, server, _ = served
@@ -223,7 +223,7 @@ def test_an_aborted_request_goes_on_from_where_it_was(served):
     torch.testing.assert_close(torch.tensor(part.logprobs + rest.logprobs), torch.tensor(whole.logprobs))
 
 
-def test_an_abort_meets_a_request_whose_images_are_being_prepared(served):
+def test_an_abort_meets_a_request_preparing_its_images(served):
     run, server, _ = served
 
     async def scenario():
@@ -236,7 +236,7 @@ def test_an_abort_meets_a_request_whose_images_are_being_prepared(served):
 
 
 @pytest.mark.process
-def test_new_weights_under_their_names_on_disk_see_the_images_anew(served, folder):
+def test_new_weights_under_disk_names_recompute_the_images(served, folder):
     run, server, _ = served
     weights = load_weights(folder)
     other = {name: tensor.roll(1, dims=0) if tensor.ndim > 1 else tensor for name, tensor in weights.items()}

@@ -36,7 +36,7 @@ async def told_by(server):
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-def test_slices_of_two_ranks_are_served_by_every_replica_as_the_whole_weights_would_be(family, tmp_path):
+def test_slices_of_two_ranks_are_served_like_whole_weights(family, tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if family != "qwen3" else {}
     old, new = (write_tiny_model(tmp_path / str(seed), family=family, seed=seed, **experts) for seed in (0, 1))
     weights = load_weights(new)
@@ -66,7 +66,7 @@ def test_slices_of_two_ranks_are_served_by_every_replica_as_the_whole_weights_wo
 
 
 @pytest.mark.slow
-def test_differences_reach_a_server_that_holds_the_version_before_and_whole_slices_one_that_does_not(qwen3_folder):
+def test_differences_or_whole_slices_go_by_version_held(qwen3_folder):
     weights = load_weights(qwen3_folder)
 
     async def main():
@@ -98,7 +98,7 @@ def test_differences_reach_a_server_that_holds_the_version_before_and_whole_slic
     asyncio.run(main())
 
 
-def test_what_does_not_fit_is_installed_nowhere_and_the_old_version_serves(qwen3_folder):
+def test_a_misfit_is_not_installed_and_the_old_version_serves(qwen3_folder):
     weights = load_weights(qwen3_folder)
     name = "model.norm.weight"
     others = {

@@ -35,7 +35,7 @@ def test_experts_one_by_one_make_the_joined_tensors(folders):
         assert torch.equal(served.state_dict()[name], tensor), name
 
 
-def test_weights_may_keep_their_places_for_graphs_that_hold_addresses(folders):
+def test_weights_may_keep_addresses_for_captured_graphs(folders):
     served, wanted = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
     store, first, second = WeightStore(served, keeps_places=True), *map(load_weights, folders)
     places = {name: tensor.data_ptr() for name, tensor in served.state_dict().items()}

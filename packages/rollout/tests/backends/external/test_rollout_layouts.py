@@ -65,7 +65,7 @@ MORE = [(create_server, "sglang"), (create_server, "tensorrt_llm"), *IN_PROCESSE
 @pytest.mark.parametrize(
     ("make", "name"), [(create_server, "vllm"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
-def test_a_third_party_server_serves_slices_as_it_would_whole_weights(name, make, tmp_path):
+def test_a_third_party_server_serves_slices_like_whole_weights(name, make, tmp_path):
     old, new = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
     weights = load_weights(new)
     fake = {"vllm": fake_vllm_config, "sglang": fake_sglang_config, "tensorrt_llm": fake_trtllm_config}[name]
@@ -108,7 +108,7 @@ def test_an_embedded_server_is_one_rank_that_takes_all(qwen3_folder):
     ],
     ids=lambda told: told if isinstance(told, str) else "-".join(f"{name}{size}" for name, size in told.items()),
 )
-def test_each_rank_of_the_real_one_is_sent_its_slices_and_attests_them(family, sizes, tmp_path):
+def test_each_rank_of_a_real_server_gets_and_attests_its_slices(family, sizes, tmp_path):
     """With two ranks, what is cut over them moves once, and what both have, twice.
 
     vLLM 0.32 for CPUs dies at its first token at pp=2 (a KeyError of its scheduler) and at ep=2 (a fault in its expert
@@ -146,7 +146,7 @@ def test_each_rank_of_the_real_one_is_sent_its_slices_and_attests_them(family, s
 
 
 @real_vllm
-def test_a_version_that_does_not_fit_the_real_one_leaves_it_with_the_version_before(tmp_path):
+def test_a_misfit_version_leaves_a_real_server_on_the_previous(tmp_path):
     folder = real_model(tmp_path)
     weights = load_weights(folder)
 
@@ -186,7 +186,7 @@ def descendants(pid):
 
 
 @real_vllm
-def test_a_worker_of_the_real_one_that_is_killed_in_a_sync_ends_it_and_the_next_one_is_whole(tmp_path):
+def test_a_worker_killed_in_a_sync_ends_it_and_the_next_is_whole(tmp_path):
     """Beside it, a sender that comes late is waited for, and decoding goes on until all has landed."""
     old, new = (real_model(tmp_path / str(seed), seed=seed, num_key_value_heads=2) for seed in (0, 1))
     weights = load_weights(new)

@@ -73,7 +73,7 @@ class ServesImages:
             assert found.logprobs == pytest.approx(want.logprobs, abs=1e-4)
         return want.token_ids
 
-    def test_greedy_and_its_logprobs_are_those_of_the_embedded_server(self, served, oracle, images):
+    def test_greedy_and_its_logprobs_equal_the_embedded_server_s(self, served, oracle, images):
         wide, tall = images
         assert served.server.capabilities.takes_images
         asked = served.request((5, 6, *PLACE, 7, 8), max_new_tokens=24)

@@ -62,7 +62,7 @@ class TestProtocol(ServerConformance):
         config = fake_sglang_config(long_folder, "--enable-memory-saver", "--enable-deterministic-inference")
         yield from serve("sglang", config, new_trainer(60), max_model_len=4094)
 
-    def test_where_something_is_cut_off_the_logprobs_are_the_behaviour_ones(self, served):
+    def test_truncated_logprobs_are_the_behaviour_policy_s(self, served):
         output = served.generate(temperature=0.7, top_k=5)
         assert all(x <= 0 for x in output.logprobs)  # the fake tells 99 elsewhere
 

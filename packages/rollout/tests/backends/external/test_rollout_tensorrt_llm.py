@@ -97,7 +97,7 @@ class TestProtocol(ServerConformance):
         served.install(weights)
         assert first.token_ids == served.generate((5,), max_new_tokens=500).token_ids
 
-    def test_an_update_does_not_wait_longer_than_its_deadline_for_requests_in_flight(self, served, monkeypatch):
+    def test_an_update_waits_at_most_its_deadline_for_requests(self, served, monkeypatch):
         receiver = FakeReceiver(load_weights(served.model_path), served.version + 1)
         receiver.address = "shm://nobody"
 
@@ -277,7 +277,7 @@ def test_both_packages_mean_the_same_message():
 
 
 @pytest.mark.slow
-def test_a_server_whose_workers_take_no_messages_is_found_at_start(long_folder):
+def test_a_server_whose_workers_take_no_messages_fails_at_start(long_folder):
     config = config_of(long_folder, options={"command": FAKE, "args": "--without-extension"})
     server = create_server("tensorrt_llm", config)
     with pytest.raises(ServerStartError, match=r"do not take weights \(.*not found in ipc_handles.*rl_ckpt.adapters"):

@@ -43,7 +43,7 @@ class WithAdapters:
                 assert output.token_ids == want[name].token_ids, name
                 assert output.logprobs == pytest.approx(want[name].logprobs, abs=1e-4)
 
-    def test_without_an_adapter_it_is_the_base_model_after_others_had_one(self, served, adapters):
+    def test_without_an_adapter_it_is_the_base_model_after_others(self, served, adapters):
         for name in adapters:
             served.run(served.server.generate(replace(served.request(), adapter=name)))
         output = served.generate(max_new_tokens=16)
@@ -121,7 +121,7 @@ class TestRealVllmOfTwoRanksWithAdapters(TestRealVllmWithAdapters):
         return real_vllm_config(folder, adapters=adapters, parallel=ServerParallel(tp=2))
 
 
-def test_an_adapter_that_cannot_be_served_is_told_before_anything_starts(qwen3_folder, tmp_path):
+def test_an_unservable_adapter_is_reported_before_the_start(qwen3_folder, tmp_path):
     def start(**settings):
         if settings:
             (tmp_path / "adapter_config.json").write_text(json.dumps(settings))

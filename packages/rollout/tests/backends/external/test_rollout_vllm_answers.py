@@ -46,7 +46,9 @@ class LogOf:
         (503, ServerLostError, r"vllm \(pid 7\) is lost: vllm answered 500 to /generate: See stack trace"),
     ],
 )
-def test_an_answer_that_only_points_to_the_log_brings_the_errors_in_it_or_that_the_server_is_lost(health, error, told):
+def test_an_answer_naming_the_log_brings_its_errors_or_the_loss(health, error, told):
+    """A reply that refers to the log is raised with the errors found there, or as a lost server."""
+
     async def failed(request):
         message = {"error": {"message": "See stack trace (above) for the root cause."}}
         return web.json_response(message, status=500)

@@ -91,7 +91,7 @@ def test_bad_settings_are_told_before_anything_starts(qwen3_folder, fields, told
         create_server("vllm", ServerConfig(model_path=str(qwen3_folder), **fields))
 
 
-def test_every_rank_of_a_replica_is_a_receiver_and_its_command_has_the_layout(qwen3_folder):
+def test_every_replica_rank_is_a_receiver_with_its_layout(qwen3_folder):
     layout = ServerParallel(tp=2, pp=2, dp=2, ep=4)
     server = create_server("vllm", ServerConfig(model_path=str(qwen3_folder), parallel=layout))
     assert server.capabilities.num_receivers == 8
@@ -121,7 +121,7 @@ def children(pid):
 
 
 @pytest.mark.process
-def test_a_server_that_is_killed_is_told_and_leaves_nothing_behind(qwen3_folder):
+def test_a_killed_server_is_reported_and_leaves_nothing(qwen3_folder):
     async def scenario():
         server = create_server("vllm", fake_vllm_config(qwen3_folder))
         client = connect_server((await server.start()).url)
@@ -201,7 +201,9 @@ def test_what_a_killed_server_has_told_of_a_request_is_kept(long_folder):
 @pytest.mark.promise("A killed worker of vLLM is noticed within seconds")
 @pytest.mark.integration
 @real_vllm
-def test_a_killed_worker_of_the_real_one_is_noticed_at_once_and_its_tokens_are_kept(tmp_path):
+def test_a_killed_worker_of_a_real_server_keeps_its_tokens(tmp_path):
+    """Its death is noticed at once, and the tokens generated so far are returned."""
+
     async def scenario():
         config = real_vllm_config(real_model(tmp_path), max_model_len=8192, parallel=ServerParallel(tp=2))
         server = create_server("vllm", config)
@@ -227,7 +229,7 @@ def test_a_killed_worker_of_the_real_one_is_noticed_at_once_and_its_tokens_are_k
 
 @pytest.mark.promise("A third-party server that is stopped is found")
 @pytest.mark.process
-def test_a_server_that_is_stopped_is_found_by_its_health_check_and_may_go_on_before(qwen3_folder, monkeypatch):
+def test_a_stopped_server_fails_its_health_check_and_may_resume(qwen3_folder, monkeypatch):
     monkeypatch.setattr(process, "STOPPED_S", 1.0)
 
     async def scenario():
@@ -281,7 +283,7 @@ asyncio.run(main())
 
 
 @pytest.mark.process
-def test_an_update_that_was_installed_by_half_makes_the_server_refuse(qwen3_folder, new_trainer):
+def test_a_half_installed_update_makes_the_server_refuse(qwen3_folder, new_trainer):
     """vLLM has the new weights and does not say so: no token may come of them until an update succeeds."""
 
     async def scenario():
