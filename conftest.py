@@ -17,7 +17,7 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 settings.register_profile("workspace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("workspace")
 
-OTHER_TIERS = frozenset(["process", "slow", "integration", "wheels", "gpu"])
+OTHER_TIERS = frozenset(["process", "slow", "integration", "wheels", "gpu", "real"])
 MAX_SLEEP_S = 0.2
 """Seconds that a `core` test may sleep altogether: enough to poll a condition, too little to wait for time to pass."""
 
