@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -97,27 +98,27 @@ def test_engine_and_server_agree_on_log_probs(model):
 
 
 @pytest.mark.parametrize(
-    "url", ["shm://real", "uds://real", "tcp://127.0.0.1:0", "file://{folder}/published", "inproc://real"]
+    "url", ["shm://real", "uds://real", "tcp://127.0.0.1:{port}", "file://{folder}/published", "inproc://real"]
 )
-def test_weights_are_synced_and_attested(smollm2, tmp_path, url):
+def test_weights_are_synced_and_attested(smollm2, tmp_path, url, monkeypatch):
     """A server takes other weights by each transport, and answers as a model that has them."""
     engine = create_engine("fsdp", EngineConfig(model_path=str(smollm2), precision="float32"))
     engine.initialize()
     weights = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
     weights["model.norm.weight"] = weights["model.norm.weight"] * 0.5
     engine.close()
-    url = url.format(folder=tmp_path)
-    with rl_ckpt.connect(url, role="send", timeout_s=120) as sender:
-        address = getattr(sender, "address", url)
+    monkeypatch.setenv("RL_CKPT_TOKEN", "of this test")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = url.format(folder=tmp_path, port=probe.getsockname()[1])
+    with rl_ckpt.connect(address, role="send", timeout_s=120) as sender:
         reports = []
-        thread = threading.Thread(
-            target=lambda: reports.append(sender.send(weights.items(), version=3, num_receivers=1))
-        )
+        thread = threading.Thread(target=lambda: reports.append(sender.send(weights.items(), version=3, num_peers=1)))
         thread.start()
 
         async def scenario(server):
-            receiver = rl_ckpt.connect(address, role="receive", timeout_s=120)
-            await server.update_weights(receiver, 3)
+            async with rl_ckpt.connect(address, role="receive", timeout_s=120) as receiver:
+                await server.update_weights(receiver, 3)
             return await server.generate(request(0, prompts_of(smollm2, 1, 16)[0], 4))
 
         output = serve(smollm2, scenario)
@@ -130,7 +131,7 @@ ROWS = [
     {"prompt": [{"role": "user", "content": f"What is {n} + 1? Reply with the number."}], "completion": str(n + 1)}
     for n in range(12)
 ]
-PAIRS = [{**row, "chosen": row.pop("completion"), "rejected": "I do not know"} for row in map(dict, ROWS)]
+PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "I do not know"} for row in ROWS]
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def _launch(file: Path, arguments: Sequence[str], chosen: str, found: Conversion
     found.program = "rl-sft" if found.entry.get("is_sft") else "rl-train"
     found.missing |= {launch.module: found.entry["note"]} if "note" in found.entry else {}
     found.needless |= {" ".join(launch.options): "a run starts its own processes"} if launch.options else {}
-    found.assumed |= dict.fromkeys(read.assumed, "as on a machine without")
+    found.assumed |= dict.fromkeys(read.assumed, "no command was run")
     found.assumed |= dict.fromkeys(read.complaints, "said bash")
     return launch, read.unknown
 
