@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -10,11 +9,12 @@ from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError
 
 WITHOUT = """
-import sys
+import sys, time
 sys.modules["ray"] = None
 from rl_trainer.cli import main
 code = main(sys.argv[1:])
 assert "torch" not in sys.modules, "something heavy was imported"
+assert time.process_time() < 2, "on a machine that does nothing else, these are seconds of the clock"
 sys.exit(code)
 """
 PLAN = """
@@ -59,14 +59,11 @@ def test_with_ray_it_is_the_default():
 @pytest.mark.process
 def test_the_pip_line_comes_within_two_seconds():
     command = [sys.executable, "-c", WITHOUT, "grpo", "model.path=m", "rollout.num_replicas=2"]
-    start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    wall_s = time.monotonic() - start
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(
         "rl-train: this run has several processes, by Ray: pip install 'rl-post-trainer[ray]'"
     )
-    assert wall_s < 2
 
 
 @pytest.mark.process
