@@ -170,7 +170,7 @@ class WeightSender(CheckpointEngine):
         return None
 
     async def dismiss(self, text: str) -> None:
-        """Tell receivers that wait for a sync that none begins, and why: they raise `SyncAbortedError` at once.
+        """Notify receivers waiting for a sync that none begins, and why: they raise `SyncAbortedError` at once.
 
         For a sync that failed before it began, or that a receiver comes late for: without it they wait to their
         deadline. Nothing where the backend does not know its receivers (`Capability.VOTES`).
@@ -331,11 +331,11 @@ class ShardSender(ABC):
 
     @abstractmethod
     async def abort(self, text: str) -> None:
-        """Call off what is staged, and say why. No-op if nothing is staged."""
+        """Abort a staged version, with a reason. No-op if nothing is staged."""
 
     @abstractmethod
     async def dismiss(self, text: str) -> None:
-        """Tell receivers that wait for a sync that none begins, and why."""
+        """Notify receivers waiting for a sync that none begins, and why."""
 
     @abstractmethod
     async def close(self) -> None:

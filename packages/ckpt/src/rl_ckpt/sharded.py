@@ -86,7 +86,7 @@ class ShardPlan:
         self._counted = self.moves if targets is None else Resharding(held, [whole])
 
     def counted(self, source: int) -> Sequence[Move]:
-        """Slices whose digest a rank of the source tells: over all ranks, each element of the model once."""
+        """Slices whose digest a rank of the source reports: over all ranks, each element of the model once."""
         return self._counted.moves(source, 0)
 
     def num_elements(self, source: int, target: int) -> int:
@@ -246,7 +246,7 @@ class _Joint:
                 gate.wake_if_decided()
 
     def fail(self, error: BaseException) -> None:
-        """Note that one session has failed: before the vote, so have all; after it, what the others hear stands."""
+        """Note that one session has failed: before the vote, so have all; after it, the others' verdict counts."""
         with self.lock:
             self.error = self.error if self.has_voted else self.error or error
             for gate in self.gates:
@@ -517,7 +517,7 @@ async def _all(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
 
 
 async def _settle(tasks: Sequence[asyncio.Future[T]], *, is_kept: Callable[[], bool] = lambda: False) -> None:
-    """Wait for all; where one fails, cancel the others (unless they are to be kept) and raise its error."""
+    """Wait for all; if one fails, cancel the others (unless told to let them finish) and raise its error."""
     left, first = set(tasks), None
     try:
         while left:
@@ -552,7 +552,7 @@ def _by_name(moves: Iterable[Move]) -> dict[str, list[Move]]:
 
 
 def _parse(name: str) -> tuple[str, Box]:
-    """Tensor and box that `Move.name` tells."""
+    """Tensor and box that `Move.name` encodes."""
     match = _SLICE.fullmatch(name)
     if match is None:
         raise TensorError(

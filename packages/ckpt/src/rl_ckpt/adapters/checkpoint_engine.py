@@ -80,7 +80,7 @@ class WorkerSender:
         return {self._uuid: self._address}
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Send all of an update to the worker that was, or is about to be, told of `handles`; the tensors' bytes.
+        """Send an update to the worker that has, or is about to get, `handles`; returns the tensors' bytes.
 
         Raises:
             SyncAbortedError: the source or the worker failed; the worker may hold mixed weights.

@@ -1,4 +1,4 @@
-"""LoRA adapters of an inference engine: new tensors for those that it was started with, read back where they lie."""
+"""LoRA adapters of an inference engine: new tensors for those it was started with, read back from their memory."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class HeldAdapters(Mapping[str, "Tensor"]):
 
 
 class CopyRecorder(TorchDispatchMode):
-    """While it is entered, notes what is copied of the given tensors, and where to; of parts put together as well."""
+    """While entered, records copies of the given tensors and their targets, concatenations included."""
 
     def __init__(self, given: Mapping[str, Tensor]) -> None:
         super().__init__()

@@ -124,7 +124,7 @@ def answer_request(url: str, rank: int) -> tuple[dict[str, Tensor], Path]:
 
 
 def write_answer(path: Path, parts: Iterable[ShardSpec]) -> None:
-    """Tell what a rank takes."""
+    """Describe the tensors that a rank takes."""
     path.write_text(json.dumps([[part.name, part.shape, part.offsets, part.sizes] for part in parts]))
 
 

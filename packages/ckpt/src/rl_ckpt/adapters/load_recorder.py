@@ -1,4 +1,4 @@
-"""Recorder of loads: where a model's own loader puts the tensors it is given, and what lies there afterwards.
+"""Recorder of loads: where a model's own loader copies its tensors, and their values afterwards.
 
 An inference engine fuses, cuts and renames the weights of a checkpoint. Instead of knowing how each of its models does
 that, we watch the copies that its loader makes, and read the same places back.
@@ -45,7 +45,7 @@ class Layout:
         return cls(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def view(self, whole: Tensor) -> Tensor:
-        """The same elements of another tensor, which lies in its memory as the first did."""
+        """The same elements of another tensor with the same memory layout."""
         return whole.as_strided(self.size, self.stride, self.offset)
 
     def span(self) -> tuple[int, int] | None:

@@ -105,7 +105,7 @@ def _remember(_: object, manager: Any, base_model: nn.Module, *__: object, **___
 
 
 def _answer(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """Whether the update went well, and what to tell the client: of ours only, other loaders raise as before."""
+    """Success of the update, and the message for the client: of ours only, other loaders raise unchanged."""
     try:
         return update(*args, **kwargs)
     except Exception as error:
@@ -137,7 +137,7 @@ class _Engine:
         """The others, as they were before a load."""
 
     def take(self, url: str, version: int) -> None:
-        """Take this version over that session, or tell this rank's layout."""
+        """Take this version over that session, or report this rank's layout."""
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         if url.startswith(SCHEME):
             self.installer.tell_layout(url, rank, self._load_dry)
@@ -260,6 +260,6 @@ class _Pickler(pickle.Pickler):
 
 
 class _Numbers(tuple[int, ...]):
-    """Stands for the storage of a tensor."""
+    """Stand-in for the storage of a tensor."""
 
     __slots__ = ()

@@ -74,7 +74,7 @@ class CudaSend(UnixSend):
         return list(self._ring.split(bucket_bytes))
 
     def map_source(self, items: Sequence[tuple[str, Tensor]]) -> SourceMap | None:
-        """Map of the source's tensors that lie on the device."""
+        """Map of the source's tensors on the device."""
         driver = self._driver
         if driver is None:
             return None
@@ -126,7 +126,7 @@ class CudaReceive(UnixReceive):
         return list(self._ring[offset : offset + num_bytes].split(session.bucket_bytes))
 
     def map_segments(self, segments: Sequence[tuple[bytes, int]], channel: Channel) -> Sequence[Tensor]:
-        """Map a registered source. What is mapped already stays so; what is not named any more is given back."""
+        """Map a registered source. Existing mappings stay; those no longer named are released."""
         if self._driver is None:
             raise ProtocolError(f"{channel.peer} offered memory to map before its session")
         for key in segments:

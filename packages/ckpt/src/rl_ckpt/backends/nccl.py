@@ -29,7 +29,7 @@ class Backend(Transport):
     """Broadcasts of NCCL between GPUs. It has no options."""
 
     def sender(self, config: SessionConfig) -> NcclSend:
-        """The sending end; raises `AddressError` as `tcp://` does, `BackendError` where there is no NCCL or no GPU."""
+        """The sending end; raises `AddressError` as `tcp://` does, `BackendError` without NCCL or a GPU."""
         group.require_nccl(config.address)
         return NcclSend(config)
 
@@ -59,6 +59,6 @@ class NcclReceive(GroupReceive):
     """Any other rank, with its slots on a GPU."""
 
     def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
-        """Memory for what is broadcast."""
+        """Memory for broadcasts."""
         self.device = current_device()
         return super().map_slots(session, channel)

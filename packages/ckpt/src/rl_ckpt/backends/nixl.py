@@ -43,7 +43,7 @@ class Backend(Transport):
     """RDMA reads through NIXL. It has no options."""
 
     def sender(self, config: SessionConfig) -> NixlSend:
-        """The sending end; raises `AddressError` where there is no token, or no host and port."""
+        """The sending end; raises `AddressError` without a token, or without host and port."""
         return NixlSend(config)
 
     def receiver(self, config: SessionConfig) -> NixlReceive:
@@ -59,7 +59,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _agent(role: str, host: str) -> Any:
-    """An end of NIXL's own; its name must be nobody else's.
+    """An end of NIXL; its name must be unique.
 
     UCX's listeners take no token, so that they are on loopback alone where the session's `host` is.
     """
@@ -158,7 +158,7 @@ class Reader:
 
 
 class NixlReceive(TcpReceive):
-    """Receiving end, which reads buckets into slots of its own."""
+    """Receiving end, which reads buckets into its own slots."""
 
     def __init__(self, config: SessionConfig) -> None:
         super().__init__(config)

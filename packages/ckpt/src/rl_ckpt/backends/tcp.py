@@ -23,7 +23,7 @@ class Backend(Transport):
     options: ClassVar[Mapping[str, str]] = {"streams": "connections for payload, 1 (default) to 64"}
 
     def sender(self, config: SessionConfig) -> TcpStreamSend:
-        """The sending end; raises `AddressError` where there is no token, or no host and port."""
+        """The sending end; raises `AddressError` without a token, or without host and port."""
         return TcpStreamSend(config)
 
     def receiver(self, config: SessionConfig) -> TcpStreamReceive:

@@ -1,4 +1,4 @@
-"""Control messages of WIRE.md: each class has the format of its body beside its fields. Pure; knows no socket."""
+"""Control messages of WIRE.md: each class has its fields and the format of its body. Pure; knows no socket."""
 
 from __future__ import annotations
 
@@ -393,7 +393,7 @@ class Proof(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stream(Message):
-    """Receiver to sender, alone on a connection of its own: payload of the session with this ticket goes here."""
+    """Receiver to sender, alone on its own connection: payload of the session with this ticket goes here."""
 
     KIND = 14
     LAYOUT = struct.Struct("<QII")
@@ -416,7 +416,7 @@ class NewGroup(Message):
 
 @dataclass(frozen=True, slots=True)
 class Sources(Message):
-    """Sender to receiver: memory of the sender's that a receiver can map, and where tensors lie in it."""
+    """Sender to receiver: memory of the sender that a receiver can map, and the tensors' offsets in it."""
 
     KIND = 16
     LAYOUT = struct.Struct("<II")
@@ -429,7 +429,7 @@ class Sources(Message):
 
 @dataclass(frozen=True, slots=True)
 class Mapped(Message):
-    """Sender to receiver: tensors that lie in its sources are ready to be read there."""
+    """Sender to receiver: tensors of its sources are ready to be read there."""
 
     KIND = 17
     LAYOUT = struct.Struct("<III4x")

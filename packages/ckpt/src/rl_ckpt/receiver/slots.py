@@ -1,4 +1,4 @@
-"""Held buckets: slots that the consumer still uses, the one yielded last and those under `hold`."""
+"""Buckets in use: slots that the consumer still reads, the one yielded last and those under `hold`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class HeldBuckets:
         return free
 
     def close(self) -> list[int]:
-        """Held buckets at the end of a sync, to be reported as free: nothing will overwrite them."""
+        """Buckets in use at the end of a sync, to be reported as free: nothing will overwrite them."""
         held, self._held = sorted(self._held), Counter()
         return held
 

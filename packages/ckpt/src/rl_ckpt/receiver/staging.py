@@ -21,7 +21,7 @@ SPARSE_BYTES = 1 << 20
 
 
 class Staging:
-    """Staging memory of the current sync, kept from one sync to the next.
+    """Staging memory of the current sync, reused by the next.
 
     If names and shapes are known, `open` allocates all tensors, and `install` and `undo` swap them with the consumer's.
     Otherwise `put` adds tensors one by one, `incoming` and `merged` read them, and `commit` ends the sync. `clear` ends

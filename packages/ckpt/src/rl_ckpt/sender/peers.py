@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """Connections to the receivers of a session. A failure of one is kept in its `error` until a wait raises it.
+    """Connections to the receivers of a session. A failure of one is stored in its `error` until a wait raises it.
 
     Args:
         transport: Accepts connections; writes to streams.
@@ -218,7 +218,7 @@ class Peers:
         self.transport.leave_group()
 
     def dismiss(self, reason: AbortReason, text: str) -> None:
-        """Tell those that wait for a sync that none begins, without waiting."""
+        """Notify receivers waiting for a sync that none begins, without blocking."""
         for peer in [peer for peer in self.members.admitted if peer.waiting]:
             if not peer.channel.try_send(Abort(reason, text), peer.waiting):
                 self.drop(peer)

@@ -187,7 +187,7 @@ class Sender(SourceSender):
         )
 
     async def dismiss(self, text: str) -> None:
-        """Tell receivers that wait for a sync that none begins. See `WeightSender`."""
+        """Notify receivers waiting for a sync that none begins. See `WeightSender`."""
 
         def tell() -> None:
             if self._peers is not None:

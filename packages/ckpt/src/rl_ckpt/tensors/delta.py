@@ -91,7 +91,7 @@ class BaseCopy:
         self.is_whole = self._names == self._contents.keys()
 
     def knows(self, spec: TensorSpec) -> bool:
-        """Whether there is a tensor of this name, dtype and shape to tell differences from."""
+        """Whether there is a tensor of this name, dtype and shape to compute differences from."""
         return self._contents.get(spec.name, (None,))[0] == spec
 
     def replace(self, spec: TensorSpec, raw: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class BaseCopy:
         return copied
 
     def separate(self, name: str, alias: Iterable[str]) -> None:
-        """Let a tensor have content of its own, if it shares that with others than these."""
+        """Copy a tensor's content if it shares it with others than these."""
         group = self._groups.get(name, set())
         if not group <= {name, *alias}:
             self._leave(name)
@@ -132,7 +132,7 @@ class BaseCopy:
         self._leaves[spec.name] = leaves
 
     def can_advance(self, spec: TensorSpec) -> bool:
-        """Whether differences can be told from what it holds of a tensor."""
+        """Whether differences of a tensor can be computed from the stored version."""
         return self.knows(spec) and spec.dtype.itemsize in _WORDS and spec.num_bytes > 0
 
     def advance(self, spec: TensorSpec, raw: Tensor) -> Iterator[list[LeafUpdate]]:

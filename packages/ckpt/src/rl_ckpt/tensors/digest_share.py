@@ -171,7 +171,7 @@ def _rows_of(box: Box, shape: Sequence[int], size: int) -> _Rows | None:
 
 @lru_cache(maxsize=256)
 def _zeros_beside(box: Box, shape: tuple[int, ...], size: int) -> dict[int, int]:
-    """Digest, by leaf, of the zeros beside the box that `_add_rows` counts. Cached, as layers are alike."""
+    """Digest, by leaf, of the zeros around the box that `_add_rows` counts. Cached, as layers are alike."""
     rows = _rows_of(box, shape, size)
     assert rows is not None, "it was asked for rows"
     share = DigestShare(torch.uint8, (0,))

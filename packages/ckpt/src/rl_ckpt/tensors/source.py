@@ -60,7 +60,7 @@ class Clock:
 
 
 class Lap:
-    """See `Clock`. A class of its own, because a sync has thousands of them."""
+    """See `Clock`. A separate class, because a sync has thousands of them."""
 
     __slots__ = ("_before", "_clock", "_name", "_since")
 

@@ -148,7 +148,7 @@ class AliasDeltaSuite(Suite):
         self.check_differences([[chance.choice([0, 1, 2, 2]) for _ in range(5)] + [None] for _ in range(4)])
 
     def check_differences(self, syncs: Sequence[Sequence[int | None]]) -> None:
-        """The same with a sender that tells differences, and a receiver that comes late."""
+        """The same with a sender that sends differences, and a late receiver."""
 
         async def work(pair: Pair) -> None:
             sender, receiver, late = await pair.send_end(), await pair.receive_end(), await pair.receive_end()

@@ -231,7 +231,7 @@ class BetweenProcesses(ABC):
 
     @abstractmethod
     def new_address(self) -> str:
-        """A URL that nobody else uses."""
+        """A URL that is not in use."""
 
     def run_processes(self, work: Callable[[Bench], Awaitable[None]]) -> None:
         """Run a coroutine function that may start ends here and elsewhere; all are closed, and leaks are looked for."""
@@ -257,7 +257,7 @@ class Bench:
         self._place = set_up, hold
 
     def process(self, role: Role, **options: Any) -> EndProcess:
-        """An end in a process of its own."""
+        """An end in its own process."""
         process = EndProcess(self.address, role, token=self._token, place=self._place, **options)
         self._stack.callback(process.close)
         return process
@@ -317,7 +317,7 @@ def with_bench(work: Callable[[AnySuite, Bench], Awaitable[None]]) -> Callable[[
 
 @contextmanager
 def _nothing_left() -> Generator[None]:
-    """Fail if something of ours lies in /dev/shm afterwards, or this process still maps a ring."""
+    """Fail if a file of ours is left in /dev/shm, or this process still maps a ring."""
     yield
     gc.collect()  # errors keep the frames alive that they came through
     left = [path.name for path in _SHARED_MEMORY.glob("*") if "ckpt" in path.name]

@@ -41,7 +41,7 @@ def new_name() -> str:
 
 
 def new_port() -> int:
-    """A TCP port of 127.0.0.1 that an end can listen on, and that nobody else is given before it does.
+    """A TCP port of 127.0.0.1 that an end can listen on, and that no other caller gets before it does.
 
     It stays bound by this process, not listened on. So who asks the kernel for any free port gets another one, as long
     as this process lives; and who sets SO_REUSEADDR and names this one can have it.
@@ -185,7 +185,7 @@ class Suite(ABC):
 
     @abstractmethod
     def new_address(self) -> str:
-        """A URL that nobody else uses."""
+        """A URL that is not in use."""
 
     def run(self, work: Callable[[Pair], Awaitable[T]], **options: Any) -> T:
         """Run a coroutine function with a fresh address, and close every end that it opened."""

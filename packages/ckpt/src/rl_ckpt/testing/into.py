@@ -1,4 +1,4 @@
-"""Suite of `receive_into`: all of a version arrives in the consumer's own tensors, or it is told."""
+"""Suite of `receive_into`: all of a version arrives in the consumer's own tensors, or it raises."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class ProcessSuite(BetweenProcesses):
 
     @with_bench
     async def test_the_sender_is_killed_while_it_collects_the_votes(self, bench: Bench) -> None:
-        """A receiver that has voted has nobody to tell it the verdict."""
+        """A receiver that has voted gets no verdict."""
         sender = bench.process(Role.SEND, num_tensors=1, num_peers=2)
         quick, slow = await bench.end(Role.RECEIVE), await bench.end(Role.RECEIVE)
         waiting = slow.receive_weights()
@@ -124,7 +124,7 @@ class ProcessSuite(BetweenProcesses):
 
 
 class KillSuite(BetweenProcesses):
-    """Suite of SIGKILL before and after each kind of message of an end: nobody hangs or is mixed, the next sync works.
+    """Suite of SIGKILL before and after each kind of message of an end: none hangs or is mixed, the next sync works.
 
     Class attributes say which messages a backend has; those of `shm` and `uds` are the least.
     """

@@ -64,7 +64,7 @@ class SessionSuite(Suite):
 
     @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
     def test_an_end_is_of_one_process(self) -> None:
-        """An end does not pickle; a forked child is told to open its own, and may close it, and the session goes on."""
+        """An end does not pickle; a forked child must open its own, may close it, and the session goes on."""
 
         async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
@@ -195,7 +195,7 @@ class SessionSuite(Suite):
 
     @with_pair()
     async def test_versions_must_rise(self, pair: Pair) -> None:
-        """The same or an older one is refused, and nobody is harmed."""
+        """The same or an older one is refused, without side effects."""
         sender, receiver = await pair.send_end(), await pair.receive_end()
         await works(sender, receiver, 5)
         for version in (5, 4, -1):
@@ -255,7 +255,7 @@ class SessionSuite(Suite):
 
     @with_pair()
     async def test_a_storage_that_was_replaced_is_an_error_and_not_sent(self, pair: Pair) -> None:
-        """The sync commits nothing; registering again mends it; and a sender without a source says so."""
+        """The sync commits nothing; registering again repairs it; and a sender without a source says so."""
         model = torch.nn.Linear(8, 4)
         sender, receiver = await pair.send_end(), await pair.receive_end()
         assert "register_source" in str(await _refused(sender.send_weights(version=1)))

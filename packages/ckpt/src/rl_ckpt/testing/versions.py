@@ -84,7 +84,7 @@ class DeltaSuite(AliasDeltaSuite):
 
     @with_pair(delta=True)
     async def test_latecomers_get_the_current_version_then_differences(self, pair: Pair) -> None:
-        """Whoever was there has nothing to do with it."""
+        """Present receivers are not involved."""
         weights = {name: tensor.detach().clone().contiguous() for name, tensor in sample_weights().items()}
         weights["wide"] = torch.randn(40_000)
         sender, first, late = await pair.send_end(), await pair.receive_end(), await pair.receive_end()

@@ -32,7 +32,7 @@ class ViewSuite(Suite):
 
     @with_pair(bucket_bytes=1024)
     async def test_held_tensors_stay_and_the_sync_goes_on(self, pair: Pair) -> None:
-        """Through more buckets than there are; and no more can be held than leave one for the rest."""
+        """Through more buckets than the ring has; at most all but one can be held."""
         weights = {f"t{i}": torch.full((1024,), i, dtype=torch.uint8) for i in range(20)} | {
             "split": torch.arange(2000),
             "last": torch.arange(1000),

@@ -261,7 +261,7 @@ class VoteSuite(Suite):
 
     @with_pair()
     async def test_who_has_voted_and_hears_no_verdict_refuses(self, pair: Pair) -> None:
-        """The receiver holds what it held, but others may have committed."""
+        """The receiver keeps its version, but others may have committed."""
         first, second = staged_weights(1), staged_weights(2)
         sender, receiver, slow = await pair.send_end(), await pair.receive_end(), await pair.receive_end()
         mine = staged_targets(first)

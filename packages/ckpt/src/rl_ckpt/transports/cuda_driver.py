@@ -36,7 +36,7 @@ class Driver(Protocol):
         ...
 
     def allocation_of(self, tensor: Tensor) -> tuple[int, int]:
-        """Address and size, bytes, of the allocation that a tensor lies in.
+        """Address and size, bytes, of the allocation that contains a tensor.
 
         Raises:
             BackendError: such an allocation cannot be shared; the message says what to set.

@@ -262,7 +262,7 @@ class GroupSend(TcpSend):
 
 
 class GroupReceive(TcpReceive):
-    """Receiving side of broadcasts, as another rank. Buckets arrive in slots of its own."""
+    """Receiving side of broadcasts, as another rank. Buckets arrive in its own slots."""
 
     device = torch.device("cpu")
     """Device of the slots."""

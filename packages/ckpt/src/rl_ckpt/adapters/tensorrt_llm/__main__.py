@@ -106,7 +106,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sleeping() -> dict[str, Any]:
-    """Setting with which memory can be given back, as this version has it."""
+    """Setting that lets this version release memory."""
     from tensorrt_llm import llmapi
 
     return {"sleep_config": llmapi.SleepConfig()} if hasattr(llmapi, "SleepConfig") else {"enable_sleep": True}

@@ -37,7 +37,7 @@ _HANDLE = 7
 
 
 class RlCkptExtension(rlhf_utils.WorkerExtension):
-    """Worker extension that takes syncs of rl-ckpt beside what TensorRT-LLM's own takes."""
+    """Worker extension that takes syncs of rl-ckpt as well as TensorRT-LLM's own calls."""
 
     _rl_ckpt: Receiver | None = None
 
@@ -52,7 +52,7 @@ class RlCkptExtension(rlhf_utils.WorkerExtension):
 
 
 class Receiver:
-    """Receiving end of one worker. Every worker of the server is a receiver of its own in the session.
+    """Receiving end of one worker. Every worker of the server is a separate receiver of the session.
 
     Args:
         worker: TensorRT-LLM's, with the extension.

@@ -79,7 +79,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One worker's receiving end. Every worker of the server is a receiver of its own in the session."""
+    """One worker's receiving end. Every worker of the server is a separate receiver of the session."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -217,7 +217,7 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._reload(loader.get_all_weights(self.model_config, self.model))
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]], owner: str = "") -> set[str] | None:
-        """Call vLLM's loader; the names of the parameters that it filled, if the model tells.
+        """Call vLLM's loader; the names of the parameters that it filled, if the model reports them.
 
         Args:
             weights: Of a module.
@@ -305,7 +305,7 @@ def _repacked_experts(model: nn.Module) -> Generator[None]:
 
 
 def _packed_experts(layer: Any) -> Any:
-    """The kernel of a layer whose experts lie packed, for a CPU; by its name, which builds for GPUs may lack."""
+    """The CPU kernel of a layer with packed experts; looked up by name, as builds for GPUs may lack it."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     experts: Any = getattr(kernel, "fused_experts", None)
     return experts if type(experts).__name__ == "CPUUnquantizedExperts" and not experts._use_zentorch else None

@@ -64,7 +64,7 @@ def apply(stored: Tensor, tensor: Tensor, name: str) -> int:
 def read_tensor(
     entry: Entry, chain: Sequence[Manifest], read: Callable[[Entry], Tensor], held: Tensor | None
 ) -> tuple[Tensor, int]:
-    """A tensor of the newest of these versions, which whoever asks may write to; and the digest that it has.
+    """A tensor of the newest of these versions, which the caller may write to, and its digest.
 
     Args:
         entry: Entry of the newest.

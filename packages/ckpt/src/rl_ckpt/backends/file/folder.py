@@ -145,7 +145,7 @@ class Folder:
         return manifest
 
     def chain(self, version: int, held: int | None = None) -> list[Manifest]:
-        """A version, what it is a difference from, and so on, to a whole one or to the one after `held`.
+        """A version, its base, and so on, up to a whole one or the one after `held`.
 
         Raises:
             FileNotFoundError, ProtocolError: as `read`.
@@ -175,7 +175,7 @@ class Folder:
                 self.remove(version)
 
     def remove(self, version: int) -> None:
-        """Take a version away, its manifest first. Whoever reads it already goes on."""
+        """Remove a version, its manifest first. Readers that have opened it go on."""
         files = self.read(version).files
         self.delete(_manifest_name(version))
         for name in files:
@@ -230,7 +230,7 @@ class Folder:
 
 
 class ObjectStore(Folder):
-    """A prefix of an object store, or of any other filesystem of fsspec. Whoever writes sees to being the only one.
+    """A prefix of an object store, or of any other filesystem of fsspec. The caller must be the only writer.
 
     Args:
         protocol: Protocol of fsspec: `s3`, `gs`, `memory`.
