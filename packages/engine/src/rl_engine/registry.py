@@ -104,7 +104,7 @@ def _has_gpu() -> bool:
 
 @cache
 def _processor_flags() -> frozenset[str]:
-    """Features of the processor as Linux names them; none where there is no /proc/cpuinfo."""
+    """Features of the processor as Linux names them; none without /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -148,7 +148,7 @@ def describe_tokens(folder: str | Path) -> FolderTokens:
 
 
 def model_folder(path: str, *, key: str = "model.path", has_weights: bool = True) -> str:
-    """Folder of a model: `path` where there is one, else the snapshot of the hub's model of that id.
+    """Folder of a model: `path` if it exists, else the snapshot of the hub's model of that id.
 
     What is not in the hub's cache (`HF_HOME`) is downloaded, in a terminal with a progress bar. The cache has to be one
     that every machine of a run sees.

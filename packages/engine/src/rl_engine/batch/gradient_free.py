@@ -101,7 +101,7 @@ class _Rows:
 
 
 def _split(data: TensorDict, loss: LossFunction) -> _Rows | None:
-    """This rank's rows apart; None where they cannot be told apart."""
+    """This rank's rows apart; None if they cannot be separated."""
     try:
         has_gradient: Tensor | None = loss.has_gradient(data)  # pyright: ignore[reportFunctionMemberAccess]
         if has_gradient is None or PAIR in data.keys():  # noqa: SIM118 - a TensorDict; pairs are not cut apart

@@ -25,7 +25,7 @@ WORTH_MOVING = 0.95  # of the fullest rank's cost; rows stay where they are for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Load of rows, in tokens or work; rows of one prompt that lie side by side have the prompt's load once."""
+    """Load of rows, in tokens or work; adjacent rows of one prompt have the prompt's load once."""
 
     alone: Sequence[float]
     """Load of each row by itself."""
@@ -35,7 +35,7 @@ class Load:
     """Number of each row's prompt."""
 
     def of(self, rows: Sequence[int]) -> float:
-        """Rows that lie side by side."""
+        """Adjacent rows."""
         seen: set[int] = set()
         total = 0.0
         for row in rows:

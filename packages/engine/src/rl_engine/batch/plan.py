@@ -97,7 +97,7 @@ class BatchPlan:
         return index >= len(self.micro_batches)
 
     def pack(self, index: int) -> PackedRows:
-        """Micro-batch `index` as the model is fed it; a one-token dummy where there is none."""
+        """Micro-batch `index` as the model is fed it; a one-token dummy if this rank has fewer."""
         if self.is_idle(index):
             return one_token_row(self.batch.device)
         return self.batch.pack(self.micro_batches[index], self.counts)

@@ -289,7 +289,7 @@ def carry_files(source: str | Path, target: str | Path) -> None:
 
 
 def replace_folder(draft: Path, target: Path) -> None:
-    """Put a finished folder in its place. At every moment a complete one lies at `target` or at `.NAME.previous`."""
+    """Move a finished folder to `target`. At every moment a complete one is at `target` or at `.NAME.previous`."""
     for file in draft.rglob("*"):
         if file.is_file():
             sync_to_disk(file)
@@ -447,7 +447,7 @@ def _with_zero_head(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_weights(folder: Path, *, mtp: Mtp = Mtp.REFUSE) -> None:
-    """Refuse a folder without weights, with a file that cannot be opened, or with layers that nobody asked to freeze.
+    """Refuse a folder without weights, with a file that cannot be opened, or with layers frozen without being asked.
 
     Headers alone are read.
 

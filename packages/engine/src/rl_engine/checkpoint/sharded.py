@@ -543,7 +543,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, world: World, *, is_async: bool, timeout_s: float) -> None:
-        """Join the ranks. Collective where `is_async`: the thread has a process group of its own."""
+        """Join the ranks. Collective where `is_async`: the thread has its own process group."""
         self._device, self._world, self._timeout_s = world.device, world, timeout_s
         self._pool = ThreadPoolExecutor(1, "rl-engine checkpoint") if is_async else None
         if is_async and world.size > 1:

@@ -113,7 +113,7 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _read(file_of: Mapping[str, Any], block: tuple[int, int] | None, name: str, part: tuple[slice, ...]) -> Tensor:
-    """Part of one tensor, dequantised where it has scales beside it, one for each `block`."""
+    """Part of one tensor, dequantised if it has scales, one for each `block`."""
     found = file_of[name].get_slice(name)[part]
     scales = file_of.get(f"{name}{_SCALES}")
     if block is None or scales is None:

@@ -1,1 +1,1 @@
-"""Ranks: the process group, what they tell each other, and sequence parallelism."""
+"""Ranks: the process group, their exchange of values, and sequence parallelism."""

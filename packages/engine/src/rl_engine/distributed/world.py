@@ -1,4 +1,4 @@
-"""Ranks of an engine: their process group (joined, or made from torchrun's environment), and what they tell each other.
+"""Ranks of an engine: their process group (joined, or made from torchrun's environment), and their exchange of values.
 
 Messages are plain values and tensors, packed as a frame of rl-csrc. Not pickle: bytes that come from a socket can name
 no code here. None, bool, int, float (NaN and infinities too), str, tensors, and lists, tuples and dictionaries of these

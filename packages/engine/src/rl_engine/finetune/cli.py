@@ -103,7 +103,7 @@ def with_models(config: _Config) -> _Config:
 
 @contextmanager
 def _held(config: RunConfig) -> Generator[None]:
-    """Rank 0 holds the output folder; it is replaced as a whole, so the lock lies beside it."""
+    """Rank 0 holds the output folder; it is replaced as a whole, so the lock is next to it."""
     if os.environ.get("RANK", "0") != "0":
         yield
         return

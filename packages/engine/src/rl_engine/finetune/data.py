@@ -53,7 +53,7 @@ class ChatTokenizer:
         self._tokens: FolderTokens | None = None
 
     def with_tools(self, tools: str | Sequence[Any] | None) -> ChatTokenizer:
-        """This tokenizer, whose chats tell the model of a row's `tools`: JSON schemas, or their JSON text.
+        """This tokenizer, whose chats describe a row's `tools` to the model: JSON schemas, or their JSON text.
 
         Raises:
             DataError: they are no list.
@@ -137,7 +137,7 @@ class ChatTokenizer:
         return pieces[0][0], completion, mask
 
     def _spoken(self, ids: list[int], spoken: bool) -> list[int]:
-        """1 up to the end of an assistant's turn; what a template adds behind it nobody has to say."""
+        """1 up to the end of an assistant's turn; text that the template adds behind it is not learned."""
         length = self._folder_tokens().length_of_turn(ids) or len(ids)
         return [int(spoken and at < length) for at in range(len(ids))]
 

@@ -139,7 +139,7 @@ class RunConfig(ABC):
 
     @property
     def other_engines(self) -> tuple[EngineConfig, ...]:
-        """Engines that the run needs beside, to be checked with it."""
+        """Additional engines of the run, to be checked with it."""
         return ()
 
     @property
@@ -352,7 +352,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _refuse_idle(config: RunConfig) -> None:
-    """Refuse keys that would do nothing beside the others.
+    """Refuse keys that have no effect in combination with the others.
 
     Raises:
         ConfigError: names the key.

@@ -1,4 +1,4 @@
-"""Log-probs of completion tokens by a head whose logits are never kept, or values of a scalar head.
+"""Log-probs of completion tokens by a head whose logits are never stored, or values of a scalar head.
 
 Legend: `C` completion tokens, `V` vocabulary, `H` hidden, `K` candidates.
 """
@@ -110,7 +110,7 @@ def score_states(
     wanted: EngineConfig,
     head_loss: HeadLoss | None = None,
 ) -> ModelOutput:
-    """Scores of the completion tokens of `rows` from the `[C, H]` states that predict them, logits not kept.
+    """Scores of the completion tokens of `rows` from the `[C, H]` states that predict them, logits not stored.
 
     Args:
         hidden: The states.
@@ -176,7 +176,7 @@ class _FromLogits:
 
 
 class _FromStates:
-    """The same of tokens whose logits are not kept: a few rows of the head each, or a chunk of tokens at a time."""
+    """The same of tokens whose logits are not stored: a few rows of the head each, or a chunk of tokens at a time."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: LinearHead, temperature: float

@@ -59,7 +59,7 @@ class ExpertLoad:
 
 @dataclass(slots=True, kw_only=True)
 class Routing:
-    """Routing state of one micro-batch on this rank. A layer that is called again overwrites what it kept."""
+    """Routing state of one micro-batch on this rank. A layer that is called again overwrites its record."""
 
     num_valid: int
     """Tokens here that are no padding; they come first."""
@@ -79,7 +79,7 @@ class Routing:
         return None if self.replayed is None else self.replayed[:, layer]
 
     def observe(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
-        """Keep what is wanted of one layer: `[T, E]` logits and `[T, K]` experts taken.
+        """Record the routing of one layer: `[T, E]` logits and `[T, K]` experts taken.
 
         The auxiliary loss is E * sum over experts of (share of the batch's choices) * (mean router probability), 1
         where both are even (Fedus et al., 2101.03961, generalised to K choices). The first factor is of the whole batch
@@ -103,7 +103,7 @@ class Routing:
             counts[layer] += own
 
     def aux_share(self) -> Tensor | None:
-        """This rank's share of the auxiliary loss, summed over its layers; None where there is none."""
+        """This rank's share of the auxiliary loss, summed over its layers; None without one."""
         return torch.stack(list(self.shares.values())).sum() if self.shares else None
 
 

@@ -439,7 +439,7 @@ def _trade(parts: Tensor, group: Any) -> Tensor:
 
 
 class _GatherScores(torch.autograd.Function):
-    """Every rank computes the same loss from all scores, so the gradient of its own is whole already."""
+    """Every rank computes the same loss from all scores, so the gradient of its own scores is complete."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, counts: list[int], rank: int, group: Any) -> Tensor:

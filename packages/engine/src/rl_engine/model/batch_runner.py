@@ -134,12 +134,12 @@ class BatchRunner:
         return results
 
     def activations(self) -> AbstractContextManager[None]:
-        """Around a forward pass that is differentiated: where what its backward pass needs is kept."""
+        """Context of a differentiated forward pass: decides where saved activations are stored."""
         is_offloaded = self._built.config.activation_offload and torch.is_grad_enabled()
         return offload_activations(self._built.world.device) if is_offloaded else nullcontext()
 
     def _expert_load(self, plan: BatchPlan) -> ExpertLoad | None:
-        """Expert load of the whole batch: counted in `routed_experts`, or in a forward pass of its own. Collective."""
+        """Expert load of the whole batch: counted in `routed_experts`, or in a separate forward pass. Collective."""
         experts, coef = self._built.scorer.experts, self._built.config.router_aux_loss_coef
         if not coef or experts is None:
             return None

@@ -90,7 +90,7 @@ class Driver:
         return tensor.to(device, non_blocking=True)
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in host memory."""
+        """Whether the tensor is in host memory."""
         return tensor.device.type == "cpu"
 
     def synchronize(self) -> None:
@@ -140,7 +140,7 @@ class DeviceMemory:
         return sharded
 
     def finish(self) -> None:
-        """Wait for the copies, and give the driver what lies free on the GPU."""
+        """Wait for the copies, and return free GPU memory to the driver."""
         self._driver.synchronize()
         for buffer in self._returned:
             self._free[buffer.num_bytes].append(buffer)
@@ -148,7 +148,7 @@ class DeviceMemory:
         self._driver.give_back()
 
     def close(self) -> None:
-        """Unlock the buffers that no tensor lies in; the others go with their tensors."""
+        """Unlock the buffers that no tensor uses; the others go with their tensors."""
         for buffers in self._free.values():
             for buffer in buffers:
                 buffer.unpin()

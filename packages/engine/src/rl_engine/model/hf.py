@@ -159,7 +159,7 @@ class ValueScorer(HuggingFaceScorer):
 
 
 class PolicyScorer(HuggingFaceScorer):
-    """A causal LM whose logits are never kept."""
+    """A causal LM whose logits are never stored."""
 
     def __init__(self, model: PreTrainedModel, wanted: EngineConfig, *, is_compiled: bool = False) -> None:
         super().__init__(model, is_compiled=is_compiled)
@@ -186,7 +186,7 @@ def check_mapped(
     ropes: Collection[str] = ROPE_TYPES,
     more: Mapping[str, bool] | None = None,
 ) -> None:
-    """Refuse architectures, and variants of them, that a backend with layers of its own would get silently wrong.
+    """Refuse architectures, and variants of them, that a backend with custom layers would get silently wrong.
 
     Args:
         config: The language model's, of transformers.

@@ -128,7 +128,7 @@ class ModuleBackend(ABC):
         return EngineParts.of(built)
 
     def adapter_off(self, built: BuiltModel) -> AbstractContextManager[None] | None:
-        """Context without the adapter; None where there is none."""
+        """Context without the adapter; None if the model has none."""
         return None
 
     def leave(self, world: World) -> None:
@@ -251,7 +251,7 @@ class ModuleEngine(Engine):
         return self._backend.adapter_off(self.parts.built) or super().adapter_off()
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move what is asked for; what is there already is not touched."""
+        """Move the requested state; state that is there already is not touched."""
         self.parts.placement.to(device, model=model, optimizer=optimizer, grad=grad)
 
     # A step

@@ -60,7 +60,7 @@ class Placement:
         self.move(target, model=model, optimizer=optimizer, grad=grad)
 
     def move(self, target: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
-        """Move what is asked for and is elsewhere.
+        """Move the requested state that is elsewhere.
 
         Raises:
             ConfigError: gradients would be left behind, or moved alone.

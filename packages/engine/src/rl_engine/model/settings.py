@@ -1,4 +1,4 @@
-"""Settings of engines: what the backends cannot honour, and what is left to the engine."""
+"""Settings of engines: those that backends cannot honour, and those left to the engine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_adapter(config: EngineConfig) -> None:
 
 
 def refuse_muon(config: EngineConfig, backend: str) -> None:
-    """Refuse Muon where matrices do not lie in parameters of their own.
+    """Refuse Muon if matrices are not separate parameters.
 
     Raises:
         ConfigError: says so.

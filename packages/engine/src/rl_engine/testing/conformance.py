@@ -133,7 +133,7 @@ class EngineConformance(ABC):
         assert none == 0
 
     def test_the_norm_is_that_before_clipping(self, tmp_path: Path) -> None:
-        """And the step is taken with what is left."""
+        """The step is taken with the remaining rows."""
         norms, moves = list[float](), list[float]()
         for limit in (1e-3, 1e3):
             engine = self._built(tmp_path, optimizer=OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=limit))
@@ -223,7 +223,7 @@ class EngineConformance(ABC):
         engine.close()
 
     def test_the_likeliest_tokens_score_what_was_said_of_them(self, tmp_path: Path) -> None:
-        """At any temperature: what is scored is the token that comes next, after all before it and nothing else."""
+        """At any temperature: the next token is scored, given all tokens before it and nothing else."""
         gaps: list[Tensor] = []
         for temperature in (1.0, 2.0):
             engine = self._built(tmp_path, optimizer=None, num_candidates=2, temperature=temperature)
@@ -299,7 +299,7 @@ class EngineConformance(ABC):
         engine.close()
 
     def test_a_damaged_checkpoint_is_refused(self, tmp_path: Path) -> None:
-        """A bit that flipped in any file, and a file that is gone, are told with the file's name; nothing changes."""
+        """A flipped bit in any file, and a missing file, are reported by the file's name; nothing changes."""
         engine = self._built(tmp_path)
         before = _weights(engine)
         folder = tmp_path / "checkpoint"

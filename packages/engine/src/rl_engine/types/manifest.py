@@ -1,4 +1,4 @@
-"""Manifests: a JSON file beside files that were written, with a digest of each of them and of itself.
+"""Manifests: a JSON file next to written files, with a digest of each of them and of itself.
 
 A file's digest is BLAKE2b with 256 bits, which `b2sum -l 256 FILE` prints too. It finds damage: bits that flipped,
 files that end early, lines that were edited. It is no signature: who rewrites files and manifest is believed.

@@ -147,7 +147,7 @@ def _add(module: nn.Module, given: tuple[Any, ...], output: tuple[Tensor, Any]) 
 
 
 class _Adapter(nn.Module):
-    """What is added to one linear layer: for each Hugging Face layer in it, B A x, scaled."""
+    """LoRA update of one linear layer: for each Hugging Face layer in it, B A x, scaled."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class _Adapter(nn.Module):
                 self._mark(part)
 
     def _mark(self, part: str) -> None:
-        """Tell megatron-core which gradients are of this rank's tokens alone."""
+        """Mark for megatron-core the gradients of this rank's tokens alone."""
         pair: Any = getattr(self, part)
         for matrix, cut in ((pair.A, Cut.COLUMNS), (pair.B, Cut.ROWS)):
             matrix.sequence_parallel = self._is_sequence_cut and self._base.cut != cut

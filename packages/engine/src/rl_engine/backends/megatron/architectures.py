@@ -1,4 +1,4 @@
-"""Architectures that are mapped to megatron-core: what is taken from a Hugging Face config, and what is refused."""
+"""Architectures that are mapped to megatron-core: supported fields of a Hugging Face config, and refused ones."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class Architecture:
 
 
 def read_architecture(config: Any, head: Head, *, trains_mtp: bool = False) -> Architecture:
-    """Take what is needed from a model folder's transformers config.
+    """Read the needed fields of a model folder's transformers config.
 
     Raises:
         ConfigError: an architecture whose layers for multi-token prediction are not mapped is to train them.

@@ -169,7 +169,7 @@ def _parts(stage: Stage, metadata: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _mismatch(
     stage: Stage, folder: Path, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Any]
 ) -> str | None:
-    """What is wrong with a folder that lacks one of this rank's tensors, or has it in another shape."""
+    """Error message for a folder that lacks one of this rank's tensors, or has it in another shape."""
     for part in wanted.values():
         built = part.build() if isinstance(part, ShardedTensorFactory) else [part]
         for tensor in nested_values(built):
@@ -183,7 +183,7 @@ def _mismatch(
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a folder. The layers of a model that are alike may lie in one tensor."""
+    """Shapes of the tensors in a folder. Layers of equal shapes may be in one tensor."""
     with _reading(folder):
         with (folder / ".metadata").open("rb") as file:
             _Metadata(file).load()
@@ -202,7 +202,7 @@ def _content(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _reading(folder: Path) -> Generator[None]:
-    """Around what reads files: one error for what is wrong with them."""
+    """Context for reading files: every failure becomes one error."""
     try:
         with megatron_calls():
             yield
@@ -212,7 +212,7 @@ def _reading(folder: Path) -> Generator[None]:
 
 
 class _Metadata(Unpickler):
-    """Reader of `.metadata` that makes nothing but what is named here."""
+    """Reader of `.metadata` that creates objects of the classes named here only."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         is_number = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)

@@ -143,7 +143,7 @@ class MegatronBackend(ModuleBackend):
         return True
 
     def read_config(self) -> tuple[Any, Architecture]:
-        """The folder's config, and what is taken from it."""
+        """The folder's config, and the fields used of it."""
         source = hf_folder.read_config(Path(self.config.model_path))
         return source, read_architecture(source, self.config.head, trains_mtp=self.config.trains_mtp)
 

@@ -258,7 +258,7 @@ def _shard_of(part: Any, parameter: nn.Parameter) -> Tensor:
 
 
 def _mark(parameter: Any, entry: Entry | None) -> None:
-    """Tell megatron-core what it reads off a parameter: where it is reduced, and whether its gradient counts twice."""
+    """Set what megatron-core reads off a parameter: where it is reduced, and whether its gradient counts twice."""
     parameter.decays = parameter.ndim > 1 or (entry is not None and entry.index is not None)  # as where it is joined
     if entry is None:
         return

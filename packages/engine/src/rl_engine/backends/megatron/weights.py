@@ -47,7 +47,7 @@ class Cut(StrEnum):
 
 
 class Form(StrEnum):
-    """How several Hugging Face tensors lie in one parameter."""
+    """Layout of several Hugging Face tensors in one parameter."""
 
     PLAIN = "plain"
     """One tensor, as it is."""
@@ -513,7 +513,7 @@ def _bounds(slices: tuple[slice, ...], shape: tuple[int, ...]) -> list[slice]:
 
 
 def join(parts: list[Tensor], form: Form, arch: Architecture) -> Tensor:
-    """Tensors, or what products with them give, as they lie in one parameter along its first dimension."""
+    """Tensors, or products with them, in the order that they have in one parameter along its first dimension."""
     if form == Form.PLAIN:
         return parts[0]
     if form == Form.STACKED:
