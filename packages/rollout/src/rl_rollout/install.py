@@ -1,4 +1,4 @@
-"""Environments of third-party servers: `rl-rollout install vllm DIR` creates one, with rl-ckpt beside the server.
+"""Environments of third-party servers: `rl-rollout install vllm DIR` creates one, with rl-ckpt and the server.
 
 vLLM and SGLang pin torch and much else, so each has a virtual environment of its own, created by uv. It gets the
 version that this package's backend was tested with.

@@ -408,7 +408,7 @@ class Router(ServerGroup):
                 raise result
 
     def _receiver(self, server: RolloutServer, receive: WeightReceiver) -> WeightReceiver:
-        """Receiver of one replica by the session's address, kept for later syncs."""
+        """Receiver of one replica by the session's address, cached for later syncs."""
         key = (id(server), receive.address)
         if key not in self._receivers:
             self._receivers[key] = CkptReceiver(receive.address)

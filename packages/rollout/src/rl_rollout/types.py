@@ -159,7 +159,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Capabilities of a server beyond plain generation. A missing one is refused with `UnsupportedError`."""
+    """Capabilities of a server beyond plain generation. A missing one raises `UnsupportedError`."""
 
     takes_token_ids: bool = True
     """Whether it takes and returns exact token ids; without, no output may be trained on."""

@@ -63,7 +63,7 @@ class TextOutput:
 
 
 def create_server(config: ServerConfig) -> OpenAIServer:
-    """Client of the URL, with an HTTP endpoint of its own."""
+    """Client of the URL, with its own HTTP endpoint."""
     return OpenAIServer(config)
 
 

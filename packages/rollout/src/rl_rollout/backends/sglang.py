@@ -1,4 +1,4 @@
-"""SGLang backend: a subprocess in an environment of its own, over HTTP. Written for SGLang 0.5.23.
+"""SGLang backend: a subprocess in its own environment, over HTTP. Written for SGLang 0.5.23.
 
 Token ids go in and come out of `/generate`. Log-probs are of the distribution that was sampled from: SGLang's are of
 logits / temperature, and where top-k excludes tokens, its "behaviour log-probs" are requested instead. Weight versions

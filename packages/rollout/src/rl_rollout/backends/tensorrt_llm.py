@@ -232,7 +232,7 @@ class TensorrtLlmServer(ExternalServer):
         await self._tell_workers(url=url)
 
     async def post_slices(self, address: str) -> None:
-        """See `ExternalServer`. Slices land in threads of the workers, and a file of each tells when they have."""
+        """See `ExternalServer`. Slices land in threads of the workers, and a file of each reports when they have."""
         if address.startswith(SLICES):
             landed = new_files(self._folder, "landed", self.capabilities.num_receivers)
             await self._tell_workers(url=address, timeout_s=self.config.timeout_s)

@@ -1,4 +1,4 @@
-"""vLLM backend: a subprocess in an environment of its own, over HTTP. Run against vLLM 0.32.
+"""vLLM backend: a subprocess in its own environment, over HTTP. Run against vLLM 0.32.
 
 Token ids go in and come out of `/inference/v1/generate`; `/pause`, `/resume`, `/abort_requests` and the weight-transfer
 endpoints are those of vLLM's development mode, on a UNIX socket in a folder of this user alone. Log-probs are of the
@@ -152,7 +152,7 @@ class VllmServer(ExternalServer):
         return self.config.parallel.pp > 1 or self.config.parallel.ep > 1
 
     def _variables(self) -> dict[str, str]:
-        """Environment variables of the subprocess, beside the option `env`.
+        """Environment variables of the subprocess, in addition to the option `env`.
 
         Raises:
             ConfigError: the environment has another value, which would overrule a setting of ours.
@@ -239,7 +239,7 @@ class VllmServer(ExternalServer):
         raise await self.upstream.lost("it closed the connection before the end of a stream")
 
     async def post_abort(self, upstream_ids: Sequence[str]) -> None:
-        """See `ExternalServer`. vLLM has ids of its own for them."""
+        """See `ExternalServer`. vLLM has its own ids for them."""
         await self.upstream.command("/abort_requests", {"request_ids": [f"generate-tokens-{i}" for i in upstream_ids]})
 
     async def post_pause(self, mode: PauseMode) -> None:
@@ -258,7 +258,7 @@ class VllmServer(ExternalServer):
         await self.upstream.command("/init_weight_transfer_engine", {"init_info": {"url": url}})
 
     async def post_slices(self, address: str) -> None:
-        """See `ExternalServer`. Slices land in threads of the workers, and a file of each tells when they have."""
+        """See `ExternalServer`. Slices land in threads of the workers, and a file of each reports when they have."""
         await self._open(address)
         if self._has_begun:
             return  # whoever asked for the last update has left while it landed: this one lands in `post_update`
@@ -373,7 +373,7 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
 
 
 def read_chunk(choice: Mapping[str, Any], version: int) -> TokenChunk:
-    """Chunk of a stream. vLLM tells versions with the last one alone: until then, they are `version`, which serves."""
+    """Chunk of a stream. vLLM reports versions with the last one only: until then, they are the served `version`."""
     ids = tuple(choice["token_ids"] or ())
     content = choice["logprobs"]["content"] if ids else ()
     reason = choice["finish_reason"]

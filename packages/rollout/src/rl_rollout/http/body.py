@@ -1,4 +1,4 @@
-"""Bodies of HTTP answers, which somebody else sends: read within a bound, decompressed too, and decoded."""
+"""Bodies of HTTP responses of other programs: read within a bound, decompressed too, and decoded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class AnswerBody:
         return data
 
     def end(self) -> None:
-        """Check that a compressed answer has come to its end.
+        """Check that a compressed response is complete.
 
         Raises:
             GenerationError: it has not.

@@ -221,7 +221,7 @@ class _Id(msgspec.Struct):
 
 
 def request_id_of(body: bytes) -> Any:
-    """Request id in an invalid request, for its error; None where there is none."""
+    """Request id in an invalid request, for its error; None without one."""
     try:
         return msgspec.json.decode(body, type=_Id).request_id
     except NO_MESSAGE:

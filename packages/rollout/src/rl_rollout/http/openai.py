@@ -41,7 +41,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both endpoints; null stands for the default."""
+    """Fields of both endpoints; null means the default."""
 
     model: str | None = None
     max_tokens: int | None = None

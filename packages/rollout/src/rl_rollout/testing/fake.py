@@ -146,7 +146,7 @@ class FakeServer(RolloutServer):
         self._may_run.clear()
 
     async def resume(self) -> None:
-        """Answer held requests again."""
+        """Answer waiting requests again."""
         self._may_run.set()
 
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:
@@ -164,7 +164,7 @@ class FakeServer(RolloutServer):
         self._may_run.clear()
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Answer held requests again."""
+        """Answer waiting requests again."""
         if "kv_cache" in tags:
             self._may_run.set()
 

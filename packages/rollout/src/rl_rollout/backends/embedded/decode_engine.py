@@ -57,7 +57,7 @@ Event = TokenOutput | Exception | TokenChunk
 
 
 class StepClock:
-    """Seconds spent stepping; it stands still while the engine is idle, paused or asleep."""
+    """Seconds spent stepping; it stops while the engine is idle, paused or asleep."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -1,4 +1,4 @@
-"""Embedded server: a `RolloutServer` with an event loop in front, the engine thread behind, HTTP beside."""
+"""Embedded server: a `RolloutServer` with an event loop in front, the engine thread behind, and HTTP on the side."""
 
 from __future__ import annotations
 

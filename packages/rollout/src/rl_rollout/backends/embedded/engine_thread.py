@@ -42,14 +42,14 @@ def _stop_all() -> None:
 
 
 def _promise() -> Future[Any]:
-    """Future that its waiter cannot cancel: a command is run and answered even if nobody waits any more."""
+    """Future that its waiter cannot cancel: a command is run and answered even if its waiter has gone."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 class EngineThread:
-    """Thread that owns an engine: nobody else touches the engine while it runs.
+    """Thread that owns an engine: no other thread touches the engine while it runs.
 
     Args:
         build: Creates the engine, in the thread. Its exceptions are raised by the future of `start`.

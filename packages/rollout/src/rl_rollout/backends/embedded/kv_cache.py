@@ -85,7 +85,7 @@ class KVCache:
         return numbers * self.block_size * self.dtype.itemsize
 
     def most_blocks(self, num_bytes: int) -> int:
-        """Number of blocks in so many bytes; 0 stands for half of a GPU's free memory, or a quarter of the host's.
+        """Number of blocks in so many bytes; 0 means half of a GPU's free memory, or a quarter of the host's.
 
         Raises:
             ConfigError: the memory is too small for one block.

@@ -45,7 +45,7 @@ class RequestsInFlight:
         """Number of final events due by request id: above 1 where a caller gave up and the id was used again."""
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether somebody waits for a request."""
+        """Whether a request has a waiter."""
         return request_id in self.futures or request_id in self.streams
 
     def submit(self, request: GenerateRequest, seen: ImagePrompt | None, *, told_every: int) -> None:
@@ -58,7 +58,7 @@ class RequestsInFlight:
             self._images[request.request_id] = seen
 
     def flush(self) -> None:
-        """Hand over what is queued."""
+        """Hand over the queued requests."""
         if self._abandoned:
             ids, self._abandoned = self._abandoned, []
             self.thread.call(lambda engine: engine.abort(ids))

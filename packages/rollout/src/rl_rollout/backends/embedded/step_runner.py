@@ -121,7 +121,7 @@ class StepRunner:
             self._scheduler.pool.remember(sequence.root, known, sequence.blocks)
 
     def _compute_images(self, plan: Plan) -> None:
-        """Prefill of prompts with images, each in a forward pass of its own."""
+        """Prefill of prompts with images, each in a separate forward pass."""
         for chunk, seen in plan.images:
             row, positions = chunk.sequence.row, torch.arange(chunk.count, device=self._model.device)
             rows = torch.full_like(positions, row)

@@ -136,7 +136,7 @@ class Requests:
         self._may_send.clear()
 
     def release(self) -> None:
-        """Send held requests."""
+        """Send the waiting requests."""
         self._may_send.set()
 
     def check(self, request: GenerateRequest) -> None:

@@ -134,7 +134,7 @@ class Upstream:
             raise await self.lost(closed(error)) from error
 
     async def check(self, response: aiohttp.ClientResponse, path: str) -> None:
-        """Raise the error that a response other than 200 stands for.
+        """Raise the error of a response other than 200.
 
         Raises:
             RequestError: it is 4xx.
@@ -145,7 +145,7 @@ class Upstream:
             raise await self._failure(response.status, path, (await read_body(response)).decode(errors="replace"))
 
     async def _failure(self, status: int, path: str, text: str) -> RolloutError:
-        """Error that a status and a message stand for; see `check`."""
+        """Error of a status and a message; see `check`."""
         what = f"{self.name} answered {status} to {path}: {error_text(text)}"
         if 400 <= status < 500:
             return RequestError(what)

@@ -160,7 +160,7 @@ class WeightStore:
         self._targets = {}
 
     def stage(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor beside the served one.
+        """Copy one tensor next to the served one.
 
         Raises:
             WeightUpdateError: no such name, another shape, or two different tensors for tied names.

@@ -78,7 +78,7 @@ class BlockPool:
             self._holders[block] += 1
 
     def give_back(self, blocks: Sequence[int], *, is_spoiled: bool = False) -> list[int]:
-        """Remove a holder from each block; returns those that nobody holds any more.
+        """Remove a holder from each block; returns those without holders.
 
         Spoiled blocks (logits that were not finite) are dropped from the prefix cache.
         """

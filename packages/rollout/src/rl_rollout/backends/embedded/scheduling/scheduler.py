@@ -46,7 +46,7 @@ class Split:
 
 @dataclass(slots=True)
 class Plan:
-    """Plan of one step: what is computed, and which blocks are copied afterwards."""
+    """Plan of one step: the tokens to compute, and the blocks to copy afterwards."""
 
     rows: np.ndarray
     """int64, rows whose newest token is fed; ascending."""
@@ -209,7 +209,7 @@ class Scheduler:
         plan.splits.append(Split(sequence=sequence, chunk=leader))
 
     def drop_blocks(self, sequence: SequenceState, *, is_spoiled: bool = False) -> list[int]:
-        """Release the blocks of a sequence, which must be computed again. Returns the blocks that nobody holds now."""
+        """Release the blocks of a sequence, which must be computed again. Returns the blocks without holders."""
         released = self.pool.give_back(sequence.blocks, is_spoiled=is_spoiled)
         sequence.blocks = []
         self.table.computed[sequence.row] = self.table.num_blocks[sequence.row] = 0

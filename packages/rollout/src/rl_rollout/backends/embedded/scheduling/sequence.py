@@ -101,7 +101,7 @@ class ExpertRecorder:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """State of one request, beside its row of the batch state."""
+    """State of one request, in addition to its row of the batch state."""
 
     request: GenerateRequest
     told_every: int
@@ -142,7 +142,7 @@ class SequenceState:
 
     @property
     def reads_steps(self) -> bool:
-        """Whether outputs beside the token are asked for at every decode step."""
+        """Whether outputs in addition to the token are requested at every decode step."""
         return self.request.num_top_logprobs > 0 or self.request.returns_routed_experts
 
     def due(self, length: int) -> range:
