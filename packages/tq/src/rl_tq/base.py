@@ -146,7 +146,7 @@ class TransferQueue(ABC):
 
     @abstractmethod
     def ack(self, meta: BatchMeta, *, step: int = 0) -> None:
-        """Consume claimed rows, all or none, at training step `step`. Any client may, whoever claimed.
+        """Consume claimed rows, all or none, at training step `step`. Any client may, not only the one that claimed.
 
         Once acked under a lease, acking again under the same lease does nothing.
 

@@ -42,7 +42,7 @@ class StaleReferenceError(TransferQueueError, LookupError):
 
 
 class LeaseLostError(TransferQueueError, RuntimeError):
-    """Rows are no longer leased to whoever acks them: another consumer may have them."""
+    """Rows are no longer leased to the client that acks them: another consumer may have them."""
 
 
 class QueueFullError(TransferQueueError, BufferError):

@@ -215,7 +215,7 @@ class Session(Generic[Held]):
             self._connection.close()
 
     def _withdraw(self, number: int, slot: PendingReply[tuple[Message, Held]]) -> None:
-        """Withdraw a request whose caller stopped waiting: tell the server, or drop the reply if it has arrived."""
+        """Withdraw a request whose caller stopped waiting: notify the server, or drop the reply if it has arrived."""
         with self._lock:
             was_pending = self._pending.pop(number, None) is not None
         if self._why_lost is not None:

@@ -110,7 +110,7 @@ def _one_piece(column: Column) -> tuple[torch.Tensor, bool]:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a contiguous CPU tensor in memory of its own."""
+    """A copy of a contiguous CPU tensor in separate memory."""
     copy = new_memory(tensor.nbytes)
     lay([tensor], copy)
     if tensor.dtype is torch.uint8 and tensor.dim() == 1:  # usually a whole extent

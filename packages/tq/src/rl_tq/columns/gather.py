@@ -181,7 +181,7 @@ def _dense(
 def _picked(
     name: str, runs: Sequence[Run], opened: Opened, indexes: dict[int, np.ndarray[Any, Any]]
 ) -> torch.Tensor | None:
-    """Copy of small rows of one extent by index; None if they are large or lie in several extents."""
+    """Copy of small rows of one extent by index; None if they are large or in several extents."""
     if len(opened) > 1 and any(run[0] != runs[0][0] for run in runs):
         return None
     values = opened[runs[0][0]].views[name]

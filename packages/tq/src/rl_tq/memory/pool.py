@@ -28,7 +28,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class Reserve(Generic[Held]):
-    """Reserve of free memory blocks by size, kept for a while. Not thread-safe."""
+    """Cache of free memory blocks by size, released after a while. Not thread-safe."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[Held, int, float]] = deque()
@@ -102,7 +102,7 @@ def size_class(nbytes: int) -> int:
 
 
 def kept_bytes() -> int:
-    """Size of the memory kept for reuse, bytes."""
+    """Size of the memory cached for reuse, bytes."""
     return _RESERVE.nbytes + sum(len(block) for block, _ in list(_RETURNED))
 
 

@@ -251,7 +251,7 @@ def _remove(index: dict[Any, set[int]], key: Hashable, number: int) -> None:
 
 
 def answered_rows(home: Partition, numbers: Sequence[int], columns: frozenset[str]) -> list[Row]:
-    """Rows with these numbers, for a `Batch`; only the first row of a single put, if it stands for all of them.
+    """Rows with these numbers, for a `Batch`; only the first row of a single put, if it represents all of them.
 
     It does if the reply has no names or tags: looking up every row in a partition of a million rows takes longer than
     the rest of a claim.

@@ -111,7 +111,7 @@ class State:
         sample_ids: Sequence[str | None] | None,
         tags: Sequence[Mapping[str, Any]] | None,
     ) -> list[Row]:
-        """Enter an extent and the rows in it; `places` None means that row i lies at index i.
+        """Enter an extent and the rows in it; `places` None means that row i is at index i.
 
         Rows whose number is known get its columns; the others are new, of that id (None, as a whole or of one row:
         `row` and the number). The schema comes as JSON in a record.

@@ -104,7 +104,7 @@ class HeapMemory:
         """Release freed segments that have no readers any more."""
 
     def catch_up(self) -> float | None:
-        """Trim memory kept for the next put; returns seconds until the next trim, or None. Call it without the lock."""
+        """Trim memory cached for puts; returns seconds until the next trim, or None. Call it without the lock."""
         return None
 
     def segment_of(self, extent: int) -> int:

@@ -241,7 +241,7 @@ class NixlQueue(RemoteQueue):
         return assembled(reply, payload, num_rows, output)
 
     def _release(self, request: int) -> None:
-        """Tell the server that the values of a fetch were read."""
+        """Report to the server that the values of a fetch were read."""
         try:
             self._session.send({"op": "done", "request": request, "id": 0})
         except ServerLostError:

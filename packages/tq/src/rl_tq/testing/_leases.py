@@ -63,7 +63,7 @@ class LeasesContract(Served):
             queue.ack(queue.put({"a": torch.zeros(1, dtype=torch.int64)}, partition="p"))
 
     def test_a_lease_expires_for_a_waiter(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """Whoever waits gets the rows; whoever let the time pass is fenced off, and so is its put."""
+        """A waiting client gets the rows; one whose lease expired is fenced off, and so is its put."""
         queue.put({"a": torch.arange(2)}, partition="p")
         claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t", "batch_size": 2}
         zombie = peer.get_meta(**claim, lease_s=0.2)
@@ -128,7 +128,7 @@ class LeasesContract(Served):
         assert queue.stats()["leases_expired"] == 0
 
     def test_a_client_that_leaves_gives_its_claims_back(self, queue: TransferQueue) -> None:
-        """Rows are not lost because somebody fetched them; a good-bye costs no attempt."""
+        """Rows are not lost because a client fetched them; a clean close costs no attempt."""
         queue.put({"a": torch.arange(3)}, partition="p")
         claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t", "batch_size": 3}
         with connect(queue.address, timeout_s=20.0) as client:
@@ -200,7 +200,7 @@ class LeasesContract(Served):
         assert queue.get(two.result())["a"].tolist() == [1.0, 1.0]
 
     def test_room_is_promised_before_rows_are_made(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """A credit is good for its rows, is nobody else's, and goes back with its client."""
+        """A credit is good for its rows, cannot be used by others, and is returned with its client."""
         queue.configure("p", max_lag=1, rows_per_version=2)
         with connect(queue.address, timeout_s=20.0) as client:
             credit = client.admit(partition="p", num_rows=3)
@@ -227,7 +227,7 @@ class LeasesContract(Served):
             queue.configure("p", on_full="drop")
 
     def test_full_partitions_raise_or_drop_and_count(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """Whole groups, never what is leased."""
+        """Whole groups, never leased rows."""
         queue.configure("p", max_rows=4, on_full="raise")
         tags = [{"group_id": g, "weight_version_min": v} for g, v in ((0, 7), (0, 9), (1, 8), (1, 8))]
         first = queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
@@ -311,7 +311,7 @@ class LeasesContract(Served):
 
     @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
     def test_a_client_is_its_process_s_own(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """A client does not pickle; a forked child is told to connect, and does no harm."""
+        """A client does not pickle; a forked child gets an error that says to connect, and does no harm."""
         meta = queue.put({"a": torch.ones(1)}, partition="p")
         with pytest.raises(TypeError):
             pickle.dumps(peer)
@@ -333,7 +333,7 @@ class LeasesContract(Served):
             assert client.get(meta)["a"].tolist() == [1.0]
 
     def test_closing_ends_the_queue_for_everybody_at_once(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """Waiters are told, and so is who calls later; closing again is nothing."""
+        """Waiters and later callers get an error; closing again is a no-op."""
         meta = peer.put({"a": torch.zeros(1)}, partition="p")
         failures: list[BaseException] = []
 

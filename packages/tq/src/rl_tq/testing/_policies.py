@@ -23,7 +23,7 @@ class PoliciesContract(Served):
     # Policies
 
     def test_policies(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """Rows that each policy gives, in order; each on rows of its own."""
+        """Rows that each policy returns, in order; each policy on separate rows."""
 
         def given(batch_size: int, policy: Policy, tags: list[dict[str, Any]]) -> list[int]:
             partition = f"p{next(numbers)}"

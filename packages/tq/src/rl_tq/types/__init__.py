@@ -94,7 +94,7 @@ class OnFull(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionOptions:
-    """Options of a partition: limits, and when rows are cleared. Set by `TransferQueue.configure`, kept by a clear."""
+    """Options of a partition: limits, and when rows are cleared. Set by `configure`; a clear retains them."""
 
     max_rows: int | None = None
     """Most rows; None: no limit."""
