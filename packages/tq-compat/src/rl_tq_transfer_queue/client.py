@@ -102,7 +102,7 @@ class TransferQueueClient:
         partition_id: str | None = None,
         data_parser: Callable[[Any], Any] | None = None,
     ) -> BatchMeta:
-        """Store fields of samples, new ones where there is no `metadata`. What a sample had in a field is replaced.
+        """Store fields of samples, new ones without `metadata`. Existing values are replaced.
 
         `data_parser` is given the fields as a dict, ragged ones as lists, and changes them in place.
 
@@ -176,7 +176,7 @@ class TransferQueueClient:
     def _fetch(
         self, partition: str, locations: dict[str, list[tuple[tuple[int, int], str]]]
     ) -> dict[str, list[tuple[Sequence[int], Any]]]:
-        """Values by field; fields that lie side by side are fetched at once."""
+        """Values by field; adjacent fields are fetched at once."""
         wanted: dict[tuple[Any, ...], list[tuple[str, str, list[int]]]] = {}
         for name, where in locations.items():
             located: dict[tuple[int, str], list[int]] = {}

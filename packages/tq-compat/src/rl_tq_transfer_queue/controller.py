@@ -469,7 +469,7 @@ class TransferQueueController:
             return {"partitions": bare, "sampler": self.sampler.save_checkpoint(), "next_index": following}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Replace everything by a snapshot; the values are published again by whoever has them."""
+        """Replace everything by a snapshot; the values are published again by their owners."""
         with self._changed:
             for name in list(self.partitions):
                 self.clear_partition(name)

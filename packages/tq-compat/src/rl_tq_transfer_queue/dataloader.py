@@ -21,7 +21,7 @@ Batch = tuple[TensorDict, BatchMeta]
 
 
 class StreamingDataset(IterableDataset[Batch]):
-    """Stream of micro-batches for one rank. Batches are kept: `reset` replays them."""
+    """Stream of micro-batches for one rank. Batches are cached: `reset` replays them."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ Choice = tuple[list[int], list[int]]
 
 
 class BaseSampler(ABC):
-    """Base class: chooses among ready samples. `_states` is kept per partition, task, `dp_rank` and `batch_index`."""
+    """Base class: selects ready samples. `_states` is stored per partition, task, `dp_rank` and `batch_index`."""
 
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
@@ -86,7 +86,7 @@ class GRPOGroupNSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Choice:
-        """See `BaseSampler.sample`. With a `dp_rank` the answer is kept: the same `batch_index` gets the same."""
+        """See `BaseSampler.sample`. With a `dp_rank` the answer is cached: the same `batch_index` gets the same."""
         del args
         rank, batch_index = kwargs.get("dp_rank"), kwargs.get("batch_index")
         if rank is not None and self.has_cached_result(partition_id, task_name, kwargs):
@@ -111,7 +111,7 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class RankAwareSampler(BaseSampler):
-    """First-in, first-out per rank: whoever comes with the same `dp_rank` and `batch_index` gets the same."""
+    """First-in, first-out per rank: the same `dp_rank` and `batch_index` get the same."""
 
     def __init__(self) -> None:
         super().__init__()

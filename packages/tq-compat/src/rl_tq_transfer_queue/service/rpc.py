@@ -64,7 +64,7 @@ class ControllerServer:
 
 
 class _ClientConnection:
-    """Connection of one client, served by a thread of its own."""
+    """Connection of one client, served by its own thread."""
 
     def __init__(self, controller: Any, connection: socket.socket, key: bytes) -> None:
         self.is_authenticated = self.is_shut = False

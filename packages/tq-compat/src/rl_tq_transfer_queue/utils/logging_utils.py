@@ -7,7 +7,7 @@ import os
 
 
 def get_logger(name: str | None, default_level: str = "WARNING") -> logging.Logger:
-    """A logger at the level of `TQ_LOGGING_LEVEL` or else `default_level`; it prints where nobody configured logging.
+    """A logger at the level of `TQ_LOGGING_LEVEL` or else `default_level`; it prints if logging is not configured.
 
     Raises:
         ValueError: there is no such level.
