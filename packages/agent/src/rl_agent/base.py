@@ -197,7 +197,7 @@ class CodeGrader(ABC):
 
     @abstractmethod
     async def judge(self, code: str, test: str, *, timeout_s: float | None = None) -> CodeResult:
-        """Run assertions about a solution, each of the two in a process of its own.
+        """Run assertions about a solution, each of the two in its own process.
 
         The test's process decides. Names that the test does not define are the code's: calls go to the other process,
         and plain values come back, of exactly the builtin types. So code cannot read what is expected, and cannot

@@ -56,7 +56,7 @@ class McpTool(Tool):
 
 
 class _Connection:
-    """MCP client in a task of its own, since the task that enters it must also leave it."""
+    """MCP client in its own task, since the task that enters it must also leave it."""
 
     def __init__(self, server: StdioServerParameters | str, timeout_s: float) -> None:
         self._server = server

@@ -282,7 +282,7 @@ def _checked_positions(positions: Sequence[int] | None, rows: Sequence[Any]) -> 
 
 
 def seeded(sampling_params: Mapping[str, Any], row_index: int, rollout_index: int) -> dict[str, Any]:
-    """Sampling parameters of one rollout: the batch's, with a seed of its own if the batch is seeded.
+    """Sampling parameters of one rollout: the batch's, with its own seed if the batch is seeded.
 
     One seed for all would make the rollouts of a group equal, token for token.
     """
@@ -318,7 +318,7 @@ async def _prompt(loop: AgentLoop, row: Mapping[str, Any]) -> tuple[tuple[int, .
 
 
 async def _shielded(work: Coroutine[Any, Any, T]) -> T:
-    """Await a loop in a task of its own, so that foreign code which cancels its task does not cancel the runner."""
+    """Await a loop in its own task, so that foreign code which cancels its task does not cancel the runner."""
     return await contained(asyncio.ensure_future(contained(work)))
 
 

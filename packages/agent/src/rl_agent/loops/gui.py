@@ -353,7 +353,7 @@ def _element(page: Page, given: Mapping[str, Any]) -> Any:
 
 
 def _only(url: str | None) -> Callable[[Route], Awaitable[None]]:
-    """Request filter: allows the origin of `url`, or the files beside it; everything else fails."""
+    """Request filter: allows the origin of `url`, or the files in its folder; everything else fails."""
     if url is None:
         base = None
     elif url.startswith("file:"):

@@ -221,7 +221,7 @@ class ShellTool(Tool):
         return (result.output.rstrip("\n") + (f"\n[exit status {status}]" if status else "")).lstrip("\n")
 
     async def run(self, command: str, folder: Path, *, timeout_s: float | None = None) -> CodeResult:
-        """Run a command in `folder`, in a process of its own; `exit_status` reads how it ended.
+        """Run a command in `folder`, in its own process; `exit_status` reads how it ended.
 
         Raises:
             FailureError, SandboxError: see `Grader.run`.

@@ -386,7 +386,7 @@ _LAUNCHING_MODULES = (
 
 
 def _launch(words: Sequence[str], folder: str) -> Launch:
-    """Module of a command line of Python or one of its launchers, and what is given to it."""
+    """Module of a command line of Python or one of its launchers, and its arguments."""
     options, left = list[str](), list(words[1:])
     module = ""
     while left and not module:
@@ -456,7 +456,7 @@ def _outside(complaint: str) -> str:
 
 
 def _exists(path: str) -> bool:
-    """Whether a path exists, or is nobody's business."""
+    """Whether a path exists, or does not have to."""
     try:
         Path(path).lstat()
     except PermissionError:

@@ -150,7 +150,7 @@ class Worker:
         )
 
     async def run(self, code: str, stdin: str, timeout_s: float, *, is_fresh: bool) -> CodeResult:
-        """Run code, in a process of its own (`is_fresh`) or in the one that earlier code of this worker left.
+        """Run code, in its own process (`is_fresh`) or in the one that earlier code of this worker left.
 
         `is_alive` says whether the worker can run more; after the `timeout`, `memory` or `died` of code that is not
         fresh it cannot.
@@ -171,7 +171,7 @@ class Worker:
     async def end_of(
         self, mode: Mode, files: Files, channel: socket.socket | None = None
     ) -> tuple[CodeStatus | None, str]:
-        """Run code in a process of its own until it ends; returns why it was killed, or None if it ended by itself.
+        """Run code in its own process until it ends; returns why it was killed, or None if it ended by itself.
 
         Past a deadline, cancel this, and then `stop` or `kill` the worker.
         """

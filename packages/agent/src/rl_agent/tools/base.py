@@ -71,7 +71,7 @@ class Tool(ABC):
         """
 
     async def end_session(self, session_id: str) -> None:
-        """Free what is kept for a trajectory that has ended."""
+        """Free the state of a finished trajectory."""
         return
 
     async def close(self) -> None:
@@ -231,7 +231,7 @@ async def with_deadline(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
 
 
 def in_thread(work: Callable[[], T]) -> Awaitable[T]:
-    """Call a blocking function in a daemon thread of its own, so that one that hangs does not delay the exit."""
+    """Call a blocking function in its own daemon thread, so that one that hangs does not delay the exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

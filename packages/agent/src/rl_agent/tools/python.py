@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PythonTool(Tool):
-    """Python tool. A trajectory has a process of its own from its first call on, so later calls see earlier variables.
+    """Python tool. A trajectory has its own process from its first call on, so later calls see earlier variables.
 
     Args:
         max_sessions: Processes at the same time; further trajectories wait for one, within their call's time.

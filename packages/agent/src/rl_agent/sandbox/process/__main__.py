@@ -1,4 +1,4 @@
-"""Sandbox process: forks one child per run, and never holds what is run. Started by path, it obeys hard limits.
+"""Sandbox process: forks one child per run, and never loads user code. Started by path, it obeys hard limits.
 
 Its standard input is a socket of packets. A run is a packet with descriptors: code, standard input, output, and a
 socket for what needs one. The child gets these and nothing else; this process sees none of their content, so that no
@@ -199,7 +199,7 @@ def _run(
 
 
 def _keep(requests: _socket.socket) -> None:
-    """Run the calls of one trajectory in one namespace, in a process of its own."""
+    """Run the calls of one trajectory in one namespace, in its own process."""
     namespace = vars(execution.own_main_module())
     while True:
         packet, descriptors = _receive(requests)

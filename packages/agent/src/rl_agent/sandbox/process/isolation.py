@@ -172,7 +172,7 @@ def stay(watch: Watch | None) -> None:
 
 
 def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int, watch: Watch | None = None) -> set[str]:
-    """Isolate this process, and continue as its grandchild; returns what is isolated.
+    """Isolate this process, and continue as its grandchild; returns the isolated resources.
 
     `network`: there is no interface. `processes`: every process that is started dies with this one, whatever it does,
     and sees no other. `files`: there are the system's programs and `readable`, both read-only, an empty `/tmp`, and the
@@ -201,7 +201,7 @@ def enter_root(own_root: Callable[[], None], watch: Watch | None = None) -> set[
 
 
 def fresh_child(isolated: set[str], scratch_bytes: int) -> int:
-    """Fork like `os.fork`; the child's descendants die with it, and it has a `/tmp` of its own."""
+    """Fork like `os.fork`; the child's descendants die with it, and it has its own `/tmp`."""
     if "processes" not in isolated:
         child = os.fork()
         if child == 0:

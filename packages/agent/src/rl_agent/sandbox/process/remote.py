@@ -69,7 +69,7 @@ _loops: list[Any] = []
 
 
 def _items(target: Any) -> list[Any] | None:
-    """Items of a sequence or set of a class of its own; None of anything else."""
+    """Items of a sequence or set of a custom class; None otherwise."""
     kind = type(target)
     is_sized = hasattr(kind, "__len__") and hasattr(kind, "__iter__") and not hasattr(kind, "keys")
     return list(target) if is_sized else None

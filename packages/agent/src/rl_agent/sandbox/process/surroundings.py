@@ -1,4 +1,4 @@
-"""Streams, files and introspection that a test and its solution share, though each has a process of its own.
+"""Streams, files and introspection that a test and its solution share, though each has its own process.
 
 A test that redirects standard output gets what the solution prints; one that replaces standard input or `input` gives
 it lines; either may open a file that the other has written. Nothing else of the test's process reaches the solution.
@@ -26,7 +26,7 @@ _INSPECTED = ("isfunction", "isclass", "ismethod", "iscoroutinefunction", "isgen
 
 
 class _Tee:
-    """Output stream that also remembers what is written."""
+    """Output stream that also records its text."""
 
     def __init__(self, stream: Any, name: str, printed: list[tuple[str, str]]) -> None:
         self._stream, self._name, self._printed = stream, name, printed
@@ -169,7 +169,7 @@ def _existing(real: Callable[[Any], bool], peer: Peer) -> Callable[[Any], bool]:
 
 
 def _forget_over_time(peer: Peer) -> None:
-    """Let what is known of the solution's objects be asked again after a pause of the test."""
+    """Invalidate the cached state of the solution's objects after a pause of the test."""
     import asyncio
     import time
 

@@ -437,7 +437,7 @@ class Codec:
 
 
 def _key(operation: str, target: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Key of a read in what is known; None where a value has none."""
+    """Key of a read in the cache; None if the value has no key."""
     parts: list[Any] = []
     for value in given:
         if type(value) is Remote:
