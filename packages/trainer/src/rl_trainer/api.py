@@ -1,4 +1,4 @@
-"""Python API: `train("quickstart")`, or with a model, data and functions of one's own, returns a `Run`."""
+"""Python API: `train("quickstart")`, or with a custom model, data and functions, returns a `Run`."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Run:
 
 
 def _has_event_loop() -> bool:
-    """Whether an event loop runs in this thread, as in a notebook: the run then gets a thread of its own."""
+    """Whether an event loop runs in this thread, as in a notebook: the run then gets its own thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -198,7 +198,7 @@ def _has_event_loop() -> bool:
 
 
 def _config(recipe: str, keys: Mapping[str, Any]) -> Config:
-    """The configuration of a recipe with these keys; Python objects may stand where names of plug-ins do."""
+    """The configuration of a recipe with these keys; Python objects may replace names of plug-ins."""
     plain, objects = dict[str, Any](), dict[str, Any]()
     for key, value in keys.items():
         try:

@@ -99,7 +99,7 @@ class RunState:
         return cls(**values)
 
     def for_run(self, config: Config) -> RunState:
-        """The state for a run: held groups of another pipeline, batch size or staleness are to be generated again."""
+        """The state for a run: resumed groups of another pipeline, batch size or staleness are generated again."""
         own = replace(self, history={}) if self.history and config.batch.replay is None else self
         num_made = len(own.held) + len(own.history.get("drawn", ()))
         is_whole = config.pipeline != "one_step_off" or num_made == config.batch.batch_size

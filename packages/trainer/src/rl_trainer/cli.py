@@ -186,7 +186,7 @@ def _told(arguments: argparse.Namespace) -> str | None:
 
 
 def _from_verl(argv: Sequence[str]) -> int:
-    """Print the recipe that verl's settings come to, and above it what did not become part of it."""
+    """Print the recipe equal to verl's settings, and above it the settings without a counterpart."""
     from rl_trainer.errors import ConfigError
     from rl_trainer.recipes.from_verl import convert
 
@@ -267,7 +267,7 @@ def main_eval(argv: Sequence[str] | None = None) -> int:
 
 @_command("rl-sample")
 def main_sample(argv: Sequence[str] | None = None) -> int:
-    """Show samples: those that a run kept, or fresh ones of a policy; exit codes as those of `main`."""
+    """Show samples: those that a run saved, or fresh ones of a policy; exit codes as those of `main`."""
     parser = argparse.ArgumentParser(prog="rl-sample", description="Look at samples of a run, or of a policy.")
     parser.add_argument("source", help="output_dir of a run with tracking.keep_samples=true, or a recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe; model.path is the policy")

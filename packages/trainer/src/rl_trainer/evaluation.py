@@ -84,7 +84,7 @@ def maj_at_n(answers: Sequence[str], right: Sequence[bool]) -> float:
 
 
 def summarise(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Estimate]:
-    """Mean reward, accuracy, pass@k for each k, and maj@n; the reward alone where it does not say what is right.
+    """Mean reward, accuracy, pass@k for each k, and maj@n; the reward alone if it does not measure correctness.
 
     A problem of which fewer than k completions ended well does not enter pass@k.
 

@@ -63,7 +63,7 @@ def digest_rows(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What stands for a value that is not of JSON: its bytes, or its text."""
+    """Replacement of a value that is not JSON: its bytes, or its text."""
     if isinstance(value, bytes):
         return _hex([value])
     return _hex([value.tobytes()]) if hasattr(value, "tobytes") else str(type(value))

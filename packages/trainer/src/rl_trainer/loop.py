@@ -45,7 +45,7 @@ def run_loop(
     timer: PhaseTimer | None = None,
     first_rows: Sequence[Row] | None = None,
 ) -> Iterator[StepRecord]:
-    """Run `steps_of` with all objects of before frozen, so that the garbage collector does not walk them.
+    """Run `steps_of` with all existing objects frozen, so that the garbage collector does not walk them.
 
     A step makes references by the ten thousand, and torch alone leaves half a million objects: walking them again and
     again took more than half of the controller's time at 1,024 ranks.

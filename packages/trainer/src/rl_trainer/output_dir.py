@@ -70,7 +70,7 @@ def _make(config: Config) -> tuple[Path, list[Path]]:
 
 
 def new_output_dir(name: str) -> Path:
-    """Make a folder `outputs/NAME-TIME` that nobody has; two runs of one second get two."""
+    """Make a new folder `outputs/NAME-TIME`; two runs of one second get two."""
     base = _OUTPUTS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
@@ -98,7 +98,7 @@ def append_line(file: Path, line: str) -> None:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders, the innermost first, up to one in which somebody has put something."""
+    """Remove folders, the innermost first, up to one that is not empty."""
     for folder in folders:
         try:
             folder.rmdir()

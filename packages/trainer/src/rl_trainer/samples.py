@@ -1,4 +1,4 @@
-"""Kept samples of a run: a parquet file per step, a row per sample, a ragged list per column of tokens.
+"""Saved samples of a run: a parquet file per step, a row per sample, a ragged list per column of tokens.
 
 Of some groups of some steps, or of all with `tracking.keep_samples=true`. Columns: `prompt`, `completion` (text),
 `reward`, `finish_reason`, and the queue's own, such as `completion_token_ids`, `loss_mask`, `rollout_logprobs`,
@@ -74,7 +74,7 @@ def forget_after(run: Path, step: int) -> None:
 
 
 def steps_of(run: str | Path) -> list[int]:
-    """The steps whose samples a run kept, in order."""
+    """The steps whose samples a run saved, in order."""
     return sorted(int(m[1]) for p in (Path(run) / FOLDER).glob("*.parquet") if (m := _NAME.fullmatch(p.name)))
 
 
@@ -129,7 +129,7 @@ class Shown:
 
 
 def kept(run: str | Path, *, step: int | None, order: Order, count: int) -> list[Shown]:
-    """Samples of one step that a run kept, the last step if None.
+    """Saved samples of one step of a run, the last step if None.
 
     Raises:
         DataError: the run kept none, or none of that step.

@@ -305,7 +305,7 @@ def create_source(
 
 
 def create_weight_sync(job: Job, engines: Engines, servers: Servers, agents: AgentReplicas) -> WeightSync:
-    """Make the weight sync, with a session of its own for servers on lent GPUs."""
+    """Make the weight sync, with a separate session for servers on lent GPUs."""
     config, lent_transfer = job.config, None
     if servers.lent is not None:
         free = job.runtime.free_address(ENGINE_POOL)
@@ -401,7 +401,7 @@ def create_reference(job: Job, actor: EngineWorker) -> tuple[EngineWorker | None
 
 
 def create_samples(job: Job, agents: AgentReplicas) -> SampleWorker | SomeSamples | None:
-    """Start the sample writer, if samples are kept: some of them on one machine alone, with the workers."""
+    """Start the sample writer, if samples are saved: some of them on one machine alone, with the workers."""
     config, folder = job.config, job.output_dir
     if config.tracking.keep_samples == "some":
         is_learned_whole = not config.batch.stream or update_barrier(config) is not None

@@ -512,7 +512,7 @@ def prime(data: AdvantageInput) -> Tensor:
 
 
 def _mean_of_others(values: Tensor, group_ids: Tensor) -> Tensor:
-    """(S,) mean over the other rollouts of each one's group; its own value where there is none."""
+    """(S,) mean over the other rollouts of each one's group; its own value without others."""
     means = values.clone()
     for members in members_of(group_ids):
         if (n := members.numel()) > 1:

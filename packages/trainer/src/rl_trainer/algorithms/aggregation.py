@@ -27,7 +27,7 @@ def row_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def row_sums(values: Tensor, rows: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """(B,) sums of (T,) `values` over the rows that `row_of` tells."""
+    """(B,) sums of (T,) `values` over the rows in `row_of`."""
     return values.new_zeros(cu_seqlens.numel() - 1).index_add(0, rows, values)
 
 

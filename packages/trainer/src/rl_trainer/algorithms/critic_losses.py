@@ -1,4 +1,4 @@
-"""Losses of what learns beside the policy: the value function, and the implicit process reward model (PRIME)."""
+"""Losses of models trained with the policy: the value function, and the implicit process reward model (PRIME)."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class PolicyLossFunction:
         return _Term(loss=name, advantages=advantages, weights=weights, bounds=bounds, extra=extra)
 
     def _measured(self, bounds: Mapping[str, Any]) -> Iterator[str]:
-        """Names of the token metrics that this loss computes: of the ratio, where there is one, and of clips."""
+        """Names of the token metrics that this loss computes: of the ratio, if it has one, and of clips."""
         if not self.has_old_logprobs:
             return
         yield from ("log_ratio", "k3", "ratio")

@@ -117,7 +117,7 @@ def _lacking(config: Config, need: str) -> str | None:
 
 
 def _check_given(config: Config) -> None:
-    """Check settings beside completions that the rows give, whose policy is not the run's."""
+    """Check settings along with completions in the rows, whose policy is not the run's."""
     algorithm, given = config.algorithm, config.batch.given
     loss, estimator = loss_named(algorithm.loss), estimator_named(algorithm.advantage)
     if not given:

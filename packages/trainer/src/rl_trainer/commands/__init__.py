@@ -1,1 +1,1 @@
-"""Commands beside `rl-train`: lists and completion, `rl-doctor`, `rl-view`."""
+"""Commands other than `rl-train`: lists and completion, `rl-doctor`, `rl-view`."""

@@ -47,7 +47,7 @@ def findings() -> Iterator[Finding]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; returns 1 if something is to be mended, else 0."""
+    """Print the report; returns 1 if something needs fixing, else 0."""
     del argv
     num_wrong = 0
     for each in findings():

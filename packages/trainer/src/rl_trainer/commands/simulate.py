@@ -296,10 +296,10 @@ class _Servers:
         return BatchMeta(partition=PARTITION, sample_ids=ids, columns=("group_id",), tags=tuple(tags))
 
     def ack(self, rows: BatchMeta, *, step: int) -> None:
-        """Nothing is kept."""
+        """Nothing is stored."""
 
     def clear(self, rows: BatchMeta) -> None:
-        """Nothing is kept."""
+        """Nothing is stored."""
 
     def _tags(self, group: int) -> list[dict[str, Any]]:
         tokens, oldest, _ = self._groups.pop(group)
@@ -417,7 +417,7 @@ class _Servers:
 
 
 class _Engine:
-    """Engine and weight sync that let time pass; what is waited for between their calls is generation."""
+    """Engine and weight sync that let time pass; the waits between their calls are generation."""
 
     def __init__(self, servers: _Servers, rates: Rates) -> None:
         self._servers, self._rates = servers, rates

@@ -141,7 +141,7 @@ def _filled(about: Mapping[str, Any], scripts: str) -> str:
 
 
 def _script(value: Any) -> str:
-    """JSON that may stand inside a script."""
+    """JSON that is safe inside a script."""
     return json.dumps(_finite(value), separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
@@ -250,7 +250,7 @@ def _json(file: Path) -> Any:
 
 
 def _chunks(run: Path, budget_bytes: int) -> tuple[list[tuple[int, bytes]], list[str], list[list[Any]]]:
-    """(step, compressed samples), what to tell, and the prompts whose groups never differed in reward."""
+    """(step, compressed samples), messages, and the prompts whose groups never differed in reward."""
     there, told = steps_of(run), list[str]()
     if not there:
         return [], [_NO_SAMPLES], []

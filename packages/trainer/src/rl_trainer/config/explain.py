@@ -98,7 +98,7 @@ def docs_of(cls: type) -> Mapping[str, str]:
 
 
 def section_of(hint: Any) -> type | None:
-    """Dataclass of a section's type: held by the key, or by name below it."""
+    """Dataclass of a section's type: at the key, or by name below it."""
     hint = _bare(hint)
     if is_dataclass(hint) and isinstance(hint, type):
         return hint
@@ -170,7 +170,7 @@ def explain(name: str) -> str:
 
 
 def find(name: str) -> Key:
-    """Find a key by its dotted name, in which names of the user's own may stand.
+    """Find a key by its dotted name, which may contain user-defined names.
 
     Raises:
         ConfigError: there is none.

@@ -104,7 +104,7 @@ def _path_of(recipe: str, beside: Path | None) -> Path:
 
 
 def _read_recipe(recipe: str, beside: Path | None = None, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A recipe's tree, laid over that of the recipe it `extends`; a file's name is looked up beside the file."""
+    """A recipe's tree, merged over that of the recipe it `extends`; a file name is relative to the recipe's folder."""
     path = _path_of(recipe, beside)
     if not path.is_file():
         shipped = sorted(p.stem for p in RECIPES.glob("*.yaml"))
@@ -155,7 +155,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _is_section(key: str) -> bool:
-    """Whether a key is a section of the configuration, and not a value of its own such as `data.options`."""
+    """Whether a key is a section of the configuration, and not a single value such as `data.options`."""
     section: type | None = Config
     parts = key.split(".")
     while parts:

@@ -289,7 +289,7 @@ class ReplaySection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    """Batch sizes: prompts, completions, mini-batches; and which groups are kept."""
+    """Batch sizes: prompts, completions, mini-batches; and which groups are used."""
 
     batch_size: Positive = 64
     """Prompts per training step."""
@@ -797,7 +797,7 @@ def _with_options(trackers: object) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingSection:
-    """Tracking: trackers, traces and kept samples; `metrics.jsonl` is always written."""
+    """Tracking: trackers, traces and saved samples; `metrics.jsonl` is always written."""
 
     trackers: Annotated[Mapping[str, Mapping[str, Any]], BeforeValidator(_with_options)] = field(
         default_factory=lambda: {"console": {}}

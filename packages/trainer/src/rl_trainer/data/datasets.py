@@ -1,4 +1,4 @@
-"""The training and held-out rows of a run, from whatever `data` names.
+"""The training and held-out rows of a run, from the source in `data`.
 
 Datasets of the hub and saved ones are read by `datasets`. Local files and the shuffled stream are ours (measured with
 datasets 5.2.0): a stream with a shuffle buffer of 100 that was stopped after 300 of 2,000 rows and resumed by

@@ -88,7 +88,7 @@ class PromptOrder(Order):
 
 
 class MixtureOrder(Order):
-    """Mixture sampler: draws a part by weight, then that part's next row; each part has epochs of its own.
+    """Mixture sampler: draws a part by weight, then that part's next row; each part has its own epochs.
 
     Args:
         parts: The part of every row, by its name.
@@ -186,7 +186,7 @@ class CurriculumOrder(Order):
         return self._order.at(self.position - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Pass rates by row beside the position."""
+        """Pass rates by row, in addition to the position."""
         return super().state_dict() | {"pass_rates": list(self._rates.items())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -230,7 +230,7 @@ class StreamOrder(Order):
         self._digests: deque[tuple[int, str]] = deque(maxlen=self._REMEMBERED)
 
     def state_dict(self) -> dict[str, Any]:
-        """Digests of the rows gone through last, by index, beside the position."""
+        """Digests of the rows gone through last, by index, in addition to the position."""
         return super().state_dict() | {"digests": [list(each) for each in self._digests]}
 
     def _next(self) -> int:
@@ -256,7 +256,7 @@ class StreamOrder(Order):
                 )
 
     def _read_ahead(self, index: int) -> None:
-        """Read and measure the next rows; complaints stand for the lengths of those that cannot be used.
+        """Read and measure the next rows; unusable rows have an error message in place of a length.
 
         Raises:
             DataError: there are such, and they are not to be left out.

@@ -28,7 +28,7 @@ _IDLE_SHARE, _LENT_SHARE, _WAITING_SHARE = 0.02, 0.05, 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Load of a step: generation and learning beside each other."""
+    """Load of a step: generation and learning compared."""
 
     step: int
     """Number of the training step."""
@@ -99,7 +99,7 @@ class WaitShare(ElasticPolicy):
         self._change, self._count = 0, 0
 
     def wanted(self, load: Load) -> int:
-        """The number that there is, or one beside it."""
+        """The current number, or an adjacent one."""
         is_ahead = load.wait_share < _IDLE_SHARE and load.num_ready >= load.batch_size
         change = 1 if load.wait_share > _WAITING_SHARE else -1 if is_ahead else 0
         self._count = self._count + 1 if change == self._change else 1

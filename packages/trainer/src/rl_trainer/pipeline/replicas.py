@@ -143,7 +143,7 @@ class AgentReplicas:
         return reports
 
     def _members(self) -> tuple[int, ...]:
-        """Present members, each told the servers in use."""
+        """Present members, each with the list of servers in use."""
         members, wanted = self.replica_set.wait(), (self._servers, self._reward_urls)
         behind = [member for member in members if self._connected.get(member) != wanted]
         if behind:

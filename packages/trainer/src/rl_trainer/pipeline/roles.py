@@ -46,7 +46,7 @@ def longest_sequence(config: Config) -> tuple[int, str]:
 
 
 def engine_of(config: Config, role: str) -> EngineSection:
-    """The keys of `engine` for a role of `placement` that has one, with what that role has of its own.
+    """The keys of `engine` for a role of `placement` that has one, with the role's own settings.
 
     Raises:
         PlanError: the layout does not divide the processes of its pool.

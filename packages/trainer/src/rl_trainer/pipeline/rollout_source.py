@@ -388,7 +388,7 @@ class RolloutSource:
         return jobs
 
     def sampling(self, salt: str, *, temperature: float | None = None) -> dict[str, Any]:
-        """Sampling parameters at `rollout.temperature` unless told otherwise.
+        """Sampling parameters at `rollout.temperature` by default.
 
         Seeded by the run's seed and `salt`, where the servers can be.
         """

@@ -1,4 +1,4 @@
-"""Schedules and staleness policies: what may overlap, and how far tokens may lie behind the weights that learn.
+"""Schedules and staleness policies: what may overlap, and how far tokens may be behind the trained weights.
 
 Pure: it knows counts and versions, no process and no clock.
 
@@ -82,7 +82,7 @@ class StalenessPolicy(ABC):
 
     @property
     def bound(self) -> int | None:
-        """Versions that the oldest token of a selected group may lie behind; None: the policy bounds something else."""
+        """Versions that the oldest token of a selected group may be behind; None: the policy bounds something else."""
         return math.ceil(self.max_staleness)
 
     def admit(self, num_outstanding: int) -> int:
@@ -123,7 +123,7 @@ class OldestToken(StalenessPolicy):
     """
 
     def expire(self, outstanding: Outstanding, version: int) -> list[int]:
-        """Finished groups whose oldest token lies further back."""
+        """Finished groups whose oldest token is older."""
         limit = version - self.max_staleness
         return [group for group, span in outstanding.items() if span.oldest is not None and span.oldest < limit]
 

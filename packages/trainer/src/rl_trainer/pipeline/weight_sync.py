@@ -214,7 +214,7 @@ class WeightSync:
 
 
 def _dismiss(transfer: WeightTransfer, updated: Future[Any], error: BaseException) -> None:
-    """Tell receivers that come for a sync that has failed, until all have answered; nothing if the sender is gone."""
+    """Notify receivers that come for a failed sync, until all have answered; no-op if the sender is gone."""
     with suppress(WorkerDiedError):
         while not wait([updated], timeout=CHECK_S).done:
             transfer.dismiss(str(error) or repr(error))

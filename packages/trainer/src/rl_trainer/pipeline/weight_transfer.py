@@ -46,7 +46,7 @@ class WeightTransfer(ABC):
         self._actor = actor
 
     def weights_for(self, member: int) -> WeightShapes | None:
-        """The tensors whose layout a replica is to tell with its receivers; None: it need not."""
+        """The tensors whose layout a replica has to report with its receivers; None: it need not."""
         del member
         return None
 
@@ -71,7 +71,7 @@ class WeightTransfer(ABC):
         self._actor.call_off()
 
     def dismiss(self, why: str) -> None:
-        """Tell receivers that have come since `send` failed that they wait for nothing."""
+        """Notify receivers that have come since `send` failed that no sync begins."""
         self._actor.dismiss_receivers(why)
 
 
@@ -127,7 +127,7 @@ class ShardedTransfer(WeightTransfer):
         """Declaration of each replica."""
 
     def weights_for(self, member: int) -> WeightShapes | None:
-        """All tensors, for a replica that has not told its layout yet.
+        """All tensors, for a replica that has not reported its layout yet.
 
         Raises:
             ConfigError: the engine exports whole tensors only.

@@ -1,4 +1,4 @@
-"""Questions to an engine's backend that a child process answers: in another environment, or beside other work."""
+"""Questions to an engine's backend that a child process answers: in another environment, or in parallel."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def local_gpus() -> int:
 
 
 def gpu_gib() -> float | None:
-    """Memory of this machine's smallest GPU, GiB; None where there is none."""
+    """Memory of this machine's smallest GPU, GiB; None without a GPU."""
     import torch
 
     sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]

@@ -192,7 +192,7 @@ def _token_cut(engine: EngineSection) -> int:
 
 
 def _roles(config: Config, model: Mapping[str, Any], count: int) -> Iterator[tuple[str, float]]:
-    """(role, GiB of one rank) of the engines beside the policy's: the weights, and of a critic what it learns with."""
+    """(role, GiB of one rank) of the engines other than the policy's: the weights, and of a critic its optimizer."""
     for role in ("reference", "critic", "teacher"):
         if not has(config, role):
             continue
@@ -306,7 +306,7 @@ def memory_facts(config: Config, gib: float | None = None, *, there: float | Non
 
 
 def cache_beside_engine(config: Config, gib: float | None) -> int | None:
-    """Bytes of keys and values for which a GPU of so many GiB has room beside the engine, with a fifth to spare.
+    """Bytes of keys and values for which a GPU of so many GiB has room next to the engine, with a fifth to spare.
 
     What `rollout.kv_cache_bytes` says; else what all sequences of a step can need, or a quarter of the GPU. None: there
     is no room for server and engine at once, or that is not known: servers of other libraries take a share of a GPU,

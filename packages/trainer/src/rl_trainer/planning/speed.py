@@ -94,7 +94,7 @@ def speed_facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
 
 
 def first_rows(config: Config, rows: Sequence[Row]) -> Sequence[Row]:
-    """Held-out rows of the evaluation before the first step: a sample by the run's seed where all take too long."""
+    """Held-out rows of the evaluation before the first step: a sample by the run's seed if all take too long."""
     size = first_evaluation(config, rows)
     if size == len(rows):
         return rows

@@ -279,7 +279,7 @@ class _Converter:
     miss = partialmethod(note, "missing")
 
     def list_unread(self, key: str) -> None:
-        """List a key that nothing has read; what is off is off here too."""
+        """List a key that no rule has read; disabled features need none."""
         value = self.settings[key]
         for notes, pattern, why, *needs in tables()["unread"]:
             if fnmatch.fnmatchcase(key, pattern) and all(map(self.holds, needs)):

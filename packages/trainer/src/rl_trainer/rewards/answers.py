@@ -413,7 +413,7 @@ def _words(tokens: list[Token]) -> str:
 
 
 def _is_denied(before: str, after: str) -> bool:
-    """Whether the words around a box deny what is in it."""
+    """Whether the words around a box deny its content."""
     head = [t for t in tokens_of(plain(before[-80:])) if t.text not in "*($~\"'"]
     tail = [t for t in tokens_of(plain(after[:80])) if t.text not in "*)$~\"'."]
     is_bounded = bool(head) and head[-1].text in "<>≤≥≠±"

@@ -57,7 +57,7 @@ class Score:
     """What they gave to `log_extra` for this completion, by column."""
 
     def less(self, penalty: float) -> Score:
-        """Subtract a penalty, which is a part of its own where there are parts."""
+        """Subtract a penalty, which is a separate component if the reward has components."""
         if not self.components:
             return replace(self, reward=self.reward - penalty)
         return replace(

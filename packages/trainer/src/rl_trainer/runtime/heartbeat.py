@@ -170,7 +170,7 @@ class Heartbeat:
                 self._end(hosts[watch])
 
     def _ask_gcs(self) -> None:
-        """Ask the GCS for its nodes again and again: it may be alive and serve nobody."""
+        """Ask the GCS for its nodes again and again: it may be alive without serving."""
         while not self._is_over.wait(self._interval_s):
             self._gcs_asked_at = time.monotonic()
             try:

@@ -103,7 +103,7 @@ def storage_of(backend: str | None, num_machines: int) -> str:
 
 
 def has_votes(address: str) -> bool:
-    """Whether the ends of a weight session know one another; over a folder or an object store nobody knows who reads.
+    """Whether the ends of a weight session know each other; the readers of a folder or object store are unknown.
 
     Raises:
         rl_ckpt.CkptError: there is no such transport.
@@ -139,7 +139,7 @@ def server_token() -> str | None:
 
 
 def free_address(host: str) -> tuple[str, int]:
-    """Free address: `host`, which is this machine's, and a port that nobody listens at yet.
+    """Free address: `host`, which is this machine's, and an unused port.
 
     Seconds may pass until it is used, in which the other processes of a run connect and listen: the port is one that
     the kernel does not give to those who ask for any.

@@ -86,7 +86,7 @@ class Host:
         return free_address(ray.util.get_node_ip_address())
 
     def set_rendezvous(self, address: str, port: int, rank: int) -> None:
-        """Take a rank, which nobody knows before all are placed, and set what torch.distributed's `env://` reads."""
+        """Take a rank, which is unknown before all are scheduled, and set what torch.distributed's `env://` reads."""
         self.rank = rank
         os.environ.update(
             MASTER_ADDR=address,
@@ -116,7 +116,7 @@ class Host:
             del self.in_flight[number]
 
     def call_beside(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a worker's urgent method on another thread, beside the call in flight."""
+        """Call a worker's urgent method on another thread, in parallel with the call in flight."""
         return getattr(self.workers[name], method)(*args, **kwargs)
 
     def close(self) -> None:

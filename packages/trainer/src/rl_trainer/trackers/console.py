@@ -102,7 +102,7 @@ class ConsoleTracker(Tracker):
 def progress_lines(
     console: Console, doing: Callable[[], str], *, silence_s: float = _SILENCE_S
 ) -> Generator[Callable[[], None]]:
-    """Print what is being done whenever `silence_s` seconds brought no line; prints nothing in a terminal.
+    """Print the current activity whenever `silence_s` seconds brought no line; prints nothing in a terminal.
 
     Args:
         console: Where to.
@@ -138,7 +138,7 @@ def progress_lines(
 
 @contextmanager
 def status(console: Console, doing: str) -> Generator[Callable[[str], None]]:
-    """Say what is being done: by a spinner, or without a terminal by a line at once and one every ten seconds.
+    """Show the current activity: by a spinner, or without a terminal by a line at once and one every ten seconds.
 
     Yields:
         A function to call with what is being done now.
@@ -170,7 +170,7 @@ def line_of(record: StepRecord, num_steps: int, held_out: str) -> str:
 
 
 def held_out_of(record: StepRecord) -> str:
-    """The evaluation of a step in a few words: its accuracy, or its reward where nothing says what is correct."""
+    """The evaluation of a step in a few words: its accuracy, or its reward if nothing measures correctness."""
     if record.eval_reward is None:
         return ""
     is_known = record.accuracy is not None

@@ -27,5 +27,5 @@ class TrackioTracker(Tracker):
         self._run.log(record.scalars(), step=record.step)
 
     def close(self, summary: Mapping[str, Any] | None) -> None:
-        """Write what is still on its way."""
+        """Write pending values."""
         self._run.finish()

@@ -262,7 +262,7 @@ class AgentWorker:
         return [self._meter.length(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
     def _with_teacher_prompt(self, sample: Sample, row: Row) -> Sample:
-        """Sample with the teacher's own prompt, where it is told more.
+        """Sample with the teacher's own prompt, if that has more context.
 
         Raises:
             TrainerError: the loop has asked something else than the row's prompt.
@@ -279,7 +279,7 @@ class AgentWorker:
         return replace(output, extra_fields=fields), score
 
     def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> list[None]:
-        """Roll every job out `group_size` times, in the background, beside what is running already.
+        """Roll every job out `group_size` times, in the background, in parallel with running ones.
 
         A group is put into `partition` when its last rollout is scored; `poll` tells which will not come.
         """

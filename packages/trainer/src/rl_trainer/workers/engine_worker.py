@@ -135,7 +135,7 @@ class EngineRank:
         return data
 
     def _learnable(self, batch: BatchMeta, columns: Iterable[str]) -> TensorDict:
-        """Columns of a mini-batch; with `algorithm.mask_truncated` the tokens of cut-off rows are nobody's."""
+        """Columns of a mini-batch; with `algorithm.mask_truncated` the tokens of cut-off rows are not learned."""
         data = self._read(batch, columns)
         if self._masks_truncated:
             mask = data["loss_mask"]
@@ -297,7 +297,7 @@ class EngineWorker(EngineRank):
 
     @register(Dispatch.SPLIT_GROUPS)
     def compute_advantage(self, batch: BatchMeta, kl_coef: float, seed: int) -> AdvantageReport:
-        """Write `advantages` and the columns that critic or loss read beside them. Collective; ranks hold whole groups.
+        """Write `advantages` and the other columns that critic or loss read. Collective; ranks hold whole groups.
 
         A rank reads the columns of its own groups; whole-batch statistics are reduced over the ranks as moments.
 
@@ -421,7 +421,7 @@ class EngineWorker(EngineRank):
 
     @register(Dispatch.ONE_TO_ALL)
     def dismiss_receivers(self, why: str) -> None:
-        """Tell receivers that have come for a sync since it failed that none begins."""
+        """Notify receivers that have come for a failed sync that none begins."""
         self._weights.dismiss(why)
 
     def close(self) -> None:

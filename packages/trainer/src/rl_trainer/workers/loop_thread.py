@@ -1,4 +1,4 @@
-"""Event loop on a thread of its own, for workers whose methods are called synchronously."""
+"""Event loop on its own thread, for workers whose methods are called synchronously."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
-        """Cancel a task of the loop, from any thread; its waiter is told once it has ended."""
+        """Cancel a task of the loop, from any thread; its waiter is notified once it has ended."""
         self._loop.call_soon_threadsafe(task.cancel)
 
     def close(self) -> None:

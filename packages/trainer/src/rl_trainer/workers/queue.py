@@ -60,7 +60,7 @@ class SampleWorker:
 
 
 class QueueWorker:
-    """Host of the sample queue, in a process of its own: the controller holds no tensor."""
+    """Host of the sample queue, in its own process: the controller holds no tensor."""
 
     def __init__(self, context: WorkerContext, *, storage: str, name: str, snapshot: str | None = None) -> None:
         import rl_tq.registry

@@ -1,4 +1,4 @@
-"""Reward servers that the run starts itself: `rl-serve FOLDER --task score`, each in a process of its own."""
+"""Reward servers that the run starts itself: `rl-serve FOLDER --task score`, each in its own process."""
 
 from __future__ import annotations
 
