@@ -202,7 +202,7 @@ def send_now(connection: socket.socket, data: memoryview | bytes) -> int:
 
 
 def receive_now(connection: socket.socket) -> bytes:
-    """Receive what is here, 64 KiB at most; empty at the end of the stream. Keeps the lock as `send_now` does.
+    """Receive available bytes, 64 KiB at most; empty at the end of the stream. Holds the lock as `send_now` does.
 
     Raises:
         BlockingIOError, OSError: as `recv` does.

@@ -34,7 +34,7 @@ def ends(offsets: torch.Tensor) -> tuple[int, int]:
 
 
 def cut(offsets: torch.Tensor, first: int, count: int, known: list[torch.Tensor]) -> tuple[int, int, int, torch.Tensor]:
-    """Slice of a ragged column: `count` rows from `first` on, as a column of its own.
+    """Slice of a ragged column: `count` rows from `first` on, as a separate column.
 
     Args:
         offsets: int64 [rows + 1], contiguous and on the CPU.

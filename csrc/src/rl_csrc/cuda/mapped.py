@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MappedMemory:
-    """Device memory at a fixed address, taken at construction. Do not use its tensors while it is given back.
+    """Device memory at a fixed address, allocated at construction. Do not use its tensors while it is released.
 
     Args:
         num_bytes: Size, rounded up to whole device pages (usually 2 MiB).

@@ -1,4 +1,4 @@
-"""Plain-torch reference of every op: the fallback where there is no kernel, and what tests compare kernels with.
+"""Plain-torch reference of every op: the fallback without a kernel, and the oracle of kernel tests.
 
 Runs on any device, in float32 or (where the input is float64) float64. Functions have the signatures of `rl_csrc.cpu`
 and `rl_csrc.cuda`, and take checked arguments; `logprobs`, `linear_logprobs` and `differentiable_policy_loss` are
