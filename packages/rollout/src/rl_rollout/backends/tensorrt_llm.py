@@ -48,7 +48,7 @@ from rl_rollout.types import Capabilities, FinishReason, ServerParallel, TokenCh
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_rollout.backends.external.inflight import Flight
+    from rl_rollout.backends.external.calls import Flight
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig

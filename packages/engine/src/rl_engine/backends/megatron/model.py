@@ -101,28 +101,7 @@ def transformer_config(
         more = {"apply_rope_fusion": arch.latent is None}
     if fp8 != Fp8.OFF:  # of whole tensors, gradients need the format with the wider exponent
         more |= {"fp8": "hybrid" if fp8 == Fp8.TENSORWISE else "e4m3", "fp8_recipe": str(fp8)}
-    if arch.num_experts:
-        more |= {
-            "num_moe_experts": arch.num_experts,
-            "moe_grouped_gemm": is_fused,
-            "moe_router_topk": arch.top_k,
-            "moe_ffn_hidden_size": arch.expert_size,
-            "moe_router_pre_softmax": not arch.norm_top_k and not arch.router.is_sigmoid,
-            "moe_router_topk_scaling_factor": arch.router.scale if arch.router.scale != 1 else None,
-            "moe_router_load_balancing_type": "none",
-            "expert_model_parallel_size": parallel.ep,
-            "expert_tensor_parallel_size": 1,
-            "moe_shared_expert_intermediate_size": arch.shared_size or None,
-        }
-    if arch.router.is_sigmoid:
-        more |= {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,
-            "moe_router_dtype": None if dtype == torch.float64 else "fp32",
-        }
-        if arch.router.num_groups > 1:
-            more |= {"moe_router_num_groups": arch.router.num_groups, "moe_router_group_topk": arch.router.top_groups}
+    more |= _expert_settings(arch, parallel, dtype, is_fused)
     if arch.rope_scale != 1:
         more["softmax_scale"] = arch.rope_scale**2 * arch.head_dim**-0.5
     if arch.swiglu_limit is not None:
@@ -180,6 +159,36 @@ def transformer_config(
         cuda_graph_scope=[],  # the default warns
         **more,
     )
+
+
+def _expert_settings(
+    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, is_fused: bool
+) -> dict[str, Any]:
+    """Settings of a mixture of experts and its router; none of a dense model."""
+    more: dict[str, Any] = {}
+    if arch.num_experts:
+        more |= {
+            "num_moe_experts": arch.num_experts,
+            "moe_grouped_gemm": is_fused,
+            "moe_router_topk": arch.top_k,
+            "moe_ffn_hidden_size": arch.expert_size,
+            "moe_router_pre_softmax": not arch.norm_top_k and not arch.router.is_sigmoid,
+            "moe_router_topk_scaling_factor": arch.router.scale if arch.router.scale != 1 else None,
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": parallel.ep,
+            "expert_tensor_parallel_size": 1,
+            "moe_shared_expert_intermediate_size": arch.shared_size or None,
+        }
+    if arch.router.is_sigmoid:
+        more |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_dtype": None if dtype == torch.float64 else "fp32",
+        }
+        if arch.router.num_groups > 1:
+            more |= {"moe_router_num_groups": arch.router.num_groups, "moe_router_group_topk": arch.router.top_groups}
+    return more
 
 
 def block_spec(

@@ -1,19 +1,47 @@
-"""`EngineCalls`: what a backend knows of the third-party server that it runs."""
+"""Calls to a third-party server, and a request in flight there."""
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from rl_rollout.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from rl_rollout.backends.external.inflight import Flight
     from rl_rollout.base import PauseMode
     from rl_rollout.multimodal import PreparedImages
-    from rl_rollout.types import GenerateRequest, TokenOutput
+    from rl_rollout.types import GenerateRequest, TokenChunk, TokenOutput
+
+
+class Flight:
+    """Request in flight.
+
+    Args:
+        request: The request.
+        on_progress: Called with every chunk but the last, of a server that streams.
+    """
+
+    def __init__(self, request: GenerateRequest, on_progress: Callable[[TokenChunk], None] | None = None) -> None:
+        self.request = request
+        self._on_progress = on_progress
+        self.chunks: list[TokenChunk] = []
+        """Tokens so far, where the server streams: what is kept of the request if the server is lost."""
+        self.upstream_id = uuid.uuid4().hex
+        """Id at the server, a fresh one. The request's own may be used again before the server has noticed that this
+        connection is closed; and SGLang aborts all requests whose ids begin with the one named."""
+        self.is_sent = False
+        self.aborted = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    def add(self, chunk: TokenChunk) -> None:
+        """Keep new tokens, and report them; the last ones are reported with the output."""
+        self.chunks.append(chunk)
+        if self._on_progress is not None and chunk.finish_reason is None:
+            self._on_progress(chunk)
 
 
 class EngineCalls(ABC):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rl_rollout.backends.external.calls import Flight
 from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 from rl_rollout.validation import (
@@ -30,33 +30,6 @@ GRACE_S = 5.0
 """Seconds that a request may take to end when its deadline is over."""
 ABORT_AGAIN_S = 0.2
 """Seconds between two aborts of a request."""
-
-
-class Flight:
-    """Request in flight.
-
-    Args:
-        request: The request.
-        on_progress: Called with every chunk but the last, of a server that streams.
-    """
-
-    def __init__(self, request: GenerateRequest, on_progress: Callable[[TokenChunk], None] | None = None) -> None:
-        self.request = request
-        self._on_progress = on_progress
-        self.chunks: list[TokenChunk] = []
-        """Tokens so far, where the server streams: what is kept of the request if the server is lost."""
-        self.upstream_id = uuid.uuid4().hex
-        """Id at the server, a fresh one. The request's own may be used again before the server has noticed that this
-        connection is closed; and SGLang aborts all requests whose ids begin with the one named."""
-        self.is_sent = False
-        self.aborted = asyncio.Event()
-        self.ended = asyncio.Event()
-
-    def add(self, chunk: TokenChunk) -> None:
-        """Keep new tokens, and report them; the last ones are reported with the output."""
-        self.chunks.append(chunk)
-        if self._on_progress is not None and chunk.finish_reason is None:
-            self._on_progress(chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
