@@ -201,9 +201,9 @@ def test_a_checkpoint_of_one_layout_continues_on_another(more):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head": Head.VALUE}, r"mtp is train and head is value; it trains with head=lm\. Or freeze\."),
-        ({"init": "random"}, r"mtp is train and init is random; it trains with init=pretrained\. Or freeze\."),
-        ({"lora": LoraConfig()}, r"mtp is train and lora is .*; it trains with lora=None\. Or freeze\."),
+        ({"head": Head.VALUE}, r"mtp is train and head is value; it trains with head=lm\. Or mtp=freeze\."),
+        ({"init": "random"}, r"mtp is train and init is random; it trains with init=pretrained\. Or mtp=freeze\."),
+        ({"lora": LoraConfig()}, r"mtp is train and lora is .*; it trains with lora=None\. Or mtp=freeze\."),
         ({"mtp": "learn"}, r"mtp is 'learn'; allowed are refuse, freeze, train\."),
     ],
 )
