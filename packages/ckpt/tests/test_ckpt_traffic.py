@@ -79,7 +79,7 @@ def test_a_plan_is_printed_from_the_file_that_a_run_has_written(tmp_path, capsys
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{}", "is no plan"), ('{"format": "x"}', "its format is not 'rl-ckpt plan 1'"), ("[]", "is no plan")],
+    [("{}", "is not a plan"), ('{"format": "x"}', "its format is not 'rl-ckpt plan 1'"), ("[]", "is not a plan")],
 )
 def test_another_file_is_refused_in_a_sentence(text, words, tmp_path, capsys):
     (tmp_path / "plan.json").write_text(text)

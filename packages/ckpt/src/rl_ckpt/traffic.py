@@ -30,7 +30,7 @@ class Traffic:
         self.sent: Counter[str] = Counter()
         """Bytes that leave each node."""
         self.received: Counter[str] = Counter()
-        """Bytes that come to each node."""
+        """Bytes that arrive at each node."""
         self.copied: Counter[str] = Counter()
         """Bytes that stay in each node."""
         self.num_bytes = sum(

@@ -264,14 +264,14 @@ class Address:
     url: str
     """URL that the receiver dials."""
     below: str = ""
-    """URL of a session that it sends on to what it takes; empty: it is no relay."""
+    """URL of a session that it sends on to what it takes; empty: it is not a relay."""
     num_below: int = 0
     """Receivers of that session, all of which must vote."""
 
     def __post_init__(self) -> None:
         """Check that `below` and `num_below` agree."""
         if bool(self.below) != (self.num_below > 0):
-            raise AddressError(f"{self} is no address of a relay; make it by rl_ckpt.relay_address")
+            raise AddressError(f"{self} is not an address of a relay; make it by rl_ckpt.relay_address")
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +413,7 @@ class Placement:
             return cls(**fields)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(
-                f"{path} is no plan ({error!r}); give weights-plan.json of the output folder of a run"
+                f"{path} is not a plan ({error!r}); give weights-plan.json of the output folder of a run"
             ) from error
 
 

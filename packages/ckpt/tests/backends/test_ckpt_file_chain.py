@@ -195,7 +195,7 @@ def test_a_chain_that_does_not_end_is_refused(tmp_path):
 
 
 def test_what_cannot_be_is_said_when_it_is_asked_for():
-    with pytest.raises(AddressError, match="is no filesystem of fsspec"):
+    with pytest.raises(AddressError, match="is not a filesystem of fsspec"):
         connect("file+nowhere://bucket/policy", role="send")
     with pytest.raises(BackendError, match=r"no backend 'shm\+s3' is installed"):
         connect("shm+s3://bucket/policy", role="send")

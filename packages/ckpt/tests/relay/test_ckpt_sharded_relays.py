@@ -162,7 +162,7 @@ def test_a_chain_of_relays_takes_a_version_to_its_end():
 
 def test_the_address_of_a_relay_is_refused_where_it_is_none():
     for below, count in (("shm://b", 0), ("shm://b", -1), ("", 2)):
-        with pytest.raises(AddressError, match="is no address of a relay"):
+        with pytest.raises(AddressError, match="is not an address of a relay"):
             relay_address("shm://a", below, count)
     address = relay_address("tcp://host:1?delta=1", "shm://below", 3)
     assert address == Address("tcp://host:1?delta=1", "shm://below", 3)

@@ -137,7 +137,7 @@ def read_layouts(folder: Path, num_ranks: int) -> list[list[ShardSpec]]:
     files = {path.name: path for path in folder.glob("rank-*.json")}
     names = [f"rank-{rank}.json" for rank in range(num_ranks)]
     if sorted(files) != sorted(names):
-        raise UsageError(f"{num_ranks} ranks were to tell their layouts; the server has answered with {sorted(files)}")
+        raise UsageError(f"{num_ranks} ranks were asked for their layouts; the server answered with {sorted(files)}")
     return [[_read_part(*told) for told in json.loads(files[name].read_text())] for name in names]
 
 

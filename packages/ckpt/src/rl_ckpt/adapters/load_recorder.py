@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by the size of a number, bytes."""
 _MOVES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
-"""Operators that make a copy of a tensor elsewhere: on the device, or in a memory of its own."""
+"""Operators that make a copy of a tensor elsewhere: on the device, or in separate memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LOADER = "rl_ckpt.adapters.sglang.load_weights"
 """Value for `--custom-weight-loader`."""
 TIMEOUT_S = 120.0
-"""Longest wait for the sender: SGLang's scheduler stands still meanwhile."""
+"""Longest wait for the sender: SGLang's scheduler is paused meanwhile."""
 _UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
 """Function of SGLang 0.5.23 that calls a custom loader."""
 _MANAGER = "sglang.srt.lora.lora_manager.LoRAManager.__init__"

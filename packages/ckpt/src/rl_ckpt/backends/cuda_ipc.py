@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SessionConfig
 
 _RING = struct.Struct(f"<36s{HANDLE_BYTES}sQQ")
-"""Device, handle and size of the allocation that the ring lies in, and where in it, bytes."""
+"""Device, handle and size of the allocation that contains the ring, and the ring's offset, bytes."""
 MAX_RING_BYTES = 1 << 36
 
 

@@ -24,9 +24,9 @@ GREETING_BYTES = 1 << 16
 """Longest body of a message of a peer that is not authenticated yet."""
 MAX_NDIM = 64
 NO_ALIAS = 2**32 - 1
-"""Stands for "none" where a manifest says of which tensor another is an alias."""
+"""Means "none" where a manifest says of which tensor another is an alias."""
 NO_VERSION = 2**64 - 1
-"""Stands for "none" where a version is expected."""
+"""Means "none" where a version is expected."""
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 HANDLE_BYTES = 64
@@ -499,7 +499,7 @@ class Decoder:
             magic, kind, zero, length, sync, crc = HEADER.unpack_from(self._buffer)
             if magic != MAGIC or zero != 0 or kind not in KINDS or length > self.max_body_bytes:
                 raise ProtocolError(
-                    f"a message starts with {bytes(self._buffer[: HEADER.size])!r}, which is no header of rl-ckpt"
+                    f"a message starts with {bytes(self._buffer[: HEADER.size])!r}, which is not a header of rl-ckpt"
                 )
             end = HEADER.size + length
             if len(self._buffer) < end:

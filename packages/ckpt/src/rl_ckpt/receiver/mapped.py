@@ -43,7 +43,7 @@ class MappedSource:
         self._routes: dict[int, _Route] = {}
         for tensor, segment, offset in sources.locations:
             if tensor >= len(specs) or segment >= len(segments):
-                raise ProtocolError(f"{sender} placed tensor {tensor} in segment {segment}; it has told of neither")
+                raise ProtocolError(f"{sender} placed tensor {tensor} in segment {segment}; it has announced neither")
             spec, memory = specs[tensor], segments[segment]
             if offset % spec.dtype.itemsize or offset + spec.num_bytes > memory.numel():
                 raise ProtocolError(f"{sender} placed {spec} at {offset} of a segment of {memory.numel()} bytes")
@@ -58,7 +58,7 @@ class MappedSource:
         locations = self._locations[message.first : message.first + len(message.digests)]
         if len(locations) != len(message.digests) or not locations:
             raise ProtocolError(
-                f"{self._sender} told of {len(message.digests)} mapped tensors, of {len(locations)} it has"
+                f"{self._sender} reported {len(message.digests)} mapped tensors of its {len(locations)}"
             )
         specs = [spec for spec, _ in locations]
         targets = unpacker.begin_mapped(message.sequence, specs)

@@ -47,7 +47,7 @@ class AliasCheck:
                 whose = "the targets" if len(names) > 1 else "elements of"
                 raise TensorError(
                     f"{whose} {', '.join(map(repr, names))} share memory, and came with different contents: "
-                    f"{changed[0]!r} is not what was sent. Give each memory of its own, or tie them at the source too"
+                    f"{changed[0]!r} is not what was sent. Give each separate memory, or tie them at the source too"
                 )
 
 

@@ -30,7 +30,7 @@ _MASK = 2**64 - 1
 _CHUNK_BYTES = 1 << 20
 """Bytes of rows that are digested at a time on a CPU: they stay in its cache."""
 _LONG_ROW_BYTES = 64 << 10
-"""Length from which a call for each row costs less than digesting what is beside the part, bytes."""
+"""Length from which a call for each row costs less than digesting the bytes around the part."""
 _DEVICE_CHUNK_BYTES = 64 << 20
 """The same on a device, where each call costs a launch and a wait."""
 

@@ -75,7 +75,7 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
     if num_bytes < end_of(tensor) * tensor.itemsize:
         raise TensorError(
             f"{name!r} is a {type(tensor).__name__} of shape {list(tensor.shape)} on {tensor.device} without that much "
-            "memory of its own: a wrapper (DTensor, quantized, asynchronous), or one on the meta device, or its "
+            "own memory: a wrapper (DTensor, quantized, asynchronous), or one on the meta device, or its "
             "storage was freed; pass the plain tensors that it is made of, or bring it back first"
         )
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LARGE = 3 << 20
 """Bytes of a tensor that streams carry from where it is."""
 TOLD = 7
-"""Exit status of a child that was told what to do."""
+"""Exit status of a child that got the expected error."""
 
 
 class SessionSuite(Suite):

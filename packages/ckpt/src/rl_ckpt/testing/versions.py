@@ -14,7 +14,7 @@ from rl_ckpt.testing.into import IntoSuite
 from rl_ckpt.types import ReceiverState
 
 LEAF_ELEMENTS = (4 << 20) // 4
-"""Elements of float32 in the unit that differences are told of."""
+"""Elements of float32 in the unit of differences."""
 
 
 class DeltaSuite(AliasDeltaSuite):

@@ -321,5 +321,5 @@ class ConnectingReceive(ReceiveTransport):
         """Open a payload connection."""
         connection = self.connect()
         if connection is None:
-            raise ConnectionRefusedError(f"nobody answers at {self._config.address}")
+            raise ConnectionRefusedError(f"no process answers at {self._config.address}")
         return connection

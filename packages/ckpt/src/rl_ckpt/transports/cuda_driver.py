@@ -111,7 +111,7 @@ class CudaDriver:
             self._call("cuPointerGetAttribute", ctypes.byref(is_shareable), _IS_SHAREABLE, pointer)
             if not is_shareable.value:
                 raise BackendError(
-                    "it lies in memory that CUDA IPC cannot share, of expandable segments or cudaMallocAsync; start "
+                    "it is in memory that CUDA IPC cannot share, of expandable segments or cudaMallocAsync; start "
                     "this process with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, and without "
                     "backend:cudaMallocAsync"
                 )

@@ -92,9 +92,9 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _brings_adapters = False
     """Whether the last load was of adapters."""
     _landed: Path | None = None
-    """File that tells that all has landed."""
+    """File that reports that all has landed."""
     _failed: Path | None = None
-    """File that tells why a sync has failed."""
+    """File that reports why a sync has failed."""
     _attests = True
     _packed: list[Any] | None = None
     """Layers that may compute with a packed copy of their weight, on a CPU; None before the first load."""

@@ -42,7 +42,7 @@ class VllmAdapters(Adapters):
         super().__init__({name: load_file(Path(folder) / TENSORS_FILE) for name, folder in folders.items()})
         self._manager: Any = getattr(model, "lora_manager", None)
         if self._manager is None:
-            raise UsageError("an adapter would come to a vLLM without adapters; start it with --enable-lora")
+            raise UsageError("an adapter would be sent to a vLLM without adapters; start it with --enable-lora")
         self._model: Any = model
         self._folders = dict(folders)
         self._numbers = {name: number for number, name in enumerate(folders, start=1)}

@@ -134,7 +134,7 @@ class Folder:
             if any(type(value) is not str for entry in manifest.tensors for value in _text_of(entry)):
                 raise TypeError("an entry of a tensor holds something else than text")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ProtocolError(f"{path} is no manifest of rl-ckpt: {error!r}") from error
+            raise ProtocolError(f"{path} is not a manifest of rl-ckpt: {error!r}") from error
         wanted = FORMAT if manifest.base is None else CHAINED
         if fields.get("format") != wanted or manifest.version != version:
             raise ProtocolError(f"{path} is {fields.get('format')!r} of version {manifest.version}; wanted {wanted!r}")
@@ -249,7 +249,7 @@ class ObjectStore(Folder):
         try:
             self._files, self._prefix = fsspec.url_to_fs(self.path)
         except ValueError as error:
-            raise AddressError(f"file+{protocol}:// is no filesystem of fsspec: {error}") from error
+            raise AddressError(f"file+{protocol}:// is not a filesystem of fsspec: {error}") from error
         except ImportError as error:
             raise BackendError(f"file+{protocol}:// needs another package: {error}") from error
 
