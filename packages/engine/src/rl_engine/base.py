@@ -103,9 +103,7 @@ class Engine(ABC):
         Raises:
             ConfigError: the engine has no adapter.
         """
-        raise ConfigError(
-            "This engine has no adapter to turn off; give EngineConfig a lora, or a reference of its own."
-        )
+        raise ConfigError("This engine has no adapter to turn off; give EngineConfig a lora, or a separate reference.")
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:

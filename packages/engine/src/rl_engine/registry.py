@@ -178,7 +178,7 @@ def model_folder(path: str, *, key: str = "model.path", has_weights: bool = True
         )
     except ImportError as error:
         raise ModelFolderError(
-            f"{key}={path} is no folder, and the hub's models need huggingface_hub: pip install huggingface_hub"
+            f"{key}={path} is not a folder, and the hub's models need huggingface_hub: pip install huggingface_hub"
         ) from error
     try:
         return snapshot_download(
@@ -197,13 +197,13 @@ def model_folder(path: str, *, key: str = "model.path", has_weights: bool = True
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelFolderError(
-            f"{key}={path} is no folder here, and the hub has no model {found['name']} (or it is private: `hf auth "
+            f"{key}={path} is not a folder here, and the hub has no model {found['name']} (or it is private: `hf auth "
             "login`); correct the name"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelFolderError(
-            f"{key}={path} is no folder here, and cannot be downloaded from the hub: {_told(error)}; give a folder, or "
-            "mend the connection (HF_ENDPOINT names a mirror, HF_HOME the cache)"
+            f"{key}={path} is not a folder here, and cannot be downloaded from the hub: {_told(error)}; give a folder, "
+            "or fix the connection (HF_ENDPOINT names a mirror, HF_HOME the cache)"
         ) from error
 
 

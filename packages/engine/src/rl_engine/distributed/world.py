@@ -222,7 +222,7 @@ def decode(data: bytes | bytearray) -> Any:
             raise ValueError(f"the frame has {frame.nbytes}")
         return _from_json(json.loads(bytes(frame["json"])), frame)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise EngineError(f"A rank sent {len(data)} bytes that are no message ({error!r}).") from error
+        raise EngineError(f"A rank sent {len(data)} bytes that are not a message ({error!r}).") from error
 
 
 def _to_json(value: Any, tensors: list[Tensor]) -> Any:

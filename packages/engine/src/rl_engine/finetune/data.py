@@ -62,7 +62,7 @@ class ChatTokenizer:
             try:
                 tools = json.loads(tools)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"tools is no JSON: {error}") from error
+                raise DataError(f"tools is not JSON: {error}") from error
         if not tools:
             return self
         if not isinstance(tools, list):

@@ -65,7 +65,7 @@ class RunConfig(ABC):
     data_path: str
     """A .jsonl or .parquet file, or `hf:NAME` of a dataset, `hf:NAME:SPLIT` of another split than train."""
     output_dir: str
-    """Folder of the trained model. Beside it: `OUTPUT_DIR.checkpoint`, and `OUTPUT_DIR.run` with
+    """Folder of the trained model. Next to it: `OUTPUT_DIR.checkpoint`, and `OUTPUT_DIR.run` with
     config, metrics and curve."""
     overwrite: bool = False
     """Replace what is in `output_dir`; a folder with files is refused otherwise."""
@@ -111,7 +111,7 @@ class RunConfig(ABC):
     save_every: int = 0
     """Steps between two checkpoints; 0: none."""
     resume: bool = False
-    """Go on from the checkpoint, or start where there is none; a run with other keys is refused."""
+    """Go on from the checkpoint, or start if there is none; a run with other keys is refused."""
     log_every: int = 20
     """Steps between two progress lines."""
     trackers: str = ""

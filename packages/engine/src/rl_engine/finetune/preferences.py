@@ -189,7 +189,7 @@ def tokenize_labelled(path: str | Path, model_path: str | Path) -> Rows:
     read_rows(path, model_path, _LABELLED, use)
     refuse_empty(path, columns, numbers)
     if len(set(labels)) < 2:
-        raise DataError(f"{path}: every label is {str(labels[0]).lower()}; there is nothing to tell apart.")
+        raise DataError(f"{path}: every label is {str(labels[0]).lower()}; there is nothing to learn.")
     return Rows(columns=columns.batch(is_desirable=torch.tensor(labels)))
 
 

@@ -82,7 +82,7 @@ def head_loss_obstacle(config: EngineConfig) -> str | None:
         return f"head is {config.head}, which makes no logits"
     for name in ("sum_pi_squared", "num_candidates"):
         if value := getattr(config, name):
-            return f"{name} is {value}, which the head is asked for beside"
+            return f"{name} is {value}, which the head is asked for as well"
     for name in ("sp", "cp"):
         if (size := getattr(config.parallel, name)) > 1:
             return f"parallel.{name} is {size}, which cuts rows over ranks"

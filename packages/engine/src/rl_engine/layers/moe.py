@@ -62,7 +62,7 @@ class Routing:
     """Routing state of one micro-batch on this rank. A layer that is called again overwrites its record."""
 
     num_valid: int
-    """Tokens here that are no padding; they come first."""
+    """Tokens here that are not padding; they come first."""
     replayed: Tensor | None = None
     """(T, L, K) int64, the experts to take; None: those that the router likes best."""
     is_counting: bool = False

@@ -114,7 +114,7 @@ class DeviceMemory:
         self._driver = driver or Driver()
         self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)
         self._lent: dict[int, _Buffer] = {}
-        """Buffers that tensors on the host lie in, by address."""
+        """Buffers of tensors on the host, by address."""
         self._returned: list[_Buffer] = []
         """Buffers that a copy may still be reading."""
 

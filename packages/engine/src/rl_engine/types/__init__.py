@@ -73,7 +73,7 @@ class Mtp(StrEnum):
     FREEZE = "freeze"
     """Neither computed nor trained; `save_model` writes them as they were."""
     TRAIN = "train"
-    """Trained beside the policy, which they do not change (`megatron`, one layer of DeepSeek-V3 or GLM-4.5)."""
+    """Trained along with the policy, which they do not change (`megatron`, one layer of DeepSeek-V3 or GLM-4.5)."""
 
 
 class Head(StrEnum):
@@ -200,7 +200,7 @@ class ParallelConfig:
     """Expert-parallel ranks: every rank has its share of the experts, to which tokens travel (Lepikhin et al.,
     2006.16668); taken from the data-parallel ranks. On fsdp the rest of them shard each expert."""
     vpp: int = 1
-    """Virtual pipeline stages: the layers of every pipeline rank are this many pieces that do not lie side by side,
+    """Virtual pipeline stages: the layers of every pipeline rank are this many pieces that are not adjacent,
     which shortens the time that ranks wait (interleaved 1F1B, Narayanan et al., 2104.04473). Needs `pp` above 1."""
     cp: int = 1
     """Context-parallel ranks, which cut the tokens of every micro-batch and trade heads for tokens in attention (as
@@ -257,8 +257,8 @@ class EngineConfig:
     """Tokens (prompt and completion) of one micro-batch; a prompt that its rows share counts once."""
     prefix_sharing: bool | None = None
     """Feed the model a prompt once that several rows of a micro-batch begin with, and keep such rows together: the same
-    numbers for less work and memory. None: where backend, model and layout allow it, as `check` tells; true is refused
-    where they do not."""
+    numbers for less work and memory. None: where backend, model and layout allow it, as `check` reports; true is
+    refused where they do not."""
     temperature: float = 1.0
     """Log-probs are of softmax(logits / temperature)."""
     entropy: bool = False
@@ -270,7 +270,7 @@ class EngineConfig:
     router_aux_loss_coef: float = 0.0
     """Weight of the auxiliary loss that evens out the load of experts, summed over layers (Fedus et al., 2101.03961),
     its load that of the whole logical batch. Added to the injected loss; reported unweighted as `router_aux_loss`. The
-    load is counted in a forward pass of its own, unless the batch has `routed_experts`."""
+    load is counted in a separate forward pass, unless the batch has `routed_experts`."""
     num_candidates: int = 0
     """Also give, without gradient, each completion token's most likely alternatives: columns `candidate_token_ids` and
     `candidate_logprobs`, with this many of each per token, the likeliest first."""
@@ -283,13 +283,13 @@ class EngineConfig:
     `activation_checkpointing` the inputs of layers). Refused without a GPU."""
     torch_compile: bool = False
     """Compile each layer with `torch.compile`, but for its attention over packed rows; fsdp alone. Takes a minute, and
-    again where micro-batches come to be several times as long."""
+    again where micro-batches become several times as long."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the memory of the CPU, which takes the step; the GPU has the
     parameters of a layer while it computes (FSDP2's `CPUOffloadPolicy`). fsdp alone; refused without a GPU."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in the memory of the CPU between steps; a step brings it to the GPU and takes it back.
-    Refused without a GPU, and beside `cpu_offload`, which keeps it there always."""
+    Refused without a GPU, and with `cpu_offload`, which keeps it there always."""
     mtp: Mtp = Mtp.REFUSE
     """Treatment of layers for multi-token prediction. `train`: in every step the layer behind the last learns to
     predict completion tokens with `loss_mask` 1 from two tokens before (2412.19437, section 2.2), reported as

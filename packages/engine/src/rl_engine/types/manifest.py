@@ -80,7 +80,7 @@ def read_manifest(file: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it is no manifest ({_short(error)}).") from error
+        raise CheckpointError(f"{path} is damaged: it is not a manifest ({_short(error)}).") from error
     if not is_whole:
         raise CheckpointError(f"{path} is damaged: its digest is not that of what it says.")
     return content

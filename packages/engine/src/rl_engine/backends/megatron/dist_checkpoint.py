@@ -53,7 +53,7 @@ _CLASSES = {
     "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
 }  # fmt: skip
-"""What `.metadata` is made of, beside types of numbers."""
+"""Classes in `.metadata`, in addition to types of numbers."""
 _UNREADABLE = (OSError, EOFError, AttributeError, ImportError, IndexError)  # the last four as pickle documents
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 

@@ -72,13 +72,13 @@ class Entry:
     cut: Cut = Cut.WHOLE
     """Split over tensor-parallel ranks."""
     form: Form = Form.PLAIN
-    """How the tensors lie in the parameter."""
+    """Layout of the tensors in the parameter."""
     stage: int
     """Pipeline rank that has it."""
     expert_rank: int | None = None
     """Expert-parallel rank that has it; None: all."""
     index: int | None = None
-    """Of the expert in a tensor that has all of them along its first dimension; None: a tensor of its own."""
+    """Of the expert in a tensor that has all of them along its first dimension; None: a separate tensor."""
     is_tied: bool = False
     """Another stage has the same tensor: the embedding that is also the head."""
     is_buffer: bool = False
@@ -86,7 +86,7 @@ class Entry:
     is_adapter: bool = False
     """One matrix of a LoRA adapter: in checkpoints, not in the folder."""
     is_head: bool = False
-    """The scalar head, which is trained whole beside an adapter."""
+    """The scalar head, which is trained whole along with an adapter."""
     is_copy: bool = False
     """The last stage's copy of such a one: read, not exported, and not counted in the gradient norm."""
     is_mtp: bool = False
