@@ -35,7 +35,7 @@ class PreparedImages:
     urls: tuple[str, ...]
     """Data URL of each image."""
     given_ids: tuple[int, ...]
-    """[P] prompt token ids; -1 where a model sampled the token: a sampled placeholder stands for no image."""
+    """[P] prompt token ids; -1 where a model sampled the token: a sampled placeholder represents no image."""
     pixel_values: Tensor
     """[patches of all images, elements of a patch] float32"""
     image_grid_thw: Tensor

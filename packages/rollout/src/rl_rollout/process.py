@@ -69,7 +69,7 @@ class ChildProcess(Subprocess):
         self._title, self._workers = workers, dict[int, str]()
         self._why_ended = ""
         self.environment = dict(environment)
-        """Environment variables beside those of this process."""
+        """Environment variables in addition to those of this process."""
         self._name = name
         self._on_line = on_line
         self._process: subprocess.Popen[str] | None = None

@@ -86,7 +86,7 @@ class RewardModel:
         if settings.num_labels != 1 or missing or not hasattr(model, "score"):
             why = f"it has no {missing[0]}" if missing else f"it has {settings.num_labels} labels"
             raise ModelFolderError(
-                f"{config.model_path!r} is no reward model: {why}; a sequence classifier with one label, as rl-rm "
+                f"{config.model_path!r} is not a reward model: {why}; a sequence classifier with one label, as rl-rm "
                 "writes, is needed"
             )
         self._model = model.to(self._device).eval()

@@ -36,7 +36,7 @@ class SamplingParams:
     top_k: int = 0
     """Number of most likely tokens that are kept; 0 keeps all. Applied after the temperature and before top_p."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end generation, beside the model's end-of-sequence ids."""
+    """Token ids that end generation, in addition to the model's end-of-sequence ids."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-sequence ids."""
     seed: int | None = None
@@ -71,7 +71,7 @@ class GenerateRequest:
     """Data URLs of encoded images, in the order of their placeholders. See `Capabilities.takes_images`."""
     sampled_spans: tuple[tuple[int, int], ...] = ()
     """Ascending [start, end) spans of the prompt that a model sampled: earlier turns, or a completion that is resumed.
-    A sampled placeholder is a token like any other, and stands for no image."""
+    A sampled placeholder is a token like any other, and represents no image."""
 
     @property
     def has_extras(self) -> bool:
@@ -86,7 +86,7 @@ class GenerateRequest:
         """
         if self.has_extras:
             raise RequestError(
-                f"request {self.request_id!r}: a stream tells tokens, log-probs and versions alone; leave out "
+                f"request {self.request_id!r}: a stream has tokens, log-probs and versions only; leave out "
                 "num_top_logprobs, returns_prompt_logprobs and returns_routed_experts, or use generate"
             )
 
@@ -279,7 +279,7 @@ class ServerConfig:
     num_threads: int = 0
     """CPU threads of the model; 0 leaves the choice to the backend. On a busy machine 1 is often the fastest."""
     device: str = "auto"
-    """Device: `cpu`, `cuda`, `cuda:1`; `auto` takes a CUDA device where there is one."""
+    """Device: `cpu`, `cuda`, `cuda:1`; `auto` takes a CUDA device if there is one."""
     dtype: str = "auto"
     """Dtype of weights and cache: `float32`, `bfloat16` or `float16`. `auto` is float32 on a CPU and bfloat16 on CUDA;
     third-party engines have rules of their own for it (vLLM takes bfloat16 for a model in float32)."""

@@ -253,7 +253,7 @@ def check_answer(request: GenerateRequest, output: TokenOutput, peer: str, *, vo
         if (bad := next((x for x in told if type(x) not in (int, float) or x > _SLACK), None)) is not None:
             return f"the log-prob {bad!r:.40}, which is above 0 or no number"
         if any(math.isnan(x) for x in output.prompt_logprobs):
-            return "a log-prob of the prompt that is no number"
+            return "a log-prob of the prompt that is not a number"
         return None
 
     if (fault := wrong()) is not None:
@@ -302,7 +302,7 @@ def versions_of(spans: Sequence[Mapping[str, Any]], count: int, engine_name: str
     versions = [int(span["version"]) for span in spans or () for _ in range(span["start"], span["end"])]
     if len(versions) != count:
         raise WeightUpdateError(
-            f"{engine_name} told the weight versions of {len(versions)} tokens, and there are {count}"
+            f"{engine_name} reported the weight versions of {len(versions)} tokens, and there are {count}"
         )
     return versions
 
@@ -363,7 +363,7 @@ def check_plain(adapter: str, config: Mapping[str, Any], *, is_scaled_by_root: b
     if init not in _KEEPS_BASE:
         raise ModelFolderError(
             f"adapter {adapter!r} has init_lora_weights={init!r}, which changed the base model that it was trained "
-            "beside; save it with peft's path_initial_model_for_weight_conversion"
+            "with; save it with peft's path_initial_model_for_weight_conversion"
         )
 
 

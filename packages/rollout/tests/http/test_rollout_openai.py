@@ -216,7 +216,7 @@ def test_a_port_in_use(site):
 
 @pytest.mark.parametrize("field", ["max_num_seqs", "seed", "num_threads", "kv_cache_bytes"])
 def test_settings_of_whoever_started_the_url_are_refused(field):
-    with pytest.raises(ConfigError, match=f"{field}=7: the model at a URL is started by somebody else"):
+    with pytest.raises(ConfigError, match=f"{field}=7: the model at a URL is started outside of this run"):
         create_server("openai", ServerConfig(model_path="m", options={"url": "http://x/v1"}, **{field: 7}))
 
 
@@ -246,7 +246,7 @@ def test_what_is_wrong_with_a_url_is_told_at_start(site, monkeypatch):
     _, _, run, url = site
     with pytest.raises(ServerStartError, match="no model 'gpt-9'; it has: tiny-qwen3"):
         run(client_of(url, model="gpt-9").start())
-    with pytest.raises(ServerStartError, match="does not tell its models"):
+    with pytest.raises(ServerStartError, match="does not list its models"):
         run(client_of("http://127.0.0.1:9/v1").start())
     monkeypatch.setenv("TEST_ROLLOUT_KEY", "wrong")
     with pytest.raises(ServerStartError, match="bearer token"):

@@ -73,7 +73,7 @@ class OpenAIServer(RolloutServer):
     def __init__(self, config: ServerConfig) -> None:
         check_options(config.options, OPTIONS, "openai")
         foreign = ("max_num_seqs", "seed", "num_threads", "device", "dtype", "kv_cache_bytes", "parallel")
-        check_unused(config, foreign, "the model at a URL is started by somebody else, whose setting this is")
+        check_unused(config, foreign, "the model at a URL is started outside of this run, which has this setting")
         url = config.options.get("url")
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             raise ConfigError(f"backend 'openai' needs the option url, e.g. http://127.0.0.1:8000/v1; it is {url!r}")
@@ -132,7 +132,7 @@ class OpenAIServer(RolloutServer):
         try:
             models = {model.id: model async for model in self._client.models.list()}
         except (openai.OpenAIError, *_MALFORMED) as error:
-            raise ServerStartError(f"{self.url} does not tell its models: {error.__cause__ or error}") from error
+            raise ServerStartError(f"{self.url} does not list its models: {error.__cause__ or error}") from error
         if self.config.model_path not in models:
             some = ", ".join(sorted(models)[:10])
             raise ServerStartError(f"{self.url} has no model {self.config.model_path!r}; it has: {some}")
@@ -299,7 +299,7 @@ class OpenAIServer(RolloutServer):
             return error.__cause__
         if not isinstance(error, openai.OpenAIError):
             return GenerationError(
-                f"{self.url} sent an answer that is no completion of OpenAI's: {type(error).__name__}: {error}"
+                f"{self.url} sent an answer that is not an OpenAI completion: {type(error).__name__}: {error}"
             )
         what = f"{self.url}: {error}"
         if isinstance(error, openai.APITimeoutError):

@@ -185,7 +185,7 @@ class SglangServer(ExternalServer):
         if params.temperature > 0 and params.top_p < 1:
             raise UnsupportedError(
                 f"request {request.request_id!r}: top_p={params.top_p}: SGLang has no behaviour log-probs for "
-                "top_p alone, and beside top_k applies it before top_k; leave top_p at 1"
+                "top_p alone, and with top_k applies it before top_k; leave top_p at 1"
             )
         needed = len(request.prompt_token_ids) + self.limits.max_new_tokens(request)
         if needed > self._cache_room:  # SGLang would generate fewer tokens, and call it their length

@@ -284,7 +284,7 @@ def check_distribution(request: GenerateRequest) -> None:
     params = request.sampling_params
     if params.temperature not in (0, 1) or params.top_p < 1 or params.top_k > 0:
         raise UnsupportedError(
-            f"request {request.request_id!r}: TensorRT-LLM tells log-probs of the raw logits, so that temperature="
+            f"request {request.request_id!r}: TensorRT-LLM returns log-probs of the raw logits, so that temperature="
             f"{params.temperature}, top_p={params.top_p}, top_k={params.top_k} must be 0 or 1, 1, and 0"
         )
 
@@ -301,10 +301,10 @@ def read_event(event: Mapping[str, Any], version: int) -> TokenChunk:
     choice: Mapping[str, Any] = event["choices"][0] if event["choices"] else nothing
     ids = choice.get("token_ids")
     if ids is None:
-        raise GenerationError("TensorRT-LLM told no token ids; its version does not honour detokenize=false")
+        raise GenerationError("TensorRT-LLM returned no token ids; its version does not honour detokenize=false")
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
     if len(logprobs) != len(ids):
-        raise GenerationError(f"TensorRT-LLM told {len(ids)} tokens and {len(logprobs)} log-probs")
+        raise GenerationError(f"TensorRT-LLM returned {len(ids)} tokens and {len(logprobs)} log-probs")
     reason = choice.get("finish_reason")
     return TokenChunk(
         token_ids=tuple(ids),

@@ -37,7 +37,7 @@ PROGRESS = b"+"
 """Prefix of a progress line, which has new tokens and is not the final answer."""
 
 HEARTBEAT_S = 2.0
-"""Heartbeat interval, seconds: empty lines tell a waiting client that the server is alive, however long it waits."""
+"""Heartbeat interval, seconds: empty lines show a waiting client that the server is alive, however long it waits."""
 
 NOT_ALLOWED = {
     "error": {

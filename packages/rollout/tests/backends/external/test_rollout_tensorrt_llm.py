@@ -286,9 +286,9 @@ def test_a_server_whose_workers_take_no_messages_fails_at_start(long_folder):
 
 @pytest.mark.process
 def test_answers_that_would_be_wrong_in_silence_are_errors():
-    with pytest.raises(GenerationError, match="told no token ids"):
+    with pytest.raises(GenerationError, match="returned no token ids"):
         read_event({"choices": [{"text": "a", "token_ids": None}]}, 0)
-    with pytest.raises(GenerationError, match="told 2 tokens and 1 log-probs"):
+    with pytest.raises(GenerationError, match="returned 2 tokens and 1 log-probs"):
         read_event({"choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0]}}]}, 0)
     with pytest.raises(GenerationError, match="out of memory"):
         read_event({"message": "out of memory"}, 0)

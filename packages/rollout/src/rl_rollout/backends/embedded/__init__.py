@@ -31,7 +31,7 @@ def check_model_folder(model_path: str) -> None:
 
 OPTIONS = {
     "block_size": "positions per block of the cache; 16",
-    "chunk_tokens": "prompt tokens computed per step, so that a long prompt delays nobody; 512, on a GPU 4096",
+    "chunk_tokens": "prompt tokens computed per step, so that a long prompt does not delay others; 512, on a GPU 4096",
     "tool_parser": "how the model writes tool calls, for /v1/chat/completions: hermes, llama, ...",
     "adapters": "LoRA adapters that requests may ask for: name to folder in peft's format",
     "default_adapter": "the adapter of requests that ask for none",

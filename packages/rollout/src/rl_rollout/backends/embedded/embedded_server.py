@@ -307,7 +307,7 @@ class EmbeddedServer(RolloutServer):
 
     def _need_running(self) -> None:
         if self._address is not None and not self._is_stopped and not self._requests.thread.is_alive:
-            raise ServerLostError(f"the engine of {self._name!r} (pid {os.getpid()}) has ended; its log tells why")
+            raise ServerLostError(f"the engine of {self._name!r} (pid {os.getpid()}) has ended; see its log")
         if self._address is None or self._is_stopped:
             raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
 

@@ -34,7 +34,7 @@ class ImagePrompt:
     image_grid_thw: Tensor
     """[images, 3] int64, patches of each image along the axes."""
     given_ids: Tensor
-    """[P] int64, prompt token ids; -1 where a model sampled the token: a sampled placeholder stands for no image."""
+    """[P] int64, prompt token ids; -1 where a model sampled the token: a sampled placeholder represents no image."""
     sampled_places: tuple[int, ...]
     """Indices of sampled placeholders before the end of the last image."""
     num_seen: int

@@ -150,7 +150,7 @@ class ExternalServer(RolloutServer, EngineCalls):
         """
         can = self.capabilities
         if not can.updates_weights and not (self.adapters and can.updates_adapters):
-            why = " beside adapters" if self.adapters else ""
+            why = " other than adapters" if self.adapters else ""
             raise UnsupportedError(f"{self.engine_name} as it was started takes no new weights{why}")
         await self._updates.install(receive.address, version)
 

@@ -21,7 +21,7 @@ IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types whose images are prepared here, for third-party servers."""
 COMMON_OPTIONS = {
     "args": "further arguments of the server, a list or a line",
-    "env": "environment variables of the server beside those of this process",
+    "env": "environment variables of the server in addition to those of this process",
 }
 """Options of all third-party backends."""
 ADAPTER_OPTIONS = {

@@ -123,7 +123,7 @@ class Updates:
             try:
                 check_version(version)
                 if "://" not in address:
-                    raise WeightUpdateError("the address is no URL of rl-ckpt, e.g. shm://policy")
+                    raise WeightUpdateError("the address is not a URL of rl-ckpt, e.g. shm://policy")
                 await self._calls.post_slices(address)
                 await self._activity.halt()
                 await self._calls.post_update(address, version)

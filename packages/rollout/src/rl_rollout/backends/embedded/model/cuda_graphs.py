@@ -34,7 +34,7 @@ generous size costs nothing, and few sizes mean few captures."""
 
 MOST_REPLAYS = 8
 """Most replays that the host launches before it waits for their tokens: while it prepares the next ones the GPU idles,
-for a quarter of a step's time on an H200. A row that stops meanwhile draws tokens that nobody reads."""
+for a quarter of a step's time on an H200. A row that stops meanwhile draws tokens that are not read."""
 
 
 def round_up(count: int) -> int:

@@ -79,7 +79,9 @@ def _part(name: str, disk_name: str, numbered: Tensor, part: Tensor) -> Place:
     steps = [int(part.select(axis, 1).flatten()[0]) - offset if size > 1 else 1 for axis, size in enumerate(part.shape)]
     place = Place(name=name, shape=part.shape, stride=tuple(steps), offset=offset)
     if not torch.equal(place.of(numbered), part):
-        raise ModelFolderError(f"weight {disk_name!r} on disk is no part of {name!r}, so that no update could bring it")
+        raise ModelFolderError(
+            f"weight {disk_name!r} on disk is not a part of {name!r}, so that no update could bring it"
+        )
     return place
 
 

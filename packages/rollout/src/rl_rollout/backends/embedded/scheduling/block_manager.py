@@ -35,9 +35,9 @@ class BlockPool:
         self._holders: list[int] = [0] * capacity
         self._empty: deque[int] = deque(range(capacity))
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Blocks that nobody holds, whose content may be found again; least recently used first."""
+        """Blocks without holders, whose content may be found again; least recently used first."""
         self._found_by: dict[Key, tuple[int, int]] = {}
-        """Prefix cache: key to block, and the serial number that stands for the key in the keys of its successors."""
+        """Prefix cache: key to block, and the serial number that represents the key in the keys of its successors."""
         self._key_of: dict[int, Key] = {}
         self._serials = itertools.count()
 
