@@ -84,7 +84,7 @@ def test_the_installed_command_prints_them_too():
 
 
 def test_what_is_not_served_is_said_in_a_line(run):
-    for address, words in (("shm://tq-cli-nobody", "nobody serves"), ("nowhere", "is not an address")):
+    for address, words in (("shm://tq-cli-nobody", "no process serves"), ("nowhere", "is not an address")):
         done = run("top", address)
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.startswith("rl-tq: ")

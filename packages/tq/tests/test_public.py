@@ -146,7 +146,7 @@ def test_addresses_need_a_scheme(address: str):
 def test_names(scheme: str):
     with pytest.raises(rl_tq.AddressError, match="names no queue"):
         rl_tq.connect(f"{scheme}://")
-    with pytest.raises(rl_tq.ServerLostError, match=f"nobody serves {scheme}://tq-test-nobody"):
+    with pytest.raises(rl_tq.ServerLostError, match=f"no process serves {scheme}://tq-test-nobody"):
         rl_tq.connect(f"{scheme}://tq-test-nobody")
     with rl_tq.serve(f"{scheme}://tq-test-taken") as queue:
         assert queue.address == f"{scheme}://tq-test-taken"

@@ -79,11 +79,11 @@ class Journal:
             try:
                 record = json.loads(line)
                 if not isinstance(record, list) or not record or not isinstance(record[0], str):
-                    raise ValueError("it is no list that begins with a name")
+                    raise ValueError("it is not a list that begins with a name")
                 records.append(record)
             except (ValueError, RecursionError) as error:
                 raise TransferQueueError(
-                    f"line {number} of {path} is no record ({error}): the file was damaged; serve a copy from before, "
+                    f"line {number} of {path} is not a record ({error}): the file was damaged; serve an earlier copy "
                     "or another directory"
                 ) from error
         if records and records[0] != ["version", VERSION]:

@@ -166,5 +166,5 @@ def test_numbers_are_the_same_after_the_wire(numbers):
 
 
 def test_numbers_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="no list of numbers"):
+    with pytest.raises(ValueError, match="not a list of numbers"):
         lengthen({"of": [0, 1, 1 << 60]})

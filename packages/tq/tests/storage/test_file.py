@@ -106,10 +106,10 @@ def test_a_dying_server_s_half_write_is_cut_and_damage_reported(killed):
     num_lines = whole.count(b"\n")
     for line in (b"6" * 83, b"{}", b"[]", b"[7]"):
         journal.write_bytes(whole + line + b"\n")
-        with pytest.raises(rl_tq.TransferQueueError, match=f"line {num_lines + 1} of .*journal is no record"):
+        with pytest.raises(rl_tq.TransferQueueError, match=f"line {num_lines + 1} of .*journal is not a record"):
             rl_tq.serve(address)
     journal.write_bytes(b"[" + whole)
-    with pytest.raises(rl_tq.TransferQueueError, match="line 1 of .*journal is no record"):
+    with pytest.raises(rl_tq.TransferQueueError, match="line 1 of .*journal is not a record"):
         rl_tq.serve(address)
     journal.write_bytes(whole.replace(b'["version",2]', b'["version",99]'))
     with pytest.raises(rl_tq.TransferQueueError, match="reads version 2"):

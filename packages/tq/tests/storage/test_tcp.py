@@ -211,5 +211,5 @@ def test_a_server_that_is_none_is_named():
             connection, _ = listener.accept()
             with connection:
                 connection.sendall(b"HTTP/1.1 400 Bad Request" + bytes(100))
-                with pytest.raises(rl_tq.AddressError, match="is no queue of this version"):
+                with pytest.raises(rl_tq.AddressError, match="is not a queue of this version"):
                     answer.result(30)

@@ -324,7 +324,7 @@ def _leased(meta: BatchMeta) -> Message:
 def _target_of(meta: BatchMeta, partition: str, num_rows: int) -> Message:
     """Fields of a put request that identify the existing rows it adds to."""
     if meta.partition != partition:
-        raise SchemaError(f"the rows given lie in partition {meta.partition!r}, and the put is for {partition!r}")
+        raise SchemaError(f"the rows given are in partition {meta.partition!r}, and the put is for {partition!r}")
     if len(meta) != num_rows:
         raise SchemaError(f"{len(meta)} sample_ids were given for {num_rows} rows: one per row is needed")
     if not meta.rows:

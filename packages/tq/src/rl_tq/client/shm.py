@@ -54,8 +54,8 @@ class UnixConnection:
             raise ServerLostError(f"{address} is not used: {error.strerror}") from error
         except OSError as error:
             raise ServerLostError(
-                f"nobody serves {address} on this host ({error.strerror}): start it with rl_tq.serve, and check that "
-                "both processes share a network namespace"
+                f"no process serves {address} on this host ({error.strerror}): start it with rl_tq.serve, and check "
+                "that both processes share a network namespace"
             ) from error
         self.server = f" (process {server.pid})"
         self._inbox = Inbox(self._socket)

@@ -92,7 +92,7 @@ def check_put(put: Put, home: Partition | None) -> None:
         _check_count("sample_ids", put.sample_ids, put.num_rows)
         if len(set(put.sample_ids)) < put.num_rows:
             twice = [sample_id for sample_id, times in Counter(put.sample_ids).items() if times > 1]
-            raise SchemaError(f"sample ids stand more than once in one put: {few(twice)}")
+            raise SchemaError(f"sample ids occur more than once in one put: {few(twice)}")
     if put.tags is not None:
         _check_count("tags", put.tags, put.num_rows)
         _check_tags(put.tags)

@@ -81,7 +81,7 @@ class Leases:
             if lease.lease_s is None:
                 self.end(lease, "the server started again", is_counted=False)
             else:
-                lease.label = "a client of before the server started again"
+                lease.label = "a client from before the server's restart"
                 self._timers.set(("lease", lease.number), now + lease.lease_s)
         for name, home in self._state.partitions.items():
             home.done.clear()

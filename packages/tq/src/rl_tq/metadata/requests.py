@@ -28,7 +28,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """Its generation."""
     rows: Sequence[Row]
-    """Rows in the requested order or that of the policy; only the first if it stands for all (`answered_rows`)."""
+    """Rows in the requested order or that of the policy; only the first if it represents all (`answered_rows`)."""
     numbers: Sequence[int]
     """Numbers of the rows."""
     is_bare: bool

@@ -61,7 +61,7 @@ class Row(msgspec.Struct, eq=False, gc=False):
     columns: frozenset[str]
     """Names of its columns."""
     extent: Extent | None = None
-    """Extent of its first put. A field of its own to save memory: most rows have only this one."""
+    """Extent of its first put. A separate field, to save memory: most rows have only this one."""
     index: int = 0
     """Its index in that extent."""
     more: tuple[tuple[Extent, int], ...] = ()

@@ -27,13 +27,13 @@ def decode(data: bytes | bytearray | memoryview) -> dict[str, Any]:
     try:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConnectionAbortedError(f"the other side sent what is no message: {error}") from error
+        raise ConnectionAbortedError(f"the other side sent bytes that are not a message: {error}") from error
 
 
 _MIN_COUNT = 4
 _MAX_COUNT = 1 << 28
 FREE_COUNT = 1 << 18
-"""Most numbers that a range in a message may stand for; more only if there are as many rows."""
+"""Most numbers that a range in a message may represent; more only if there are as many rows."""
 
 
 def shorten(numbers: Sequence[int]) -> Any:
@@ -63,7 +63,7 @@ def lengthen(value: Any, num_known: Callable[[], int] | None = None) -> list[int
         return value
     first, step, count = value["of"]
     if type(first) is not int or type(count) is not int or step not in (0, 1) or not 0 <= count <= _MAX_COUNT:
-        raise ValueError(f"{value} is no list of numbers")
+        raise ValueError(f"{value} is not a list of numbers")
     if count > FREE_COUNT and num_known is not None and count > (known := num_known()):
         raise StaleReferenceError(
             f"{count} rows are named, and this queue holds {known}: others were cleared since this reference was made"

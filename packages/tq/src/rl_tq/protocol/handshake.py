@@ -92,7 +92,7 @@ def introduce(connection: socket.socket, address: str, timeout_s: float, secret:
     deadline = time.monotonic() + timeout_s
     magic, theirs = _GREETING.unpack(_receive(connection, _GREETING.size, deadline))
     if magic != _MAGIC:
-        raise AddressError(f"what answers at {address} is no queue of this version of rl-tq: it began with {magic!r}")
+        raise AddressError(f"the server at {address} is not a queue of this version of rl-tq: it began with {magic!r}")
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_ANSWER.pack(_MAGIC, nonce, proof(secret, b"client", theirs, nonce)))
     try:

@@ -93,13 +93,13 @@ class SegmentTable:
         if number is None:
             raise TransferQueueError(
                 f"the server (process {os.getpid()}) could not take the memory of this put: it has no file descriptor "
-                f"left beside {len(self._segments)} segments; clear rows, put more rows at once, or raise `ulimit -n`"
+                f"left with {len(self._segments)} segments; clear rows, put more rows at once, or raise `ulimit -n`"
             )
         held = self._segments[number]
         held.is_free, held.is_sealed = False, is_last
         if not (offset >= 0 and nbytes > 0 and offset + nbytes <= held.segment.nbytes):
             self._free_if_done([number])
-            raise TransferQueueError(f"an extent of {nbytes} bytes does not lie in its segment")
+            raise TransferQueueError(f"an extent of {nbytes} bytes is not inside its segment")
         extent = next(self._numbers)
         self._extents[extent] = (number, offset, nbytes)
         held.extents[extent] = nbytes

@@ -153,7 +153,7 @@ def connect(name: str, *, timeout_s: float) -> InprocQueue:
         host = _SERVED.get((os.getpid(), address))
     if host is None:
         raise ServerLostError(
-            f"nobody serves {address} in this process (an inproc queue cannot be reached from another: use shm)"
+            f"no process serves {address} in this process (an inproc queue cannot be reached from another: use shm)"
         )
     return InprocQueue(host, timeout_s=timeout_s, is_owner=False, address=address)
 

@@ -172,7 +172,7 @@ class RayQueue(RemoteQueue):
             first = self._keepers[""] = ray.get_actor(actor_name(queue, ""), namespace=NAMESPACE)
             place, port, token, serving = ray.get(first.where.remote(), timeout=timeout_s)
         except (ValueError, RayError) as error:
-            raise ServerLostError(f"nobody serves {address} in this cluster of Ray: {error}") from error
+            raise ServerLostError(f"no process serves {address} in this cluster of Ray: {error}") from error
         super().__init__(address, TcpConnection(address, place, port, timeout_s, token), timeout_s=timeout_s)
         self.host = host
         node = ray.get_runtime_context().get_node_id()

@@ -217,8 +217,8 @@ def connected(address: str, host: str, port: int, timeout_s: float) -> socket.so
         return socket.create_connection((host, port), timeout=timeout_s)
     except OSError as error:
         raise ServerLostError(
-            f"nobody serves {address} ({error.strerror or error}): start it with rl_tq.serve, and check that this host "
-            "reaches it"
+            f"no process serves {address} ({error.strerror or error}): start it with rl_tq.serve, and check that this "
+            "host reaches it"
         ) from error
 
 
