@@ -66,7 +66,7 @@ class TransferQueueClient:
         """Check that the storage is the one there is; the controller knows where it is."""
         del config
         if manager_type != "SimpleStorage":
-            raise ValueError(f"there is no storage {manager_type!r} here: it is 'SimpleStorage', kept by rl-tq")
+            raise ValueError(f"there is no storage {manager_type!r} here: it is 'SimpleStorage', served by rl-tq")
 
     @property
     def _queue(self) -> TransferQueue:

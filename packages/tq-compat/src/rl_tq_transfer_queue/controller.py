@@ -56,7 +56,7 @@ class Field:
     locations: dict[int, Location] = field(default_factory=dict[int, Location])
     """By sample."""
     shapes: dict[int, Any] = field(default_factory=dict[int, Any])
-    """By sample; None where it is no tensor."""
+    """By sample; None if it is not a tensor."""
 
     def schema(self, indexes: Sequence[int]) -> dict[str, Any]:
         """See `metadata.Schema`."""

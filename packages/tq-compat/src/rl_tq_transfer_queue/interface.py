@@ -260,7 +260,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
         old.rename(path)
     for name in (_METADATA_FILE, _CONTROLLER_FILE):
         if not (path / name).exists():
-            raise FileNotFoundError(f"{name} not found in {path}: it is no checkpoint")
+            raise FileNotFoundError(f"{name} not found in {path}: it is not a checkpoint")
     client.load_controller_checkpoint(str(path / _CONTROLLER_FILE))
     client.load_storage_checkpoint(str(path))
 

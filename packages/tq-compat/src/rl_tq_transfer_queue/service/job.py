@@ -87,7 +87,7 @@ def merged(conf: Mapping[str, Any] | None) -> Config:
     final = _overlaid(known, conf or {}, "")
     if final.backend.storage_backend != "SimpleStorage":
         raise ValueError(
-            f"backend.storage_backend is {final.backend.storage_backend!r}: here it is 'SimpleStorage', kept by rl-tq"
+            f"backend.storage_backend is {final.backend.storage_backend!r}: here it is 'SimpleStorage', served by rl-tq"
         )
     if final.backend.SimpleStorage.required_node_resource is not None:
         raise ValueError("backend.SimpleStorage.required_node_resource has no counterpart here: leave it out")

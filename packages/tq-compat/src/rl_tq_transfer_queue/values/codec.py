@@ -53,7 +53,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, TypeError, LookupError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"these bytes are no value of rl-tq's TransferQueue layer: {error}") from error
+        raise ValueError(f"these bytes are not a value of rl-tq's TransferQueue layer: {error}") from error
 
 
 def write_records(file: BinaryIO, values: Iterable[Any]) -> None:
@@ -72,7 +72,7 @@ def read_records(file: BinaryIO) -> Iterator[Any]:
         ValueError: the file is another one, or cut off.
     """
     if file.read(len(_MAGIC)) != _MAGIC:
-        raise ValueError(f"{file.name} is no file of this version: write the checkpoint again with save_checkpoint")
+        raise ValueError(f"{file.name} is not a file of this version: write the checkpoint again with save_checkpoint")
     while head := file.read(_LENGTH.size):
         nbytes = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else -1
         start = file.tell()
