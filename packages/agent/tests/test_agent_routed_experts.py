@@ -108,7 +108,7 @@ def test_what_was_told_first_stays_and_what_nobody_told_is_empty():
     add_experts(late, 2, answer(2, []))
     add_experts(late, 4, answer(1, [6, 7, 8, 9]))
     assert late == [((6,),), ((7,),), ((8,),), ((9,),)]
-    with pytest.raises(OutputError, match="told the experts of 2 tokens, and was fed 3"):
+    with pytest.raises(OutputError, match="reported the experts of 2 tokens, and was fed 3"):
         add_experts([], 2, answer(2, [0, 1]))
 
 

@@ -60,9 +60,9 @@ def test_a_list_of_frames_is_a_video_and_short_ones_give_all():
     [
         (b"no video", 8, "cannot be decoded"),
         ("http://x/y.mp4", 8, "nothing is downloaded"),
-        ("data:video/mp4;base64,***", 8, "is no base64"),
-        ([], 8, "no list of frames"),
-        (3, 8, "no list of frames"),
+        ("data:video/mp4;base64,***", 8, "is not base64"),
+        ([], 8, "or a list of frames"),
+        (3, 8, "or a list of frames"),
         ([b"text"], 8, "PNG, JPEG"),
         (FRAMES, 0, "a positive number"),
         (FRAMES, "all", "a positive number"),

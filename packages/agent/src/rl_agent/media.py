@@ -120,7 +120,7 @@ def data_url(image: Any) -> str:
         kind = mimetypes.guess_type(image)[0] or ""
         if kind.startswith("image/"):
             return f"data:{kind};base64,{base64.b64encode(Path(image).read_bytes()).decode()}"
-    raise RowError(f"image {image!r:.80} is no data URL, no bytes and no image file here; nothing is downloaded")
+    raise RowError(f"image {image!r:.80} is not a data URL, bytes or an image file here; nothing is downloaded")
 
 
 NUM_FRAMES = 8
@@ -147,14 +147,14 @@ def frame_urls(video: Any, num_frames: int = NUM_FRAMES) -> tuple[str, ...]:
         try:
             return _decoded(base64.b64decode(video.partition(",")[2], validate=True), num_frames)
         except binascii.Error as error:
-            raise RowError(f"video {video!r:.80} is no base64: {error}") from error
+            raise RowError(f"video {video!r:.80} is not base64: {error}") from error
     if isinstance(video, str) and not video.startswith(("http:", "https:")) and Path(video).is_file():
         return _decoded(Path(video).read_bytes(), num_frames)
     if isinstance(video, Sequence) and not isinstance(video, str) and video:
         frames = cast("Sequence[Any]", video)
         return tuple(data_url(frames[index]) for index in _chosen(len(frames), num_frames))
     raise RowError(
-        f"video {video!r:.80} is no data URL, no bytes, no file here and no list of frames; nothing is downloaded"
+        f"video {video!r:.80} is not a data URL, bytes, a file here or a list of frames; nothing is downloaded"
     )
 
 

@@ -68,7 +68,7 @@ class Session:
 
         Raises:
             FailureError: the generation was aborted before its first token.
-            OutputError: the server told the experts of another number of tokens than there are.
+            OutputError: the server reported the experts of another number of tokens than there are.
         """
         params = self._params
         if self._max_tokens is not None:
@@ -194,7 +194,7 @@ def add_experts(known: list[RoutedToken], num_prompt_tokens: int, output: TokenO
         return
     if len(told) != num_fed:
         raise OutputError(
-            f"the server told the experts of {len(told)} tokens, and was fed {num_fed} ({num_prompt_tokens} of the "
+            f"the server reported the experts of {len(told)} tokens, and was fed {num_fed} ({num_prompt_tokens} of the "
             f"prompt, {len(output.token_ids)} generated, the last never fed); it is not known which tokens they are of"
         )
     known += [()] * (num_fed - len(known))

@@ -197,7 +197,7 @@ class OnFailure(StrEnum):
     """Policy for a group of which a rollout has failed, all its attempts included."""
 
     REFILL = "refill"
-    """Run another rollout of the same row in its place, with a seed of its own; after a limit, as `drop`."""
+    """Run another rollout of the same row instead, with a new seed; after a limit, as `drop`."""
     DROP = "drop"
     """Drop the group: it has no trajectories, and its remaining rollouts are not started."""
     MASK = "mask"
@@ -220,7 +220,7 @@ class SandboxLimits:
     file_bytes: int = 1 << 24
     """Largest file that may be written, output included, bytes; more is an error in the code."""
     scratch_bytes: int = 1 << 26
-    """Most bytes of all files in `/tmp` together, where code has one of its own."""
+    """Most bytes of all files in `/tmp` together, if code has its own."""
 
 
 CodeStatus = Literal["ok", "error", "timeout", "memory", "output", "died"]

@@ -79,7 +79,7 @@ MALFORMED = [
     ("deepseek", f"{DS}{CS}add{CE}{DE}", "tool▁sep｜> is missing"),
     ("deepseek", f"{DS}{CS}add{SEP}{{", "call▁end｜> is missing"),
     ("deepseek", f"{DS}{DE}", "no <｜tool▁call▁begin"),
-    ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>", "no pair of"),
+    ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>", "not a pair of"),
     ("glm", "<tool_call>add", "</tool_call> is missing"),
     ("glm", "<tool_call></tool_call>", "its name is ''"),
     ("kimi", f"{KS}{KB}functions.add:0{KD}{KE}", "argument_begin|> is missing"),

@@ -76,7 +76,7 @@ def test_a_response_can_be_gone_on_with_by_its_id_from_two_sides():
         await create(model="policy", input="right", previous_response_id=one.id)
         with pytest.raises(openai.BadRequestError, match="instructions differ"):
             await create(model="policy", input="x", instructions="be long", previous_response_id=one.id)
-        with pytest.raises(openai.BadRequestError, match="no response of this session"):
+        with pytest.raises(openai.BadRequestError, match="not a response of this session"):
             await create(model="policy", input="x", previous_response_id="resp_0")
         with pytest.raises(openai.BadRequestError, match="tools differ"):
             await create(model="policy", input="x", previous_response_id=one.id, tools=[ADD])
@@ -129,7 +129,7 @@ def test_an_answer_that_is_cut_says_so():
         ({"input": []}, "at least one item"),
         ({"background": True}, "background=True is not supported"),
         ({"text": {"format": {"type": "json_object"}}}, "is not supported here"),
-        ({"tools": [{"type": "web_search"}]}, "no tools of its own"),
+        ({"tools": [{"type": "web_search"}]}, "no tools itself"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' is not supported"),
         ({"max_output_tokens": "many"}, "max_output_tokens is 'many'"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls=False is not supported"),

@@ -29,7 +29,7 @@ class SingleTurnLoop(AgentLoop):
             RowError: the row has no `prompt`, or it cannot be rendered.
             TemplateError: the tokenizer has no chat template.
             FailureError: the generation was aborted before its first token.
-            OutputError: the server told the experts of another number of tokens than there are.
+            OutputError: the server reported the experts of another number of tokens than there are.
         """
         prompt_token_ids, images = tokenize_prompt(self.tokenizer, row)
         session = Session(self.server, self.tokenizer, prompt_token_ids, sampling_params, images=images)

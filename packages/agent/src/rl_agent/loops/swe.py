@@ -166,7 +166,7 @@ def _write(copy: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         parts = PurePosixPath(name).parts
         if not parts or ".." in parts or name.startswith("/"):
-            raise RowError(f"file {name!r} of the row would lie outside of the working copy")
+            raise RowError(f"file {name!r} of the row is outside of the working copy")
         path = copy
         for part in parts[:-1]:
             path /= part

@@ -225,7 +225,7 @@ def _pairs_call(inside: str) -> ToolCall:
     name, mark, rest = inside.partition("<arg_key>")
     rest = mark + rest
     if left := _PAIR.sub("", rest).strip():
-        return malformed(f"{left[:40]!r} is no pair of <arg_key> and <arg_value>", name.strip())
+        return malformed(f"{left[:40]!r} is not a pair of <arg_key> and <arg_value>", name.strip())
     return call_of(name, {key.strip(): _json_or_text(value) for key, value in _PAIR.findall(rest)})
 
 

@@ -97,7 +97,7 @@ def _named(
 ) -> tuple[int, int]:
     found = next((i for i, each in enumerate(exchanges) if each.is_heard and each.response_id == previous), None)
     if found is None:
-        raise RowError(f"previous_response_id={previous!r} is no response of this session")
+        raise RowError(f"previous_response_id={previous!r} is not a response of this session")
     if exchanges[found].tools != tools:
         raise RowError(f"the tools differ from those of previous_response_id={previous!r}; a prompt cannot be changed")
     has_system = conversation[0][0] == "system"

@@ -64,7 +64,7 @@ def read(data: bytes) -> Call:
 def _tool(tool: Any) -> dict[str, Any]:
     """Function tool in the format of chat completions."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise RowError(f"tool {tool!r:.80} is none that runs at the client; this endpoint has no tools of its own")
+        raise RowError(f"tool {tool!r:.80} does not run at the client; this endpoint has no tools itself")
     return {"type": "function", "function": {k: tool[k] for k in ("name", "description", "parameters") if k in tool}}
 
 
@@ -73,7 +73,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for item in items:
         if not isinstance(item, dict):
-            raise RowError(f"input item {item!r:.80} is no object")
+            raise RowError(f"input item {item!r:.80} is not an object")
         fields = cast("dict[str, Any]", item)
         match fields.get("type", "message"):
             case "message" if "role" in fields:

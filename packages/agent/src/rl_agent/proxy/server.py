@@ -108,7 +108,7 @@ class RecordingProxy:
     ) -> None:
         if host not in _LOOPBACK_HOSTS and not api_token:
             raise ConfigError(
-                f"host {host!r} is reachable from outside, and whoever asks writes what is trained on; set api_token, "
+                f"host {host!r} is reachable from outside, and any client writes training data; set api_token, "
                 "or use 127.0.0.1"
             )
         self._server = server

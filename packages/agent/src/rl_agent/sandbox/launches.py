@@ -119,7 +119,7 @@ class ScriptReader:
         except OSError as error:
             raise ScriptError(f"{script} cannot be read: {error.strerror}") from error
         if any(script.parent in Path(path).parents for path in ("/dev", _bash() or "")):
-            raise ScriptError(f"{script} is in a folder of the system; copy it to a folder of its own")
+            raise ScriptError(f"{script} is in a folder of the system; copy it to a separate folder")
         now = {"/stand_ins/.now": f"{time.time():.0f}\n"}
         folders, files, answer = [str(Path.cwd())], dict[str, str](), dict[str, Any]()
         deadline = time.monotonic() + self._limits.wall_s

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MIN_MEMORY_BYTES = 1 << 26
 """Address space of Python itself, bytes."""
 _WORKER_BYTES = 1 << 25
-"""Memory of a warm worker itself, beside the run's, bytes."""
+"""Memory of a warm worker itself, in addition to the run's, bytes."""
 _WORKER_PROCESSES = 8
 _END_TIMEOUT_S = 5.0
 _numbers = itertools.count()

@@ -32,7 +32,7 @@ _MAX_DESCRIPTORS = 8
 _NUM_FILES = 512
 """Most descriptors that one process may have open."""
 _OWN_PROCESSES = 8
-"""Processes beside those of a run."""
+"""Processes in addition to those of a run."""
 _VALUES = 3
 """Descriptor of a run's socket, if it has one."""
 

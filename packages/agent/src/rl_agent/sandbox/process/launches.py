@@ -23,7 +23,7 @@ else:  # this folder is the path of the process that it is started in
     import isolation
 
 _RECORDS = "/records"
-"""Folder of the records, each a file of words that end with a zero byte; it has a size of its own."""
+"""Folder of the records, each a file of words that end with a zero byte; it has its own size limit."""
 _COMPLAINTS, _TRACE = f"{_RECORDS}/.complaints", "/trace/lines"
 _TRACE_DESCRIPTOR = 199
 """Descriptor of bash's trace (`set -x`), which a script has no reason to use."""

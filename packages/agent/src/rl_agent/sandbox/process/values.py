@@ -60,7 +60,7 @@ class Peer:
         self.made: set[int] = set()
         """Numbers of objects that the test made of such classes."""
         self.tainted: set[int] = set()
-        """Numbers of results of an operator with a plain value: they are no measure of that value."""
+        """Numbers of results of an operator with a plain value: they do not measure that value."""
         self.printed: Any = None
         """Takes and returns what this side printed since it was last called, by stream; None: nothing is sent."""
         self._lock = _thread.RLock()
@@ -91,7 +91,7 @@ class Peer:
         except (ValueError, RecursionError):
             frame = None
         if not isinstance(frame, dict):
-            self.end("a frame is no JSON object")
+            self.end("a frame is not a JSON object")
         return frame
 
     def _exactly(self, count: int) -> bytes:
@@ -314,7 +314,7 @@ class Codec:
             extra = {str(name): self.encode(value, sent) for name, value in vars(error).items()}
             return [self._encode_class(type(error)), arguments, extra, str(error)]
         except BaseException:  # noqa: BLE001 - an exception of the code's own may do anything
-            return [([], "RuntimeError"), ["an exception that cannot be told"], {}, ""]
+            return [([], "RuntimeError"), ["an exception that cannot be described"], {}, ""]
 
     def decode(self, value: Any, made: list[Any]) -> Any:
         """Decode a value; `made` has the mutable containers by number, and gets new ones."""
@@ -369,7 +369,7 @@ class Codec:
         if tag == "B":
             found = getattr(builtins, parts[0])
             if not isinstance(found, type) and found is not Ellipsis and found is not NotImplemented:
-                raise ValueError(f"{parts[0]} is no type")
+                raise ValueError(f"{parts[0]} is not a type")
             return found
         if tag == "N":
             name, fields, items = parts
@@ -399,7 +399,7 @@ class Codec:
     def _class(self, own: list[Any], base: str) -> type:
         kind = getattr(builtins, base)
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise ValueError(f"{base} is no exception")
+            raise ValueError(f"{base} is not an exception")
         for number, name in reversed(own):
             if number not in self._remotes:
                 made = type(name, (kind,), {"__str__": _told, "__module__": "__main__"})
