@@ -278,12 +278,12 @@ def test_a_run_that_fails_raises_where_it_is_waited_for(start):
         ({"steps": print}, ConfigError, "steps is .* by default; a function or a class cannot stand there"),
         ({"advantage": "grp"}, ConfigError, "algorithm.advantage='grp' is not known; there are"),
         ({"loss": f"{EXAMPLES}/own_loss.py:importance"}, ConfigError, "did you mean 'importance_weighted'"),
-        ({"loss": f"{EXAMPLES}/nothing.py:f"}, ConfigError, "nothing.py is no file"),
+        ({"loss": f"{EXAMPLES}/nothing.py:f"}, ConfigError, "nothing.py is not a file"),
         ({"reward": 3}, ConfigError, "reward.path"),
         (
             {"agent.loop": f"{EXAMPLES}/own_filter.py:is_mixed"},
             ConfigError,
-            "is_mixed is no subclass of rl_agent.AgentLoop",
+            "is_mixed is not a subclass of rl_agent.AgentLoop",
         ),
         ({"agent.loop": f"{EXAMPLES}/own_loop.py:Twice"}, ConfigError, "defines no 'Twice' at its top level"),
         (

@@ -216,20 +216,20 @@ def _config(recipe: str, keys: Mapping[str, Any]) -> Config:
 def _path(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"{value!r} is no value of a configuration")
+    raise TypeError(f"{value!r} is not a value of a configuration")
 
 
 def _replaced(section: Any, path: list[str], value: Any, key: str) -> Any:
     name, rest = path[0], path[1:]
     if not is_dataclass(section) or not hasattr(section, name):
-        raise ConfigError(f"{key} is no key of the configuration")
+        raise ConfigError(f"{key} is not a key of the configuration")
     old = getattr(section, name)
     if rest:
         return replace(cast("Any", section), **{name: _replaced(old, rest, value, key)})
     if key == "tracking.trackers":
         return replace(cast("Any", section), trackers=_trackers(value))
     if not isinstance(old, (str, tuple, type(None))):
-        raise ConfigError(f"{key} is {old!r} by default; a function or a class cannot stand there")
+        raise ConfigError(f"{key} is {old!r} by default; a function or a class is not allowed there")
     return replace(cast("Any", section), **{name: _serialized(value)})
 
 

@@ -39,7 +39,7 @@ _OF_THE_PROCESS = ("output_dir", "resume_from")
 _ENGINE_MANIFEST = "manifest.json"
 """Manifest in each engine's folder, see `rl_engine.base.Engine.save_checkpoint`."""
 _FOLDERS = ("queue", "model", "reference")
-"""Folders of a checkpoint beside those of engines."""
+"""Folders of a checkpoint other than those of engines."""
 LOGS = ("metrics.jsonl", "prompts.jsonl")
 """Files of a run with one line per step."""
 
@@ -63,7 +63,7 @@ class RunState:
     entropy_coef: float | None = None
     """Coefficient of the entropy bonus, where it follows a target; None: that of the configuration."""
     order: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """State of the sampler, beside `position` and `pending`."""
+    """State of the sampler, in addition to `position` and `pending`."""
     pipeline: str = ""
     """The schedule that wrote it; only the same one resumes with `held`."""
     seed: int

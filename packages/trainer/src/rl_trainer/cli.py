@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rl-train",
         description="Reinforcement-learning post-training of a language model.",
-        epilog="rl-train --from-verl FILE.sh|FILE.yaml|key=value... prints the recipe that settings of verl come to.",
+        epilog="rl-train --from-verl FILE.sh|FILE.yaml|key=value... prints the recipe equal to settings of verl.",
     )
     parser.add_argument("recipe", nargs="?", help=f"a shipped recipe ({recipes}), or a YAML file")
     parser.add_argument(
@@ -249,7 +249,7 @@ def main_eval(argv: Sequence[str] | None = None) -> int:
     try:
         ks = [int(k) for k in arguments.k.split(",")]
         if not 0 < min(ks) <= max(ks) <= arguments.samples:
-            raise ConfigError(f"--k={arguments.k} must lie between 1 and --samples={arguments.samples}")
+            raise ConfigError(f"--k={arguments.k} must be between 1 and --samples={arguments.samples}")
         config, datasets = _policy(arguments, arguments.recipe)
         problems = asyncio.run(sample(config, datasets, num_samples=arguments.samples, url=arguments.url))
     except ValueError as error:

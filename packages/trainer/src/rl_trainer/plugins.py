@@ -158,7 +158,7 @@ def check(name: str, group: str, *, key: str) -> None:
     elif place.endswith(".py"):
         file = Path(place)
         if not file.is_file():
-            raise ConfigError(f"{key}={name} is not there: {file} is no file")
+            raise ConfigError(f"{key}={name} is not there: {file} is not a file")
         if attribute not in (there := _names(file)):
             near = difflib.get_close_matches(attribute, there, 1)
             raise ConfigError(

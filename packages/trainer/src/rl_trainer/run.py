@@ -60,7 +60,7 @@ _SAME_SIGNAL_S = 1.0
 _ENDS_OF_ROLLOUTS = (StopRequestedError, RolloutFailedError, WorkerDiedError)
 
 _DEATH_WAIT_S = 2.0
-"""Seconds that an error waits for a death that may be its cause: a peer's socket closes before Ray tells the death."""
+"""Seconds that an error waits for a death that may be its cause: a peer's socket closes before Ray's report."""
 
 
 def run(

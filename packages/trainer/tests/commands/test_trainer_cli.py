@@ -126,7 +126,7 @@ def test_context_too_short_for_several_turns(capsys, model, data):
 
 def test_router_loss_of_a_model_without_experts(capsys, model, data):
     words = ["engine.router_aux_loss_coef=0.01", f"data.path={data}", f"model.path={model}"]
-    assert "is no mixture of experts" in refused(capsys, "gsm8k", *words)
+    assert "is not a mixture of experts" in refused(capsys, "gsm8k", *words)
 
 
 def test_plan_that_does_not_divide(capsys):
@@ -144,7 +144,7 @@ def test_backend_that_is_not_installed(capsys, key):
 
 def test_an_option_that_the_agent_loop_has_not(capsys):
     small = ["data.options.num_rows=2000", "data.eval_size=16", "agent.options={max_turns: 3}"]
-    assert "agent.options.max_turns is no option of agent.loop=single_turn; it has: none" in refused(
+    assert "agent.options.max_turns is not an option of agent.loop=single_turn; it has: none" in refused(
         capsys, "quickstart", *small
     )
 

@@ -129,8 +129,8 @@ def test_rates_of_a_run_give_its_step_back(tmp_path):
     ("given", "sentence"),
     [
         ({"mean_tokens": "5"}, "--simulate needs replica_tokens_per_s, sequence_tokens_per_s, update_tokens_per_s;"),
-        ({"mean_tokens": "many"}, "mean_tokens=many is no number"),
-        ({"run": "nowhere"}, "run=nowhere is no output folder of a run"),
+        ({"mean_tokens": "many"}, "mean_tokens=many is not a number"),
+        ({"run": "nowhere"}, "run=nowhere is not an output folder of a run"),
         ({"cluster": "8"}, "cluster=8 is not of the form NODESxGPUS"),
         ({"cluster": "1x1"}, "cluster=1x1 has 1 GPUs, and the run asks for 5 .engine 1, rollout 4."),
     ],

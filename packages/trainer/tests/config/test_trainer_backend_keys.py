@@ -184,7 +184,7 @@ def test_the_plan_says_which_tokens_end_a_turn(tmp_path):
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<unk>{% endfor %}")
     (_, ends), (name, warning) = folder_facts(load_config("gsm8k", [f"model.path={folder}"]))
     assert (ends, name) == ("<eos> (1), <unk> (2)", "warning")
-    assert warning.startswith("the chat template ends turns with <unk> (2), which is no eos_token_id")
+    assert warning.startswith("the chat template ends turns with <unk> (2), which is not an eos_token_id")
     (folder / "generation_config.json").write_text("[]")
     with pytest.raises(InputError, match=r"generation_config\.json holds a list, not a JSON object"):
         folder_facts(load_config("gsm8k", [f"model.path={folder}"]))
@@ -396,7 +396,7 @@ def test_a_model_not_built_yet_is_described_to_the_server():
 
 def test_model_dependent_checks_run_once_it_is_loaded():
     config = load_config("quickstart", ["engine.router_replay=true"])
-    with pytest.raises(ConfigError, match="rollout.backend=embedded does not tell the experts that it chose"):
+    with pytest.raises(ConfigError, match="rollout.backend=embedded does not return the experts that it chose"):
         check_started(config, Capabilities(), has_images=False)
     check_started(config, Capabilities(gives_routed_experts=True), has_images=False)
     with pytest.raises(ConfigError, match="takes no images for this model, and rows of the data have some"):

@@ -220,13 +220,13 @@ def test_tokens_without_experts_are_told_and_never_replayed():
     assert "routed_experts" not in to_columns([(7, [(whole, NOTHING)], None)])[0]
     for experts in ((), (((0, 1),), (), ((1, 0),))):
         half = dataclasses.replace(whole, routed_experts=experts)
-        with pytest.raises(TrainerError, match=f"of a trajectory of 3 tokens the server told the experts of {len([e for e in experts if e])}"):  # fmt: skip  # noqa: E501
+        with pytest.raises(TrainerError, match=f"of a trajectory of 3 tokens the server reported the experts of {len([e for e in experts if e])}"):  # fmt: skip  # noqa: E501
             to_columns([(7, [(half, NOTHING)], None)], has_experts=True)
 
 
 def test_experts_of_prompts_with_images_are_not_replayed():
     config = load_config("quickstart", ["engine.router_replay=true"])
-    with pytest.raises(InputError, match="they do not tell those of prompts with images or videos"):
+    with pytest.raises(InputError, match="they do not return those of prompts with images or videos"):
         check(
             config,
             [{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "data_source": "reasoning_gym/mine"}],

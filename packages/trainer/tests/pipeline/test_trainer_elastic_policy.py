@@ -126,7 +126,7 @@ def test_a_policy_of_one_s_own_is_a_plug_in(tmp_path):
     elastic.follow(record(2, 0.0))
     assert replicas.asked == [3]
     section = load_config("quickstart", [*AHEAD, f"rollout.elastic.policy={tmp_path / 'own.py'}:Other"])
-    with pytest.raises(ConfigError, match="leads to Other, which is no subclass of ElasticPolicy"):
+    with pytest.raises(ConfigError, match="leads to Other, which is not a subclass of ElasticPolicy"):
         create_policy(section.rollout.elastic)
 
 

@@ -286,8 +286,8 @@ def test_a_dataset_of_your_own_from_a_file(tmp_path):
     ("overrides", "words"),
     [
         (["data.path=x"], "data.path='x' does nothing with data.format=reasoning_gym"),
-        (["data.options.stream_buffer=9"], "stream_buffer is no option of data.format=reasoning_gym"),
-        (["data.options.num_row=5"], "data.options.num_row is no option .*; the nearest one is num_rows"),
+        (["data.options.stream_buffer=9"], "stream_buffer is not an option of data.format=reasoning_gym"),
+        (["data.options.num_row=5"], "data.options.num_row is not an option .*; the nearest one is num_rows"),
         (["data.options.num_rows=many"], "data.options.num_rows: .*, got 'many'"),
         (["data.curriculum.pass_rate=[1, 1]"], "the first has to be the lower"),
     ],
@@ -300,16 +300,16 @@ def test_keys_that_do_nothing_with_the_dataset_are_refused(overrides, words):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.options.num_rows=5"], "data.options.num_rows is no option of data.format=gsm8k"),
+        (["data.options.num_rows=5"], "data.options.num_rows is not an option of data.format=gsm8k"),
         (
             ["data.mixture={a: {path: y}}", "data.options.stream_buffer=5"],
-            "stream_buffer=5 does nothing beside data.mix",
+            "stream_buffer=5 does nothing with data.mix",
         ),
         (["data.mixture={a: {path: y, options: {stream_buffer: 5}}}"], "mixture.a.options.stream_buffer does nothing"),
         (["data.options.load_options={name: x}"], "does nothing unless data.path is of the datasets package"),
         (["data.format=rows", "data.options.prompt_template=x"], "prompt_template='x' does nothing with data.format"),
-        (["data.mixture={a: {path: y, options: {wait: 2}}}"], "data.options.wait is no option"),
-        (["data.path=x", "data.mixture={a: {path: y}}"], "data.path='x' does nothing beside data.mixture"),
+        (["data.mixture={a: {path: y, options: {wait: 2}}}"], "data.options.wait is not an option"),
+        (["data.path=x", "data.mixture={a: {path: y}}"], "data.path='x' does nothing with data.mixture"),
         (
             ["data.mixture={a: {path: y}}", "data.curriculum.revisit=0.2"],
             "data.curriculum chooses among all rows of one",

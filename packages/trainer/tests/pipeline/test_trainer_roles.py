@@ -101,7 +101,7 @@ def test_an_engine_is_built_from_the_keys_of_its_role():
         (["placement.actor.pool=a"], ConfigError, "unknown configuration key placement.actor; the nearest one is"),
         ([KL, "placement.reference.engine.world_size=2"], ConfigError, "unknown configuration key placement.reference"),
         (["placement.reference.pool=frozen"], PlanError, "placement.reference does nothing unless there is a KL pen"),
-        ([KL, "engine.lora.rank=2", *FROZEN], PlanError, "the policy is no adapter, which is its own reference"),
+        ([KL, "engine.lora.rank=2", *FROZEN], PlanError, "the policy is not an adapter, its own reference"),
         (["placement.critic.pool=frozen"], PlanError, "placement.critic does nothing unless a key of critic is set"),
         (["placement.teacher.pool=frozen"], PlanError, "placement.teacher does nothing unless there is a teacher"),
         (["placement.reward.pool=frozen"], PlanError, "placement.reward does nothing unless reward.parts has"),
@@ -116,7 +116,7 @@ def test_an_engine_is_built_from_the_keys_of_its_role():
         (
             [KL, *FROZEN, "placement.reference.engine.parallel.tp=4"],
             PlanError,
-            "the reference has 2 processes in pool 'frozen', which is no multiple of .* 4 x 1 x 1; set placement",
+            "the reference has 2 processes in pool 'frozen', which is not a multiple of .* 4 x 1 x 1; set placement",
         ),
         (
             [KL, "placement.reference.pool=frozen", "placement.reference.num_gpus=1", "engine.parallel.tp=2",
@@ -124,7 +124,7 @@ def test_an_engine_is_built_from_the_keys_of_its_role():
             PlanError,
             "the reference has 1 processes .* 2 x 1 x 1; set placement.reference.engine.parallel",
         ),
-        ([KL, *FROZEN, "runtime=inline"], PlanError, "placement.reference.num_gpus=2 needs processes of its own"),
+        ([KL, *FROZEN, "runtime=inline"], PlanError, "placement.reference.num_gpus=2 needs its own processes"),
         (
             [*CRITIC, "placement.critic.pool=v", "placement.critic.num_gpus=3", "batch.mini_batch_size=4",
              "batch.group_size=4", "batch.batch_size=4"],

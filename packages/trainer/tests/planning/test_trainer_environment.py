@@ -112,9 +112,7 @@ def test_what_an_environment_lacks_is_one_sentence(tmp_path):
     assert refused(folder) == (
         f"engine.environment={folder} has no bin/python; make an environment there: uv venv {folder}"
     )
-    assert "needs processes of its own, and runtime=inline has none; set runtime=ray" in refused(
-        folder, "runtime=inline"
-    )
+    assert "needs its own processes, and runtime=inline has none; set runtime=ray" in refused(folder, "runtime=inline")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     assert f"engine.environment={folder} has no rl-post-trainer; install that of the run there: uv pip inst" in refused(
         folder

@@ -464,8 +464,8 @@ def test_what_a_mini_batch_divides_over_is_data_parallel():
 def test_a_value_of_the_wrong_kind_is_listed_or_refused(number):
     made, at_ = settings_of(f"data.train_batch_size={number}")
     assert at_("batch.batch_size") == 1024
-    assert "is no number; 1024 is taken" in made.missing["data.train_batch_size"]
-    with pytest.raises(ConfigError, match="data.val_max_samples=.* is no number"):
+    assert "is not a number; 1024 is taken" in made.missing["data.train_batch_size"]
+    with pytest.raises(ConfigError, match="data.val_max_samples=.* is not a number"):
         convert([f"data.val_max_samples={number}"])
 
 

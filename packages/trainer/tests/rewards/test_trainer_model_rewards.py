@@ -148,7 +148,7 @@ def test_no_score_is_an_error_and_never_zero(script, settings, num_asked, senten
 
 
 def test_a_server_that_asks_for_a_pause_gets_it(monkeypatch):
-    """But no longer one than our own longest, and what is no number of seconds is passed over."""
+    """But no longer one than our own longest, and what is not a number of seconds is passed over."""
     slept, sleep = [], asyncio.sleep
 
     async def note(delay_s, *given):
@@ -324,12 +324,12 @@ BOMB = gzip.compress(bytes(1 << 25))
         (web.Response(body=b"[" * 100_000), {}, "is not JSON"),
         (web.Response(body=b"\xff\xfe"), {}, "is not JSON"),
         (web.Response(body=b"[]"), {}, "has no choices.0.message.content"),
-        (judged(["score: 1"]), {}, "is no text"),
-        (judged({"score": 1}), {}, "is no text"),
-        ({"data": [{"probs": [True]}]}, {"kind": "classifier"}, "True is no number"),
-        ({"data": [{"probs": [10**400]}]}, {"kind": "classifier"}, "is no number"),
+        (judged(["score: 1"]), {}, "is not text"),
+        (judged({"score": 1}), {}, "is not text"),
+        ({"data": [{"probs": [True]}]}, {"kind": "classifier"}, "True is not a number"),
+        ({"data": [{"probs": [10**400]}]}, {"kind": "classifier"}, "is not a number"),
         ({"data": [{"probs": ["1e999"]}]}, {"kind": "classifier"}, "the score is inf"),
-        ({"data": [{"probs": [[1.0]]}]}, {"kind": "classifier"}, "is no number"),
+        ({"data": [{"probs": [[1.0]]}]}, {"kind": "classifier"}, "is not a number"),
         ({"data": 3}, {"kind": "classifier"}, "has no data.0.probs.0"),
     ],
 )

@@ -31,7 +31,7 @@ def test_without_the_run_that_serves_it_there_is_no_score():
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
     config = load_config("quickstart", [f"reward.parts.a={{kind: classifier, path: {tmp_path}}}"])
-    with pytest.raises(InputError, match="has no config.json, so it is no folder of a reward model"):
+    with pytest.raises(InputError, match="has no config.json, so it is not a folder of a reward model"):
         check(config, [])
 
 

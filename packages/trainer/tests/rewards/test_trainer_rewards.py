@@ -407,7 +407,7 @@ def test_what_is_no_function_is_told_before_anything_starts(functions, tmp_path)
     plugins.check(f"{functions}:later", GROUP, key="reward.path")
     plugins.check("rl_trainer.rewards.rules:exact_match", GROUP, key="reward.path")
     for path, sentence in (
-        (f"{tmp_path}/none.py:f", "none.py is no file"),
+        (f"{tmp_path}/none.py:f", "none.py is not a file"),
         (f"{functions}:lenght", "functions.py defines no 'lenght' at its top level"),
         ("no_such_module:f", "no module 'no_such_module' is installed"),
         ("mine", r"reward.path='mine' is not known; there are none. One of your own is given as FILE.py:NAME"),

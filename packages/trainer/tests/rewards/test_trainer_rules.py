@@ -199,10 +199,10 @@ def test_code_that_hangs_or_takes_too_much_fails_its_test_alone():
     [
         (
             {"rule": "exact"},
-            "rule='exact' is no rule; there are code, exact_match, format, gsm8k, math, qa, regex, verl/",
+            "rule='exact' is not a rule; there are code, exact_match, format, gsm8k, math, qa, regex, verl/",
         ),
         ({"rule": "regex"}, r"options lacks pattern, without which there is no rule=regex"),
-        ({"rule": "regex", "options": {"pattern": "("}}, r"options.pattern='\(' cannot be used: .* no regular"),
+        ({"rule": "regex", "options": {"pattern": "("}}, r"options.pattern='\(' cannot be used: .* not a regular"),
         ({"rule": "regex", "options": {"pattern": "(a)(b)"}}, "has 2 groups; one, around the answer, or none"),
         ({"rule": "math", "options": {"pattern": "a"}}, "options.pattern does nothing with rule=math"),
         ({"rule": "format", "options": {"tags": []}}, "options.tags=.* cannot be used: .*at least 1"),

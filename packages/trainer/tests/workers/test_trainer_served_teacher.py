@@ -81,17 +81,17 @@ def test_a_server_with_missing_or_too_few_experts_is_refused(queue, monkeypatch)
     """Routed experts have to cover every token."""
     section = TeacherSection(path="t", url="http://teacher")
     monkeypatch.setattr(rl_rollout.registry, "connect_server", lambda url, timeout_s: Fake(None))
-    with pytest.raises(ConfigError, match="teacher.url=http://teacher does not tell the log-probs of a prompt's"):
+    with pytest.raises(ConfigError, match="teacher.url=http://teacher does not return the log-probs of a prompt's"):
         taught(queue, section)
     monkeypatch.setattr(rl_rollout.registry, "connect_server", lambda url, timeout_s: Fake(1))
-    with pytest.raises(TrainerError, match="told 1 log-probs of a completion of 2 tokens, 1 of them finite"):
+    with pytest.raises(TrainerError, match="returned 1 log-probs of a completion of 2 tokens, 1 of them finite"):
         taught(queue, section)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["teacher.url=http://a", "teacher.divergence=forward"], "does not tell of a prompt; choose reverse"),
+        (["teacher.url=http://a", "teacher.divergence=forward"], "does not return for a prompt; choose reverse"),
         (
             ["teacher.url=http://a", "rollout.temperature=0.7"],
             "log-probs at temperature 1, and rollout.temperature=0.7",

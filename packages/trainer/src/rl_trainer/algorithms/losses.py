@@ -81,8 +81,8 @@ class PolicyLoss:
     """(T,) loss of each token, to minimise; None: `rl_csrc.policy_loss` has it. Aggregation, rollout correction, KL and
     entropy are added to it as to the others."""
     reads: tuple[str, ...] = ()
-    """Columns of the queue that `compute` reads beside those it always has: those of the rollouts, of the reference and
-    the critic where there are any, and of stages."""
+    """Columns of the queue that `compute` reads in addition to those it always has: of the rollouts, of stages, and
+    of the reference and the critic if there are any."""
 
 
 def ratio_to_sampler(loss: PolicyLossInput) -> Tensor:

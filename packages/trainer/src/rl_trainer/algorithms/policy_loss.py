@@ -71,7 +71,7 @@ class _Term:
     bounds: dict[str, Any]
     """Clip bounds and other options of the formula."""
     extra: Tensor
-    """`[]` share of the loss beside the formula's."""
+    """`[]` share of the loss in addition to the formula's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class PolicyLossFunction:
     teacher: TeacherSection | None = None
     """Distillation settings; None without a teacher."""
     has_old_logprobs: bool = True
-    """False: there is no column `old_logprobs`, because a batch's only update tells what the policy before it says."""
+    """False: there is no column `old_logprobs`, because a batch's only update computes them itself."""
     max_new_tokens: int = 1
     """Tokens of the longest completion, the constant that seq-mean-token-sum-norm divides by."""
 

@@ -109,7 +109,7 @@ def _lacking(config: Config, need: str) -> str | None:
         return None
     return {
         "values": "a critic: set a key of critic, such as critic.lr",
-        "ratio": "the engine's log-probs beside the sampler's: set algorithm.old_logprobs=recompute",
+        "ratio": "the engine's log-probs and the sampler's: set algorithm.old_logprobs=recompute",
         "sum_pi_squared": "the engine's pass over the old policy: set algorithm.old_logprobs=recompute",
         "components": "a reward of parts: set reward.parts, or reward.path to a function that gives numbers by name",
         "process_rewards": "a process reward model: set a key of critic, such as critic.lr",
@@ -163,7 +163,7 @@ def _check_teacher(config: Config) -> None:
         )
     if teacher.url is not None and config.rollout.temperature != 1:
         raise PlanError(
-            f"the server at teacher.url tells log-probs at temperature 1, and rollout.temperature="
+            f"the server at teacher.url returns log-probs at temperature 1, and rollout.temperature="
             f"{config.rollout.temperature:g}; make it 1, or leave url out"
         )
     if algorithm.loss == ALONE:
@@ -177,7 +177,7 @@ def _check_kl(config: Config) -> None:
     if algorithm.ref_ema is not None and config.engine.lora is not None:
         raise PlanError(
             "algorithm.ref_ema moves the weights of a reference, and with engine.lora the reference is the policy "
-            "without its adapter, whose weights stand still; leave one of them out"
+            "without its adapter, whose weights do not change; leave one of them out"
         )
     if algorithm.kl_in_reward and "components" in estimator_named(algorithm.advantage).reads:
         raise PlanError(

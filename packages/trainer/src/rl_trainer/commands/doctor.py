@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{'FIX' if each.fix else 'ok ':3}  {each.what:18} {each.value}")
         if each.fix:
             print(f"     {'':18} -> {each.fix}")
-    print(f"{num_wrong} to mend" if num_wrong else "nothing to mend")
+    print(f"{num_wrong} to fix" if num_wrong else "nothing to fix")
     return 1 if num_wrong else 0
 
 
@@ -78,7 +78,7 @@ def _packages() -> Iterator[Finding]:
         fix = "" if found else f"pip install {name}"
         yield Finding(what=name, value=found or "not installed", fix=fix)
     there = {name: found for name in _PEERS if (found := _version(name)) is not None}
-    yield Finding(what="beside them", value=", ".join(f"{name} {found}" for name, found in there.items()))
+    yield Finding(what="next to them", value=", ".join(f"{name} {found}" for name, found in there.items()))
     try:
         importlib.import_module("rl_csrc")  # loads the native module
         yield Finding(what="native code", value="rl_csrc's module loads")

@@ -484,7 +484,7 @@ class _Engine:
 
 
 INPUTS = ("cluster", "run", "saturation", *(each.name for each in fields(Rates) if each.name != "lengths"))
-"""Inputs of `--simulate` beside configuration keys."""
+"""Inputs of `--simulate` in addition to configuration keys."""
 
 
 def forecast(config: Config, given: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -550,7 +550,7 @@ def read_rates(given: Mapping[str, str]) -> Rates:
         try:
             values[name] = text if name == "run" else float(text)
         except ValueError:
-            raise ConfigError(f"{name}={text} is no number") from None
+            raise ConfigError(f"{name}={text} is not a number") from None
     run, saturation = values.pop("run", None), values.pop("saturation", 8.0)
     if run is not None:
         values = _measured(Path(run), values, saturation) | values
@@ -565,7 +565,7 @@ def read_rates(given: Mapping[str, str]) -> Rates:
 def _measured(run: Path, given: Mapping[str, float], saturation: float) -> dict[str, Any]:
     """Rates measured by a finished run."""
     if not (run / "config.yaml").is_file() or not (run / "metrics.jsonl").is_file():
-        raise ConfigError(f"run={run} is no output folder of a run: it has no config.yaml or no metrics.jsonl")
+        raise ConfigError(f"run={run} is not an output folder of a run: it has no config.yaml or no metrics.jsonl")
     config = load_config(str(run / "config.yaml"))
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["num_tokens"]][1:]  # the first one warms up

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page and say where; returns the exit code: 2 if there is no run."""
     parser = argparse.ArgumentParser(prog="rl-view", description="One HTML file with everything that a run left.")
     parser.add_argument("run", help="output_dir of a run")
-    parser.add_argument("--against", metavar="RUN", help="another run: curves beside, and what differs in their keys")
+    parser.add_argument("--against", metavar="RUN", help="another run: its curves as well, and the keys that differ")
     parser.add_argument("--output", metavar="FILE", help="the page; OUTPUT_DIR/view.html by default")
     parser.add_argument("--budget-mb", type=float, default=64.0, help="most megabytes of samples in the page")
     parser.add_argument("--serve", type=int, metavar="PORT", help="serve it on loopback, and keep it up to date")
@@ -198,7 +198,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     """
     file = run / "metrics.jsonl"
     if not file.is_file():
-        raise DataError(f"{run} has no metrics.jsonl, so it is no output_dir of a run; give the folder of one")
+        raise DataError(f"{run} has no metrics.jsonl, so it is not an output_dir of a run; give the folder of one")
     by_step: dict[int, dict[str, Any]] = {}
     for line in file.read_text(errors="replace").splitlines():
         try:

@@ -33,7 +33,7 @@ class Key:
     """One configuration key."""
 
     name: str
-    """Dotted; NAME stands for a name of the user's own."""
+    """Dotted; NAME is a placeholder of a user-defined name."""
     type: str
     """Type, in words."""
     default: str
@@ -43,7 +43,7 @@ class Key:
     owner: str
     """The package whose dataclass defines it."""
     is_section: bool
-    """Whether further keys stand below it."""
+    """Whether further keys are below it."""
 
 
 @cache
@@ -273,7 +273,7 @@ def reference() -> str:
     """Reference page of all keys: a table per section."""
     out = ["# Configuration", "", "Every key of `rl-train`, from the dataclasses that the components own.", ""]
     out += [
-        "`rl-train RECIPE key=value ...` sets them, `--explain KEY` tells one, `--print-config` all of a run's.",
+        "`rl-train RECIPE key=value ...` sets them, `--explain KEY` explains one, `--print-config` all of a run's.",
         "",
     ]
     sections: dict[str, list[Key]] = {}

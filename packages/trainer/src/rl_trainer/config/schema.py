@@ -138,13 +138,13 @@ class AlgorithmConfig:
     """Completions of negative advantage have no policy gradient where the mean of log(sampler / policy under update)
     over their tokens is above this, nats (arXiv 2512.02556); 0: all have."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """`recompute`: by the engine before the update, in a pass of its own unless there is one mini-batch, whose update
-    tells them; `rollout`: take the sampler's."""
+    """`recompute`: by the engine before the update, in a separate pass unless there is one mini-batch, whose update
+    computes them; `rollout`: take the sampler's."""
     correction: Correction = "none"
     """Weight of a token for the sampler's differing probabilities: `tis` truncates the ratio engine / sampler at the
     upper bound, `icepop` drops what is outside the bounds; the ratio is the token's own, or its whole completion's
     (`sequence_tis`, `sequence_icepop`). With old_logprobs=rollout the engine's side is the policy under update, and the
-    loss one without a ratio of its own, such as reinforce."""
+    loss one without its own ratio, such as reinforce."""
     correction_bounds: Bounds | None = None
     """Bounds of the correction's ratio, [low, high]; None: [0.5, 2], for tis [0, 2]."""
     rejection: Rejection = "none"
@@ -157,7 +157,7 @@ class AlgorithmConfig:
     rejection_counts: Literal["before", "after"] = "before"
     """Which tokens and completions the aggregation's means divide by: those of the mini-batch `before` rejection, so
     that a token's weight does not depend on what else was rejected, or those left `after` it (with
-    old_logprobs=recompute, in a pass of its own)."""
+    old_logprobs=recompute, in a separate pass)."""
 
     def __post_init__(self) -> None:
         if self.kl_coef == 0:
@@ -190,7 +190,7 @@ class AlgorithmConfig:
         if self.old_logprobs == "rollout" and self.rejection_counts == "after":
             raise PlanError(
                 "algorithm.rejection_counts=after counts what is left before the update, and with "
-                "algorithm.old_logprobs=rollout the update itself tells what is rejected; set rejection_counts=before, "
+                "algorithm.old_logprobs=rollout the update itself decides the rejection; set rejection_counts=before, "
                 "or old_logprobs=recompute"
             )
 
@@ -203,7 +203,7 @@ class AlgorithmConfig:
             return
         low, high = bounds
         if low >= high:
-            raise PlanError(f"algorithm.{key}_bounds={[low, high]} are no bounds: the first has to be the lower one")
+            raise PlanError(f"algorithm.{key}_bounds={[low, high]} are not bounds: the first has to be the lower one")
         if not scheme.endswith(has_low) and low > 0:
             raise PlanError(
                 f"algorithm.{key}={scheme} has an upper bound alone, but algorithm.{key}_bounds={[low, high]}; give "
@@ -405,7 +405,7 @@ class EngineSection(EngineConfig):
         layout = self.parallel
         if self.world_size % (layout.tp * layout.pp * layout.cp):
             raise PlanError(
-                f"engine.world_size={self.world_size} is no multiple of engine.parallel tp x pp x cp = "
+                f"engine.world_size={self.world_size} is not a multiple of engine.parallel tp x pp x cp = "
                 f"{layout.tp} x {layout.pp} x {layout.cp}"
             )
 
@@ -440,7 +440,7 @@ class RolloutSection(ServerConfig):
     backend: str = "embedded"
     """Name of an installed rl-rollout backend."""
     num_replicas: Positive = 1
-    """Servers, each a process of its own."""
+    """Servers, each in its own process."""
     colocated: bool | None = None
     """Servers share the GPUs of the engine, all of them, in turn. With pipeline=sync. None: where there are fewer GPUs
     than the roles ask for."""
@@ -622,7 +622,7 @@ class TeacherSection:
     teacher's likeliest tokens and the rest of the vocabulary as one; `mixed`: both; `jsd`: of both to their mixture,
     over the same tokens (generalized Jensen-Shannon divergence, arXiv 2306.13649)."""
     coef: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of the divergence beside the policy loss."""
+    """Weight of the divergence added to the policy loss."""
     forward_weight: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Weight of the forward part; mixed only."""
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -647,7 +647,7 @@ class TeacherSection:
         if self.url is not None and self.divergence != "reverse":
             raise PlanError(
                 f"teacher.divergence={self.divergence} compares the teacher's likeliest tokens, which the server at "
-                "teacher.url does not tell of a prompt; choose reverse, or leave url out"
+                "teacher.url does not return for a prompt; choose reverse, or leave url out"
             )
 
 
@@ -726,11 +726,11 @@ class RewardPart:
         try:
             num_groups = re.compile(self.pattern).groups
         except re.error as error:
-            raise PlanError(f"{key}.pattern={self.pattern!r} is no regular expression: {error}") from error
+            raise PlanError(f"{key}.pattern={self.pattern!r} is not a regular expression: {error}") from error
         if num_groups != 1:
             raise PlanError(f"{key}.pattern={self.pattern!r} has {num_groups} groups; one is needed, around the score")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise PlanError(f"{key}.url={self.url!r} is no URL; it starts with http:// or https://")
+            raise PlanError(f"{key}.url={self.url!r} is not a URL; it starts with http:// or https://")
 
 
 _KEYS_OF_KINDS = {
@@ -776,7 +776,7 @@ class RewardSection:
         if self.path is not None and self.parts:
             raise PlanError(
                 "reward.path gives the whole reward, and reward.parts its parts; set one of them (a part of "
-                "kind=function has a path of its own)"
+                "kind=function has its own path)"
             )
         if self.overlong_buffer and "overlong" in self.parts:
             raise PlanError(
@@ -820,7 +820,7 @@ class WeightsSection:
     `auto` is sharded where engine, servers and transport can; the plan says why where they cannot."""
     delta: bool = False
     """Send what has changed to servers that hold the version before, bit for bit; for links slower than memory. Each
-    rank keeps a copy of what it sent. With `weights_transport=file:///folder` or `file+s3://bucket/prefix` versions lie
+    rank keeps a copy of what it sent. With `weights_transport=file:///folder` or `file+s3://bucket/prefix` versions are
     there as differences from a whole one, and servers that are far away take those that they lack."""
 
 
@@ -841,7 +841,7 @@ class Config:
     output_dir: str | None = None
     """Output folder; None makes `outputs/<name>-<date>-<time>`."""
     runtime: Literal["ray", "inline", "auto"] = field(default_factory=lambda: "ray" if has_ray() else "auto")
-    """`ray` (`pip install 'rl-post-trainer[ray]'`): every role in processes of its own; `inline`: all in this one, for
+    """`ray` (`pip install 'rl-post-trainer[ray]'`): every role in its own processes; `inline`: all in this one, for
     breakpoints and small models. `auto`: inline where one process of each role is asked for and none works ahead of
     another, else ray. The default is ray where Ray is installed, else auto."""
     pipeline: str = "sync"
@@ -872,7 +872,7 @@ class Config:
     critic: CriticSection | None = None
     """Train a critic, for the estimators that read what it says."""
     teacher: TeacherSection | None = None
-    """Distill another model into the policy: beside the policy loss, or alone with `algorithm.loss=distill`."""
+    """Distill another model into the policy: in addition to the policy loss, or alone with `algorithm.loss=distill`."""
     reward: RewardSection = field(default_factory=RewardSection)
     staleness: StalenessSection = field(default_factory=StalenessSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)

@@ -212,7 +212,7 @@ def check_data(data: DataConfig) -> None:
     with_format = f"with data.format={data.format}"
     refuse(data.format != "reasoning_gym", with_format, "path", "eval_path")
     refuse(is_file, with_format, "mixture")
-    refuse(not data.mixture, "beside data.mixture", "path", "eval_path")
+    refuse(not data.mixture, "with data.mixture", "path", "eval_path")
     if data.curriculum is not None and (is_streamed or data.mixture):
         raise PlanError(
             "data.curriculum chooses among all rows of one dataset, so it goes with neither data.options.stream_buffer "

@@ -338,7 +338,7 @@ def check_options(config: DataConfig, *, uses_datasets: bool) -> None:
     if config.format not in RECORDS:
         return
     record_options(config)
-    unless = {"stream_buffer": (not config.mixture, "beside data.mixture, which draws from rows that it has read")}
+    unless = {"stream_buffer": (not config.mixture, "with data.mixture, which draws from rows that it has read")}
     unless["columns"] = (config.format == "rows", "with data.format=gsm8k, whose fields are question and answer")
     unless["prompt_template"] = (config.format != "rows" or bool(config.mixture), "with data.format=rows")
     for name in ("train_split", "eval_split", "load_options"):
@@ -354,7 +354,7 @@ def _reject_unknown(config: DataConfig, cls: type) -> None:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"data.options.{key} is no option of data.format={config.format}; the nearest one is {near}"
+                f"data.options.{key} is not an option of data.format={config.format}; the nearest one is {near}"
             )
 
 

@@ -122,7 +122,9 @@ def create_policy(section: ElasticSection) -> ElasticPolicy:
     key = "rollout.elastic.policy"
     found: Any = named(section.policy, POLICIES, group=GROUP, kind=type, key=key)
     if not issubclass(found, ElasticPolicy):
-        raise ConfigError(f"{key}={section.policy!r} leads to {found.__name__}, which is no subclass of ElasticPolicy")
+        raise ConfigError(
+            f"{key}={section.policy!r} leads to {found.__name__}, which is not a subclass of ElasticPolicy"
+        )
     return found(patience=section.patience)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _GROUPS_KEPT, _STEPS_KEPT = 8, 100
-"""Groups and steps that `tracking.keep_samples=some` keeps; the second step and the last one are kept beside."""
+"""Groups and steps that `tracking.keep_samples=some` keeps; the second step and the last one are kept in addition."""
 
 
 @dataclass(frozen=True, slots=True)

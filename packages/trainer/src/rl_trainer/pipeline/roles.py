@@ -58,7 +58,7 @@ def engine_of(config: Config, role: str) -> EngineSection:
     size, layout = pool_size(config, section.pool), own.get("parallel", config.engine.parallel)
     if size % (ranks := layout.tp * layout.pp * layout.cp):
         raise PlanError(
-            f"the {role} has {size} processes in pool {section.pool!r}, which is no multiple of tp x pp x cp = "
+            f"the {role} has {size} processes in pool {section.pool!r}, which is not a multiple of tp x pp x cp = "
             f"{layout.tp} x {layout.pp} x {layout.cp}; set placement.{role}.engine.parallel, or "
             f"placement.{role}.num_gpus to a multiple of {ranks}"
         )

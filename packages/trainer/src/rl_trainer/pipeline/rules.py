@@ -109,8 +109,8 @@ def _require_off_policy(config: Config, what: str) -> None:
         )
     if not loss_named(algorithm.loss).has_ratio:
         raise PlanError(
-            f"{what} learns from tokens of older weights, and algorithm.loss={algorithm.loss} has no ratio that would "
-            "tell; set algorithm.correction=tis (or icepop)"
+            f"{what} learns from tokens of older weights, and algorithm.loss={algorithm.loss} has no ratio to "
+            "correct for it; set algorithm.correction=tis (or icepop)"
         )
 
 
@@ -142,7 +142,7 @@ def check_elastic(config: Config, section: ElasticSection, schedule: Schedule) -
         (config.weights.delta, "weights.delta=true: a lent replica misses versions"),
         (
             lora is not None and lora.export == LoraExport.ADAPTER,
-            "engine.lora.export=adapter: lent memory is given back",
+            "engine.lora.export=adapter: lent memory is returned",
         ),
         ("://" in (config.weights_transport or ""), "a whole address as weights_transport: it takes two sessions"),
         (size % ranks != 0, f"replicas of {ranks} GPUs, which do not divide engine.world_size={size}"),

@@ -209,7 +209,7 @@ def create_policy(config: Config) -> StalenessPolicy:
     kind: Any = named(config.staleness.policy, POLICIES, group=GROUP, kind=type, key="staleness.policy")
     if not issubclass(kind, StalenessPolicy):
         raise ConfigError(
-            f"staleness.policy={config.staleness.policy!r} is no subclass of StalenessPolicy; make it one"
+            f"staleness.policy={config.staleness.policy!r} is not a subclass of StalenessPolicy; make it one"
         )
     return kind(max_staleness=config.staleness.max_staleness, batch_size=config.batch.batch_size)
 

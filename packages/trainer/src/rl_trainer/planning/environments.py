@@ -66,7 +66,7 @@ def check_environment(config: Config) -> None:
         return
     key = f"engine.environment={config.engine.environment}"
     if config.runtime != "ray":
-        raise ConfigError(f"{key} needs processes of its own, and runtime={config.runtime} has none; set runtime=ray")
+        raise ConfigError(f"{key} needs its own processes, and runtime={config.runtime} has none; set runtime=ray")
     if not Path(python).is_file():
         raise ConfigError(f"{key} has no bin/python; make an environment there: uv venv {config.engine.environment}")
     wanted = {"Python": platform.python_version()} | {name: version(name) for name in _SAME}

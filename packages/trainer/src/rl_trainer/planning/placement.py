@@ -63,7 +63,7 @@ def _size(config: Config, pool: str, roles: list[str]) -> int:
 
 
 _ABSENT: Mapping[str, str] = {
-    "reference": "there is a KL penalty (algorithm.kl_coef) and the policy is no adapter, which is its own reference",
+    "reference": "there is a KL penalty (algorithm.kl_coef) and the policy is not an adapter, its own reference",
     "critic": "a key of critic is set",
     "teacher": "there is a teacher.path without teacher.url",
     "reward": "reward.parts has a classifier with a path",
@@ -87,7 +87,7 @@ def check_placement(config: Config) -> None:
             continue
         size = engine_of(config, role).world_size
         if config.runtime == "inline" and size > 1:
-            raise PlanError(f"placement.{role}.num_gpus={size} needs processes of its own: use runtime=ray")
+            raise PlanError(f"placement.{role}.num_gpus={size} needs its own processes: use runtime=ray")
         ranks = data_parallel_ranks(engine_of(config, role))
         if ranks > per_update:
             raise PlanError(

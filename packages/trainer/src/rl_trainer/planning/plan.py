@@ -169,6 +169,6 @@ def _check_layout(config: Config) -> None:
     sizes = {"engine.world_size": config.engine.world_size, "agent.num_workers": config.agent.num_workers}
     for key, size in (sizes | {"rollout.num_replicas": config.rollout.num_replicas}).items():
         if config.runtime == "inline" and size > 1:
-            raise PlanError(f"{key}={size} needs processes of its own: use runtime=ray")
+            raise PlanError(f"{key}={size} needs its own processes: use runtime=ray")
     if config.runtime == "inline" and not schedule.is_on_policy:
         raise PlanError(f"pipeline={config.pipeline} generates and trains at the same time, which takes runtime=ray")

@@ -135,8 +135,8 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weig
         check_teacher(config.teacher, config.model.path)
     if config.engine.router_replay and any(shows_images(row) for row in rows):
         raise InputError(
-            "engine.router_replay=true takes the experts that the servers chose, and they do not tell those of prompts "
-            "with images or videos, which rows of the data have; leave router_replay out, or those rows"
+            "engine.router_replay=true takes the experts that the servers chose, and they do not return those of "
+            "prompts with images or videos, which rows of the data have; leave router_replay out, or those rows"
         )
     _check_rollouts(config, rows)
     if config.output_dir is not None:
@@ -176,12 +176,13 @@ def check_loop_options(agent: AgentSection) -> None:
             return
         loop = plugins.find(loop, plugins.LOOPS, key="agent.loop")
     elif not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
-        raise ConfigError(f"agent.loop={agent.loop} is no subclass of rl_agent.AgentLoop")
+        raise ConfigError(f"agent.loop={agent.loop} is not a subclass of rl_agent.AgentLoop")
     known = [p.name for p in inspect.signature(loop).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for name in agent.options:
         if name not in known:
             raise ConfigError(
-                f"agent.options.{name} is no option of agent.loop={agent.loop}; it has: {', '.join(known) or 'none'}"
+                f"agent.options.{name} is not an option of agent.loop={agent.loop}; "
+                f"it has: {', '.join(known) or 'none'}"
             )
 
 
@@ -266,7 +267,7 @@ def check_model(config: Config, *, has_weights: bool = True) -> None:
     ):
         if is_set and not any(model.get(key) for key in _EXPERTS):
             raise InputError(
-                f"engine.{does} of experts, but the model in {folder} is no mixture of experts; leave it out"
+                f"engine.{does} of experts, but the model in {folder} is not a mixture of experts; leave it out"
             )
 
 
@@ -355,7 +356,7 @@ class _Need:
     sentence: str
     """Error text after the backend's name: what is wrong without it, and what to do."""
     is_known_early: bool = True
-    """Whether a server can tell before it has loaded its model."""
+    """Whether a server can answer before it has loaded its model."""
 
 
 _NEEDS = (
@@ -381,7 +382,7 @@ _NEEDS = (
     _Need(
         asks=lambda config: config.engine.router_replay,
         is_met=lambda can: can.gives_routed_experts,
-        sentence="does not tell the experts that it chose, which engine.router_replay=true needs; have its options "
+        sentence="does not return the experts that it chose, which engine.router_replay=true needs; have its options "
         "turn that on (vllm: --enable-return-routed-experts among args), or leave router_replay out",
         is_known_early=False,
     ),

@@ -249,8 +249,8 @@ class _Converter:
                 raise ValueError
         except (TypeError, ValueError):
             if usual is None or isinstance(usual, list):
-                raise ConfigError(f"--from-verl: {self.given.get(key, key)}={value!r} is no number") from None
-            self.miss(key, f"{value!r} is no number; {usual} is taken, set it by hand")
+                raise ConfigError(f"--from-verl: {self.given.get(key, key)}={value!r} is not a number") from None
+            self.miss(key, f"{value!r} is not a number; {usual} is taken, set it by hand")
             return usual
         return int(number) if number.is_integer() and "e" not in str(value).lower() else number
 
@@ -419,7 +419,7 @@ class _Converter:
             where = "rollout" if "mode" in self.out.entry and not self.settings.get(f"{_R}.nnodes") else _R
             gpus = self.whole(f"{where}.nnodes") * self.whole(f"{where}.n_gpus_per_node")
         elif gpus % ranks:
-            self.miss(f"{_R}.tensor_model_parallel_size", f"{gpus} GPUs are no multiple of {ranks}; 1 is set")
+            self.miss(f"{_R}.tensor_model_parallel_size", f"{gpus} GPUs are not a multiple of {ranks}; 1 is set")
             ranks = 1
             del self.out.recipe["rollout"]["parallel"]
         self.set("rollout.num_replicas", max(gpus // ranks, 1))

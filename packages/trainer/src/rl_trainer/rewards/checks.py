@@ -35,7 +35,7 @@ def check_rewards(reward: RewardSection, rows: Iterable[Row]) -> None:
     for name, part in reward.parts.items():
         if part.kind == "classifier" and part.path is not None and not (Path(part.path) / "config.json").is_file():
             raise InputError(
-                f"reward.parts.{name}.path={part.path} has no config.json, so it is no folder of a reward model"
+                f"reward.parts.{name}.path={part.path} has no config.json, so it is not a folder of a reward model"
             )
         if part.api_key_env is not None and not os.environ.get(part.api_key_env):
             raise ConfigError(f"reward.parts.{name}.api_key_env={part.api_key_env} is not set in the environment")

@@ -178,7 +178,7 @@ def _text(value: Any) -> str | None:
 def _call(name: str, given: Any, expected: Any) -> str:
     """Test of a function, or of a method of `class Solution`, with JSON's values; a tuple is a list there."""
     if not name.isidentifier():
-        raise RewardError(f"fn_name={name!r:.80} is no name of a function")
+        raise RewardError(f"fn_name={name!r:.80} is not the name of a function")
     arguments = f"[{','.join(given.strip().splitlines())}]" if isinstance(given, str) else json.dumps(given)
     wanted = expected if isinstance(expected, str) else json.dumps(expected)
     return f"""import json

@@ -256,7 +256,7 @@ class _Process:
         if kind == "error":
             raise RewardError(f"reward {self._path!r} raised {told}")
         if kind != "ok":
-            raise ValueError(f"{kind!r} is no kind of answer")
+            raise ValueError(f"{kind!r} is not a kind of answer")
         return told
 
     def _late(self, given: Any, timeout_s: float) -> TimeoutError:

@@ -31,7 +31,7 @@ def _check_pattern(pattern: str) -> str:
     try:
         num_groups = re.compile(pattern).groups
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
     if num_groups > 1:
         raise ValueError(f"{pattern!r} has {num_groups} groups; one, around the answer, or none is needed")
     return pattern

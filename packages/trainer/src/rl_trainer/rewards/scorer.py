@@ -380,7 +380,7 @@ def check_rule(key: str, part: RewardPart) -> None:
             )
         return
     if part.rule not in names:
-        raise PlanError(f"{key}.rule={part.rule!r} is no rule; there are {', '.join(names)}")
+        raise PlanError(f"{key}.rule={part.rule!r} is not a rule; there are {', '.join(names)}")
     _check_options(f"{key}.options", part.options, part.rule, CODE_RULES.get(part.rule) or RULES[part.rule])
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import RewardPart
 
 _CHARACTERS_PER_TOKEN = 4
-"""A guess, until the server's answer tells how many there were."""
+"""A guess, until the server's answer has the count."""
 _OWN_SCORE_AT = "data.0.data.0"
 """Path of the score in an answer of `rl-serve --task score`."""
 _MOST_BYTES, _MOST_TOKENS = 1 << 24, 1 << 24
@@ -181,7 +181,7 @@ class ServedReward:
             raise _NoScoreError(f"the answer has no {path}: {str(answer)[:300]}")
         if self._part.kind == "judge":
             if not isinstance(value, str):
-                raise _NoScoreError(f"what the judge writes at {path} is no text: {value!r:.100}")
+                raise _NoScoreError(f"what the judge writes at {path} is not text: {value!r:.100}")
             found: list[Any] = self._pattern.findall(value)
             if not found:
                 raise _NoScoreError(f"{self._part.pattern!r} finds no score in {str(value)[-300:]!r}")
@@ -191,7 +191,7 @@ class ServedReward:
                 raise TypeError
             score = float(value)
         except (TypeError, ValueError, OverflowError):
-            raise _NoScoreError(f"{value!r:.100} is no number") from None
+            raise _NoScoreError(f"{value!r:.100} is not a number") from None
         if not math.isfinite(score):
             raise _NoScoreError(f"the score is {score}")
         return score

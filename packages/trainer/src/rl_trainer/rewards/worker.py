@@ -35,7 +35,7 @@ GROUP = "rl_trainer.rewards"
 OBJECT = "-"
 """Argument in place of a function's name: the function itself is the first message."""
 _BYTES = "\0bytes"
-"""The key of an object that stands for bytes."""
+"""The key of an object that represents bytes."""
 Request = tuple[int, Any, Mapping[str, Any], float]
 """Number, completion text (or the fields of a `Batch`), row, and deadline in seconds of a coroutine function."""
 Answer = tuple[int, str, Any]
@@ -55,7 +55,7 @@ def main() -> None:
             name = Serialized.from_payload(decoded(_framed(requests)))
         function = find(name, GROUP, key="reward.path")
         if not callable(function):
-            raise TypeError(f"{function!r} is no function of the completion's text and the row")
+            raise TypeError(f"{function!r} is not a function of the completion's text and the row")
         function, takes_batch = adapted(function)
     except BaseException as error:  # noqa: BLE001 - a file of the user's may raise anything
         _write(answers, (-1, "error", described(error)))
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 _VERL = ("data_source", "solution_str", "ground_truth")
-"""Parameters of a `compute_score` as verl calls it, beside `extra_info`."""
+"""Parameters of a `compute_score` as verl calls it, other than `extra_info`."""
 
 
 def adapted(function: Callable[..., Any]) -> tuple[Callable[[Any, Mapping[str, Any]], Any], bool]:

@@ -52,7 +52,7 @@ class Call:
     axis: str | None = None
     """The axis of the group's mesh that it is split and collected over; None: all ranks."""
     is_urgent: bool = False
-    """Whether it runs on another thread beside the call in flight, not after it."""
+    """Whether it runs on another thread during the call in flight, not after it."""
 
 
 def register(

@@ -46,7 +46,7 @@ _CLOSE_TIMEOUT_S = 20.0
 _SPARE_CPUS = 16
 """CPUs of a local Ray beyond what the pools ask for: room for replica sets to grow."""
 _MAX_REPLACEMENTS = 16
-"""Replacements of a replica set, in all: what dies again and again has a reason that a new process does not mend."""
+"""Replacements of a replica set, in all: repeated deaths have a cause that a new process does not fix."""
 _JOIN_POLL_S = 0.05
 
 
@@ -477,7 +477,7 @@ class RayReplicas(ReplicaSet[W]):
             watched = {host.watch: member for member, host in self._hosts.items()}
             over, _ = ray.wait([*watched], num_returns=len(watched), timeout=0) if watched else ([], [])
             for reference in over:
-                self._bury(watched[reference], "while nobody was calling it")
+                self._bury(watched[reference], "while no call was in flight")
             return tuple(self._hosts)
 
     def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:

@@ -39,7 +39,7 @@ class Answers:
         self._waiting = threading.Condition()
         self._num_waiting = 0
         self.is_over = False
-        """Whether every process is being ended: nobody waits any more."""
+        """Whether every process is being ended: nothing waits any more."""
 
     def get(
         self, references: list[Any], hosts: Sequence[PlacedHost], what: str, timeout_s: float | None = None

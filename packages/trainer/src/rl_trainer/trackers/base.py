@@ -87,7 +87,7 @@ class TrackerGroup:
                 self._close()
                 raise InputError(
                     f"tracker {name!r} cannot start with tracking.trackers.{name}={dict(given)}: "
-                    f"{described(error)}; mend it, or take it out"
+                    f"{described(error)}; fix it, or take it out"
                 ) from error
 
     def log(self, record: StepRecord) -> None:

@@ -142,8 +142,8 @@ def _experts(outputs: Sequence[AgentLoopOutput]) -> dict[str, torch.Tensor]:
         num_fed = len(output.prompt_token_ids) + len(output.completion_token_ids) - 1
         if num_told < num_fed:
             raise TrainerError(
-                f"of a trajectory of {num_fed} tokens the server told the experts of {num_told}, and "
-                "engine.router_replay needs them all; leave it out, or use a server that tells them"
+                f"of a trajectory of {num_fed} tokens the server reported the experts of {num_told}, and "
+                "engine.router_replay needs them all; leave it out, or use a server that returns them"
             )
     return {EXPERTS[0]: _jagged([output.routed_experts for output in outputs], torch.int16)}
 

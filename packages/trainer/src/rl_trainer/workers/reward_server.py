@@ -136,7 +136,7 @@ class _Server:
                 raise RewardError(self.told("ended while it started"))
             if time.monotonic() > deadline:
                 raise RewardError(self.told("was not ready in time"))
-        assert self._url is not None, "it was told"
+        assert self._url is not None, "it was set"
         return self._url
 
     def told(self, what: str) -> str:

@@ -50,7 +50,7 @@ class ServedTeacherWorker:
         self._server = self._loop.run(self._connect(teacher), timeout_s)
         if not self._server.capabilities.gives_prompt_logprobs:
             raise ConfigError(
-                f"teacher.url={self._url} does not tell the log-probs of a prompt's tokens; choose another"
+                f"teacher.url={self._url} does not return the log-probs of a prompt's tokens; choose another"
             )
 
     async def _connect(self, teacher: TeacherSection) -> RolloutServer:
@@ -104,8 +104,8 @@ class ServedTeacherWorker:
             found = output.prompt_logprobs[len(prompt) - 1 :]
             if len(found) != len(completion) or not all(map(math.isfinite, found)):
                 raise TrainerError(
-                    f"teacher.url={self._url} told {len(found)} log-probs of a completion of {len(completion)} tokens, "
-                    f"{sum(map(math.isfinite, found))} of them finite; every token needs one"
+                    f"teacher.url={self._url} returned {len(found)} log-probs of a completion of {len(completion)} "
+                    f"tokens, {sum(map(math.isfinite, found))} of them finite; every token needs one"
                 )
             return found
 
