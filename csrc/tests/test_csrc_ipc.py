@@ -276,7 +276,7 @@ def test_discarded_writes_show_what_the_others_see():
     ipc.discard_writes(private[: mmap.PAGESIZE])
     assert private[mmap.PAGESIZE - 1] == 2
     assert private[mmap.PAGESIZE] == 1
-    with pytest.raises(ArgumentError, match="no whole pages"):
+    with pytest.raises(ArgumentError, match="not whole pages"):
         ipc.discard_writes(private[: mmap.PAGESIZE - 1])
 
 
@@ -349,7 +349,7 @@ def test_words_are_read_by_others_and_written_by_who_may():
     assert theirs[3] == 2**64 - 1
     with pytest.raises(TypeError, match="read-only"):
         theirs[3] = 1
-    with pytest.raises(ArgumentError, match="no whole number of 64-bit words"):
+    with pytest.raises(ArgumentError, match="not a whole number of 64-bit words"):
         ipc.SharedMemory.create(4097).words()
 
 

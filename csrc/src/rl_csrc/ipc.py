@@ -323,7 +323,7 @@ class SharedMemory:
             OSError: the system refuses.
         """
         if self.nbytes % 8:
-            raise ArgumentError(f"{self.nbytes} bytes are no whole number of 64-bit words; make the memory larger")
+            raise ArgumentError(f"{self.nbytes} bytes are not a whole number of 64-bit words; make the memory larger")
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
         words = memoryview(self._map(protection, mmap.MAP_SHARED, None)).cast("B").cast("Q")
         return words if is_writable else words.toreadonly()
@@ -393,7 +393,7 @@ def discard_writes(memory: torch.Tensor) -> None:
         ArgumentError: the tensor does not start and end at a page.
     """
     if memory.data_ptr() % mmap.PAGESIZE or memory.nbytes % mmap.PAGESIZE:
-        raise ArgumentError(f"{memory.nbytes} bytes at {memory.data_ptr():#x} are no whole pages of {mmap.PAGESIZE}")
+        raise ArgumentError(f"{memory.nbytes} bytes at {memory.data_ptr():#x} are not whole pages of {mmap.PAGESIZE}")
     if _LIBC.madvise(memory.data_ptr(), memory.nbytes, mmap.MADV_DONTNEED):
         number = ctypes.get_errno()
         raise OSError(number, f"discarding {memory.nbytes} bytes failed: {os.strerror(number)}")

@@ -119,7 +119,7 @@ def test_missing_device_memory_is_an_error_and_leaves_nothing(driver, new_memory
 def test_a_tensor_lies_within(new_memory):
     memory = new_memory(PAGE, torch.device("cpu"))
     for offset, shape in ((0, (PAGE,)), (2, (4,)), (PAGE - 8, (4,))):
-        with pytest.raises(ValueError, match="do not lie in"):
+        with pytest.raises(ValueError, match="are not whole elements inside"):
             memory.tensor(offset, shape, torch.float32)
     assert memory.tensor(8, (0,), torch.float32).numel() == 0
     memory.close()

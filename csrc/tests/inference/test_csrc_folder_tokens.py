@@ -41,7 +41,7 @@ def test_a_template_with_a_token_that_is_no_eos(tmp_path):
     tokens = read_folder_tokens(folder_of(tmp_path, config={"eos_token_id": 1}, template=IM_END))
     assert tokens.unlisted_id == 3
     assert tokens.lines[0] == "<eos> (1), <|im_end|> (3)"
-    assert "ends turns with <|im_end|> (3), which is no eos_token_id of generation_config.json" in tokens.lines[1]
+    assert "ends turns with <|im_end|> (3), which is not an eos_token_id of generation_config.json" in tokens.lines[1]
 
 
 @pytest.mark.parametrize("source", ["generation", "config"])

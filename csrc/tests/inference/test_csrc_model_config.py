@@ -75,10 +75,10 @@ def test_a_damaged_file_is_named(folder, file, text, message):
     ("file", "content", "message"),
     [
         ("tokenizer.json", b'{"model": {"vocab": [1]}}', "tokenizer.json has a vocabulary that is none"),
-        ("tokenizer.json", b'{"model": {}, "added_tokens": "x"}', "are no list of tokens with id and content"),
-        ("tokenizer.json", b'{"model": {}, "added_tokens": [{"id": "a", "content": "b"}]}', "are no list of tokens"),
+        ("tokenizer.json", b'{"model": {}, "added_tokens": "x"}', "are not a list of tokens with id and content"),
+        ("tokenizer.json", b'{"model": {}, "added_tokens": [{"id": "a", "content": "b"}]}', "are not a list of tokens"),
         ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template of .* is 3; it must be a text"),
-        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja is no text"),
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja is not text"),
     ],
 )
 def test_a_damaged_tokenizer_is_named(folder, file, content, message):

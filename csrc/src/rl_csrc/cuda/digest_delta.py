@@ -96,7 +96,7 @@ def bucket_copy(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> No
         if dense and source.dtype == destination.dtype and source.device == destination.device == device:
             span = source.data_ptr(), destination.data_ptr(), source.nbytes
             if 0 < abs(span[0] - span[1]) < span[2]:
-                raise ArgumentError("a destination overlaps its source; give the destination memory of its own.")
+                raise ArgumentError("a destination overlaps its source; give the destination separate memory.")
             plain.append(span)
         else:
             destination.copy_(source)

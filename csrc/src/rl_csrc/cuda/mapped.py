@@ -54,7 +54,7 @@ class MappedMemory:
         """Contiguous tensor `offset` bytes from the start; the same memory at every call."""
         size = math.prod(shape) * dtype.itemsize
         if offset % dtype.itemsize or offset + size > self.num_bytes:
-            raise ValueError(f"{size} bytes at {offset} do not lie in {self.num_bytes} bytes, or at no whole element")
+            raise ValueError(f"{size} bytes at {offset} are not whole elements inside {self.num_bytes} bytes")
         return self._all[offset : offset + size].view(dtype).view(shape)
 
     def take(self) -> None:

@@ -89,7 +89,7 @@ class FolderTokens:
         found = [", ".join(map(self.named, self.end_ids)) or "none: completions end at their longest alone"]
         if self.unlisted_id is not None:
             found.append(
-                f"the chat template ends turns with {self.named(self.unlisted_id)}, which is no eos_token_id of "
+                f"the chat template ends turns with {self.named(self.unlisted_id)}, which is not an eos_token_id of "
                 "generation_config.json, config.json or the tokenizer. Turns end there here, and a saved model's "
                 "generation_config.json lists it; other servers of this folder would generate past it"
             )
@@ -148,7 +148,7 @@ def read_folder_tokens(folder: str | Path) -> FolderTokens:
         added |= {token["content"]: int(i) for i, token in (told.get("added_tokens_decoder") or {}).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"the added tokens of {folder} are no list of tokens with id and content ({error!r}); download it again"
+            f"the added tokens of {folder} are not a list of tokens with id and content ({error!r}); download it again"
         ) from error
     ids = vocabulary | added
     roles = {role: ids[text] for role, text in named.items() if text in ids}
@@ -194,7 +194,7 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{file} has model_type={config['model_type']!r}; it must be a name")
     tokenizer = folder / "tokenizer.json"
     if tokenizer.exists() and not isinstance(_read(tokenizer).get("model"), dict):
-        raise ValueError(f"{tokenizer} has no section `model`, so it is no tokenizer; download the folder again")
+        raise ValueError(f"{tokenizer} has no section `model`, so it is not a tokenizer; download the folder again")
     for name in ("tokenizer_config.json", "special_tokens_map.json", _GENERATION):
         _read(folder / name)
     for weights in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
@@ -283,7 +283,7 @@ def _template(folder: Path, told: Mapping[str, Any]) -> str | None:
         try:
             return file.read_text(encoding="utf-8")
         except ValueError as error:
-            raise ValueError(f"{file} is no text ({error}); download the folder again") from error
+            raise ValueError(f"{file} is not text ({error}); download the folder again") from error
     found: Any = told.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
         templates = {each["name"]: each["template"] for each in cast("list[dict[str, str]]", found)}
