@@ -30,7 +30,7 @@ def connect(name, *, timeout_s):
 class Store(TransferQueue):
     def __init__(self, name, *, timeout_s, is_host=False):
         if name not in SERVED:
-            raise errors.ServerLostError(f"nobody serves stranger://{name} in this process")
+            raise errors.ServerLostError(f"no process serves stranger://{name} in this process")
         self.address, self._timeout_s, self._name = f"stranger://{name}", timeout_s, name
         self._is_host, self._all, self._changed = is_host, SERVED[name], SERVED[name].changed
 
