@@ -1,4 +1,4 @@
-"""Conventions of names: tests have short names that say what the code does."""
+"""Conventions of names and prose: short names of tests, and plain English in pages and docstrings."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = [*sorted((ROOT / "packages").iterdir()), ROOT / "csrc"]
 LONGEST_NAME = 60
+_UNCLEAR = re.compile(
+    r"\b(told|tells|beside|stands(?! alone)|lies|comes to|of before|where there is|given back|of one's own"
+    r"|mended|whoever|nobody|somebody|refused with a sentence)\b",
+    re.IGNORECASE,
+)
+"""Words of translated prose; the plain ones: reports, next to, is, equals, previous, if available, returned, custom."""
+_CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+_FIRST_LINE = re.compile(r'^\s*r?"""(.+)$', re.MULTILINE)
 
 
 def test_names_of_tests_have_at_most_sixty_characters():
@@ -18,3 +26,31 @@ def test_names_of_tests_have_at_most_sixty_characters():
         if len(name) > LONGEST_NAME
     ]
     assert not names, "\n".join(names)
+
+
+def test_pages_are_in_plain_english():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages += [page for package in PACKAGES for folder in (".", "docs") for page in (package / folder).glob("*.md")]
+    assert not _unclear(
+        (page, _CODE.sub("", page.read_text()).splitlines())
+        for page in pages
+        if page.name not in ("CHANGELOG.md", "chaos.md")
+    )
+
+
+def test_first_lines_of_docstrings_are_in_plain_english():
+    assert not _unclear(
+        (file, (_CODE.sub("", line) for line in _FIRST_LINE.findall(file.read_text())))
+        for package in PACKAGES
+        for file in (package / "src").rglob("*.py")
+    )
+
+
+def _unclear(texts):
+    """List the lines with an unclear word, as one text for an assertion's message."""
+    return "\n".join(
+        f"{file.relative_to(ROOT)}: {word.group()!r} in {line.strip()!r}"
+        for file, lines in texts
+        for line in lines
+        if (word := _UNCLEAR.search(line))
+    )

@@ -517,7 +517,7 @@ async def _all(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
 
 
 async def _settle(tasks: Sequence[asyncio.Future[T]], *, is_kept: Callable[[], bool] = lambda: False) -> None:
-    """Wait for all; if one fails, cancel the others (unless told to let them finish) and raise its error."""
+    """Wait for all; if one fails, cancel the others (unless `is_kept()`) and raise its error."""
     left, first = set(tasks), None
     try:
         while left:

@@ -224,7 +224,7 @@ class RowBatch:
         return column.values, self._here(column.offsets.diff())
 
     def count_given(self, token_id: int) -> Tensor:
-        """(B,) int64, how often a token stands in each row that the model did not write."""
+        """(B,) int64, how often a token occurs in each row that the model did not write."""
         counts = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         for column, values in ((self._prompt, self._prompt.values), (self._completion, self._given())):
             row_of = self._here(_row_of(column.offsets.diff()))
