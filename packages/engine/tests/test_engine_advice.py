@@ -82,7 +82,11 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("main", "given", "words", "changed"), COMMANDS, ids=lambda value: getattr(value, "__name__", str(value))[:40])
+def _name(value):
+    return getattr(value, "__name__", str(value))[:40]
+
+
+@pytest.mark.parametrize(("main", "given", "words", "changed"), COMMANDS, ids=_name)
 def test_advice_on_a_command_is_accepted(model, tmp_path, capsys, main, given, words, changed):
     """Followed, a command gets as far as its data, which does not exist."""
     needed = [f"model.path={model}", f"data.path={tmp_path / 'no.jsonl'}", f"output_dir={tmp_path / 'out'}"]

@@ -1,6 +1,6 @@
 """Chat templates and parsers of rl-agent beside `renderers`, `openai-harmony` and transformers' response templates.
 
-`python chat_templates.py FAMILY=FOLDER ...` with folders that hold a tokenizer and its chat template, and the peers
+`python chat_template_peers.py FAMILY=FOLDER ...` with folders of a tokenizer and its chat template, and the peers
 installed (`pip install renderers`; openai-harmony reads its vocabulary from `TIKTOKEN_ENCODINGS_BASE` where there is no
 network). Prints one Markdown table per question: prompts, continuations by appending, turns taken apart. "same" means
 the same token ids as the tokenizer's own chat template, or the same content, reasoning and calls as rl-agent's parser.
