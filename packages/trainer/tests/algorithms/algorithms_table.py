@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-WRITTEN = "## Beside other implementations\n"
+WRITTEN = "## Compared with other implementations\n"
 
 
 def render() -> str:
