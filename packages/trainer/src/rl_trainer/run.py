@@ -226,47 +226,20 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
         WorkerDiedError: a worker died that the run needs, whatever error its peers raised for that.
     """
     from rl_trainer.loop import run_loop
-    from rl_trainer.setup import place
 
-    start, console, output_dir = time.perf_counter(), run.console, run.output_dir
+    start, output_dir = time.perf_counter(), run.output_dir
     inputs = digest_inputs(replace(config, model=replace(config.model, path=str(run.model_path))), datasets)
     state = RunState(seed=config.seed, num_rows=len(datasets.train), inputs=inputs)
     if config.resume_from is not None:
         state = replace(RunState.read(Path(config.resume_from)).for_run(config), inputs=inputs)
         checkpoints.forget_after(output_dir, state.step)
     with ExitStack() as stack:
-        runtime = create_runtime(config.runtime, timeout_s=config.timeout_s, heartbeat_s=config.heartbeat_s)
-        stack.enter_context(runtime)
-        deaths = stack.enter_context(_blamed_on_a_death(runtime))
-        with status(console, "starting the workers"), run.rows.going_on():
-            components = place(config, runtime, run.model_path, datasets, state, output_dir=output_dir)
-        stack.callback(components.queue.close)
-        deaths.append(components.weights.death)
-        if components.num_too_long:
-            console.print(
-                f"left out {components.num_too_long} rows whose prompts are longer than data.max_prompt_tokens="
-                f"{config.data.max_prompt_tokens}"
-            )
-        if num_bad := datasets.num_bad + components.num_bad:
-            console.print(f"left out {num_bad} rows that cannot be used (data.on_bad_row=drop)")
-        if config.resume_from is not None:
-            checkpoints.load(components, Path(config.resume_from))
-        start_s = time.perf_counter() - start
-        elastic = create_elastic(config, components)
-        timer = PhaseTimer()
-
-        def doing() -> str:
-            phase, since = timer.current or ("between phases", time.perf_counter())
-            done, released = components.source.progress
-            groups = f", {done} of {released} groups complete" if "generate" in phase else ""
-            if phase == "eval":
-                groups = ", {} of {} completions graded".format(*components.source.evaluated)
-            step = run.progress.next_step(state.step)
-            return f"step {step}/{config.steps}: {phase}, {time.perf_counter() - since:.0f} s{groups}"
-
+        components = _start(stack, config, datasets, run, state)
+        start_s, timer = time.perf_counter() - start, PhaseTimer()
         if config.batch.replay is None:  # whose draws for a step cannot be taken back
             components.source.should_stop = _Patience(run.stop).is_over
-        with _stop_when_asked(console, run.stop, timer), progress_lines(console, doing) as renew:
+        doing = _doing(config, components, run, timer, state.step)
+        with _stop_when_asked(run.console, run.stop, timer), progress_lines(run.console, doing) as renew:
             records = run_loop(
                 components,
                 config,
@@ -275,22 +248,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
                 timer=timer,
                 first_rows=first_rows(config, components.eval_rows),
             )
-
-            def add(record: StepRecord) -> None:
-                run.progress.add(record)
-                run.trackers.log(record)
-                run.on_step(record)
-                renew()
-                replica_sets = {"agent": components.agents.replica_set, "rollout": components.weights.servers}
-                wanted = resize_as_asked(replica_sets, output_dir)
-                if elastic is not None and not wanted:
-                    wanted = elastic.follow(record)
-                for line in (
-                    *wanted,
-                    *(news for replica_set in replica_sets.values() for news in replica_set.take_news()),
-                ):
-                    console.print(line, highlight=False, soft_wrap=True)
-
+            add = _recorder(config, components, run, renew)
             checkpoint = follow(records, components, config, state, output_dir, add=add, should_stop=run.stop.is_set)
             if config.engine.async_checkpoints:
                 checkpoints.finish(components)
@@ -298,8 +256,66 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
             checkpoint=checkpoint,
             start_s=start_s,
             num_too_long=components.num_too_long + components.source.num_too_long,
-            num_bad=num_bad + components.source.order.num_bad,
+            num_bad=datasets.num_bad + components.num_bad + components.source.order.num_bad,
         )
+
+
+def _start(stack: ExitStack, config: Config, datasets: Datasets, run: _Run, state: RunState) -> Components:
+    """Start the components, which end with `stack`, and load the checkpoint."""
+    from rl_trainer.setup import place
+
+    runtime = create_runtime(config.runtime, timeout_s=config.timeout_s, heartbeat_s=config.heartbeat_s)
+    stack.enter_context(runtime)
+    deaths = stack.enter_context(_blamed_on_a_death(runtime))
+    with status(run.console, "starting the workers"), run.rows.going_on():
+        components = place(config, runtime, run.model_path, datasets, state, output_dir=run.output_dir)
+    stack.callback(components.queue.close)
+    deaths.append(components.weights.death)
+    if components.num_too_long:
+        longest = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
+        run.console.print(f"left out {components.num_too_long} rows whose prompts are longer than {longest}")
+    if num_bad := datasets.num_bad + components.num_bad:
+        run.console.print(f"left out {num_bad} rows that cannot be used (data.on_bad_row=drop)")
+    if config.resume_from is not None:
+        checkpoints.load(components, Path(config.resume_from))
+    return components
+
+
+def _doing(config: Config, components: Components, run: _Run, timer: PhaseTimer, start_step: int) -> Callable[[], str]:
+    """Gives the line of the screen about the phase under way."""
+
+    def doing() -> str:
+        phase, since = timer.current or ("between phases", time.perf_counter())
+        done, released = components.source.progress
+        groups = f", {done} of {released} groups complete" if "generate" in phase else ""
+        if phase == "eval":
+            groups = ", {} of {} completions graded".format(*components.source.evaluated)
+        step = run.progress.next_step(start_step)
+        return f"step {step}/{config.steps}: {phase}, {time.perf_counter() - since:.0f} s{groups}"
+
+    return doing
+
+
+def _recorder(
+    config: Config, components: Components, run: _Run, renew: Callable[[], object]
+) -> Callable[[StepRecord], None]:
+    """Takes each step's record, and prints what happened to replicas meanwhile."""
+    elastic = create_elastic(config, components)
+    replica_sets = {"agent": components.agents.replica_set, "rollout": components.weights.servers}
+
+    def add(record: StepRecord) -> None:
+        run.progress.add(record)
+        run.trackers.log(record)
+        run.on_step(record)
+        renew()
+        lines = resize_as_asked(replica_sets, run.output_dir)
+        if elastic is not None and not lines:
+            lines = elastic.follow(record)
+        news = [line for replica_set in replica_sets.values() for line in replica_set.take_news()]
+        for line in (*lines, *news):
+            run.console.print(line, highlight=False, soft_wrap=True)
+
+    return add
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -106,14 +106,24 @@ class RowCheck:
     @contextmanager
     def going_on(self) -> Generator[None]:
         """Run `rest` on a thread while the body starts the workers; an error of the body ends it."""
-        with ThreadPoolExecutor(1, thread_name_prefix="rows") as threads:
-            tried = threads.submit(self.rest)
+        errors = list[Exception]()
+
+        def work() -> None:
             try:
-                yield
-            except BaseException:
-                self._is_ended = True
-                raise
-            tried.result()
+                self.rest()
+            except Exception as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+
+        thread = threading.Thread(target=work, name="rows", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException:  # nobody waits for a reward that hangs
+            self._is_ended = True
+            raise
+        thread.join()
+        if errors:
+            raise errors[0]
 
     def rest(self) -> None:
         """Try the reward on the kinds of rows that the sample did not reach, for `_REST_S`.
