@@ -12,7 +12,9 @@ from tensordict import TensorDict
 from rl_engine.testing import write_tiny_model
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import POLICY_LOSSES, PolicyLossFunction
+from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.algorithms.kl_controller import AdaptiveEntropy
+from rl_trainer.algorithms.rollout_correction import correction_weights
 from rl_trainer.algorithms.selection import beyond_moment, high_entropy
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import AlgorithmConfig, TeacherSection, load_config
@@ -362,3 +364,35 @@ def test_the_plan_says_which_rows_have_a_backward_pass(tmp_path):
     assert check_engines(config, model, is_made=True)["backward_pass"] == "of rows with an advantage"
     config = load_config("quickstart", ["model.warmup=null", f"model.path={model}", "algorithm.kl_coef=0.01"])
     assert check_engines(config, model, is_made=True)["backward_pass"] == "of all rows: algorithm.kl_coef is 0.01"
+
+
+def test_weights_and_selections_of_tokens_multiply():
+    """Tokens left out by their entropy have no gradient whatever weight rollout correction gives them."""
+    ratios, advantages = [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]
+    sampler = torch.tensor([-2.5, -2.5, -1.5])  # the trainer's are -2: weights e^0.5 twice, and e^-0.5
+    columns = {"is_high_entropy": torch.tensor([1.0, 0.0, 1.0]), "rollout_logprobs": sampler}
+    keys = {"correction": "tis", "correction_bounds": [0.0, 2.0], "top_entropy": 0.5, "loss": "reinforce"}
+    _, gradient, _ = learned([3], ratios=ratios, advantages=advantages, columns=columns, **keys)
+    torch.testing.assert_close(gradient, torch.tensor([-math.exp(0.5), 0.0, -math.exp(-0.5)]))
+
+
+@pytest.mark.parametrize(("logprob", "accuracy"), [(-1.0, 1.0), (-2.0, 0.0), (-3.0, 0.0)])
+def test_a_process_reward_model_is_right_above_one_half(logprob, accuracy):
+    """Its log-ratio to a reference of -2 has to be above 0 where the outcome is 1; at 0 it has not decided."""
+    offsets = torch.tensor([0, 1])
+    columns = {"loss_mask": [1.0], "ref_logprobs": [-2.0], "rewards": [1.0]}
+    rows = {
+        name: torch.nested.nested_tensor_from_jagged(torch.tensor(values), offsets) for name, values in columns.items()
+    }
+    counts = BatchCounts(tokens=1.0, sequences=1.0)
+    output = ModelOutput(token_logprobs=torch.tensor([logprob]), cu_seqlens=offsets, counts=counts)
+    _, metrics = ProcessRewardLoss()(output, TensorDict(rows, batch_size=[1]))
+    assert float(metrics["process_accuracy"]) == accuracy
+
+
+def test_icepop_keeps_the_ratios_at_its_bounds():
+    old = torch.tensor([0.5, 1.0, 2.0, 2.5]).log()
+    weights = correction_weights(
+        old, torch.zeros(4), torch.ones(4), torch.tensor([0, 4]), correction="icepop", level="token", low=0.5, high=2.0
+    )
+    torch.testing.assert_close(weights, torch.tensor([0.5, 1.0, 2.0, 0.0]))
