@@ -511,7 +511,7 @@ def test_slices_are_refused_where_no_layout_was_told():
 
 def test_a_server_with_fewer_ranks_than_were_asked_is_refused(tmp_path):
     write_layout_request(tmp_path, {"w": ("float32", (2,))})
-    with pytest.raises(rl_ckpt.UsageError, match="2 ranks were to tell their layouts"):
+    with pytest.raises(rl_ckpt.UsageError, match="2 ranks were asked for their layouts"):
         read_layouts(tmp_path, 2)
 
 
