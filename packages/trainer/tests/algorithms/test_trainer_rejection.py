@@ -262,7 +262,7 @@ def test_what_bypass_mode_takes_and_refuses():
     keys = ["algorithm.rejection=token_k1", "algorithm.rejection_counts=after"]
     with pytest.raises(PlanError, match="rejection_counts=after counts what is left before the update"):
         make_plan(load_config("quickstart", [*BYPASS, *keys]))
-    with pytest.raises(PlanError, match="algorithm.loss=reinforce has no ratio that would tell"):
+    with pytest.raises(PlanError, match="algorithm.loss=reinforce has no ratio to correct for it"):
         make_plan(load_config("quickstart", [*BYPASS, "pipeline=one_step_off", "algorithm.loss=reinforce"]))
     with pytest.raises(PlanError, match="rejection_counts=after does nothing unless algorithm.rejection is chosen"):
         make_plan(load_config("quickstart", ["algorithm.rejection_counts=after"]))
