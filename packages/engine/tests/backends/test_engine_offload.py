@@ -125,7 +125,7 @@ def take_steps(engine):
 def test_an_offload_without_a_gpu_is_refused(tmp_path, key):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU to offload from")
-    with pytest.raises(ConfigError, match=f"{key} is true and there is no GPU: everything lies on the CPU"):
+    with pytest.raises(ConfigError, match=f"{key} is true and there is no GPU: everything is on the CPU"):
         built(tmp_path, **{key: True})
 
 
