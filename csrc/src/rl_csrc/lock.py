@@ -100,7 +100,7 @@ def _refusal(path: Path, what: str, holder: dict[str, Any] | None) -> str:
     if holder.get("host") == socket.gethostname():
         return f"{what} is in use by {who}; wait for it, end it, or choose another folder."
     return (
-        f"{what} is in use by {who}. If that process is gone (this host, {socket.gethostname()}, cannot check), "
+        f"{what} is in use by {who}. If that process is gone (this host, {socket.gethostname()}, cannot tell), "
         f"delete {path} and try again."
     )
 
