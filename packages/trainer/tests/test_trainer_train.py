@@ -275,7 +275,7 @@ def test_a_run_that_fails_raises_where_it_is_waited_for(start):
         ({"data": [{"question": "?"}]}, DataError, r"row 1 has no 'prompt', but \['question'\]"),
         ({"data": [{"prompt": "x", "when": object()}]}, DataError, "row 1: field 'when' holds"),
         ({"step": 3}, ConfigError, "key step; the nearest one is steps"),
-        ({"steps": print}, ConfigError, "steps is .* by default; a function or a class cannot stand there"),
+        ({"steps": print}, ConfigError, "steps is .* by default; a function or a class is not allowed there"),
         ({"advantage": "grp"}, ConfigError, "algorithm.advantage='grp' is not known; there are"),
         ({"loss": f"{EXAMPLES}/own_loss.py:importance"}, ConfigError, "did you mean 'importance_weighted'"),
         ({"loss": f"{EXAMPLES}/nothing.py:f"}, ConfigError, "nothing.py is not a file"),
