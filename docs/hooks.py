@@ -66,7 +66,7 @@ def promises() -> str:
 def performance() -> str:
     """The newest figures of every benchmark that has a limit or a peer beside ours."""
     newest: dict[str, tuple[str, dict[str, Any]]] = {}
-    for file in sorted((ROOT / "bench/results").glob("*.json")):
+    for file in sorted((ROOT / "benchmarks/results").glob("*.json")):
         found = json.loads(file.read_text())
         is_figures = isinstance(found, dict) and isinstance(found.get("rows"), list) and "machine" in found
         if is_figures and found["date"] > newest.get(found["name"], ("", {"date": ""}))[1]["date"]:
@@ -81,7 +81,7 @@ def performance() -> str:
         out += [
             f"## {name}",
             "",
-            f"{where}; {found['date'][:10]}; torch {machine.get('torch')}; `bench/results/{file}`.",
+            f"{where}; {found['date'][:10]}; torch {machine.get('torch')}; `benchmarks/results/{file}`.",
         ]
         out += ["", "| system | what | median | of the limit | of the best peer |", "|---|---|---|---|---|"]
         for row in rows:

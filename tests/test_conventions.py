@@ -17,7 +17,10 @@ _FIRST_LINE = re.compile(r'^\s*r?"""(.+)$', re.MULTILINE)
 
 
 def test_names_of_tests_have_at_most_sixty_characters():
-    folders = [package / part for package in PACKAGES for part in ("src", "tests")] + [ROOT / "tests", ROOT / "bench"]
+    folders = [package / part for package in PACKAGES for part in ("src", "tests")] + [
+        ROOT / "tests",
+        ROOT / "benchmarks",
+    ]
     names = [
         f"{file.relative_to(ROOT)}: {name}"
         for folder in folders

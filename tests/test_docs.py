@@ -236,7 +236,7 @@ FREE = ("model.", "rollout.options.", "agent.options.", "data.options.", "stalen
 
 
 def test_every_file_of_figures_is_quoted_by_a_page():
-    names = {file.name for file in (ROOT / "bench" / "results").iterdir()}
+    names = {file.name for file in (ROOT / "benchmarks" / "results").iterdir()}
     pages = [page.read_text() for page in ROOT.glob("**/*.md") if not {".venv", "node_modules"} & {*page.parts}]
     assert not {name for name in names if not any(name in page for page in pages)}
 

@@ -26,7 +26,7 @@ def normal(name):
 
 def brought():
     named = re.search(r"RL_LACKS:-([^}]*)}", (ROOT / "tools/gpu.sh").read_text())[1]
-    return {normal(name) for name in named.split()}
+    return {normal(name.partition("==")[0]) for name in named.split()}
 
 
 def with_needs(names):
@@ -98,7 +98,7 @@ def test_the_step_s_benchmark_can_plan_its_run_without_ray(machine, tmp_path):
 
 
 def commands():
-    table = [line for line in (ROOT / "bench/gpu-owed.md").read_text().splitlines() if re.match(r"\| \d", line)]
+    table = [line for line in (ROOT / "benchmarks/gpu-owed.md").read_text().splitlines() if re.match(r"\| \d", line)]
     return [command for line in table for command in re.findall(r"`([^`]+)`", line.split("|")[3])]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [*ROOT.glob("packages/*/src"), ROOT / "csrc/src", ROOT / "bench/src"]
+SOURCES = [*ROOT.glob("packages/*/src"), ROOT / "csrc/src", ROOT / "benchmarks/src"]
 MODULES = {
     "cloudpickle", "copyreg", "dill", "joblib", "marshal", "multiprocessing", "pickle", "pickletools", "runpy",
     "shelve", "torch.distributed.checkpoint",

@@ -306,7 +306,7 @@ print(json.dumps(verdicts))
 
 @pytest.mark.slow
 def test_every_contract_breaks_when_its_rule_is_broken(tmp_path):
-    for source in [*SOURCES.values(), ROOT / "bench/src/rl_bench"]:
+    for source in [*SOURCES.values(), ROOT / "benchmarks/src/rl_bench"]:
         shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copy(ROOT / ".importlinter", tmp_path)
     command = [sys.executable, "-c", BREAK_EACH, json.dumps(BREACHES)]
@@ -343,4 +343,4 @@ def test_no_class_has_more_than_25_methods(package):
 
 def test_types_are_checked_in_every_package():
     included = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["include"])
-    assert included == {str(source.parent.relative_to(ROOT)) for source in SOURCES.values()} | {"bench/src"}
+    assert included == {str(source.parent.relative_to(ROOT)) for source in SOURCES.values()} | {"benchmarks/src"}

@@ -121,7 +121,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheels, name):
         package,
         wheels[name].name.split("-py")[0].split("-cp")[0] + ".dist-info",
     }
-    assert not [file for file in files if {"tests", "bench"} & set(file.split("/"))]
+    assert not [file for file in files if {"tests", "bench", "benchmarks"} & set(file.split("/"))]
     assert any(".dist-info/licenses/" in file for file in files), "the wheel carries no LICENSE"
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.11" in metadata

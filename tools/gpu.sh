@@ -14,7 +14,7 @@
 #   gpu_profile      time by kernel of prefill, decode and a training step (torch.profiler over CUPTI), to $OUT/gpu_profile.json
 #   sanitize         compute-sanitizer's memcheck and racecheck on some of rl-csrc's tests
 #
-# Logs and figures go to $OUT (default: out); copy the JSON files to bench/results/ as NAME-GPU-DATE.json. A step that fails is
+# Logs and figures go to $OUT (default: out); copy the JSON files to benchmarks/results/ as NAME-GPU-DATE.json. A step that fails is
 # named at the end, and the next one goes on.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -30,7 +30,7 @@ order=(build csrc test "${benches[@]}" sanitize)
 
 pack() {
   local package
-  for package in packages/*/ bench/; do uv build --quiet --wheel --no-sources --out-dir "${wheels}" "${package}" || return 1; done
+  for package in packages/*/ benchmarks/; do uv build --quiet --wheel --no-sources --out-dir "${wheels}" "${package}" || return 1; done
   if [[ -n ${RL_INTERPRETER:-} ]]; then
     RL_CSRC_CUDA=ON CMAKE_ARGS="-DCMAKE_CUDA_ARCHITECTURES=${RL_ARCH:-90a}-real" "${RL_INTERPRETER}" -m pip wheel --quiet --no-deps \
       --wheel-dir "${wheels}" ./csrc || return 1

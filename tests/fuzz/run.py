@@ -8,7 +8,7 @@
 
 A target is a file of `targets/`: `seeds()`, `one(data)`, and `EXPECTED`, the errors that its subject promises. Another
 error, a call of more than 10 s or a process of more than 2 GiB is a finding: its input is left in `tests/fuzz/findings`.
-Executions are added up by target and day in `bench/results/fuzz.json`. With `--keep` inputs that reach new code are added
+Executions are added up by target and day in `benchmarks/results/fuzz.json`. With `--keep` inputs that reach new code are added
 to `corpus/TARGET.jsonl`, up to 20 small ones: a line has an input as `text`, or as `base64`. Native code is reached through its Python face; it is not instrumented.
 """
 
@@ -27,7 +27,7 @@ from importlib import import_module, util
 from pathlib import Path
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parents[1] / "bench" / "results" / "fuzz.json"
+RESULTS = HERE.parents[1] / "benchmarks" / "results" / "fuzz.json"
 MAX_INPUT_BYTES, MAX_KEPT, MAX_KEPT_BYTES = 4096, 20, 1024
 PACKAGES = [
     "rl_agent",
@@ -161,7 +161,7 @@ def main():
     parser.add_argument("--runs", type=int, help="executions per target, instead of seconds")
     parser.add_argument("--keep", action="store_true", help="put what reaches new code into the corpus")
     parser.add_argument("--replay", action="store_true", help="only the seeds and kept inputs, without atheris")
-    parser.add_argument("--no-record", action="store_true", help="leave bench/results/fuzz.json as it is")
+    parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results/fuzz.json as it is")
     given = parser.parse_args()
     if given.replay:
         for name in given.targets or targets():

@@ -10,7 +10,7 @@ out=${OUT:-$PWD/out}
 work=${RL_WORK:-/tmp/rl-csrc-gpu}
 site=$work/site
 python=${PYTHON:-python3}
-markers=$'gpu: a CUDA device\nslow: longer than a second'
+markers=$'gpu: a CUDA device\nslow: longer than a second\ncore: the others\nprocess: starts processes\npromise: a sentence of a README'
 mkdir -p "$out" "$work"
 export PYTHONPATH=$site:${PYTHONPATH:-} PYTHONUNBUFFERED=1
 # tests side by side where pytest-xdist is; pytest-benchmark would warn of it, which is an error here

@@ -40,7 +40,9 @@ def find_benchmarks(root: Path) -> dict[str, Path]:
         ValueError: two files have the same name.
     """
     found: dict[str, Path] = {}
-    for file in sorted(file for part in ("", "csrc/", "packages/*/") for file in root.glob(f"{part}bench/*.py")):
+    for file in sorted(
+        file for part in ("benchmarks", "csrc/bench", "packages/*/bench") for file in root.glob(f"{part}/*.py")
+    ):
         if file.stem in found:
             raise ValueError(f"two benchmarks are called {file.stem!r}: {found[file.stem]} and {file}; rename one")
         if not file.stem.startswith("_"):
