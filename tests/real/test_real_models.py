@@ -175,6 +175,7 @@ def test_two_steps_of_grpo(smollm2, tmp_path):
         "rollout.max_new_tokens=12",
         "rollout.max_model_len=256",
         "data.max_prompt_tokens=200",
+        "engine.precision=float32",
         "runtime=inline",
     ]
     command += [f"output_dir={tmp_path / 'out'}", "reward.parts={right: {kind: rule, rule: exact_match}}"]
