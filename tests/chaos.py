@@ -564,7 +564,7 @@ def _run_standins(overrides: Sequence[str], *, seed: int) -> int:
     a failure is one sentence.
     """
     import rl_tq
-    from rl_engine import hold_lock
+    from rl_csrc import hold_lock
     from rl_trainer import checkpoints
     from rl_trainer.checkpoints import RunState
     from rl_trainer.config import load_config

@@ -119,7 +119,7 @@ def test_rl_eval_measures_a_policy_through_a_server(model, tmp_path, capsys):
 @pytest.mark.process
 def test_what_rl_eval_cannot_do_is_told(model, capsys):
     assert main_eval(["quickstart", "--k", "4", f"model.path={model}"]) == 2
-    assert "--k=4 must lie between 1 and --samples=1" in capsys.readouterr().err
+    assert "--k=4 must be between 1 and --samples=1" in capsys.readouterr().err
     assert main_eval(["quickstart"]) == 2
     assert "model.path is not set" in capsys.readouterr().err
 

@@ -213,7 +213,7 @@ def test_tracker_objects_combine_with_names_and_take_no_options():
     config = _config("quickstart", {"tracking.trackers": ["console", Silent]})
     names = list(as_tree(config)["tracking"]["trackers"])
     assert names[0] == "console"
-    assert names[1].startswith("<test_trackers_as_objects")
+    assert names[1].startswith("<test_tracker_objects")
     with pytest.raises(ConfigError, match="two trackers of one name"):
         _config("quickstart", {"tracking.trackers": [Silent, Silent]})
 
