@@ -100,7 +100,7 @@ def test_what_it_wrote_at_its_end_is_told():
     process = ChildProcess([sys.executable, "-c", "print('x = 1\\nOSError: no disk')"], {}, name="it")
     process.start()
     assert process.wait(30.0) == 0
-    assert process.told("it ended early") == "it ended early; its last lines:\n  | x = 1\n  | OSError: no disk"
+    assert process.with_output("it ended early") == "it ended early; its last lines:\n  | x = 1\n  | OSError: no disk"
     with pytest.raises(ServerStartError, match="it was started and stopped already"):
         process.start()
     process.kill()
@@ -128,6 +128,6 @@ def test_a_fork_with_a_worker_s_title_is_no_worker():
             time.sleep(0.02)
         assert process.end_without_workers()
         assert process.wait(30.0) is not None
-        assert "its process W::0" in process.told_end()
+        assert "its process W::0" in process.why_ended()
     finally:
         process.kill()

@@ -248,5 +248,5 @@ class Subprocess(ABC):
         """Kill the process and its descendants. Idempotent."""
 
     @abstractmethod
-    def told(self, what: str) -> str:
+    def with_output(self, what: str) -> str:
         """Message `what`, followed by the first errors and the last lines of output."""

@@ -98,7 +98,7 @@ class ChildProcess(Subprocess):
         """See `Subprocess`."""
         return None if self._process is None else self._process.poll()
 
-    def told_stopped(self) -> str | None:
+    def why_stopped(self) -> str | None:
         """Message about a process of the session that has been stopped (SIGSTOP) for `STOPPED_S`, or None.
 
         A stopped process neither ends nor answers, so that everything else waits for it. Durations count from the first
@@ -108,7 +108,7 @@ class ChildProcess(Subprocess):
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         for pid, since in self._stopped_since.items():
             if now - since >= STOPPED_S:
-                return self.told(
+                return self.with_output(
                     f"process {pid} ({stopped[pid]}) of {self._name} is stopped since {now - since:.0f} s (SIGSTOP); "
                     f"end it, or let it go on by `kill -CONT {pid}`"
                 )
@@ -142,9 +142,11 @@ class ChildProcess(Subprocess):
         deadline = time.monotonic() + timeout_s
         while not await is_ready():
             if self.returncode is not None:
-                raise ServerStartError(self.told_end())
+                raise ServerStartError(self.why_ended())
             if time.monotonic() > deadline:
-                raise ServerStartError(self.told(f"{self._name} (pid {self.pid}) was not ready within {timeout_s} s"))
+                raise ServerStartError(
+                    self.with_output(f"{self._name} (pid {self.pid}) was not ready within {timeout_s} s")
+                )
             await asyncio.sleep(check_s)
 
     def end_without_workers(self) -> bool:
@@ -164,9 +166,9 @@ class ChildProcess(Subprocess):
         self._kill()
         return True
 
-    def told_end(self) -> str:
+    def why_ended(self) -> str:
         """Message about how the process ended, with its last lines of output."""
-        return self.told(self._why_ended or f"{self._name} (pid {self.pid}) ended with code {self.returncode}")
+        return self.with_output(self._why_ended or f"{self._name} (pid {self.pid}) ended with code {self.returncode}")
 
     async def has_ended(self, timeout_s: float) -> bool:
         """Wait for the end of the process; returns whether it ended within the time."""
@@ -228,7 +230,7 @@ class ChildProcess(Subprocess):
                 if len(self._first_errors) < NUM_FIRST_ERRORS and _IS_ERROR.search(line):
                     self._first_errors.append(line.rstrip("\n"))
 
-    def told(self, what: str) -> str:
+    def with_output(self, what: str) -> str:
         """See `Subprocess`."""
         if self.returncode is not None:
             self._reader.join(1.0)  # its last output may not have been read yet

@@ -224,8 +224,8 @@ def learn(
         batch = batch.union(report.batch)
     if report.reward_kl is not None:
         components.kl.update(report.reward_kl)
-    with ThreadPoolExecutor(1, "samples") as beside:
-        kept = None if components.samples is None else beside.submit(components.samples.write, batch, step)
+    with ThreadPoolExecutor(1, "samples") as writer:
+        kept = None if components.samples is None else writer.submit(components.samples.write, batch, step)
         updates = update_by_mini_batches(components, config, batch, step, timer)
         if kept is not None:
             with timer.phase("keep_samples"):  # what is left of it: an agent that generates is slow to write

@@ -52,19 +52,19 @@ class _OfWholeBatch:
 def forward_backward(run: ForwardBackward, data: TensorDict, loss: LossFunction, world: World) -> EngineOutput:
     """Forward pass over all rows, backward pass over those that have a gradient. Collective.
 
-    Every rank has one call as before where no rank has a row without gradient, where none has one with (optimizer,
-    schedule and weight decay then see the gradients of 0 that they have always seen), and where a rank's rows cannot be
-    told apart because they are wrong, which that call reports.
+    All rows are differentiated in one call if no rank has a row without gradient; if no rank has a row with one, so
+    that optimizer, schedule and weight decay see gradients of 0; and if a rank's rows are invalid, which that call
+    reports.
     """
     if not hasattr(loss, "has_gradient"):
         return run(data, loss, has_backward=True)
     own = _split(data, loss)
     answers = world.exchange(None if own is None else (len(own.with_gradient), len(own.without), *own.batch.counts()))
-    found = [answer for answer in answers if answer is not None]
-    with_gradient, without, tokens, sequences = (
-        (sum(column) for column in zip(*found, strict=True)) if found else (0,) * 4
-    )
-    if own is None or len(found) < len(answers) or not with_gradient or not without:
+    known = [answer for answer in answers if answer is not None]
+    if own is None or len(known) < len(answers):
+        return run(data, loss, has_backward=True)
+    with_gradient, without, tokens, sequences = map(sum, zip(*known, strict=True))
+    if not with_gradient or not without:
         return run(data, loss, has_backward=True)
     whole = _OfWholeBatch(loss, BatchCounts(tokens=tokens, sequences=sequences))
     learned = run(own.batch.select(own.with_gradient), whole, has_backward=True)

@@ -497,7 +497,7 @@ class LaunchedServer(HttpServer):
     async def _tell_end(self, error: ServerLostError) -> None:
         """Raise the loss again with the process's exit code and last output, if it ends within `EXIT_TIMEOUT_S`."""
         if await self._process.has_ended(EXIT_TIMEOUT_S):
-            lost = ServerLostError(self._process.told_end())
+            lost = ServerLostError(self._process.why_ended())
             lost.partial = error.partial
             raise lost from error
 

@@ -177,7 +177,7 @@ def _run(command: Sequence[str], timeout_s: float, on_line: Callable[[str], None
         process.kill()
     if code != 0:
         raise TrainerError(
-            process.told(f"rl-sft did not finish within {timeout_s:g} s" if code is None else "rl-sft failed")
+            process.with_output(f"rl-sft did not finish within {timeout_s:g} s" if code is None else "rl-sft failed")
         )
 
 

@@ -25,7 +25,7 @@ def ages_of(
     """Staleness metrics of a batch, after the check that no token is older than allowed.
 
     An age is that of a sample's oldest token, in weight versions: `staleness_N` is the share of samples of age N,
-    beside `staleness_mean` and `staleness_max`.
+    in addition to `staleness_mean` and `staleness_max`.
 
     Args:
         generated: The batch.

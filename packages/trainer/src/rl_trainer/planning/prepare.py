@@ -131,7 +131,7 @@ def counted(config: Config, datasets: Datasets) -> Config:
     """The configuration with the number of steps that its `epochs` take.
 
     Raises:
-        PlanError: the rows are streamed, so that nobody can count them.
+        PlanError: the rows are streamed, so that they cannot be counted.
     """
     if datasets.stream is not None:
         raise PlanError(f"epochs={config.epochs} of rows that are streamed cannot be counted; set steps instead")

@@ -118,7 +118,7 @@ class RowCheck:
         thread.start()
         try:
             yield
-        except BaseException:  # nobody waits for a reward that hangs
+        except BaseException:  # a reward that hangs must not delay the error
             self._is_ended = True
             raise
         thread.join()
@@ -199,8 +199,8 @@ class RowCheck:
         try:
             return asyncio.run(measure(rl_agent.registry.create_tokenizer(folder)))
         except (AgentError, ValueError, OSError) as error:
-            told = str(error).splitlines()[0]
-            raise InputError(f"prompts cannot be made by the tokenizer of model.path={folder}: {told}") from error
+            reason = str(error).splitlines()[0]
+            raise InputError(f"prompts cannot be made by the tokenizer of model.path={folder}: {reason}") from error
 
     async def _try(self, until: float) -> None:
         """Try the reward on a row of each kind, from where the last call ended.

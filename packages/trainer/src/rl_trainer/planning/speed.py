@@ -75,8 +75,8 @@ class Speed:
 
     def passes_s(self, tokens: float, passes: float) -> float:
         """Seconds of forward passes; a backward pass counts as two."""
-        beside = _ELEMENT_S * self.num_layers * self.width / self.num_threads
-        return tokens * passes * (2 * self.num_parameters / self.pass_flops + beside)
+        outside = _ELEMENT_S * self.num_layers * self.width / self.num_threads
+        return tokens * passes * (2 * self.num_parameters / self.pass_flops + outside)
 
 
 def speed_facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:

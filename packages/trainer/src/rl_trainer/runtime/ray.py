@@ -28,7 +28,7 @@ from rl_trainer.runtime.limits import OBJECT_STORE_BYTES, check_limits
 from rl_trainer.runtime.network import check_ray_address, make_tokens
 from rl_trainer.runtime.processes import children, ended_when_asked, sigterm_blocked
 from rl_trainer.runtime.ray_answers import LOOK_S, Answers
-from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, reason_of, told_of
+from rl_trainer.runtime.ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, last_seen, reason_of
 from rl_trainer.runtime.reaper import Reaper
 from rl_trainer.runtime.tracing import environment
 
@@ -497,7 +497,7 @@ class RayReplicas(ReplicaSet[W]):
                     sent[call.remote(self._name, name, own, {})] = member
 
         def late(pending: list[Any]) -> str:
-            told = told_of([self._hosts[sent[r]].where for r in pending if sent[r] in self._hosts])
+            told = last_seen([self._hosts[sent[r]].where for r in pending if sent[r] in self._hosts])
             limit, members = self._runtime.answers.timeout_s, [sent[reference] for reference in pending]
             return f"members {members} of {self._name} did not finish {name} within {limit:.0f} s; {told}"
 

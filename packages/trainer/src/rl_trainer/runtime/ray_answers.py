@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rl_trainer.errors import WorkerDiedError, WorkerHungError, WorkerTimeoutError
-from rl_trainer.runtime.ray_host import last_lines, reason_of, told_of
+from rl_trainer.runtime.ray_host import last_lines, last_seen, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -54,7 +54,7 @@ class Answers:
 
         def late(pending: list[Any]) -> str:
             ranks, pool = [host_of[reference].rank for reference in pending], host_of[pending[0]].pool.name
-            told = told_of([host_of[reference].where for reference in pending])
+            told = last_seen([host_of[reference].where for reference in pending])
             return f"rank {ranks} of pool {pool!r} did not finish {what} within {limit:.0f} s; {told}"
 
         for done in self.completed(references, what, limit, late):

@@ -158,7 +158,7 @@ def last_lines(where: Whereabouts | None) -> str:
     return f"the last lines of process {where.pid}:\n{text}" if text else f"process {where.pid} wrote nothing"
 
 
-def told_of(late: Sequence[Whereabouts | None]) -> str:
+def last_seen(late: Sequence[Whereabouts | None]) -> str:
     """Error text about processes that did not answer in time: state, stacks, last lines."""
     return "; ".join(f"{description_of(where)}\n{last_lines(where)}" for where in late)
 

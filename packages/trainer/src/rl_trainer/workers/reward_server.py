@@ -59,7 +59,7 @@ class RewardServers:
                 stopped = {each: stopped.get(each, 0.0) + _CHECK_S for each in servers if is_stopped(each.pid)}
                 lost = [each for each in servers if not each.is_alive or stopped.get(each, 0.0) > heartbeat_s]
                 if lost:
-                    print(lost[0].told("is gone"), file=sys.stderr, flush=True)  # noqa: T201 - its last lines
+                    print(lost[0].with_output("is gone"), file=sys.stderr, flush=True)  # noqa: T201 - its last lines
                     for server in servers:
                         server.end()
                     os._exit(1)
@@ -133,15 +133,15 @@ class _Server:
     def url(self, deadline: float) -> str:
         while not self._has_told.wait(_READY_CHECK_S):
             if not self.is_alive:
-                raise RewardError(self.told("ended while it started"))
+                raise RewardError(self.with_output("ended while it started"))
             if time.monotonic() > deadline:
-                raise RewardError(self.told("was not ready in time"))
+                raise RewardError(self.with_output("was not ready in time"))
         assert self._url is not None, "it was set"
         return self._url
 
-    def told(self, what: str) -> str:
+    def with_output(self, what: str) -> str:
         """Error text: a sentence, the server's state and its last lines."""
-        return self._process.told(f"{self._name} {what}; {describe(self.pid, None)}")
+        return self._process.with_output(f"{self._name} {what}; {describe(self.pid, None)}")
 
     def end(self) -> None:
         self._process.kill()

@@ -82,9 +82,9 @@ class Lifecycle:
     async def check_health(self) -> None:
         """Raise `ServerLostError` if the subprocess has ended, or has been stopped for 10 s."""
         if self._process.returncode is not None:
-            raise ServerLostError(self._process.told_end())
-        if (told := self._process.told_stopped()) is not None:
-            raise ServerLostError(told)
+            raise ServerLostError(self._process.why_ended())
+        if (reason := self._process.why_stopped()) is not None:
+            raise ServerLostError(reason)
 
     def require_running(self) -> None:
         """Raise `ServerLostError` unless the server was started and not stopped."""

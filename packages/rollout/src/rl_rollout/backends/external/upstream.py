@@ -167,7 +167,7 @@ class Upstream:
     async def lost(self, why: str) -> ServerLostError:
         """Error for a lost server, with how its process ended, if it did."""
         if await self.process.has_ended(EXIT_TIMEOUT_S):
-            return ServerLostError(self.process.told_end())
+            return ServerLostError(self.process.why_ended())
         return ServerLostError(f"{self.where} is lost: {why}")
 
 
