@@ -1,28 +1,20 @@
-"""Frames, digest, buckets, delta and shared memory beside safetensors, checksums and plain torch, memcpy and a read.
+"""Frames, digest, buckets and delta beside safetensors, checksums and plain torch, memcpy and a read.
 
-One thread, except where two processes are measured. Frames are timed on three sizes of tensors, because their time must
+One thread. Frames are timed on three sizes of tensors, because their time must
 not depend on the bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import pickle
-import select
-import socket
 import zlib
-from multiprocessing import shared_memory
-from typing import TYPE_CHECKING
 
 import torch
 
 import rl_csrc
 from rl_bench import Run, missing
-from rl_csrc import _cpu, bucket, delta, frames, ipc
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+from rl_csrc import _cpu, bucket, delta, frames
 
 GB = 1e9
 
@@ -41,8 +33,6 @@ def main(run: Run) -> None:
     _copies(run, data, out)
     del out
     _delta(run, data)
-    _notices(run)
-    _shared_memory(run)
 
 
 def _frames(run: Run, size: int) -> None:
@@ -170,79 +160,4 @@ def _delta(run: Run, data: torch.Tensor) -> None:
         unit="GB/s",
         amount=data.nbytes / GB,
         goal=">= 3 GB/s",
-    )
-
-
-def _echo(connection: socket.socket, other: socket.socket) -> None:
-    other.close()  # the parent's end, which the fork copied: its end is noticed
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    buffer = memoryview(bytearray(64))
-    while poll.poll(60_000) and ipc.receive_into(connection, buffer)[0]:
-        connection.send(b"12345678")
-
-
-def _echo_pipe(connection: Connection) -> None:
-    while connection.recv_bytes():
-        connection.send_bytes(b"12345678")
-
-
-def _notices(run: Run) -> None:
-    context = multiprocessing.get_context("fork")
-    near, far = socket.socketpair()
-    ours, theirs = context.Pipe()
-    processes = [context.Process(target=_echo, args=(far, near)), context.Process(target=_echo_pipe, args=(theirs,))]
-    for process in processes:
-        process.start()
-    far.close()
-    poll = select.poll()
-    poll.register(near, select.POLLIN)
-    buffer = memoryview(bytearray(64))
-
-    def round_trip() -> None:
-        near.send(b"12345678")
-        poll.poll(60_000)
-        ipc.receive_into(near, buffer)
-
-    def pipe_trip() -> None:
-        ours.send_bytes(b"12345678")
-        ours.recv_bytes()
-
-    run.compare(
-        "round trip between two processes",
-        {"ipc: UNIX socket": round_trip},
-        peers={"multiprocessing.Pipe": pipe_trip},
-        unit="us",
-        inner=200,
-    )
-    near.close()
-    ours.send_bytes(b"")
-    for process in processes:
-        process.join(60)
-
-
-def _shared_memory(run: Run) -> None:
-    def make() -> None:
-        memory = shared_memory.SharedMemory(create=True, size=1 << 20)
-        memory.close()
-        memory.unlink()
-
-    run.compare(
-        "shared memory of 1 MiB: make, map, let go",
-        {"ipc: sealed memfd": lambda: ipc.SharedMemory.create(1 << 20).map()},
-        peers={"multiprocessing.shared_memory": make},
-        unit="us",
-        inner=50,
-    )
-    size = 64 << 20
-
-    def populated() -> None:
-        mapping = ipc.SharedMemory.create(size).map()  # mapped for as long as the tensor lives
-        ipc.populate(mapping.data_ptr(), size)
-
-    run.compare(
-        "shared memory of 64 MiB: make and have every page there",
-        {"ipc.populate": populated},
-        peers={"written with zeros": lambda: ipc.SharedMemory.create(size).map().zero_()},
-        unit="ms",
     )

@@ -8,8 +8,7 @@ them only take longer.
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,12 +68,6 @@ def _forward(run: Run, logits: torch.Tensor, labels: torch.Tensor) -> None:
             goal=f">= {1 / goal:.3f} of limit",
             peer_repetitions=SLOW,
         )
-        run.compare(
-            f"the same against torch.compile, {name}",
-            {"rl_csrc": ours},
-            peers={"torch.compile": peer},
-            goal=">= 3 of best peer",
-        )
 
 
 def _backward(run: Run, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -128,13 +121,6 @@ def _call_overhead(run: Run) -> None:
         unit="us",
         inner=20_000,
         goal="<= 1 us",
-    )
-    run.compare(
-        "the same through the public op",
-        {"rl_csrc.logprobs": lambda: rl_csrc.logprobs(x, labels)},
-        peers={"log_softmax + gather": lambda: torch.log_softmax(x, -1).gather(1, labels[:, None])},
-        unit="us",
-        inner=5_000,
     )
 
 
@@ -277,19 +263,25 @@ def _copies(run: Run) -> None:
     )
 
 
-def gpu(run):
-    """The rows of `gpu/`, which also run beside an installed rl_csrc alone (`gpu/device.sh bench`)."""
-    sys.path.insert(0, str(Path(__file__).parent / "gpu"))
-    from attention import attention
-    from head import linear
-    from scores import forward, train
-    from table import ROWS, VOCAB, Table
-    from tokens_and_bytes import copies, deltas, losses
+def gpu(run: Run) -> None:
+    """Groups of `gpu/`: those that `RL_BENCH` names, with commas, or all."""
+    from csrc.bench.gpu.attention import attention
+    from csrc.bench.gpu.head import linear
+    from csrc.bench.gpu.scores import forward, train
+    from csrc.bench.gpu.table import ROWS, Table
+    from csrc.bench.gpu.tokens_and_bytes import copies, deltas, losses
 
+    groups = {
+        "losses": losses,
+        "copies": copies,
+        "attention": attention,
+        "deltas": deltas,
+        "forward": forward,
+        "train": train,
+        "linear": linear,
+    }
+    named = os.environ.get("RL_BENCH") or ",".join(list(groups)[: 3 if run.quick else None])
     run.parameters(rows=ROWS, vocab=VOCAB, dtype="bfloat16")
-    for group in (
-        (losses, copies, attention) if run.quick else (losses, copies, attention, deltas, forward, train, linear)
-    ):
-        table = Table()
-        group(table)
-        table.copy_to(run)
+    for name in named.split(","):
+        groups[name](Table(run))
+        torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build csrc for one GPU architecture on the machine this runs on, then do what the arguments say, in order:
-#   build | test [pytest arguments in RL_TESTS] | overlap | bench [groups in RL_BENCH] | sanitize
-# With RL_DRY=1 no device is needed: nothing is built, tests are collected, scripts say how they are called.
+#   build | test [pytest arguments in RL_TESTS] | sanitize
+# With RL_DRY=1 no device is needed: nothing is built, tests are collected.
 # Results go to $OUT (default: ./out). Needs nvcc, torch, pybind11, scikit-build-core, pytest. Builds outside the checkout.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -47,12 +47,6 @@ run_tests() {
     -o markers="$markers" -W error -m gpu $together --durations=8 ${RL_DRY:+--collect-only} ${RL_TESTS:-$(cd "$root" && find tests -name 'test_csrc_cuda_*.py')}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
 }
 
-overlap() { "$python" "$root/bench/gpu/overlap.py" --json "$out/overlap.json" ${RL_DRY:+--help}; }
-
-bench() {
-  "$python" "$root/bench/gpu/kernels.py" --json "$out/bench.json" ${RL_BENCH:+--only "$RL_BENCH"} ${RL_DRY:+--help} 2>&1 | tee "$out/bench.log"
-}
-
 sanitize() {
   local chosen='(1001 and bfloat16) or (40000 and ppo) or (hold and gae) or bucket or (digest and 1000) or (delta and 0.01) or (moments and 1000) or (group_norm and 64)'
   local tool failed=0
@@ -72,8 +66,6 @@ for step in "$@"; do
   case $step in
     build) build || exit 1 ;;
     test) run_tests ;;
-    overlap) overlap ;;
-    bench) bench ;;
     sanitize) sanitize ;;
     *) echo "unknown step $step" && exit 2 ;;
   esac && echo "== $step done at ${SECONDS}s" || { status=1 && echo "== $step FAILED at ${SECONDS}s"; }

@@ -2,88 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from typing import TYPE_CHECKING
 
 import torch
-from table import DEVICE, ROWS, VOCAB, Table
-from timing import measure
+from csrc.bench.gpu.table import DEVICE, ROWS, VOCAB, Table, measure
 
 from rl_csrc import cuda as ours
-from rl_csrc.cuda.linear_logprobs import GRADIENT_ROWS, _block_shape, _blocks  # pyright: ignore[reportPrivateUsage]
 from rl_csrc.types import LossSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ALONE = "the products alone, without the kernels between them"
 BEYOND = "peak beyond operands, returned gradients and, of linear_loss, its float32 total; our room is 0.65 GiB"
-
-
-def tuning(table: Table) -> None:
-    """The LM head's ops by the shapes of their blocks: which of them should be the constants of `linear_logprobs.py`.
-
-    RL_HEAD_MIB (default 335,670,1340): room for logits and gradients, MiB. RL_HEAD_ROWS (256,512,1024): rows of logits
-    where a loss stands between them and their gradient. RL_HEAD_WIDTHS (2048,4096): hidden sizes.
-    """
-    from rl_csrc.cuda import linear_logprobs as op
-
-    def of(name: str, default: str) -> list[int]:
-        return [int(each) for each in os.environ.get(name, default).split(",")]
-
-    before = op.CHUNK_BYTES, op.GRADIENT_ROWS
-    try:
-        for width in of("RL_HEAD_WIDTHS", "2048,4096"):
-            hidden = torch.randn(ROWS, width, device=DEVICE, dtype=torch.bfloat16)
-            weight = torch.randn(VOCAB, width, device=DEVICE, dtype=torch.bfloat16) * 0.02
-            labels = torch.randint(0, VOCAB, (ROWS,), device=DEVICE)
-            product, two = products(hidden, weight)
-            one, pair = statistics.median(product), statistics.median(two)
-            for name, limit in (("forward", one), ("forward and backward", 2 * one + pair), ("loss", one + pair)):
-                table.add(f"tuning: {name} H={width}", "its torch.mm", [limit], role="limit")
-            for mib in of("RL_HEAD_MIB", "335,670,1340"):
-                op.CHUNK_BYTES = mib << 20
-                tuning_at(table, width, f"{mib} MiB", hidden, weight, labels)
-                for rows in of("RL_HEAD_ROWS", "256,512,1024"):
-                    op.GRADIENT_ROWS = rows
-                    tuning_loss(table, width, f"{mib} MiB, {rows} rows", hidden, weight, labels)
-    finally:
-        op.CHUNK_BYTES, op.GRADIENT_ROWS = before
-
-
-def tuning_at(
-    table: Table, width: int, shape: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
-) -> None:
-    """Forward, and forward with the backward by recompute."""
-    how = (1.0, None, -100, True, False, None, False)
-    grads = torch.randn(ROWS, device=DEVICE) * 1e-4
-
-    def both() -> None:
-        scored, entropies, _, lse = ours.linear_logprobs_forward(hidden, weight, labels, None, *how)
-        back = (None, scored, lse, grads, entropies, None, 1.0, None, -100, None, False, (True, True, False))
-        ours.linear_logprobs_backward(hidden, weight, labels, *back)
-
-    forward = measure(lambda: ours.linear_logprobs_forward(hidden, weight, labels, None, *how), repeats=7)
-    table.add(f"tuning: forward H={width}", shape, forward, goal_of_limit=1 / 1.07)
-    table.add(f"tuning: forward and backward H={width}", shape, measure(both, repeats=7), goal_of_limit=1 / 1.10)
-
-
-def tuning_loss(
-    table: Table, width: int, shape: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
-) -> None:
-    """The loss inside: three products."""
-    old, advantages = -torch.rand(ROWS, device=DEVICE), torch.randn(ROWS, device=DEVICE) * 1e-4
-    mask = torch.ones(ROWS, dtype=torch.bool, device=DEVICE)
-    tokens = (old, advantages, mask, torch.arange(0, ROWS + 1, 512, device=DEVICE), LossSpec(), float(ROWS))
-
-    def loss(scored: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None]:
-        value, _, grad, _ = ours.policy_loss(scored, *tokens, entropies, None, None)
-        return value, grad, None
-
-    how = (1.0, None, -100, False, None, (True, True), 0, None)
-    samples = measure(lambda: ours.linear_loss(hidden, weight, labels, loss, *how), repeats=7)
-    table.add(f"tuning: loss H={width}", shape, samples, goal_of_limit=1 / 1.08)
 
 
 def linear(table: Table) -> None:
@@ -113,15 +44,6 @@ def linear_at(table: Table, width: int) -> None:
     shape = f"H={width}"
     metric = f"linear_logprobs forward {shape}"
     table.add(metric, "one torch.mm, bf16 result", product, role="limit")
-    for chunk in (1024,):
-        buffer = torch.empty(chunk, VOCAB, device=DEVICE)
-
-        def chunks(chunk: int = chunk, buffer: torch.Tensor = buffer) -> None:
-            for part in hidden.split(chunk):
-                torch.mm(part, weight.t(), out_dtype=torch.float32, out=buffer)
-
-        table.add(metric, f"torch.mm to f32, chunks of {chunk}", measure(chunks, repeats=7), note=ALONE)
-        del buffer
     empty_peak = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for chunk, goal in ((None, 1 / 1.07), (512, None)):
@@ -151,10 +73,8 @@ def linear_at(table: Table, width: int) -> None:
         )  # fmt: skip
 
     gradients = hidden.nbytes + weight.nbytes
-    recomputed_products(table, metric, hidden, weight)
     with_memory(table, metric, "rl_csrc.linear_logprobs", recompute, gradients, 1 / 1.10)
     metric = f"linear_loss of a policy loss, 3 products {shape}"
-    own_products(table, metric, hidden, weight)
     accumulator = 4 * weight.numel() + gradients
     table.add(metric, "its 3 torch.mm", [one + pair], role="limit")
     mask = torch.ones(ROWS, dtype=torch.bool, device=DEVICE)
@@ -174,52 +94,6 @@ def linear_at(table: Table, width: int) -> None:
     with_memory(table, metric, "rl_csrc.linear_loss", at_once, accumulator, 1 / 1.08)
     with_memory(table, metric, "rl_csrc.linear_loss, chunk 512", lambda: at_once(512), accumulator, None)
     peers_linear(table, metric, hidden, weight, labels)
-
-
-def recomputed_products(table: Table, metric: str, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    """The products of `linear_logprobs`, forward and backward, in their shapes and types, without what is between."""
-    height, width = _block_shape(hidden, VOCAB, None, False)
-    assert height == ROWS
-    forward = torch.empty(ROWS // 8, VOCAB, device=DEVICE)
-    logits = torch.empty(height * width, device=DEVICE)
-    gradient = torch.empty(height * width, dtype=torch.bfloat16, device=DEVICE).normal_(0, 1e-3)
-    total = torch.zeros(hidden.shape, device=DEVICE)
-    dweight = torch.empty_like(weight)
-
-    def backward() -> None:
-        for columns in _blocks(VOCAB, width):
-            shape = height, columns.stop - columns.start
-            size = shape[0] * shape[1]
-            part, grad = weight[columns], gradient[:size].view(shape)
-            torch.mm(hidden, part.t(), out_dtype=torch.float32, out=logits[:size].view(shape))
-            torch.addmm(total, grad, part, out_dtype=torch.float32, out=total)
-            torch.mm(grad.t(), hidden, out=dweight[columns])
-
-    def both() -> None:
-        for part in hidden.split(ROWS // 8):
-            torch.mm(part, weight.t(), out_dtype=torch.float32, out=forward)
-        backward()
-
-    table.add(metric, "its torch.mm, in its blocks", measure(both, repeats=7), note=ALONE)
-    table.add(metric, "those of the backward", measure(backward, repeats=7), note=ALONE)
-
-
-def own_products(table: Table, metric: str, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    """The products of `linear_loss`, in their shapes and types, without what is between."""
-    rows, held = GRADIENT_ROWS, 2 * GRADIENT_ROWS  # what the op's room holds at this vocabulary
-    logits = torch.empty(rows, VOCAB, device=DEVICE)
-    gradient = torch.empty(held, VOCAB, dtype=torch.bfloat16, device=DEVICE).normal_(0, 1e-3)
-    total = torch.zeros(weight.shape, device=DEVICE)
-    dhidden = torch.empty_like(hidden)
-
-    def run() -> None:
-        for part in hidden.split(rows):
-            torch.mm(part, weight.t(), out_dtype=torch.float32, out=logits[: part.shape[0]])
-        for part, out in zip(hidden.split(held), dhidden.split(held), strict=True):
-            torch.mm(gradient[: part.shape[0]], weight, out=out)
-            torch.addmm(total, gradient[: part.shape[0]].t(), part, out_dtype=torch.float32, out=total)
-
-    table.add(metric, "its torch.mm, in its chunks", measure(run, repeats=7), note=ALONE)
 
 
 def with_memory(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from table import DEVICE, ROWS, VOCAB, Table
-from timing import measure
+from csrc.bench.gpu.table import DEVICE, ROWS, VOCAB, Table, measure
 
 from rl_csrc import cuda as ours
 

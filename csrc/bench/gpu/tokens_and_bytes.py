@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from table import DEVICE, Table
-from timing import measure, measure_graph
+from csrc.bench.gpu.table import DEVICE, Table, measure, measure_graph
 
 from rl_csrc import _cuda
 from rl_csrc import cuda as ours

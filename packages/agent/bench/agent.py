@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 from aiohttp import web
 
-from rl_agent import AgentRunner, Grader, SandboxLimits, create_loop, validate_output
+from rl_agent import AgentRunner, create_loop
 from rl_agent.proxy import RecordingProxy
 from rl_agent.testing import FakeTokenizer
 from rl_bench import Role, Run
@@ -68,7 +68,6 @@ def main(run: Run) -> None:
         proxy_requests(run, runner)
         proxy_streams(run, runner, num_streams=100 if run.quick else 1000)
         many_sessions(run, runner, num_sessions, delay_s)
-        grades(run, runner)
 
 
 def timed(runner: asyncio.Runner, work: Callable[[], Coroutine], num_turns: int) -> float:
@@ -104,8 +103,6 @@ def per_turn(run: Run, runner: asyncio.Runner) -> None:
         beyond = [ours - bare for ours, bare in zip(samples[name], samples["bare"], strict=True)]
         note = "beyond server, template and decode"
         run.record("overhead per turn", name, beyond, unit="ms", goal="<= 0.5 ms", note=note)
-    output = runner.run(loop.run({}, rows[0]))
-    run.compare(f"validate {NUM_TOKENS} tokens", {"rl-agent": lambda: validate_output(output)}, unit="us", inner=100)
 
 
 class Calling(Server):
@@ -275,25 +272,3 @@ def many_sessions(run: Run, runner: asyncio.Runner, num_sessions: int, delay_s: 
                 figures = [latency[int(count * quantile)] for latency in latencies]
                 role = Role.OURS if name == "rl-agent" else Role.LIMIT
                 run.record(f"latency p{quantile * 100:g}, {count} sessions", name, figures, unit="ms", role=role)
-
-
-def grades(run: Run, runner: asyncio.Runner) -> None:
-    """Code for rewards in two warm workers: what prints an answer, and what is asked by assertions."""
-    num_grades = 40 if run.quick else 200
-    grader = Grader(num_workers=2, limits=SandboxLimits(timeout_s=60.0), cache_size=0)
-
-    async def printed() -> None:
-        await asyncio.gather(*(grader.run(f"print({i})\npass") for i in range(num_grades)))
-
-    async def judged() -> None:
-        code = "def add(a, b):\n    return a + b"
-        tests = (f"assert add({i}, 1) == {i + 1}" for i in range(num_grades))
-        await asyncio.gather(*(grader.judge(code, test) for test in tests))
-
-    try:
-        samples = run.collect({each.__name__: partial(timed, runner, each, num_grades) for each in (printed, judged)})
-        note = str(runner.run(grader.check()))
-    finally:
-        runner.run(grader.close())
-    for name, taken in samples.items():
-        run.record("grades", name, [1e3 / each for each in taken], unit="/s", note=note)

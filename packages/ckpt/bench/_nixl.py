@@ -1,8 +1,4 @@
-"""NIXL as one would use it without rl-ckpt: the sender registers its tensors, the other process reads them.
-
-`each` is NIXL's default use: every tensor is registered, read and released by itself. `once` registers all of them once
-and reads them in one call. Neither verifies anything.
-"""
+"""NIXL's default use, without rl-ckpt: another process registers, reads and releases each tensor, unverified."""
 
 import json
 import os
@@ -27,15 +23,14 @@ class Pair:
 
     Args:
         sizes: Of the tensors, bytes.
-        mode: `each` or `once`, see above.
         mine, theirs: The cores of the sending and of the reading process.
     """
 
-    def __init__(self, sizes, mode, mine, theirs):
+    def __init__(self, sizes, mine, theirs):
         self._ends = []
         try:
             told = json.dumps(sizes)
-            for role, cores in (("send", mine), (mode, theirs)):
+            for role, cores in (("send", mine), ("take", theirs)):
                 self._ends.append(Other("_nixl", role, *cores))
                 self._ends[-1].tell(told)
                 told = self._ends[-1].hear("ready")
@@ -91,29 +86,23 @@ def serve(mode, *cores):
     if mode == "send":
         send(told)
     else:
-        take(mode, *told)
+        take(*told)
 
 
-def take(mode, metadata, places):
+def take(metadata, places):
     from nixl._api import nixlBind
 
     mine = agent("bench-reader")
     peer = mine.add_remote_agent(bytes.fromhex(metadata))
     targets = [torch.zeros(num_bytes, dtype=torch.uint8) for _, num_bytes in places]
     remote = [(address, num_bytes, 0) for address, num_bytes in places]
-    if mode == "once":
-        mine.register_memory(targets)
-        local, everything = mine.get_xfer_descs(targets), nixlBind.nixlXferDList(nixlBind.DRAM_SEG, remote)
     say("ready")
     for _ in sys.stdin:
-        if mode == "once":
-            read(mine, local, everything, peer)
-        else:
-            for target, place in zip(targets, remote, strict=True):
-                registered = mine.register_memory([target])
-                there = nixlBind.nixlXferDList(nixlBind.DRAM_SEG, [place])
-                read(mine, mine.get_xfer_descs([target]), there, peer)
-                mine.deregister_memory(registered)
+        for target, place in zip(targets, remote, strict=True):
+            registered = mine.register_memory([target])
+            there = nixlBind.nixlXferDList(nixlBind.DRAM_SEG, [place])
+            read(mine, mine.get_xfer_descs([target]), there, peer)
+            mine.deregister_memory(registered)
         say("done")
 
 

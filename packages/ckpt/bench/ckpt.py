@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from packages.ckpt.bench import _fanout, _loop, _pairs, _parts
+from packages.ckpt.bench import _fanout, _loop
 from packages.ckpt.bench._child import (
     TOKEN,
     Child,
@@ -84,11 +84,8 @@ def measure(run, cores):
         num_bytes=num_bytes, num_tensors=len(weights), shapes="Qwen3-0.6B", dtype="bfloat16", changed=CHANGED
     )  # fmt: skip
     memcpy = {"memcpy, one process": lambda: copy_into(mine, weights.items())}
-    _parts.measure(run, weights, mine, num_bytes)
-    _parts.verification(run, weights)
     _loop.measure(run, size)
     _fanout.measure(run, cores)
-    _pairs.measure(run, Sending, (size[0], size[1] // 6), cores)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rl-bench-") as folder, ExitStack() as stack:
         shared_memory(run, stack, Path(folder), size, cores, weights, memcpy, num_bytes)
     for scheme in ("uds", "tcp"):
@@ -99,11 +96,6 @@ def measure(run, cores):
     with ExitStack() as stack:
         stack.callback(pace(LINK))
         differences(run, stack, size, cores, weights, "a tcp link of 10 Gbit/s")
-    with ExitStack() as stack:
-        from packages.ckpt.bench import _chain
-
-        stack.callback(pace(300_000_000))
-        _chain.measure(run, stack)
     with ExitStack() as stack:
         beside_nixl(run, stack, size, cores, weights, num_bytes)
     if torch.cuda.is_available():
@@ -137,7 +129,7 @@ def nixl_peer(stack, weights, cores):
     from packages.ckpt.bench import _nixl
 
     try:
-        pair = _nixl.Pair([tensor.nbytes for tensor in weights.values()], "each", os.sched_getaffinity(0), cores)
+        pair = _nixl.Pair([tensor.nbytes for tensor in weights.values()], os.sched_getaffinity(0), cores)
     except (TimeoutError, RuntimeError) as error:
         return str(error)
     stack.callback(pair.close)

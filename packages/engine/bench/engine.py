@@ -9,23 +9,16 @@ TRL is an optional peer in an environment of its own, because it pins other vers
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_bench import Role, Run
-from rl_csrc import policy_loss
-from rl_engine import EngineConfig, OptimizerConfig, create_engine
-from rl_engine.losses import sft_loss, token_local
-from rl_engine.testing import ragged_batch, write_tiny_model
-
-SIZES = {"hidden_size": 160, "intermediate_size": 480, "num_hidden_layers": 4, "num_attention_heads": 5, "head_dim": 32}
+from rl_engine.testing import write_tiny_model
 
 # a vocabulary whose logits weigh, as they do in real models, and rows of mixed lengths
 WIDE = {
@@ -39,101 +32,28 @@ HALF_BILLION = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
     "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }  # fmt: skip
-# a vocabulary under which the head is most of a step
-HEAVY_HEAD = {
-    "vocab_size": 32768, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-}  # fmt: skip
 # the vocabulary of Qwen, under a trunk that weighs little
 QWEN_HEAD = {
     "vocab_size": 151936, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }  # fmt: skip
+# the tiny model of packages/trainer/bench/trainer_step.py, which learns from 8 completions of each of 8 prompts
+GROUPS = 8
+SMALL = {
+    "vocab_size": 80, "hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 48, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+}  # fmt: skip
 GPU_TOKENS, GPU_LONGEST = 8192, 2048
 NAMES = {"rl-engine": "rl-engine", "plain": "plain Hugging Face", "trl": "TRL's SFTTrainer"}
 VARIABLE = "RL_BENCH_TRL_PYTHON"
 
 
-def draw_rows(num_rows, low, high):
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(low, high, (2, num_rows), generator=generator).tolist()
-    draw = lambda size: torch.randint(4, 70, (size,), generator=generator).tolist()  # noqa: E731
-    return [draw(size) for size in lengths[0]], [draw(size) for size in lengths[1]]
-
-
-def padded(prompts, completions):
-    width = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
-    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        start, stop = len(prompt), len(prompt) + len(completion)
-        ids[row, :stop] = torch.tensor(prompt + completion)
-        labels[row, start:stop], mask[row, :stop] = ids[row, start:stop], 1
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def plain_step(folder, prompts, completions, micro_rows):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    tokens = sum(map(len, completions))
-    pieces = [
-        padded(prompts[start : start + micro_rows], completions[start : start + micro_rows])
-        for start in range(0, len(prompts), micro_rows)
-    ]
-
-    def step():
-        optimizer.zero_grad()
-        for piece in pieces:
-            model(**piece, num_items_in_batch=tokens, use_cache=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    return step
-
-
-def our_step(folder, batch, loss=sft_loss, **changes):
-    engine = create_engine("fsdp", EngineConfig(model_path=str(folder), optimizer=OptimizerConfig(), **changes))
-    engine.initialize()
-
-    def step():
-        engine.optimizer_zero_grad()
-        engine.forward_backward_batch(batch, loss)
-        engine.optimizer_step()
-
-    return step, lambda: engine.forward_backward_batch(batch, None)
-
-
 def main(run: Run) -> None:
-    _short_rows(run)
     _mixed_rows(run)
-    _head(run)
     _head_memory(run)
-    _two_ranks(run)
+    _prompts(run)
     gpu(run)
-
-
-def _short_rows(run: Run) -> None:
-    num_rows, low, high = (128, 3, 12) if run.quick else (512, 3, 14)
-    prompts, completions = draw_rows(num_rows, low, high)
-    batch = ragged_batch(prompts, completions)
-    tokens = sum(map(len, prompts)) + sum(map(len, completions))
-    budget = 8192
-    run.parameters(**SIZES, num_rows=num_rows, tokens=tokens, max_tokens_per_gpu=budget)
-    with tempfile.TemporaryDirectory() as folder:
-        write_tiny_model(folder, num_key_value_heads=5, **SIZES)
-        exact, scores = our_step(folder, batch, max_tokens_per_gpu=budget)
-        medium, medium_scores = our_step(folder, batch, max_tokens_per_gpu=budget, matmul_precision="medium")
-        plain = plain_step(folder, prompts, completions, micro_rows=budget // (2 * high - 2))
-        amount = {"unit": "tokens/s", "amount": tokens}
-        run.compare(
-            "step", {"rl-engine": exact}, peers={"plain Hugging Face": plain}, goal=">= 1.0 of best peer", **amount
-        )
-        run.compare(
-            "step, bfloat16 products", {"rl-engine": medium}, peers={"plain Hugging Face, float32": plain}, **amount
-        )
-        run.compare("old log-probs", {"float32": scores, "bfloat16 products": medium_scores}, **amount)
 
 
 def _mixed_rows(run: Run) -> None:
@@ -151,61 +71,6 @@ def _mixed_rows(run: Run) -> None:
     is_above = {"peak resident memory": False, "its growth over imports": True}
     for metric, over_imports in is_above.items():
         tell_memory(run, metric, found, over_imports=over_imports)
-
-
-def _policy_loss(output, rows):
-    """PPO on log-probs that are the old ones."""
-    mask, found = rows["loss_mask"].values().bool(), output.logprobs
-    old, advantages = found.detach(), torch.linspace(-1, 1, len(mask))
-    counted = {"num_tokens": output.counts.tokens}
-    return policy_loss(found, old, advantages, mask, output.cu_seqlens, **counted).loss, {}
-
-
-def _head(run: Run) -> None:
-    """A policy update whose loss is made by the head, and the same where log-probs come first; groups of eight rows."""
-    prompts, completions = draw_rows(16 if run.quick else 32, 24, 72)
-    prompts = [prompts[row // 8 * 8] for row in range(len(prompts))]
-    batch = ragged_batch(prompts, completions)
-    tokens = sum(map(len, completions))
-    run.parameters(head=HEAVY_HEAD, scored_tokens=tokens, head_prompt_tokens=sum(map(len, prompts[::8])))
-    local = token_local(lambda output, rows: _policy_loss(output, rows))
-    with tempfile.TemporaryDirectory() as place:
-        folder = write_tiny_model(Path(place) / "model", **HEAVY_HEAD)
-        for precision in ("float32", "bfloat16"):
-            at_once, _ = our_step(folder, batch, local, precision=precision)
-            one_after_the_other, _ = our_step(folder, batch, _policy_loss, precision=precision)
-            metric = f"products of a policy update over one with the head, {precision}"
-            one = tokens * HEAVY_HEAD["vocab_size"] * HEAVY_HEAD["hidden_size"]
-            run.record(metric, "loss in the head", [multiplied(at_once) / one], unit="x")
-            others = [multiplied(one_after_the_other) / one]
-            run.record(metric, "log-probs, then the loss", others, unit="x", role=Role.PEER)
-            run.compare(
-                f"policy update under 32k tokens of vocabulary, {precision}", {"loss in the head": at_once},
-                peers={"log-probs, then the loss": one_after_the_other},
-                goal=">= 1.18 of best peer",  # 1 / 0.85
-            )  # fmt: skip
-
-
-class _Products(TorchDispatchMode):
-    """Counts the multiplications of matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name in ("mm", "addmm", "addmm_", "bmm"):
-            left, right = [given for given in args if isinstance(given, torch.Tensor)][-2:]
-            self.count += left.numel() * right.shape[-1]
-        return func(*args, **(kwargs or {}))
-
-
-def multiplied(step) -> int:
-    """Multiplications of the matrix products of one step, attention's kernel excepted."""
-    with _Products() as products:
-        step()
-    return products.count
 
 
 def _head_memory(run: Run) -> None:
@@ -229,57 +94,41 @@ def _head_memory(run: Run) -> None:
         run.record("step under 152k tokens of vocabulary", name, taken["seconds"][1:], unit="s", role=role)
 
 
-def _two_ranks(run: Run) -> None:
-    """Updates of a dense model on two gloo ranks: megatron's tensor parallelism beside fsdp, processes in turns."""
-    names = {"megatron": "megatron, tp=2", "fsdp": "fsdp, 2 ranks"}
-    note = "gloo on CPUs; megatron-core on the stand-in for CUDA of the tests, without its kernels"
-    prompts, completions = draw_rows(32, 24, 96)
-    tokens = sum(map(len, prompts)) + sum(map(len, completions))
-    run.parameters(two_ranks=WIDE, two_ranks_tokens=tokens, two_ranks_threads=1)
-    given = {"prompts": prompts, "completions": completions, "lr": 1e-3, "max_tokens": 1024, "updates": 4}
-    found: dict[str, list[list[dict]]] = {backend: [] for backend in names}
+def _prompts(run: Run) -> None:
+    """Updates from groups of completions: each prompt fed once, as by default, and with every completion.
+
+    Tokens a second are those of the rows, prompts and completions, however often a prompt is fed.
+    """
+    ways = {"prompts fed once": (True, Role.OURS), "prompts fed with every row": (False, Role.PEER)}
+    run.parameters(shared_prompts=SMALL, groups=GROUPS, group_size=GROUPS)
     with tempfile.TemporaryDirectory() as place:
-        settings = Path(place) / "settings.json"
-        settings.write_text(json.dumps(given | {"model": str(write_wide_model(Path(place) / "model"))}))
-        for _ in range(1 if run.quick else 2):
-            for backend, rounds in found.items():
-                rounds.append(ranks_of(settings, backend))
-    for backend, rounds in found.items():
-        role = Role.OURS if backend == "megatron" else Role.PEER
-        seconds = [each for ranks in rounds for each in ranks[0]["seconds"][1:]]
-        grown = [(rank["peak_bytes"] - rank["base_bytes"]) / 2**20 for ranks in rounds for rank in ranks]
-        run.record("update on two ranks", names[backend], seconds, unit="s", role=role, note=note)
-        run.record("memory that a rank of two grows by", names[backend], grown, unit="MiB", role=role, note=note)
-    losses = [found[backend][0][0]["losses"] for backend in names]
-    apart = [abs(ours - theirs) for ours, theirs in zip(*losses, strict=True)]
-    run.parameters(two_ranks_losses=dict(zip(names, losses, strict=True)))
-    metric = "loss of updates on two ranks, megatron less fsdp"
-    run.record(metric, names["megatron"], [max(apart)], unit="nats", goal="<= 0.0001 nats")
+        model = write_tiny_model(Path(place) / "model", **SMALL)
+        for prompt, completion in ((10, 32), (512, 64)):
+            rows = group_rows(prompt, completion, groups=2 if run.quick and prompt > 100 else GROUPS)
+            work, tokens = f"update, prompts of {prompt} and completions of {completion}", sum(map(row_size, rows))
+            given = {"model": str(model), "batches": [rows] * 4, "batch_size": len(rows)}
+            given |= {"longest": prompt + completion, "device": "cpu", "is_random": False}
+            for name, (share, role) in ways.items():
+                found = race(run, Path(place), given | {"prefix_sharing": share}, systems=("rl-engine",))["rl-engine"]
+                speeds = [tokens / seconds for seconds in found["seconds"][1:]]
+                run.record(work, name, speeds, unit="tokens/s", role=role)
+                grown = (found["peak_bytes"] - found["base_bytes"]) / 2**20
+                run.record(f"{work}: memory over imports", name, [grown], unit="MiB", role=role)
 
 
-def ranks_of(settings: Path, backend: str, *, timeout_s: float = 200) -> list[dict]:
-    """What the two processes of a backend wrote."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    script = str(Path(__file__).with_name("_ranks_child.py"))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", script, str(settings), backend, str(rank)],
-            env=os.environ | group | {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for rank in ranks:
-            _, said = rank.communicate(timeout=timeout_s)
-            if rank.returncode:
-                raise RuntimeError(f"{backend} failed: {said[-3000:]}")
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [json.loads(settings.with_name(f"{backend}-{rank}.json").read_text()) for rank in range(2)]
+def row_size(row: dict) -> int:
+    return len(row["input_ids"])
+
+
+def group_rows(prompt: int, completion: int, *, groups: int) -> list[dict]:
+    """Rows of completions of the same prompts, as `_sft_child.py` takes them."""
+    draw = random.Random(0)
+    rows, mask = [], [0] * prompt + [1] * completion
+    for _ in range(groups):
+        start = [draw.randrange(4, 70) for _ in range(prompt)]
+        ends = ([draw.randrange(4, 70) for _ in range(completion)] for _ in range(GROUPS))
+        rows += [{"input_ids": start + end, "completion_mask": mask} for end in ends]
+    return rows
 
 
 def gpu(run: Run) -> None:
@@ -343,7 +192,7 @@ def race(
 
 def tell(run: Run, metric: str, batches: list, found: dict[str, dict], *, warm_up: int, goal: str) -> None:
     """Tokens a second of every step after the first ones."""
-    tokens = [sum(len(row["input_ids"]) for row in rows) for rows in batches][warm_up:]
+    tokens = [sum(map(row_size, rows)) for rows in batches][warm_up:]
     run.parameters(**{f"tokens of steps, {metric}": tokens})
 
     def speeds(one: dict) -> list[float]:

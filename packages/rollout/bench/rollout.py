@@ -114,6 +114,8 @@ def main(run: Run) -> None:
         def ours(server, count=count, new_tokens=new_tokens):
             return lambda: runner.run(generate(server, turns.requests(count, new_tokens)))
 
+        vllm = {name: ours(server) for name, server in peers.items()} or {"vLLM": "RL_ROLLOUT_VLLM is not set"}
+
         def transformers_generate():
             prompts = torch.tensor([r.prompt_token_ids for r in turns.requests(count, new_tokens)])
             with torch.inference_mode():
@@ -122,32 +124,16 @@ def main(run: Run) -> None:
         run.compare(
             f"{count} requests x {new_tokens} tokens",
             {name: ours(server) for name, server in servers.items()},
-            peers={
-                "transformers generate": transformers_generate,
-                "bare loop of forward passes, static cache": lambda: bare_loop(
-                    model,
-                    torch.tensor([r.prompt_token_ids for r in turns.requests(count, new_tokens)]),
-                    new_tokens,
-                ),
-            },
+            peers={"transformers generate": transformers_generate, **vllm},
             limit={"the model's matrix products alone": lambda: products.run(new_tokens)},
             unit="tokens/s",
             amount=count * new_tokens,
             goal=">= 5 of best peer",
         )
         run.compare(
-            f"{count} requests x {new_tokens} tokens, beside vLLM",
-            {name: ours(server) for name, server in servers.items()},
-            peers={name: ours(server) for name, server in peers.items()} or {"vLLM": "RL_ROLLOUT_VLLM is not set"},
-            unit="tokens/s",
-            amount=count * new_tokens,
-            goal=">= 1 of best peer",
-        )
-        run.compare(
             f"{count} requests x 1 token at once, until the last has it",
             {name: ours(server, new_tokens=1) for name, server in servers.items()},
-            peers={name: ours(server, new_tokens=1) for name, server in peers.items()}
-            or {"vLLM": "RL_ROLLOUT_VLLM is not set"},
+            peers={name: ours(server, new_tokens=1) for name, server in peers.items()},
             unit="ms",
         )
         lengths = torch.empty(count).log_normal_(3.5, 0.8, generator=torch.Generator().manual_seed(0))
@@ -173,15 +159,7 @@ def main(run: Run) -> None:
             unit="tokens/s",
             amount=sum(lengths),
         )
-        for batch in (64,) if run.quick else (64, 256, 1024):
-            run.compare(
-                f"{batch} requests x 16 tokens",
-                {name: ours(server, batch, 16) for name, server in servers.items()},
-                unit="tokens/s",
-                amount=batch * 16,
-            )
         _first_token(run, runner, servers["embedded, in process"], turns, count)
-        _utilisation(run, runner, config, count)
         for dtype in ("float32", "bfloat16"):
             _agreement(run, runner, config, dtype, turns)
         for server in (*servers.values(), *peers.values()):
@@ -272,58 +250,6 @@ class Products:
         for _ in range(steps):
             for x, packed in self._work:
                 torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-
-
-@torch.inference_mode()
-def bare_loop(model, prompts: torch.Tensor, new_tokens: int) -> None:
-    """What `generate` does and no more: forward passes over a static cache, and the most likely token."""
-    from transformers import StaticCache
-
-    length = prompts.shape[1]
-    cache = StaticCache(config=model.config, max_cache_len=length + new_tokens)
-    ids = prompts
-    for step in range(new_tokens):
-        start = 0 if step == 0 else length + step - 1
-        positions = torch.arange(start, start + ids.shape[1])[None]
-        logits = model(ids, past_key_values=cache, use_cache=True, position_ids=positions, logits_to_keep=1).logits
-        ids = logits[:, -1].argmax(-1, keepdim=True)
-
-
-def _utilisation(run: Run, runner: asyncio.Runner, config: ServerConfig, slots: int) -> None:
-    """Share of the batch's slots that get a token in a step, while there are more requests than slots."""
-    server = create_server("embedded", replace(config, max_num_seqs=slots))
-    runner.run(server.start())
-    engine, counts = server._engine, []
-    real = engine._settle
-
-    def settle(drawn, told):
-        if engine.num_waiting:
-            counts.append(len(drawn))
-        real(drawn, told)
-
-    engine._settle = settle
-
-    async def once(turn):
-        lengths = torch.empty(6 * slots).log_normal_(3.0, 0.8, generator=torch.Generator().manual_seed(turn))
-        requests = [
-            GenerateRequest(
-                request_id=f"u{turn}-{i}",
-                prompt_token_ids=tuple(range(3, 3 + PROMPT_TOKENS)),
-                sampling_params=SamplingParams(max_new_tokens=max(1, min(400, int(n))), ignore_eos=True),
-            )
-            for i, n in enumerate(lengths)
-        ]
-        await asyncio.gather(*map(server.generate, requests))
-
-    shares = []
-    for turn in range(3):
-        counts.clear()
-        runner.run(once(turn))
-        shares.append(100 * sum(counts) / (slots * len(counts)))
-    runner.run(server.stop())
-    run.record(
-        f"slots in use, lognormal lengths, {slots} slots", "embedded", shares, unit="percent", goal=">= 90 percent"
-    )
 
 
 def _agreement(

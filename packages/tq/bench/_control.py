@@ -1,24 +1,16 @@
-"""The control path: small publishes and claims, beside who waits and out of many rows, and references' arithmetic."""
+"""The control path: small publishes and claims, and claims out of many rows."""
 
 from __future__ import annotations
 
-import os
 import socket
-import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 import rl_tq
 from rl_bench import Role, Run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def one_row(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
@@ -28,49 +20,6 @@ def one_row(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
     alone = timed_rows(queue, peer, row, repeats)
     run.record("one row put, p50", "rl-tq shm", alone[0], unit="ms", goal="<= 0.25 ms")
     run.record("one row get, p50", "rl-tq shm", alone[1], unit="ms", goal="<= 0.15 ms")
-
-
-def parked(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
-    """One row again, in turns with and without 64 consumers parked on another partition."""
-    row = {"token_ids": [torch.arange(300)], "rewards": torch.ones(1)}
-    repeats = 20 if run.quick else 100
-    alone: tuple[list[float], list[float]] = ([], [])
-    beside: tuple[list[float], list[float]] = ([], [])
-    slower: tuple[list[float], list[float]] = ([], [])
-    for _ in range(2 if run.quick else 7):
-        without = timed_rows(queue, peer, row, repeats)
-        with waiters(queue, 64):
-            among = timed_rows(queue, peer, row, repeats)
-        for i in range(2):
-            alone[i].extend(without[i])
-            beside[i].extend(among[i])
-            slower[i].append(statistics.median(among[i]) / statistics.median(without[i]))
-    for i, what in enumerate(("put", "get")):
-        run.record(f"one row {what} beside 64 waiters", "rl-tq shm", beside[i], unit="ms")
-        run.record(f"one row {what} beside none, in turns", "rl-tq shm", alone[i], unit="ms")
-        run.record(
-            f"one row {what}, times as long beside 64 waiters", "rl-tq shm", slower[i], unit="x", goal="<= 1.05 x",
-            can_tell=not run.quick,
-        )  # fmt: skip
-
-
-@contextmanager
-def waiters(queue: rl_tq.TransferQueue, count: int) -> Iterator[None]:
-    """Threads whose claims wait for what nobody puts."""
-    with ThreadPoolExecutor(count) as pool, rl_tq.connect(queue.address) as others:
-        for i in range(count):
-            pool.submit(wait_in_vain, others, f"task-{i}")
-        while queue.stats()["waiters_elsewhere"].get("nowhere", 0) < count:
-            time.sleep(0.01)
-        yield
-        others.close()
-
-
-def wait_in_vain(client: rl_tq.TransferQueue, task: str) -> None:
-    try:
-        client.get_meta(partition="nowhere", columns=["a"], batch_size=1, task=task, timeout_s=600)
-    except rl_tq.ServerLostError:
-        return
 
 
 def timed_rows(
@@ -108,7 +57,7 @@ def other_rows(run: Run, other: Any) -> None:
 
 
 def control(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
-    """Small publishes and claims, a claim out of many rows, and the arithmetic of references."""
+    """Small publishes and claims, and a claim out of many rows."""
     row = {"a": torch.ones(1)}
     pairs = 50 if run.quick else 200
 
@@ -132,11 +81,6 @@ def control(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
             "publish + claim", {"rl-tq shm": publish_and_claim}, limit=limit, unit="pairs/s", amount=pairs,
             goal=">= 10000 pairs/s", before=lambda: queue.clear("pairs"),
         )  # fmt: skip
-        with one_core(server_pid):
-            run.compare(
-                "publish + claim, server and client on one core", {"rl-tq shm": publish_and_claim}, limit=limit,
-                unit="pairs/s", amount=pairs, goal=">= 10000 pairs/s", before=lambda: queue.clear("pairs"),
-            )  # fmt: skip
     with rl_tq.serve("inproc://") as alone:
 
         def in_one_process() -> None:
@@ -154,48 +98,3 @@ def control(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
     claim: dict[str, Any] = {"partition": "many", "columns": ["a"], "batch_size": 256, "task": "t"}
     run.compare(f"claim 256 of {many} rows", {"rl-tq shm": lambda: peer.get_meta(**claim)}, unit="ms", goal="<= 0.2 ms")
     queue.clear("many")
-    arithmetic(run)
-
-
-@contextmanager
-def one_core(server_pid: int) -> Iterator[None]:
-    """Both processes, with all their threads, on the same core."""
-    before = {
-        int(task.name): os.sched_getaffinity(int(task.name))
-        for pid in (os.getpid(), server_pid)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-    }
-    core = min(os.sched_getaffinity(0))
-    for task in before:
-        os.sched_setaffinity(task, {core})
-    try:
-        yield
-    finally:
-        for task, cores in before.items():
-            if Path(f"/proc/{task}").exists():
-                os.sched_setaffinity(task, cores)
-
-
-def arithmetic(run: Run) -> None:
-    """What a controller does with a reference to 256 rows in 32 groups."""
-    size = 256
-    lengths = torch.randint(1, 4097, (size,)).tolist()
-    meta = rl_tq.BatchMeta(
-        partition="p", sample_ids=tuple(f"row{i}" for i in range(size)), columns=("a", "b"), generation=1, task="t",
-        rows=tuple(range(size)), leases=(1,) * size,
-        tags=tuple({"group_id": i // 8, "num_tokens": length} for i, length in enumerate(lengths)),
-    )  # fmt: skip
-    other = meta.reorder(range(size - 1, -1, -1))
-    parts = meta.chunk(8)
-    for name, work in {
-        "balanced over 8": lambda: meta.balanced(8),
-        "chunk by 8": lambda: meta.chunk(8),
-        "concat of 8": lambda: rl_tq.BatchMeta.concat(parts),
-        "filter": lambda: meta.filter(lambda tags: tags["num_tokens"] > 2048),
-        "groupby into 32": lambda: meta.groupby("group_id"),
-        "reorder": lambda: meta.reorder(range(size - 1, -1, -1)),
-        "select_columns": lambda: meta.select_columns(["b"]),
-        "split": lambda: meta.split(30),
-        "union, other order": lambda: meta.union(other),
-    }.items():
-        run.compare(f"256 rows: {name}", {"rl-tq": work}, unit="us", inner=20, goal="<= 50 us")

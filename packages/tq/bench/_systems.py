@@ -34,18 +34,6 @@ def plain():
         while request := connection.recv(8):
             connection.sendall(memoryview(data)[:int.from_bytes(request, "little")])
 threading.Thread(target=plain, daemon=True).start()
-port = 0
-try:
-    import zmq
-    replier = zmq.Context.instance().socket(zmq.REP)
-    port = replier.bind_to_random_port("tcp://127.0.0.1")
-    def answer():
-        while True:
-            size = int.from_bytes(replier.recv(), "little")
-            replier.send_multipart([b"head", memoryview(data)[:size]], copy=False)
-    threading.Thread(target=answer, daemon=True).start()
-except ImportError:
-    pass
 echo = socket.socket(socket.AF_UNIX)
 echo.bind(chr(0) + f"rl-tq-bench-{os.getpid()}")
 echo.listen(1)
@@ -58,22 +46,22 @@ def repeat():
         while poll.poll() and (size := connection.recvmsg_into([buffer], 64)[0]):
             connection.send(buffer[:size])
 threading.Thread(target=repeat, daemon=True).start()
-print(shm.address, tcp.address, listener.getsockname()[1], port, flush=True)
+print(shm.address, tcp.address, listener.getsockname()[1], flush=True)
 sys.stdin.read()
 os._exit(0)
 """
 
 
 @contextmanager
-def server() -> Iterator[tuple[str, str, int, int]]:
-    """A process that serves queues, and the same bytes by a raw socket and by zmq."""
+def server() -> Iterator[tuple[str, str, int]]:
+    """A process that serves queues, and the same bytes by a raw socket."""
     os.environ.setdefault("RL_TQ_TOKEN", secrets.token_hex(32))  # both processes need it
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        shm, tcp, port, zmq_port = process.stdout.readline().split()
-        yield shm, tcp, int(port), int(zmq_port)
+        shm, tcp, port = process.stdout.readline().split()
+        yield shm, tcp, int(port)
     finally:
         process.stdin.close()
         process.wait(30)

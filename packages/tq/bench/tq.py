@@ -1,4 +1,4 @@
-"""The queue over shared memory and TCP, beside TransferQueue, `ray.put`, safetensors, zmq, a raw socket and memcpy.
+"""The queue over shared memory and TCP, beside TransferQueue, `ray.put`, safetensors, a raw socket and memcpy.
 
 text = 256 rows of {ragged int64, ragged float32}, 512-4096 values; images = 256 rows of 1 MB; scalars = 256 rows x 32.
 The server is a process of its own. Put and get are measured from two clients of one other process. TransferQueue is
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from packages.tq.bench._control import control, one_row, other_rows, parked
+from packages.tq.bench._control import control, one_row, other_rows
 from packages.tq.bench._systems import (
     copied,
     images,
@@ -44,7 +44,7 @@ def main(run: Run) -> None:
     run.parameters(num_rows=num_rows, torch_threads=torch.get_num_threads())
     torch.manual_seed(0)
     payloads = {"text": text(num_rows), "images": images(num_rows), "scalars": scalars(num_rows)}
-    with server() as (shm, tcp, plain_port, zmq_port):
+    with server() as (shm, tcp, plain_port):
         with rl_tq.connect(shm) as queue, rl_tq.connect(shm) as peer:
             with ray_store() as ray, transfer_queue(ray) as other:
                 for name, data in payloads.items():
@@ -53,10 +53,8 @@ def main(run: Run) -> None:
                     other_rows(run, other)
             one_row(run, queue, peer)
             control(run, queue, peer)
-            parked(run, queue, peer)
-        cleared(run, payloads["images"])
         restart(run)
-        loopback(run, payloads["images"], tcp, plain_port, zmq_port)
+        loopback(run, payloads["images"], tcp, plain_port)
     if torch.cuda.is_available():
         gpu(run)
 
@@ -195,8 +193,8 @@ def to_device(run: Run, payloads: dict[str, TensorDict], queue: rl_tq.TransferQu
         queue.clear("device")
 
 
-def loopback(run: Run, data: TensorDict, address: str, plain_port: int, zmq_port: int) -> None:
-    """The images over TCP of this host: a get of them, and as many bytes by a raw socket and by zmq."""
+def loopback(run: Run, data: TensorDict, address: str, plain_port: int) -> None:
+    """The images over TCP of this host: a get of them, and as many bytes by a raw socket."""
     nbytes = data["images"].nbytes
     target = torch.empty(nbytes, dtype=torch.uint8)
     with rl_tq.connect(address) as queue, socket.create_connection(("127.0.0.1", plain_port)) as plain_socket:
@@ -208,48 +206,16 @@ def loopback(run: Run, data: TensorDict, address: str, plain_port: int, zmq_port
             while view:
                 view = view[plain_socket.recv_into(view) :]
 
-        zmq_get: Any = missing("zmq")
-        if zmq_port:
-            import zmq
-
-            requester = zmq.Context.instance().socket(zmq.REQ)
-            requester.connect(f"tcp://127.0.0.1:{zmq_port}")
-
-            def zmq_get() -> None:
-                requester.send(nbytes.to_bytes(8, "little"))
-                assert len(requester.recv_multipart(copy=False)[1]) == nbytes
-
         run.compare(
             "get images, TCP loopback",
             {"rl-tq tcp": lambda: queue.get(meta), "rl-tq tcp, used buffer": lambda: queue.get(meta, out=target)},
-            peers={
-                "zmq": zmq_get or "zmq is not installed",
-                "raw socket, new memory": lambda: raw(torch.empty(nbytes, dtype=torch.uint8)),
-            },
+            peers={"raw socket, new memory": lambda: raw(torch.empty(nbytes, dtype=torch.uint8))},
             limit={"raw socket, used buffer": raw},
             unit="GB/s",
             amount=nbytes / 1e9,
             goal=">= 0.85 of limit",
             can_tell=not run.quick,
         )
-        if zmq_port:
-            requester.close(0)
-
-
-# Memory, and the journal
-
-
-def cleared(run: Run, data: TensorDict) -> None:
-    """What is left of memory once all rows but one are cleared and the compactor has done its work."""
-    live = data["images"].nbytes / len(data)
-    with rl_tq.serve("shm://") as queue:
-        meta = queue.put(data, partition="left")
-        queue.clear(meta.reorder(range(1, len(meta))))
-        deadline = time.monotonic() + 20  # the producer keeps spare memory for ten seconds, for its next put
-        while (resident := queue.stats()["resident_bytes"]) > 1.1 * live and time.monotonic() < deadline:
-            time.sleep(0.1)
-    metric = f"memory after clearing {len(data) - 1} of {len(data)} rows, to what is live"
-    run.record(metric, "rl-tq shm", [resident / live], unit="x", goal="<= 1.1 x")
 
 
 def restart(run: Run) -> None:

@@ -1,6 +1,6 @@
-"""What the controller costs with workers that answer at once, and what each pipeline makes of a long tail.
+"""What each pipeline makes of a long tail, with workers that answer when they are told to.
 
-The long tail: completion lengths drawn from a lognormal distribution, the same for every pipeline, on a server that
+Completion lengths are drawn from a lognormal distribution, the same for every pipeline, on a server that
 generates a fixed number of completions at a time. Training a batch takes as long as the server needs for it at full
 use, so that no pipeline can be more than twice as fast as one that alternates without any tail. The note beside each
 figure has the most that is possible with these very lengths: of one_step_off the longer of a batch's generation and
@@ -11,20 +11,19 @@ import heapq
 import random
 import threading
 import time
-from statistics import fmean
 
 from rl_bench import Role, Run
 from rl_trainer.config import load_config
 from rl_trainer.loop import run_loop
 from rl_trainer.metrics import Evaluation
-from rl_trainer.testing import FakeAgents, FakeJob, QueueJob
+from rl_trainer.testing import FakeAgents, QueueJob
 
-STEPS, BATCH, GROUP = 12, 8, 4
+BATCH, GROUP = 8, 4
 WORK_S = 0.05  # that a batch takes the server at full use, and that training takes
 
 
-def settings(*overrides, batch_size=BATCH, group_size=GROUP, steps=STEPS):
-    sizes = [f"batch.batch_size={batch_size}", f"batch.mini_batch_size={batch_size}", f"batch.group_size={group_size}"]
+def settings(*overrides, steps):
+    sizes = [f"batch.batch_size={BATCH}", f"batch.mini_batch_size={BATCH}", f"batch.group_size={GROUP}"]
     return load_config("quickstart", [*sizes, f"steps={steps}", "eval_every=0", *overrides])
 
 
@@ -110,76 +109,20 @@ class SimulatedServer(FakeAgents):
 
 
 class SimulatedJob(QueueJob):
-    learn_s = WORK_S
-
     def components(self):
         self.source.evaluate = lambda rows: Evaluation(reward=0.0, accuracy=None)
         return super().components()
 
     def update_actor(self, batch):
-        time.sleep(self.learn_s * len(batch) / (BATCH * GROUP))
+        time.sleep(WORK_S * len(batch) / (BATCH * GROUP))
         return super().update_actor(batch)
 
     def compute_log_prob(self, batch, column="old_logprobs"):
-        time.sleep(self.learn_s / 3 * len(batch) / (BATCH * GROUP))  # a forward pass
+        time.sleep(WORK_S / 3 * len(batch) / (BATCH * GROUP))  # a forward pass
         return super().compute_log_prob(batch, column)
 
 
 def main(run: Run) -> None:
-    _controller(run)
-    _long_tail(run)
-    _stream(run)
-
-
-def _stream(run: Run) -> None:
-    """Wall time of a batch-wise run over that of a streamed one, by the share of learning in a batch-wise step.
-
-    A step learns in four mini-batches, after a reference's forward pass, which takes a third of an update. With
-    recomputed old log-probs there is another forward pass, and updates follow the last mini-batch's.
-    """
-    steps = 10 if run.quick else 30
-    plans = [(0.5, 1 / 3, "rollout"), (1.5, 1 / 8, "rollout"), (1.5, 1 / 3, "rollout"), (1.5, 1 / 2, "rollout")]
-    for sigma, share, old in (*plans, (1.5, 1 / 3, "recompute"), (1.5, 1 / 2, "recompute")):
-        goal = ">= 1.25 x" if (sigma, share, old) == plans[2] else None
-        learning = ["batch.mini_batch_size=2", "algorithm.kl_coef=0.01", f"algorithm.old_logprobs={old}"]
-        num_passes = 1 if old == "rollout" else 2
-        learn_s = share / (1 - share) * fmean(spans(sigma, 32, steps)) * 3 / (3 + num_passes)
-        ratios = []
-        for _ in range(3):
-            seconds = []
-            for how in ("false", "true"):
-                config = settings(*learning, f"batch.stream={how}", steps=steps)
-                server = SimulatedServer(config, sigma, 32)
-                job = SimulatedJob(config, server, poll_s=0.25)
-                job.learn_s = learn_s
-                start = time.perf_counter()
-                for _ in run_loop(job.components(), config, []):
-                    pass
-                seconds.append(time.perf_counter() - start)
-                server.close()
-            ratios.append(seconds[0] / seconds[1])
-        run.record(
-            f"streaming: batch-wise over streamed, sigma {sigma}, learning {share:.0%} of a step, "
-            f"old_logprobs={old}", "ours", ratios,
-            unit="x", goal=goal,
-        )  # fmt: skip
-
-
-def _controller(run: Run) -> None:
-    num_steps = 3
-    for batch_size, goal in ((64, None), (1024, "<= 50 ms")):
-        config = settings(batch_size=batch_size, group_size=8, steps=num_steps)
-
-        def some_steps(config=config):
-            for _ in run_loop(FakeJob(config).components(), config, []):
-                pass
-
-        run.compare(
-            f"controller: {num_steps} steps, {batch_size * 8} samples", {"ours": some_steps}, unit="ms", goal=goal
-        )
-
-
-def _long_tail(run: Run) -> None:
     steps = 20 if run.quick else 40
     ahead = ["pipeline=fully_async", "algorithm.old_logprobs=rollout"]
     pipelines = {

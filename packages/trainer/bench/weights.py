@@ -3,19 +3,16 @@
 The ranks are processes with a real engine (two of fsdp; four of megatron, tp=2 x pp=2), the server is `rl-serve` in a
 process of its own (or vLLM at tp=2, where RL_ROLLOUT_VLLM names an environment with it), and what sends is rl-train's
 own `ShardedTransfer` and `GatheredTransfer`. Without a GPU megatron's ranks have the stand-in of rl-engine's tests.
-Memory is what the resident memory of a process grows by in its first sync by a way, shared buffers included. Links of
-1 Gbit/s are TCP connections that the kernel paces, each rank's to half. vLLM's processes poll their message queues for
-a second after each message, on a core each; here for 50 ms, so that what is counted is work. RL_BENCH names the parts
-to run, with commas: fsdp, link, megatron, vllm, lora, cluster; all, if it is not set.
+Memory is what the resident memory of a process grows by in its first sync by a way, shared buffers included. vLLM's
+processes poll their message queues for a second after each message, on a core each; here for 50 ms, so that what is
+counted is work. RL_BENCH names the parts to run, with commas: fsdp, megatron, vllm; all, if it is not set.
 """
 
 import asyncio
-import json
 import multiprocessing
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,13 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from packages.ckpt.bench import _cluster
-from packages.ckpt.bench._child import pace
 
 import rl_ckpt
 from rl_bench import Role, Run
-from rl_engine import EngineConfig, LoraConfig, OptimizerConfig, Precision, create_engine
-from rl_engine.types import LoraExport, ParallelConfig
+from rl_engine import EngineConfig, Precision, create_engine
+from rl_engine.types import ParallelConfig
 from rl_rollout import CkptReceiver, ServerConfig, launch_server
 from rl_rollout.testing import write_tiny_model
 from rl_rollout.types import ServerParallel
@@ -39,23 +34,19 @@ from rl_trainer.pipeline.weight_transfer import GatheredTransfer, ShardedTransfe
 from rl_trainer.workers.rollout import Receivers
 from rl_trainer.workers.weights import LocalWeights
 
-NUM_RANKS = {"fsdp": 2, "megatron": 4, "lora-adapter": 2, "lora-merged": 2}
+NUM_RANKS = {"fsdp": 2, "megatron": 4}
 TIMEOUT_S = 300
 CHANGED = 0.01
-LINK_BYTES_PER_S = 125e6
-"""1 Gbit/s."""
 BUFFERS_MIB = 256
 """A session's ring over shm: 32 buckets of 8 MiB."""
 WAYS = ("gathered", "sharded", "differences")
 ADDRESSES = {
-    "gathered": ("shm", False, 0),
-    "sharded": ("shm", False, 0),
-    "differences": ("shm", True, 0),
-    "sharded, tcp": ("tcp", False, 0),
-    "link": ("tcp", False, LINK_BYTES_PER_S),
-    "link, differences": ("tcp", True, LINK_BYTES_PER_S),
+    "gathered": ("shm", False),
+    "sharded": ("shm", False),
+    "differences": ("shm", True),
+    "sharded, tcp": ("tcp", False),
 }
-"""By way: transport, whether differences are sent, and the bytes a second of all ranks together (0: no limit)."""
+"""By way: transport, and whether differences are sent."""
 NO_POLLING = """
 import importlib.abc, importlib.machinery, sys
 
@@ -76,7 +67,7 @@ class Finder(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Finder())
 """
 STAND_IN = Path(__file__).parents[2] / "engine" / "tests" / "support" / "megatron_on_cpu"
-PARTS = ("fsdp", "link", "megatron", "vllm", "lora", "cluster")
+PARTS = ("fsdp", "megatron", "vllm")
 
 
 def main(run: Run) -> None:
@@ -104,14 +95,6 @@ def main(run: Run) -> None:
                 ways = ("gathered", "sharded")
                 work = measure(model, rounds, source=source, ways=ways, backend="vllm", python_path=folder)
                 report(run, f"{source} to vLLM, tp=2", asyncio.run(work), num_bytes)
-        if "link" in parts:
-            taken = asyncio.run(measure(model, 1 if run.quick else 2, ways=("link", "link, differences")))
-            report_link(run, taken, num_bytes)
-        if "lora" in parts:
-            report_lora(run, Path(folder), {**sizes, "hidden_size": 2048, "intermediate_size": 6144})
-    if "cluster" in parts:
-        _cluster.simulated(run)
-        _cluster.measured(run)
 
 
 async def measure(model, rounds, *, source="fsdp", option="", ways=WAYS, backend="embedded", python_path=None):
@@ -176,13 +159,13 @@ def config_of(model, backend, python_path=None):
 
 def make(ranks, way, name, option):
     """What rl-train sends by, and the address where that is one for all receivers."""
-    scheme, delta, limit = ADDRESSES[way]
+    scheme, delta = ADDRESSES[way]
     if way == "gathered":
         address = f"{scheme}://{name}{option}"
-        return GatheredTransfer(Actor(ranks, way, limit, address), address), address
+        return GatheredTransfer(Actor(ranks, way, address), address), address
     place = f"{scheme}://{name}{option}" if scheme == "shm" else f"{scheme}://127.0.0.1:0{option}"
     pattern = session_pattern(place, delta=delta).replace("{host}", "127.0.0.1")
-    return ShardedTransfer(Actor(ranks, way, limit, ""), pattern), ""
+    return ShardedTransfer(Actor(ranks, way, ""), pattern), ""
 
 
 async def sync(ranks, server, pid, receiver, sending, version):
@@ -246,75 +229,17 @@ def report(run, what, taken, num_bytes):
         record("syncs whose digest is that of the whole model", way, equal, "share", ">= 1 share")
 
 
-def report_link(run, taken, num_bytes):
-    dense, small = (taken[way][1:] for way in ("link", "link, differences"))
-    base = statistics.median(sample["wall"] for sample in dense)
-    note = f"{num_bytes / 1e9:.2f} GB, 1% changed"
-    what = "over a link of 1 Gbit/s"
-    run.record(f"{what}: wall time", "dense", [s["wall"] for s in dense], unit="s", role=Role.PEER, note=note)
-    run.record(f"{what}: wall time", "differences", [s["wall"] for s in small], unit="s", note=note)
-    ratios = [s["wall"] / base for s in small]
-    run.record(f"{what}: differences over dense", "differences", ratios, unit="x", goal="<= 0.10 x", note=note)
-    sent = [s["wire"] / num_bytes for s in small]
-    run.record(f"{what}: bytes over the model's", "differences", sent, unit="x", goal="<= 0.02 x", note=note)
-
-
-def report_lora(run, folder, sizes):
-    """Bytes of an adapter beside those of the merged weights, and how sampler and trainer differ in rl-train."""
-    model, sent = str(write_tiny_model(folder / "lora", **sizes)), {}
-    for export in ("adapter", "merged"):
-        address = f"shm://bench-lora-{uuid.uuid4().hex[:12]}"
-        ranks = Ranks(model, f"lora-{export}")
-        try:
-            transfer = GatheredTransfer(Actor(ranks, "gathered", 0, address), address)
-            drain = threading.Thread(target=take_one, args=(address,))
-            drain.start()
-            sent[export] = transfer.send(1, {0: 1}).num_wire_bytes
-            drain.join()
-        finally:
-            ranks.close()
-    note = f"r=16, {sizes['num_hidden_layers']} layers of hidden size {sizes['hidden_size']}"
-    ratio = [sent["adapter"] / sent["merged"]]
-    run.record("LoRA: bytes over those of the merged weights", "adapter", ratio, unit="x", goal="<= 0.02 x", note=note)
-    found = {export: mismatches(folder / f"run-{export}", export) for export in ("adapter", "merged")}
-    for name in sorted(found["adapter"][0]):
-        by_step = {export: [step[name] for step in steps] for export, steps in found.items()}
-        for export in ("merged", "adapter"):
-            role = Role.PEER if export == "merged" else Role.OURS
-            run.record(f"LoRA in rl-train, {name}", export, by_step[export], unit="nat", role=role)
-        apart = [abs(a - b) for a, b in zip(by_step["adapter"], by_step["merged"], strict=True)]
-        run.record(f"LoRA in rl-train, {name}, apart", "adapter", apart, unit="nat", goal="<= 0.0001 nat")
-
-
-def take_one(address):
-    with rl_ckpt.connect(address, role="receive", timeout_s=TIMEOUT_S) as receiver:
-        for _ in receiver.recv():
-            pass
-
-
-def mismatches(folder, export):
-    """`mismatch_*` of each step of a short run on the recipe's own model."""
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=inline", "steps=3", "eval_every=0"]
-    command += ["data.options.num_rows=2000", "data.eval_size=16", f"engine.lora.export={export}"]
-    command += ["engine.lora.rank=16", "engine.optimizer.lr=1e-2", "rollout.backend=embedded"]
-    command += ["algorithm.old_logprobs=recompute", f"output_dir={folder}"]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    names = ("mismatch_abs", "mismatch_k1", "mismatch_k3")
-    return [{name: line["metrics"][name] for name in names} for line in lines if line["metrics"]]
-
-
 class Actor:
     """The ranks as rl-train's transfers call them: one way to send among several, which share the ranks."""
 
-    def __init__(self, ranks, way, limit, address):
-        self._ranks, self._way, self._limit, self._address = ranks, way, limit, address
+    def __init__(self, ranks, way, address):
+        self._ranks, self._way, self._address = ranks, way, address
 
     def weight_layout(self):
         return self._ranks.call("layout")
 
     def open_sessions(self, layouts, targets, pattern):
-        return self._ranks.call("open", self._way, layouts, targets, pattern, self._limit)
+        return self._ranks.call("open", self._way, layouts, targets, pattern)
 
     def stage_weights(self, version, num_replicas):
         return self._ranks.call("stage", self._way, version, num_replicas)
@@ -376,18 +301,17 @@ class RankEnd:
 
     def __init__(self, rank, model, source):
         self.rank = rank
-        backend, _, export = source.partition("-")
+        backend = source
         config = EngineConfig(
             model_path=model,
             precision=Precision.BFLOAT16,
-            optimizer=OptimizerConfig() if export else None,  # a frozen engine has no adapter
             parallel=ParallelConfig(tp=2, pp=2) if backend == "megatron" else ParallelConfig(),
-            lora=LoraConfig(rank=16, export=LoraExport(export)) if export else None,
+            optimizer=None,
         )
         if backend == "megatron" and not torch.cuda.is_available():
             sys.path.insert(0, str(STAND_IN))
             backend = STAND_IN.name
-        self.engine = create_engine("fsdp" if export else backend, config)
+        self.engine = create_engine(backend, config)
         self.engine.initialize()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -419,15 +343,12 @@ class RankEnd:
             numbers = tensor.view(torch.int16)
             (numbers.view(-1) if numbers.is_contiguous() else numbers)[::step] ^= 1
 
-    def open(self, way, layouts, targets, pattern, limit):
+    def open(self, way, layouts, targets, pattern):
         plan = rl_ckpt.ShardPlan(layouts, targets)
-        undo = pace(int(limit / len(layouts))) if limit else lambda: None
         self.shards[way] = rl_ckpt.ShardedSender(
             plan, self.rank, lambda target: pattern.format(rank=self.rank, target=target), timeout_s=TIMEOUT_S
         )
-        addresses = self.run(self.shards[way].prepare())
-        undo()
-        return addresses
+        return self.run(self.shards[way].prepare())
 
     def stage(self, way, version, num_replicas):
         work = self.shards[way].stage(self.engine.get_local_shards, version=version, num_replicas=num_replicas)
