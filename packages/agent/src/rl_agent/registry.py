@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from rl_agent.base import CodeGrader, Generator, PromptTokenizer, RolloutRunner
+    from rl_agent.environments.base import EnvironmentSource
     from rl_agent.sandbox.launches import ScriptReader
     from rl_agent.types import SandboxLimits, Tokenizer
 
 GROUP = "rl_agent.loops"
+HUBS = "rl_agent.hubs"
 
 
 def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Tokenizer, **options: Any) -> AgentLoop:
@@ -49,6 +51,37 @@ def load_plugin(kind: Literal["parsers", "tools", "environments"], name: str) ->
         PluginError: there is none, or it cannot be imported here.
     """
     return _load(f"rl_agent.{kind}", name, f"{kind.removesuffix('s')} {name!r}", PluginError)[0]
+
+
+def create_environments(name: str) -> EnvironmentSource:
+    """Create the source of environments that a name leads to.
+
+    Args:
+        name: `HUB:NAME` with an entry point of the group `rl_agent.hubs`, `FILE.py:NAME`, or `MODULE:NAME`.
+
+    Raises:
+        PluginError: it leads nowhere, or what it needs is not installed.
+    """
+    hub, mark, rest = name.partition(":")
+    if not mark or not rest:
+        raise PluginError(
+            f"environment {name!r} is none of {', '.join(sorted(_hubs()))}:NAME, FILE.py:NAME, MODULE:NAME"
+        )
+    if hub not in _hubs():
+        from rl_agent.environments.python import PythonEnvironments
+
+        return PythonEnvironments(name)
+    return _load(HUBS, hub, f"hub {hub!r}", PluginError)[0](rest)
+
+
+def loop_of_environments(name: str) -> str:
+    """Name of the agent loop that plays the environments of `create_environments(name)`."""
+    hub = name.partition(":")[0]
+    return hub if hub in _hubs() and entry_points(group=GROUP, name=hub) else "gym"
+
+
+def _hubs() -> set[str]:
+    return {entry.name for entry in entry_points(group=HUBS)}
 
 
 def create_tokenizer(model_path: str) -> PromptTokenizer:

@@ -114,7 +114,7 @@ def test_what_ends_an_episode_is_told():
         ("hang", "3", "step", "did not answer within 0.1 s"),
         ("shape", "3", "step", "a tuple of observation, reward, terminated, truncated, info is needed"),
         ("nan", "3", "step", "its reward is nan"),
-        ("type", "3", "step", "its observation is a int; text is needed"),
+        ("type", "3", "step", "its observation is a int; text, content parts or chat messages are needed"),
     ],
 )
 def test_an_environment_that_fails_is_a_failure_and_no_reward(fail, turn, stage, sentence, monkeypatch):

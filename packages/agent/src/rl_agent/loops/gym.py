@@ -1,21 +1,25 @@
-"""Environment loop: plays text environments of Gymnasium's interface, with the model's turns as actions."""
+"""Environment loop: plays environments of Gymnasium's interface, with the model's turns as actions."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 from rl_agent.base import AgentLoop
 from rl_agent.chat_template import TurnTemplate
 from rl_agent.errors import FailureError, RowError, described
-from rl_agent.registry import load_plugin
+from rl_agent.media import take_images
+from rl_agent.registry import create_environments, load_plugin
 from rl_agent.session import Session
 from rl_agent.tools.base import DeadlineError, in_thread, with_deadline
-from rl_agent.types import Failure, FailureKind, readable
+from rl_agent.types import Failure, FailureKind, well_formed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable
 
     from rl_agent.base import Generator
     from rl_agent.types import AgentLoopOutput, Message, Tokenizer
@@ -25,19 +29,24 @@ class GymLoop(AgentLoop):
     """Environment loop: observations are the user's turns, the model's turns are the actions.
 
     An environment has `reset(*, seed) -> (observation, info)`, `step(action) -> (observation, reward, terminated,
-    truncated, info)` and, if it wants, `close()`; plain methods or coroutines, text for observations and actions
-    (https://gymnasium.farama.org/api/env). The reward is the sum of the steps'; `turn_rewards` holds each. What ended
-    the trajectory is `extra_fields["end"]`: `terminated`, `truncated`, `cut` (a turn ran out of tokens, unplayed),
-    `max_turns` or `max_completion_tokens`.
+    truncated, info)` and, if it wants, `close()`; plain methods or coroutines (https://gymnasium.farama.org/api/env).
+    An action is the text of the model's turn. An observation is text, a list of content parts (text and images, as
+    chat messages have them), or a list of chat messages. The reward is the sum of the steps'; `turn_rewards` holds
+    each, and the metrics `reward/NAME` sum what steps list by name in `info["rewards"]`. What ended the trajectory is
+    `extra_fields["end"]`: `terminated`, `truncated`, `cut` (a turn ran out of tokens, unplayed), `max_turns` or
+    `max_completion_tokens`.
 
-    A row names its environment in `environment`, with `environment_args`, and may hold `seed` and `system` (a system
-    message). An environment that raises, blocks or answers something else ends its rollout as a failure.
+    A row names an installed environment in `environment`, unless the loop has one, and may hold `environment_args`,
+    `seed` and `system` (a system message). An environment that raises, blocks or answers something else ends its
+    rollout as a failure.
 
     Args:
         server: Generator of tokens, such as a rollout server.
         tokenizer: Tokenizer of the served model.
-        environments: Factories by name, besides the entry points `rl_agent.environments`. A row that names none takes
-            the only one.
+        environment: Environments to play, as `rl_agent.registry.create_environments` takes their name.
+        environment_args: Their arguments, for rows that give none.
+        environments: Factories by name, in addition to the entry points `rl_agent.environments`. A row that names none
+            takes the only one.
         max_turns: Generations at most.
         max_completion_tokens: Tokens after the first observation at most; None leaves it to the server.
         step_timeout_s: Deadline of one call of the environment, seconds.
@@ -45,6 +54,7 @@ class GymLoop(AgentLoop):
 
     Raises:
         TemplateError: the chat template cannot continue a conversation.
+        PluginError: there is no such environment.
     """
 
     def __init__(
@@ -52,6 +62,8 @@ class GymLoop(AgentLoop):
         server: Generator,
         tokenizer: Tokenizer,
         *,
+        environment: str | None = None,
+        environment_args: Mapping[str, Any] | None = None,
         environments: Mapping[str, Callable[..., Any]] | None = None,
         max_turns: int = 16,
         max_completion_tokens: int | None = None,
@@ -64,6 +76,8 @@ class GymLoop(AgentLoop):
                 f"max_turns={max_turns}, step_timeout_s={step_timeout_s} and "
                 f"max_completion_tokens={max_completion_tokens} must be positive"
             )
+        self._source = None if environment is None else create_environments(environment)
+        self._arguments = dict(environment_args or {})
         self._environments = dict(environments or {})
         self._max_turns = max_turns
         self._max_completion_tokens = max_completion_tokens
@@ -81,46 +95,67 @@ class GymLoop(AgentLoop):
             RowError: the row names no environment, or arguments that it does not take.
             FailureError: the environment failed, or a generation was aborted before its first token.
         """
-        environment = await make_environment(row, self._environments, timeout_s=self._timeout_s)
-        try:
+        async with self._made(row) as environment:
             return await self._play(environment, sampling_params, row)
-        finally:
-            if hasattr(environment, "close"):
-                await call_environment(environment.close, timeout_s=self._timeout_s)
+
+    async def close(self) -> None:
+        """End what the source of environments has started."""
+        if self._source is not None:
+            await self._source.close()
 
     async def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Token ids of the first observation, for which an environment is made and reset."""
-        environment = await make_environment(row, self._environments, timeout_s=self._timeout_s)
+        """Token ids and images of the first observation, for which an environment is made and reset."""
+        async with self._made(row) as environment:
+            return (await self._reset(environment, row))[:2]
+
+    @asynccontextmanager
+    async def _made(self, row: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        if self._source is None:
+            environment = await make_environment(row, self._environments, timeout_s=self._timeout_s)
+        else:
+            arguments, make = {**self._arguments, **(row.get("environment_args") or {})}, self._source.make
+            environment = await call_environment(lambda: make(**arguments), stage="make", timeout_s=self._timeout_s)
         try:
-            return (await self._reset(environment, row))[0], ()
+            yield environment
         finally:
             if hasattr(environment, "close"):
                 await call_environment(environment.close, timeout_s=self._timeout_s)
 
-    async def _reset(self, environment: Any, row: Mapping[str, Any]) -> tuple[tuple[int, ...], Any, int]:
-        """Reset an environment; returns the prompt's token ids, `info` and the number of escaped special tokens."""
+    async def _reset(
+        self, environment: Any, row: Mapping[str, Any]
+    ) -> tuple[tuple[int, ...], tuple[str, ...], Any, int]:
+        """Reset an environment; returns the prompt's token ids and images, `info` and the number of escaped tokens."""
         found = await call_environment(environment.reset, seed=row.get("seed"), timeout_s=self._timeout_s)
         try:
             observation, info = found
         except (TypeError, ValueError) as error:
             raise environment_failure("reset", f"it gave {found!r:.80}; (observation, info) is needed") from error
-        text, num_escaped = self._template.escape(check_text(observation, "reset"))
-        messages: list[Message] = [{"role": "user", "content": text}]
+        messages, images, num_escaped = self._messages(observation, "reset")
         if row.get("system"):
             messages.insert(0, {"role": "system", "content": row["system"]})
-        return self._template.prompt(messages), info, num_escaped
+        return self._template.prompt(messages), images, info, num_escaped
+
+    def _messages(self, observation: Any, stage: str) -> tuple[list[Message], tuple[str, ...], int]:
+        """Messages of an observation, its images, and the number of special tokens that were escaped in it."""
+        try:
+            messages, images = take_images(observed_messages(observation, stage), {})
+        except RowError as error:
+            raise environment_failure(stage, f"its observation cannot be shown: {error}") from error
+        messages, num_escaped = self._template.escaped(messages)
+        return messages, images, num_escaped
 
     async def _play(self, environment: Any, params: Mapping[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
-        prompt, info, num_escaped = await self._reset(environment, row)
+        prompt, images, info, num_escaped = await self._reset(environment, row)
         session = Session(
             self.server,
             self.tokenizer,
             prompt,
             params,
             max_completion_tokens=self._max_completion_tokens,
+            images=images,
             template=self._template,
         )
-        rewards: list[float] = []
+        rewards, terms = list[float](), Counter[str]()
         while True:
             await session.generate()
             if not session.is_stopped:  # half an action is not played; the reward so far stands
@@ -130,21 +165,23 @@ class GymLoop(AgentLoop):
             step = await call_environment(environment.step, session.last_text, timeout_s=self._timeout_s)
             observation, reward, is_terminated, is_truncated, info = check_step(step)
             rewards.append(reward)
+            terms.update(reward_terms(info))
             if is_terminated or is_truncated:
                 end = "terminated" if is_terminated else "truncated"
                 break
             if session.num_turns == self._max_turns:
                 end = "max_turns"
                 break
-            text, num_broken = self._template.escape(observation)
+            messages, images, num_broken = self._messages(observation, "step")
             num_escaped += num_broken
-            if not session.append([{"role": "user", "content": text}]):
+            if not session.append(messages, images):
                 end = "max_completion_tokens"
                 break
+        counts = {"num_steps": float(len(rewards) - (end == "cut")), "num_escaped": float(num_escaped)}
         return session.finish(
             reward=sum(rewards),
             turn_rewards=rewards,
-            metrics={"num_steps": float(len(rewards) - (end == "cut")), "num_escaped": float(num_escaped)},
+            metrics=counts | {f"reward/{name}": value for name, value in terms.items()},
             extra_fields={"end": end, "info": info},
         )
 
@@ -177,6 +214,7 @@ async def call_environment(
 
     Raises:
         FailureError: it raised, or did not answer in time.
+        RowError: it raised that.
     """
 
     async def work() -> Any:
@@ -190,12 +228,14 @@ async def call_environment(
     except DeadlineError as error:
         message = f"the environment's {stage} did not answer within {timeout_s:g} s"
         raise environment_failure(stage, message) from error
+    except RowError:
+        raise
     except Exception as error:
         raise environment_failure(stage, described(error)) from error
 
 
-def check_step(step: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Validate the result of `step`: Gymnasium's tuple, with a text observation.
+def check_step(step: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    """Validate the result of `step`: Gymnasium's tuple.
 
     Raises:
         FailureError: it is not.
@@ -208,14 +248,38 @@ def check_step(step: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
         raise environment_failure("step", f"it gave {step!r}; a tuple of {needed} is needed") from error
     if not math.isfinite(reward):
         raise environment_failure("step", f"its reward is {reward}")
-    return check_text(observation, "step"), reward, bool(is_terminated), bool(is_truncated), info
+    return observation, reward, bool(is_terminated), bool(is_truncated), info
 
 
-def check_text(observation: Any, stage: str) -> str:
-    """Validate an observation, which must be text; its lone surrogates are replaced."""
-    if not isinstance(observation, str):
-        raise environment_failure(stage, f"its observation is a {type(observation).__name__}; text is needed")
-    return readable(observation)
+def reward_terms(info: Mapping[str, Any]) -> dict[str, float]:
+    """Terms of a step's reward by name, as `info["rewards"]` lists them; empty where it lists none.
+
+    Raises:
+        FailureError: one is no finite number.
+    """
+    terms = cast("Mapping[str, Any]", info["rewards"]) if isinstance(info.get("rewards"), Mapping) else {}
+    for name, value in terms.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise environment_failure("step", f"term {name!r} of its reward is {value!r}; a finite number is needed")
+    return {str(name): float(value) for name, value in terms.items()}
+
+
+def observed_messages(observation: Any, stage: str) -> list[Message]:
+    """Chat messages of an observation: text, content parts, or messages; lone surrogates are replaced.
+
+    Raises:
+        FailureError: it is something else.
+    """
+    given = cast("list[Any]", observation) if isinstance(observation, list) else []
+    items = [cast("Mapping[str, Any]", each) for each in given if isinstance(each, Mapping)]
+    if isinstance(observation, str):
+        observation = [{"role": "user", "content": observation}]
+    elif items and len(items) == len(given) and all("type" in each for each in items):
+        observation = [{"role": "user", "content": items}]
+    elif not items or len(items) < len(given) or not all("role" in each and "content" in each for each in items):
+        what = f"its observation is a {type(observation).__name__}"
+        raise environment_failure(stage, f"{what}; text, content parts or chat messages are needed")
+    return list(well_formed(observation))
 
 
 def environment_failure(stage: str, message: str) -> FailureError:

@@ -16,7 +16,8 @@ from rl_agent.types import AgentLoopOutput, Failure, FailureKind
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_agent.types import Message
+    from rl_agent.base import Generator
+    from rl_agent.types import Message, Tokenizer
 
 _SCORE_TIMEOUT_S = 60.0
 
@@ -27,11 +28,20 @@ class ReasoningGymLoop(AgentLoop):
     A row holds `task` (a dataset of reasoning-gym, for example `basic_arithmetic`), `index` and, if it wants,
     `task_args` (the dataset's settings, `seed` and `size` among them) and `system`. The answer is what stands in the
     last `<answer>` and `</answer>`, or all of the text. Install it with `pip install 'rl-agent[reasoning_gym]'`.
+
+    Args:
+        server: Generator of tokens, such as a rollout server.
+        tokenizer: Tokenizer of the served model.
+        environment: `reasoning_gym:TASK`, the task of rows that name none.
     """
+
+    def __init__(self, server: Generator, tokenizer: Tokenizer, *, environment: str | None = None) -> None:
+        super().__init__(server, tokenizer)
+        self._task = {} if environment is None else {"task": environment.partition(":")[2]}
 
     async def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Token ids of the question."""
-        _, entry = await _asked(row)
+        _, entry = await _asked(self._task | dict(row))
         return tokenize_prompt(self.tokenizer, {"prompt": _messages(row, entry)})
 
     async def run(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
@@ -41,6 +51,7 @@ class ReasoningGymLoop(AgentLoop):
             RowError: the row names no task, or one that reasoning-gym does not have, or settings that it refuses.
             FailureError: the task or its verifier failed.
         """
+        row = self._task | dict(row)
         task = row.get("task")
         dataset, entry = await _asked(row)
         prompt, _ = tokenize_prompt(self.tokenizer, {"prompt": _messages(row, entry)})

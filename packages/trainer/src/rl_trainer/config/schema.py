@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
+from rl_agent.registry import loop_of_environments
 from rl_engine.types import (
     EngineConfig,
     Head,
@@ -572,7 +573,11 @@ class AgentSection:
     """Agents: the loops that turn rows into trajectories."""
 
     loop: str = "single_turn"
-    """An installed rl-agent loop, or an `AgentLoop` class of yours as a plug-in, for rows that name none."""
+    """An installed rl-agent loop, or an `AgentLoop` class of yours as a plug-in, for rows that name none. With
+    `environment` its own, `gym` for most."""
+    environment: str | None = None
+    """Environments to play: `FILE.py:NAME`, `MODULE:NAME`, or a hub's: `gymnasium:ID`, `openenv:URL-OR-PACKAGE`,
+    `reasoning_gym:NAME`. Without `data.path` it also gives the rows."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of that loop."""
     num_workers: Positive = 1
@@ -581,6 +586,10 @@ class AgentSection:
     """Rollouts in flight per process."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Deadline of one rollout, seconds."""
+
+    def __post_init__(self) -> None:
+        if self.environment is not None and self.loop == _default(self, "loop"):
+            object.__setattr__(self, "loop", loop_of_environments(self.environment))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -888,6 +897,9 @@ class Config:
     def __post_init__(self) -> None:
         if self.runtime == "auto":
             object.__setattr__(self, "runtime", "inline" if self._fits_one_process() else "ray")
+        if self.agent.environment is not None and not (self.reward.path or self.reward.parts):
+            own = replace(self.reward, parts={"environment": RewardPart(kind="loop")})
+            object.__setattr__(self, "reward", own)
 
     def _fits_one_process(self) -> bool:
         rollout = self.rollout

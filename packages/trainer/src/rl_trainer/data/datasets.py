@@ -19,12 +19,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rl_agent.errors import AgentError
+from rl_agent.registry import create_environments
 from rl_trainer.config import DataConfig
 from rl_trainer.data.rows import (
     ReasoningGymOptions,
     Row,
     check_options,
     checked,
+    completed,
     reasoning_gym_options,
     record_options,
     row_maker,
@@ -86,14 +89,21 @@ def location(rows: object, index: int, *, kind: str = "row") -> str:
     return f"{kind} {index + 1}" if where is None else where(index)
 
 
-def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
+def load_datasets(config: DataConfig, *, seed: int, environment: str | None = None) -> Datasets:
     """Load training and held-out rows; of a stream only the held-out ones.
+
+    Args:
+        config: Configuration of the data.
+        seed: Seed of the run.
+        environment: `agent.environment`, which gives the rows where no other source is set.
 
     Raises:
         DataError: a file is missing, or a row lacks a field (names the file and the row number, from 1).
     """
     if config.mixture:
         return _mixture(config, seed)
+    if environment is not None and config.format in BUILT_IN and config.path is None:
+        return _played(config, environment, seed)
     if config.format == "reasoning_gym":
         train, held_out = load_reasoning_gym(config, seed)
         return Datasets(train=train, eval=held_out)
@@ -245,6 +255,27 @@ def _mixture(config: DataConfig, seed: int) -> Datasets:
     return Datasets(
         train=train, eval=held_out, numbers=(numbers, held), num_bad=num_bad, bad=tuple(bad[: Complaints.most])
     )
+
+
+def _played(config: DataConfig, environment: str, seed: int) -> Datasets:
+    """Rows of `agent.environment`, which writes their prompts itself."""
+    try:
+        source = create_environments(environment)
+        parts = source.rows(seed=seed, num_train=_EPISODES, num_eval=config.eval_size)
+    except AgentError as error:
+        raise DataError(f"agent.environment={environment} cannot be played: {error}") from error
+    shown = {"prompt": f"what {environment} shows"}
+    train, held_out = ([checked(completed(shown | row), environment) for row in rows] for rows in parts)
+    if not train or not held_out:
+        raise DataError(
+            f"agent.environment={environment} has {len(train)} episodes for training and {len(held_out)} held out; at "
+            "least one of each is needed"
+        )
+    return Datasets(train=train, eval=held_out)
+
+
+_EPISODES = 10_000
+"""Training episodes of an environment that has any number."""
 
 
 def _custom(config: DataConfig, seed: int) -> Datasets:

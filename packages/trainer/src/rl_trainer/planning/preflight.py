@@ -172,12 +172,17 @@ def check_loop_options(agent: AgentSection) -> None:
     """
     loop = plugins.loop_named(agent.loop)
     if isinstance(loop, str):
-        if not agent.options:
+        if not agent.options and agent.environment is None:
             return
         loop = plugins.find(loop, plugins.LOOPS, key="agent.loop")
     elif not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
         raise ConfigError(f"agent.loop={agent.loop} is not a subclass of rl_agent.AgentLoop")
     known = [p.name for p in inspect.signature(loop).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if agent.environment is not None and "environment" not in known:
+        raise ConfigError(
+            f"agent.environment={agent.environment} does nothing with agent.loop={agent.loop}, which plays none; leave "
+            "one of them out"
+        )
     for name in agent.options:
         if name not in known:
             raise ConfigError(

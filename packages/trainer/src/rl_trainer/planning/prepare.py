@@ -80,12 +80,12 @@ def prepare(config: Config, *, resume: Resume = False) -> Prepared:
         InputError: something cannot work.
     """
     config.check_runtime()
-    datasets = load_datasets(config.data, seed=config.seed) if config.epochs else None
+    datasets = _rows(config) if config.epochs else None
     named = settle(config if datasets is None else counted(config, datasets))
     counts = make_plan(named)
     check_gpus(named)
     with preflight.backends_asked(named):
-        datasets = datasets or load_datasets(named.data, seed=named.seed)
+        datasets = datasets or _rows(named)
         config = preflight.with_models(named)
         rows = [*datasets.train, *datasets.eval]
         preflight.check(config, rows, is_resumed=bool(resume), has_weights=config.model.path == named.model.path)
@@ -122,9 +122,13 @@ def prepare_policy(config: Config, *, is_served: bool = False) -> tuple[Config, 
     if config.model.path is None:
         raise ConfigError("model.path is not set: give the folder of the policy, or the hub's id of it")
     config = preflight.with_policy(settle(config), config.model.path)
-    datasets = load_datasets(config.data, seed=config.seed)
+    datasets = _rows(config)
     preflight.check_policy(config, datasets.eval, is_served=is_served)
     return config, datasets
+
+
+def _rows(config: Config) -> Datasets:
+    return load_datasets(config.data, seed=config.seed, environment=config.agent.environment)
 
 
 def counted(config: Config, datasets: Datasets) -> Config:

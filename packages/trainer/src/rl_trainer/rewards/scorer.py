@@ -52,7 +52,7 @@ class Score:
     is_right: bool | None = None
     """Whether the answer is correct: full marks, 1 or more, of what judges it; None: nothing says so."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What TRL's functions gave to `log_metric`, by name."""
+    """What TRL's functions gave to `log_metric`, and the terms of an agent loop's own reward, by name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What they gave to `log_extra` for this completion, by column."""
 

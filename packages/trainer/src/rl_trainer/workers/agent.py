@@ -461,9 +461,10 @@ class AgentWorker:
 
 def create_runner(config: AgentSection, server: Generator, tokenizer: Tokenizer) -> RolloutRunner:
     """Runner of the agent loops of `agent.loop`, or of the loops that rows name, on a server."""
+    played = {} if config.environment is None else {"environment": config.environment}
     return rl_agent.registry.create_runner(
         lambda name: (
-            rl_agent.registry.create_loop(loop_named(name), server, tokenizer, **config.options)
+            rl_agent.registry.create_loop(loop_named(name), server, tokenizer, **config.options, **played)
             if name == config.loop  # a row may name an installed loop alone: data is no code
             else rl_agent.registry.create_loop(name, server, tokenizer)
         ),

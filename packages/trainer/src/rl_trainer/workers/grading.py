@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SCORE, _VALUES = "score", "reward_values"
 """Extra fields of a trajectory: its score, and before its group is complete the values of what judges it alone."""
+_TERM = "reward/"
+"""Start of the metrics of a trajectory that are terms of its loop's reward."""
 
 
 def overlong_penalty(num_tokens: int, longest: int, buffer: int) -> float:
@@ -77,6 +79,8 @@ class Grading:
     def _scored(self, output: AgentLoopOutput, score: Score) -> AgentLoopOutput:
         if self._penalty is not None:
             score = score.less(self._penalty(len(output.completion_token_ids)))
+        terms = {name[len(_TERM) :]: value for name, value in output.metrics.items() if name.startswith(_TERM)}
+        score = replace(score, metrics={**terms, **score.metrics})
         fields = {name: value for name, value in output.extra_fields.items() if name != _VALUES}
         return replace(output, extra_fields={**fields, _SCORE: score})
 

@@ -1,0 +1,62 @@
+"""Interface of environment sources, and what their adapters share."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, cast
+
+SEEDS_APART = 1 << 30
+"""First seed of held-out episodes: training seeds are below it."""
+
+
+class EnvironmentSource(ABC):
+    """Source of environments: what `HUB:NAME`, `FILE.py:NAME` or `MODULE:NAME` leads to.
+
+    An environment has the interface that `rl_agent.loops.gym.GymLoop` describes. A hub whose name is that of an
+    installed agent loop is played by that loop, every other one by `gym`.
+
+    Args:
+        name: What follows the hub's name and its colon.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def make(self, **arguments: Any) -> Any:
+        """Create one environment, with arguments of its own."""
+
+    def rows(self, *, seed: int, num_train: int, num_eval: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Dataset rows to play, for training and held out, without their prompts, which the environment writes.
+
+        The default gives seeds, of which the two have none in common.
+
+        Args:
+            seed: Seed of the run.
+            num_train: Training rows at most.
+            num_eval: Held-out rows at most.
+        """
+        first = seed * num_train % SEEDS_APART
+        train = [{"seed": first + index} for index in range(num_train)]
+        return train, [{"seed": SEEDS_APART + index} for index in range(num_eval)]
+
+    async def close(self) -> None:
+        """End what the source has started. The default has started nothing."""
+        return
+
+
+def observation_text(observation: Any) -> str:
+    """Text of an observation of no known form: fields by line, anything else as JSON."""
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, Mapping):
+        fields = cast("Mapping[Any, Any]", observation)
+        return "\n".join(f"{name}: {observation_text(value)}" for name, value in fields.items())
+    return json.dumps(observation, default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """Numpy's arrays and scalars as lists and numbers, anything else as its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

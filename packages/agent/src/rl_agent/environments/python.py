@@ -1,0 +1,75 @@
+"""Custom environments: `FILE.py:NAME` or `MODULE:NAME`, a class or a function that makes one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_agent.environments.base import EnvironmentSource
+from rl_agent.errors import PluginError, RowError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+class PythonEnvironments(EnvironmentSource):
+    """Environments that a factory makes: an object with `reset` and `step`.
+
+    Args:
+        name: `FILE.py:NAME` or `MODULE:NAME`.
+
+    Raises:
+        PluginError: the file, the module or the name does not exist, or the module raises.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        where, _, attribute = name.rpartition(":")
+        try:
+            module = _module_of(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            self._factory = getattr(module, attribute)
+        except FileNotFoundError as error:
+            raise PluginError(f"environment {name!r}: there is no file {where}") from error
+        except AttributeError as error:
+            raise PluginError(f"environment {name!r}: {where} has no {attribute!r}") from error
+        except Exception as error:
+            raise PluginError(f"environment {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        if not callable(self._factory):
+            raise PluginError(
+                f"environment {name!r} is a {type(self._factory).__name__}; a class or function is needed"
+            )
+
+    def make(self, **arguments: Any) -> Any:
+        """Create one.
+
+        Raises:
+            RowError: it does not take these arguments.
+        """
+        try:
+            inspect.signature(self._factory).bind(**arguments)
+        except TypeError as error:
+            raise RowError(f"field 'environment_args' does not suit environment {self.name!r}: {error}") from error
+        return self._factory(**arguments)
+
+
+def _module_of(file: Path) -> ModuleType:
+    """Import a file under a name of its own, with its folder last in `sys.path`."""
+    name = f"rl_agent_environment_{abs(hash(file.resolve()))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None, "it ends in .py"
+    assert spec.loader is not None, "it is a file"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.append(str(file.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
