@@ -10,7 +10,7 @@ from rl_agent.base import AgentLoop
 from rl_agent.errors import LoopError, PluginError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from rl_agent.base import CodeGrader, Generator, PromptTokenizer, RolloutRunner
     from rl_agent.environments.base import EnvironmentSource
@@ -26,7 +26,7 @@ def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Token
 
     Args:
         name: An entry point of the group `rl_agent.loops`, whose value is an `AgentLoop` subclass, or such a class.
-            This package ships `single_turn`, `tool`, `gym`, `reasoning_gym`, `swe` and `gui`.
+            This package ships `single_turn`, `tool`, `gym`, `reasoning_gym`, `verifiers`, `swe` and `gui`.
         server: Generator of tokens: a rollout server, a client of one, or a router.
         tokenizer: The tokenizer of the model that is served.
         **options: Keyword arguments of the loop's own constructor; see its class.
@@ -53,11 +53,12 @@ def load_plugin(kind: Literal["parsers", "tools", "environments"], name: str) ->
     return _load(f"rl_agent.{kind}", name, f"{kind.removesuffix('s')} {name!r}", PluginError)[0]
 
 
-def create_environments(name: str) -> EnvironmentSource:
+def create_environments(name: str, arguments: Mapping[str, Any] | None = None) -> EnvironmentSource:
     """Create the source of environments that a name leads to.
 
     Args:
         name: `HUB:NAME` with an entry point of the group `rl_agent.hubs`, `FILE.py:NAME`, or `MODULE:NAME`.
+        arguments: Arguments of the environments, for rows that give no others.
 
     Raises:
         PluginError: it leads nowhere, or what it needs is not installed.
@@ -70,8 +71,8 @@ def create_environments(name: str) -> EnvironmentSource:
     if hub not in _hubs():
         from rl_agent.environments.python import PythonEnvironments
 
-        return PythonEnvironments(name)
-    return _load(HUBS, hub, f"hub {hub!r}", PluginError)[0](rest)
+        return PythonEnvironments(name, arguments)
+    return _load(HUBS, hub, f"hub {hub!r}", PluginError)[0](rest, arguments)
 
 
 def loop_of_environments(name: str) -> str:

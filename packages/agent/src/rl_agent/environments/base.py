@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 SEEDS_APART = 1 << 30
 """First seed of held-out episodes: training seeds are below it."""
@@ -19,10 +19,14 @@ class EnvironmentSource(ABC):
 
     Args:
         name: What follows the hub's name and its colon.
+        arguments: Arguments of the environments, for rows that give no others.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    is_endless: ClassVar[bool] = True
+    """Whether there are any number of training rows, which cost a start of the environment each to look at."""
+
+    def __init__(self, name: str, arguments: Mapping[str, Any] | None = None) -> None:
+        self.name, self.arguments = name, dict(arguments or {})
 
     @abstractmethod
     def make(self, **arguments: Any) -> Any:

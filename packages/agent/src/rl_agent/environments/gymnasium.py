@@ -32,13 +32,14 @@ class GymnasiumEnvironments(EnvironmentSource):
 
     Args:
         name: The id.
+        arguments: See `EnvironmentSource`.
 
     Raises:
         PluginError: no such id is registered.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, arguments: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name, arguments)
         package, _, name_there = name.rpartition(":")
         if package:
             try:

@@ -16,13 +16,16 @@ import sys
 import threading
 import time
 import urllib.request
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_agent.environments.base import EnvironmentSource, observation_text
 from rl_agent.errors import PluginError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 _START_S = 60.0
-_FULL_WAIT_S = 0.1
+_FULL_WAIT_S = 0.02
 _SERVE = """
 import os, socket, sys, threading
 import uvicorn
@@ -40,17 +43,18 @@ class OpenEnvEnvironments(EnvironmentSource):
 
     Args:
         name: URL or package.
+        arguments: See `EnvironmentSource`.
 
     Raises:
         PluginError: no such package is installed, or the URL does not answer.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, arguments: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name, arguments)
         if importlib.util.find_spec("openenv") is None:
             raise PluginError(f"environment openenv:{name} needs OpenEnv's client: pip install openenv")
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._lock, self._turn = threading.Lock(), asyncio.Lock()
         self._fields: dict[str, Any] | None = None
         self._url = name if name.startswith(("http://", "https://")) else ""
         if not self._url and importlib.util.find_spec(name.replace("-", "_")) is None:
@@ -67,7 +71,7 @@ class OpenEnvEnvironments(EnvironmentSource):
                 self._url = self._start()
             if self._fields is None:
                 self._fields = _action_fields(self._url)
-        return OpenEnvGame(self._url, self._fields, arguments)
+        return OpenEnvGame(self._url, self._fields, arguments, self._turn)
 
     async def close(self) -> None:
         """End the server that was started."""
@@ -110,25 +114,32 @@ class OpenEnvGame:
         url: Address of the server.
         fields: Schema of its actions, as JSON Schema.
         arguments: Arguments of `reset`.
+        turn: Lock of all sessions at the server: where it is full, one after the other asks for a place.
     """
 
-    def __init__(self, url: str, fields: dict[str, Any], arguments: dict[str, Any]) -> None:
+    def __init__(self, url: str, fields: dict[str, Any], arguments: dict[str, Any], turn: asyncio.Lock) -> None:
         from openenv.core import GenericEnvClient
 
         self._client = GenericEnvClient(base_url=url)
-        self._fields, self._arguments = fields, arguments
+        self._fields, self._arguments, self._turn = fields, arguments, turn
+
+    async def ready(self) -> None:
+        """Wait for a session: a server that is full is asked again."""
+        async with self._turn:
+            while True:
+                try:
+                    await self._client.state()
+                except RuntimeError as error:  # one with a session may have no state before its reset
+                    if "CAPACITY_REACHED" not in str(error):
+                        return
+                else:
+                    return
+                await self._client.disconnect()
+                await asyncio.sleep(_FULL_WAIT_S)
 
     async def reset(self, *, seed: int | None) -> tuple[str, dict[str, Any]]:
-        """See `GymLoop`. A server that is full is asked again until the loop's deadline."""
-        while True:
-            try:
-                result = await self._client.reset(**({} if seed is None else {"seed": seed}), **self._arguments)
-                break
-            except RuntimeError as error:
-                if "CAPACITY_REACHED" not in str(error):
-                    raise
-                await self._client.close()
-                await asyncio.sleep(_FULL_WAIT_S)
+        """See `GymLoop`."""
+        result = await self._client.reset(**({} if seed is None else {"seed": seed}), **self._arguments)
         return f"{_shown(result.observation)}\n\n{_needed(self._fields)}", dict(result.metadata or {})
 
     async def step(self, turn: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

@@ -13,6 +13,7 @@ from rl_agent.environments.base import EnvironmentSource
 from rl_agent.errors import PluginError, RowError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import ModuleType
 
 
@@ -21,13 +22,14 @@ class PythonEnvironments(EnvironmentSource):
 
     Args:
         name: `FILE.py:NAME` or `MODULE:NAME`.
+        arguments: See `EnvironmentSource`.
 
     Raises:
         PluginError: the file, the module or the name does not exist, or the module raises.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, arguments: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name, arguments)
         where, _, attribute = name.rpartition(":")
         try:
             module = _module_of(Path(where)) if where.endswith(".py") else importlib.import_module(where)

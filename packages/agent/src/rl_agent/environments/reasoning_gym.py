@@ -10,6 +10,8 @@ from rl_agent.environments.base import SEEDS_APART, EnvironmentSource
 class ReasoningGymTasks(EnvironmentSource):
     """Questions of one dataset of reasoning-gym, such as `basic_arithmetic`, with answers of its own verifier."""
 
+    is_endless = False
+
     def make(self, **arguments: Any) -> Any:
         """Not called: the loop `reasoning_gym` reads the rows."""
         raise NotImplementedError("the loop reasoning_gym asks these questions")

@@ -30,6 +30,7 @@ class GymLoop(AgentLoop):
 
     An environment has `reset(*, seed) -> (observation, info)`, `step(action) -> (observation, reward, terminated,
     truncated, info)` and, if it wants, `close()`; plain methods or coroutines (https://gymnasium.farama.org/api/env).
+    One that has to wait for its turn has a coroutine `ready()`, which no deadline but that of the rollout ends.
     An action is the text of the model's turn. An observation is text, a list of content parts (text and images, as
     chat messages have them), or a list of chat messages. The reward is the sum of the steps'; `turn_rewards` holds
     each, and the metrics `reward/NAME` sum what steps list by name in `info["rewards"]`. What ended the trajectory is
@@ -76,8 +77,7 @@ class GymLoop(AgentLoop):
                 f"max_turns={max_turns}, step_timeout_s={step_timeout_s} and "
                 f"max_completion_tokens={max_completion_tokens} must be positive"
             )
-        self._source = None if environment is None else create_environments(environment)
-        self._arguments = dict(environment_args or {})
+        self._source = None if environment is None else create_environments(environment, environment_args)
         self._environments = dict(environments or {})
         self._max_turns = max_turns
         self._max_completion_tokens = max_completion_tokens
@@ -113,9 +113,11 @@ class GymLoop(AgentLoop):
         if self._source is None:
             environment = await make_environment(row, self._environments, timeout_s=self._timeout_s)
         else:
-            arguments, make = {**self._arguments, **(row.get("environment_args") or {})}, self._source.make
+            arguments, make = {**self._source.arguments, **(row.get("environment_args") or {})}, self._source.make
             environment = await call_environment(lambda: make(**arguments), stage="make", timeout_s=self._timeout_s)
         try:
+            if hasattr(environment, "ready"):
+                await call_environment(environment.ready, timeout_s=math.inf)
             yield environment
         finally:
             if hasattr(environment, "close"):

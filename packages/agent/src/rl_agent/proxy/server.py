@@ -73,7 +73,7 @@ class _Prepared:
 class RecordingProxy:
     """Recording proxy: serves `/v1/chat/completions` and `/v1/responses`, and records every exchange.
 
-    A session's name is the bearer token (a client's API key), or stands in the path: `/sessions/NAME/v1`. With an
+    A session's name is in the path (`/sessions/NAME/v1`), in the header `X-Session-ID`, or the bearer token. With an
     `api_token`, the API key is that token, and the session's name stands in the path or follows it: `TOKEN:NAME`, as
     `api_key` gives it. A field that is not honoured is refused. A streamed answer is passed on token by token where the
     server is a `StreamingGenerator`, up to where a call of a tool may start; the call itself comes in one piece.
@@ -184,7 +184,7 @@ class RecordingProxy:
         key = _key_of(request)
         if self._api_token:
             key = key[len(self._api_token) :].removeprefix(":")
-        name = request.match_info.get("session") or key
+        name = request.match_info.get("session") or request.headers.get("X-Session-ID") or key
         if not name:
             wanted = "TOKEN:NAME as API key" if self._api_token else "one as API key"
             raise RowError(f"the request names no session; give {wanted}, or in the path: /sessions/NAME/v1")

@@ -577,7 +577,7 @@ class AgentSection:
     `environment` its own, `gym` for most."""
     environment: str | None = None
     """Environments to play: `FILE.py:NAME`, `MODULE:NAME`, or a hub's: `gymnasium:ID`, `openenv:URL-OR-PACKAGE`,
-    `reasoning_gym:NAME`. Without `data.path` it also gives the rows."""
+    `reasoning_gym:NAME`, `verifiers:NAME`. Without `data.path` it also gives the rows."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of that loop."""
     num_workers: Positive = 1

@@ -39,6 +39,8 @@ from rl_trainer.plugins import named
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from rl_trainer.config import AgentSection
+
 GROUP = "rl_trainer.datasets"
 """Entry points of `data.format`s: callables `(config: DataConfig, *, seed: int)` that give an object with `train` and
 `eval`, sequences of rows."""
@@ -89,21 +91,21 @@ def location(rows: object, index: int, *, kind: str = "row") -> str:
     return f"{kind} {index + 1}" if where is None else where(index)
 
 
-def load_datasets(config: DataConfig, *, seed: int, environment: str | None = None) -> Datasets:
+def load_datasets(config: DataConfig, *, seed: int, agent: AgentSection | None = None) -> Datasets:
     """Load training and held-out rows; of a stream only the held-out ones.
 
     Args:
         config: Configuration of the data.
         seed: Seed of the run.
-        environment: `agent.environment`, which gives the rows where no other source is set.
+        agent: Agents, whose `environment` gives the rows where no other source is set.
 
     Raises:
         DataError: a file is missing, or a row lacks a field (names the file and the row number, from 1).
     """
     if config.mixture:
         return _mixture(config, seed)
-    if environment is not None and config.format in BUILT_IN and config.path is None:
-        return _played(config, environment, seed)
+    if agent is not None and agent.environment is not None and config.format in BUILT_IN and config.path is None:
+        return _played(config, agent.environment, agent.options.get("environment_args"), seed)
     if config.format == "reasoning_gym":
         train, held_out = load_reasoning_gym(config, seed)
         return Datasets(train=train, eval=held_out)
@@ -257,10 +259,10 @@ def _mixture(config: DataConfig, seed: int) -> Datasets:
     )
 
 
-def _played(config: DataConfig, environment: str, seed: int) -> Datasets:
+def _played(config: DataConfig, environment: str, arguments: Mapping[str, Any] | None, seed: int) -> Datasets:
     """Rows of `agent.environment`, which writes their prompts itself."""
     try:
-        source = create_environments(environment)
+        source = create_environments(environment, arguments)
         parts = source.rows(seed=seed, num_train=_EPISODES, num_eval=config.eval_size)
     except AgentError as error:
         raise DataError(f"agent.environment={environment} cannot be played: {error}") from error
@@ -271,7 +273,11 @@ def _played(config: DataConfig, environment: str, seed: int) -> Datasets:
             f"agent.environment={environment} has {len(train)} episodes for training and {len(held_out)} held out; at "
             "least one of each is needed"
         )
-    return Datasets(train=train, eval=held_out)
+    if not source.is_endless:
+        return Datasets(train=train, eval=held_out)
+    episodes = Source(environment, lambda: _numbered(f"agent.environment={environment}", train))
+    stream = StreamedRows(episodes, lambda record, _: dict(record), seed=seed, buffer_size=1)
+    return Datasets(train=[], eval=held_out, stream=stream)
 
 
 _EPISODES = 10_000

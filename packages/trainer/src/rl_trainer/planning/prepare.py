@@ -128,7 +128,7 @@ def prepare_policy(config: Config, *, is_served: bool = False) -> tuple[Config, 
 
 
 def _rows(config: Config) -> Datasets:
-    return load_datasets(config.data, seed=config.seed, environment=config.agent.environment)
+    return load_datasets(config.data, seed=config.seed, agent=config.agent)
 
 
 def counted(config: Config, datasets: Datasets) -> Config:
