@@ -1,4 +1,4 @@
-"""Command line `rl-agent play`: chat with a policy, or run one dataset row, and see the trajectory for training."""
+"""Command line: `rl-agent play` chats with a policy or runs one row, `rl-agent proxy` records agents of others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
 from rl_agent.chat_template import TurnTemplate, load_tokenizer
 from rl_agent.errors import AgentError
+from rl_agent.proxy import RecordingProxy
 from rl_agent.registry import create_loop
 from rl_agent.session import Session
 from rl_agent.types import AgentLoopOutput
@@ -25,28 +28,38 @@ if TYPE_CHECKING:
     from rl_agent.types import Tokenizer
 
 
+_TOKEN = "RL_AGENT_API_TOKEN"  # a command line can be read by every user of the machine
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
     parser = argparse.ArgumentParser(prog="rl-agent", description="Agent loops that produce trainable tokens.")
-    play = parser.add_subparsers(required=True, metavar="play").add_parser(
-        "play", help="talk to a policy in the terminal and see tokens, masks and rewards"
-    )
-    play.add_argument("--server", required=True, help="URL of a rollout server, for example of rl-serve")
-    play.add_argument("--model", required=True, help="model folder, for its tokenizer and chat template")
+    commands = parser.add_subparsers(required=True, metavar="play|proxy")
+    play = commands.add_parser("play", help="talk to a policy in the terminal and see tokens, masks and rewards")
+    proxy = commands.add_parser("proxy", help=f"serve OpenAI's and Anthropic's APIs; {_TOKEN} is its token")
+    for each, run in ((play, _play), (proxy, _proxy)):
+        each.set_defaults(run=run)
+        each.add_argument("--server", required=True, help="URL of a rollout server, for example of rl-serve")
+        each.add_argument("--model", required=True, help="model folder, for its tokenizer and chat template")
+        each.add_argument("--sampling", default='{"max_new_tokens": 256}', help="sampling parameters as JSON")
     play.add_argument("--row", help="a dataset row as JSON: run it through the loop instead of chatting")
     play.add_argument("--loop", default="single_turn", help="the row's agent loop")
     play.add_argument("--options", default="{}", help="the loop's options as JSON")
-    play.add_argument("--sampling", default='{"max_new_tokens": 256}', help="sampling parameters as JSON")
+    proxy.add_argument("--host", default="127.0.0.1", help="interface to bind")
+    proxy.add_argument("--port", type=int, default=0, help="port; 0 picks a free one")
+    proxy.add_argument("--parser", default="hermes", help="tool-call parser of the model")
+    proxy.add_argument("--strict", action="store_true", help="refuse requests with fields that are not known")
+    proxy.add_argument("--expiry-s", type=float, default=3600.0, help="seconds after which an idle session is dropped")
     given = parser.parse_args(arguments)
     try:
-        return asyncio.run(_play(given))
+        return asyncio.run(given.run(given))
     except (AgentError, RolloutError, ValueError) as error:
         print(f"rl-agent: {error}", file=sys.stderr)
         return 1
 
 
 async def _play(given: argparse.Namespace) -> int:
-    server = connect_server(given.server)
+    server = connect_server(given.server, api_token=os.environ.get("RL_ROLLOUT_API_TOKEN"))
     tokenizer = load_tokenizer(given.model)
     params: dict[str, Any] = json.loads(given.sampling)
     try:
@@ -61,6 +74,33 @@ async def _play(given: argparse.Namespace) -> int:
             print("\n".join(describe(output, tokenizer)))
         await loop.close()
     finally:
+        await server.stop()
+    return 0
+
+
+async def _proxy(given: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    server = connect_server(given.server, api_token=os.environ.get("RL_ROLLOUT_API_TOKEN"))
+    await server.start()
+    proxy = RecordingProxy(
+        server,
+        load_tokenizer(given.model),
+        parser=given.parser,
+        sampling_params=json.loads(given.sampling),
+        host=given.host,
+        port=given.port,
+        api_token=os.environ.get(_TOKEN),
+        strict=given.strict,
+        expiry_s=given.expiry_s,
+    )
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    try:
+        print(f"serving {await proxy.start()}", flush=True)
+        await ended.wait()
+    finally:
+        await proxy.stop()
         await server.stop()
     return 0
 

@@ -14,6 +14,7 @@ openai = pytest.importorskip("openai", reason="needs the openai client")
 
 TOKENIZER = FakeTokenizer()
 USER = {"role": "user", "content": "go"}
+IMAGE = {"type": "image_url", "image_url": {"url": "/etc/passwd"}}
 ADD = {
     "type": "function",
     "function": {
@@ -142,21 +143,32 @@ def test_a_broken_call_is_text_to_a_framework():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"n": 2}, "n=2 is not supported here"),
-        ({"stop": ["x"]}, r"stop=\['x'\] is not supported"),
+        ({"n": 0}, "n is 0; an integer from 1 to 128 is needed"),
+        ({"stop": [5]}, r"stop is \[5\]; text or a list of texts"),
+        ({"response_format": {"type": "json_object"}}, "response_format=.* is not supported here; leave it out"),
+        ({"logit_bias": {"5": 1}}, "logit_bias=.* is not supported"),
+        ({"presence_penalty": 0.5}, "presence_penalty=0.5 is not supported"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p=0.1 is not supported"),
+        ({"top_logprobs": 3}, "top_logprobs needs logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; an integer from 0 to 20"),
+        ({"tool_choice": "always", "tools": [ADD]}, "tool_choice is 'always'; auto, none, required"),
+        ({"tool_choice": "required"}, "the request has the tools: none"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [ADD]}, "has the tools: add"),
+        ({"extra_body": {"chat_template_kwargs": "no"}}, "chat_template_kwargs is 'no'; an object is needed"),
         ({"extra_body": {"best_of": 3}}, "best_of=3 is not supported"),
-        ({"parallel_tool_calls": False, "tools": [ADD]}, "parallel_tool_calls=False is not supported"),
+        ({"parallel_tool_calls": "no", "tools": [ADD]}, "parallel_tool_calls is 'no'; true or false"),
         ({"max_tokens": 5, "max_completion_tokens": 7}, "max_tokens and max_completion_tokens are one setting"),
         ({"tools": [{"type": "function"}]}, "a tool is {'type': 'function'}"),
         ({"max_tokens": 0}, "max_tokens is 0; at least 1 is needed"),
-        ({"extra_body": {"tools": "add"}}, "tools is 'add'; a list is needed"),
+        ({"extra_body": {"tools": "add"}}, "tools is 'add'; a list of objects is needed"),
         ({"extra_body": {"stream": "false"}}, "stream is 'false'; true or false is needed"),
         ({"extra_body": {"stream_options": []}}, "not of the format of this endpoint: AttributeError"),
         ({"messages": [{"role": "user", "content": 5}]}, "content is 5; text or a list of parts"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "KeyError: 'function'"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"messages": []}, "at least one message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "takes text"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'/etc/passwd' is not a data URL"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "text and images are supported"),
     ],
 )
 def test_a_field_that_is_not_honoured_is_refused(fields, sentence):

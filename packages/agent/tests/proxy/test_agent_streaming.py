@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl_agent import load_tokenizer, validate_output
 from rl_agent.proxy import RecordingProxy
-from rl_agent.proxy.server import LiveText, opens_thinking
+from rl_agent.proxy.live_text import LiveText, opens_thinking
 from rl_agent.registry import load_plugin
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_rollout import ServerConfig, create_server

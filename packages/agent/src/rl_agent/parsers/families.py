@@ -21,14 +21,27 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _MESSAGES = re.compile(r"<\|start\|>assistant|<\|end\|>|<\|call\|>|<\|return\|>")
 
 
-def opened_by(*marks: str) -> Callable[[Callable[[str], ParsedTurn]], Callable[[str], ParsedTurn]]:
-    """Declare the markers with which a parser's calls and reasoning start; text before them can be streamed."""
+def opened_by(
+    *marks: str, call: str | None = None
+) -> Callable[[Callable[[str], ParsedTurn]], Callable[[str], ParsedTurn]]:
+    """Declare the markers with which a parser's calls and reasoning start; text before them can be streamed.
 
-    def tell(parse: Callable[[str], ParsedTurn]) -> Callable[[str], ParsedTurn]:
+    Args:
+        *marks: The markers.
+        call: Text of a call up to its arguments, of a tool called NAME: what a turn that has to call it begins with.
+    """
+
+    def start(name: str | None) -> str:
+        before, _, after = (call or "").partition("NAME")
+        return before if name is None else before + name + after
+
+    def declare(parse: Callable[[str], ParsedTurn]) -> Callable[[str], ParsedTurn]:
         vars(parse)["opened_by"] = marks
+        if call is not None:
+            vars(parse)["call_start"] = start
         return parse
 
-    return tell
+    return declare
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
@@ -96,7 +109,7 @@ def blocks(text: str, start: str, end: str) -> tuple[str, list[str], bool]:
     return outside, insides, is_open
 
 
-@opened_by("<tool_call>", "<think>")
+@opened_by("<tool_call>", "<think>", call='<tool_call>\n{"name": "NAME", "arguments": ')
 def hermes(text: str) -> ParsedTurn:
     """Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them.
 
@@ -110,7 +123,7 @@ def hermes(text: str) -> ParsedTurn:
     return turn(content, calls, reasoning)
 
 
-@opened_by("<|python_tag|>", "{")
+@opened_by("<|python_tag|>", "{", call='{"name": "NAME", "parameters": ')
 def llama(text: str) -> ParsedTurn:
     """Llama 3: a turn that is one JSON object, or several separated by `;`, after an optional `<|python_tag|>`.
 
@@ -139,7 +152,7 @@ def _json_objects(body: str) -> list[ToolCall]:
     return calls or [malformed("nothing follows <|python_tag|>")]
 
 
-@opened_by("[TOOL_CALLS]")
+@opened_by("[TOOL_CALLS]", call='[TOOL_CALLS] [{"name": "NAME", "arguments": ')
 def mistral(text: str) -> ParsedTurn:
     """Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` once per call.
 
@@ -159,7 +172,7 @@ def mistral(text: str) -> ParsedTurn:
     return turn(content, calls)
 
 
-@opened_by("<｜tool▁calls▁begin｜>", "<think>")
+@opened_by(*("<｜tool▁calls▁begin｜>", "<think>"), call="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>")
 def deepseek(text: str) -> ParsedTurn:
     """DeepSeek: calls in `<｜tool▁calls▁begin｜>`; of V3 and R1 with a JSON block each, of V3.1 with bare arguments.
 
@@ -177,7 +190,10 @@ def deepseek(text: str) -> ParsedTurn:
     return _section(text, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", call)
 
 
-@opened_by("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<think>")
+@opened_by(
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<think>"),
+    call="<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
+)
 def kimi(text: str) -> ParsedTurn:
     """Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`.
 
@@ -207,7 +223,7 @@ def _section(text: str, section: str, begin: str, end: str, read: Callable[[str]
     return turn(content, calls, reasoning)
 
 
-@opened_by("<tool_call>", "<think>")
+@opened_by("<tool_call>", "<think>", call="<tool_call>NAME\n")
 def glm(text: str) -> ParsedTurn:
     """GLM 4.5 and later: `<tool_call>name`, then pairs of `<arg_key>` and `<arg_value>`; a value may be JSON.
 
@@ -236,7 +252,7 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-@opened_by("<|", " to=")
+@opened_by("<|", " to=", call=" to=functions.NAME<|channel|>commentary json<|message|>")
 def gpt_oss(text: str) -> ParsedTurn:
     """gpt-oss: Harmony messages on channels; a call is a message `to=functions.name` on the commentary channel.
 

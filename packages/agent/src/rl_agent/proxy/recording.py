@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -34,13 +35,29 @@ class Exchange:
     conversation: tuple[MessageKey, ...]
     """Messages, the answer included."""
     tools: str
-    """Tools of the request, as JSON."""
+    """Tools of the request and variables of its chat template, as JSON."""
     text: str
     """Text of the answer."""
     response_id: str
     """Id of the answer for the client."""
+    images: tuple[str, ...] = ()
+    """Data URLs of the images in the prompt."""
     is_heard: bool = True
     """Whether the answer was sent; if the caller had left before, it is part of no trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """Reward of a session, or of one of its turns or trajectories; those of one name are added up."""
+
+    value: float
+    """Finite number."""
+    name: str = "reward"
+    """Name of the reward term."""
+    turn: str | None = None
+    """Id of the response that it is for."""
+    trajectory: str | None = None
+    """Id of the last response of the trajectory that it is for. Neither: all trajectories."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,13 +69,27 @@ class Recording:
     """Number of requests whose caller left before the answer, such as a client that timed out and retried."""
     num_escaped: int = 0
     """Number of special tokens in messages of tools and users that were broken."""
+    rewards: list[Reward] = field(default_factory=list[Reward])
+    """Rewards so far."""
 
-    def abandon(self, exchange: Exchange | None) -> None:
+    def abandon(self, response_id: str) -> None:
         """Note that a caller left; its answer, if recorded already, belongs to no trajectory."""
         self.num_abandoned += 1
         for index, each in enumerate(self.exchanges):
-            if each is exchange:
+            if each.response_id.partition("#")[0] == response_id:
                 self.exchanges[index] = replace(each, is_heard=False)
+
+    def reward(self, reward: Reward) -> None:
+        """Add a reward.
+
+        Raises:
+            RowError: it is for a response that this session does not have.
+        """
+        known = {each.response_id for each in self.exchanges if each.is_heard}
+        for field_name, found in (("turn", reward.turn), ("trajectory", reward.trajectory)):
+            if found is not None and found not in known:
+                raise RowError(f"{field_name}={found!r} is not the id of a response of this session")
+        self.rewards.append(reward)
 
 
 def message_key(message: Mapping[str, Any]) -> MessageKey:
@@ -67,7 +98,10 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
         (str(call["function"]["name"]), json.dumps(parsed_arguments(call["function"].get("arguments")), sort_keys=True))
         for call in message.get("tool_calls") or ()
     )
-    return (message["role"], str(message["content"]).strip(), calls, message.get("tool_call_id"))
+    content = message["content"]
+    if not isinstance(content, str):  # parts, whose images are long
+        content = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+    return (message["role"], content.strip(), calls, message.get("tool_call_id"))
 
 
 def find_parent(
@@ -109,9 +143,14 @@ def _named(
 
 
 def trajectories(recording: Recording, reward: float | None) -> list[AgentLoopOutput]:
-    """Trajectories of a session, one per leaf. Shared tokens have loss mask 1 in the first of them only."""
+    """Trajectories of a session, one per leaf. Shared tokens have loss mask 1 in the first of them only.
+
+    The reward of each is the sum of what was given to the session, to it, and to the turns that it trains; None if
+    nothing was. `extra_fields["rewards"]` has the sum by name, if any was given by name.
+    """
     exchanges = recording.exchanges
-    parents = {each.parent for each in exchanges}
+    given = [*recording.rewards, *(() if reward is None else (Reward(value=reward),))]
+    parents = {each.parent for each in exchanges if each.is_heard}
     metrics = {"num_abandoned": float(recording.num_abandoned), "num_escaped": float(recording.num_escaped)}
     trained: set[int] = set()
     made: list[AgentLoopOutput] = []
@@ -123,14 +162,34 @@ def trajectories(recording: Recording, reward: float | None) -> list[AgentLoopOu
         while index is not None:
             path.insert(0, index)
             index = exchanges[index].parent
-        made.append(_trajectory([exchanges[i] for i in path], [i not in trained for i in path], reward, metrics))
+        is_new = [i not in trained for i in path]
+        output = _trajectory([exchanges[i] for i in path], is_new, metrics)
+        made.append(_rewarded(output, [exchanges[i].response_id for i in path], is_new, given))
         trained.update(path)
     return made
 
 
-def _trajectory(
-    path: Sequence[Exchange], is_new: Sequence[bool], reward: float | None, metrics: Mapping[str, float]
+def _rewarded(
+    output: AgentLoopOutput, responses: Sequence[str], is_new: Sequence[bool], given: Sequence[Reward]
 ) -> AgentLoopOutput:
+    turns = dict.fromkeys((name for name, is_own in zip(responses, is_new, strict=True) if is_own), 0.0)
+    by_name: dict[str, float] = {}
+    for each in given:
+        if each.trajectory not in (None, responses[-1]) or (each.turn is not None and each.turn not in turns):
+            continue
+        by_name[each.name] = by_name.get(each.name, 0.0) + each.value
+        if each.turn is not None:
+            turns[each.turn] += each.value
+    has_turns = all(is_new) and any(each.turn in turns for each in given)
+    return replace(
+        output,
+        reward=sum(by_name.values()) if by_name else None,
+        turn_rewards=tuple(turns.values()) if has_turns else (),
+        extra_fields={"rewards": by_name} if by_name.keys() - {"reward"} else {},
+    )
+
+
+def _trajectory(path: Sequence[Exchange], is_new: Sequence[bool], metrics: Mapping[str, float]) -> AgentLoopOutput:
     prompt = path[0].prompt_token_ids
     ids, mask, logprobs, versions = list[int](), list[int](), list[float](), list[int]()
     experts = list[RoutedToken]()
@@ -150,9 +209,9 @@ def _trajectory(
         weight_versions=tuple(versions),
         finish_reason=path[-1].output.finish_reason.value,
         text=path[-1].text,
-        reward=reward,
         num_turns=len(path),
         metrics=dict(metrics),
+        images=path[-1].images,
         routed_experts=finished(experts, len(prompt) + len(ids)),
     )
 

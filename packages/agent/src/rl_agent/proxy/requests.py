@@ -1,9 +1,9 @@
-"""Requests of the proxy and their answers, common to both endpoints."""
+"""Requests of the proxy and their answers, common to the three endpoints."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from uuid import uuid4
 
@@ -11,13 +11,41 @@ from rl_agent.errors import RowError
 from rl_rollout.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from rl_agent.proxy.recording import Exchange
     from rl_agent.types import ParsedTurn
 
-SAMPLING = {"temperature": (int, float), "top_p": (int, float), "seed": (int,)}
+SAMPLING = {
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": (int,),
+    "seed": (int,),
+}
 """Fields of `SamplingParams` that requests may set, with their types."""
+NEUTRAL = {"min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)}
+"""Sampling parameters that the servers do not have, with the values that change nothing."""
+SHARED = (*SAMPLING, "model", "stream", "tools", "tool_choice", "chat_template_kwargs")
+"""Fields that all endpoints read."""
+WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    "service_tier",
+)
+"""Fields that say nothing about the answer."""
+_MOST_CHOICES = 128
+_MOST_STOPS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """Tool choice: whether the answer may hold calls, and which."""
+
+    mode: str = "auto"
+    """`auto`, `none` or `required`."""
+    name: str | None = None
+    """Tool that has to be called, with `required`; None: any."""
+    is_parallel: bool = True
+    """Whether one turn may hold several calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +53,8 @@ class Call:
     """Validated request."""
 
     messages: tuple[dict[str, Any], ...]
-    """Messages for a chat template, without those of the earlier response that the request names."""
+    """Messages for a chat template, without those of the earlier response that the request names; a content part
+    `{"type": "image", "image": DATA_URL}` has its image."""
     tools: tuple[dict[str, Any], ...]
     """Tools in the format of chat completions."""
     sampling: Mapping[str, Any]
@@ -38,11 +67,25 @@ class Call:
     """Whether the stream ends with token counts."""
     previous: str | None = None
     """Id of the response that the request continues, if it names one."""
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    """Tool choice."""
+    stops: tuple[str, ...] = ()
+    """Stop strings: the answer ends before the first of them."""
+    num_choices: int = 1
+    """Number of answers."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further variables of the chat template."""
+    has_logprobs: bool = False
+    """Whether the answer has the log-prob of every token."""
+    num_top_logprobs: int = 0
+    """Number of most likely tokens at every position."""
+    ignored: tuple[str, ...] = ()
+    """What the request holds and the answer does not depend on: unknown fields, tools that the vendor's servers run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Answer of the model to a call."""
+    """Answer of the model to a call: one of its choices."""
 
     exchange: Exchange
     """Recorded exchange."""
@@ -50,6 +93,10 @@ class Answer:
     """Parsed turn; malformed calls are text."""
     call_ids: tuple[str, ...]
     """Ids of the turn's calls."""
+    stop: str | None = None
+    """Stop string that ended it."""
+    logprobs: tuple[dict[str, Any], ...] = ()
+    """Log-probs in OpenAI's format, if the call asks for them."""
 
     @property
     def is_cut(self) -> bool:
@@ -74,19 +121,19 @@ class Writer(Protocol):
     last_line: bytes
     """Last bytes of a stream of events."""
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """Response body of a whole answer."""
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Response body of a whole answer: all choices of the call."""
         ...
 
-    def start(self) -> Iterator[dict[str, Any]]:
+    def start(self, num_prompt_tokens: int) -> Iterator[dict[str, Any]]:
         """Events before the first token."""
         ...
 
-    def delta(self, reasoning: str, content: str) -> Iterator[dict[str, Any]]:
-        """Events of new text."""
+    def delta(self, reasoning: str, content: str, index: int) -> Iterator[dict[str, Any]]:
+        """Events of new text of one choice."""
         ...
 
-    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
         """Events after the last token, whose text was sent."""
         ...
 
@@ -96,16 +143,18 @@ def new_call_id() -> str:
     return uuid4().hex[:9]
 
 
-def read_body(data: bytes, *, known: Container[str], neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Fields of a request that are not null.
+def read_body(
+    data: bytes, *, known: Collection[str], refused: Mapping[str, tuple[Any, ...]]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Fields of a request that are not null, and the names of those that are not known.
 
     Args:
         data: The request.
-        known: Fields that are honoured, or have no effect here.
-        neutral: Fields that are accepted at the values that change nothing.
+        known: Fields that are honoured, or say nothing about the answer.
+        refused: Fields that would change the answer and are not supported, with the values that change nothing.
 
     Raises:
-        RowError: it is no JSON object, or holds something that is not honoured.
+        RowError: it is no JSON object, or asks for something that is not supported.
     """
     try:
         found = json.loads(data)
@@ -115,11 +164,36 @@ def read_body(data: bytes, *, known: Container[str], neutral: Mapping[str, tuple
         raise RowError(f"the request is a {type(found).__name__}; a JSON object is needed")
     body = {name: value for name, value in cast("dict[str, Any]", found).items() if value is not None}
     for name, value in body.items():
-        if name not in known and value not in neutral.get(name, ()):
-            raise RowError(f"{name}={value!r} is not supported here; leave it out")
+        if value not in {**NEUTRAL, **refused}.get(name, (value,)):
+            raise RowError(f"{name}={value!r:.200} is not supported here; leave it out")
     if not isinstance(body.get("stream", False), bool):
         raise RowError(f"stream is {body['stream']!r}; true or false is needed")
-    return body
+    return body, tuple(name for name in body if name not in {*known, *refused, *NEUTRAL})
+
+
+def read_shared(body: Mapping[str, Any], *limits: str, stop: str) -> dict[str, Any]:
+    """Fields of `Call` that all endpoints have; `limits` are names of `max_new_tokens`, `stop` that of stop strings.
+
+    Raises:
+        RowError: one is not what it has to be.
+    """
+    kwargs = body.get("chat_template_kwargs", {})
+    if not isinstance(kwargs, dict):
+        raise RowError(f"chat_template_kwargs is {kwargs!r:.80}; an object is needed")
+    given = body.get(stop, ())
+    stops: Any = [given] if isinstance(given, str) else given
+    if not isinstance(stops, (list, tuple)) or not all(isinstance(each, str) for each in cast("list[Any]", stops)):
+        raise RowError(f"{stop} is {given!r:.80}; text or a list of texts is needed")
+    found = tuple(dict.fromkeys(each for each in cast("list[str]", stops) if each))
+    if len(found) > _MOST_STOPS:
+        raise RowError(f"{stop} holds {len(found)} texts; at most {_MOST_STOPS} are allowed")
+    return {
+        "sampling": read_sampling(body, *limits),
+        "model": str(body.get("model", "policy")),
+        "is_streaming": bool(body.get("stream")),
+        "stops": found,
+        "template_kwargs": cast("dict[str, Any]", kwargs),
+    }
 
 
 def read_sampling(body: Mapping[str, Any], *limits: str) -> dict[str, Any]:
@@ -134,12 +208,26 @@ def read_sampling(body: Mapping[str, Any], *limits: str) -> dict[str, Any]:
     if sum(limit in body for limit in limits) > 1:
         raise RowError(f"{' and '.join(limits)} are one setting; leave one of them out")
     given = {name: body[name] for name in SAMPLING if name in body}
+    if given.get("top_k") == -1:  # how vLLM and others spell that all tokens are kept
+        given["top_k"] = 0
     for limit in limits:
         if limit in body:
             if body[limit] < 1:
                 raise RowError(f"{limit} is {body[limit]}; at least 1 is needed")
             given["max_new_tokens"] = body[limit]
     return given
+
+
+def read_count(body: Mapping[str, Any], name: str, most: int = _MOST_CHOICES, least: int = 0) -> int:
+    """Integer field of a request; `least` where it is missing.
+
+    Raises:
+        RowError: it is no integer of that range.
+    """
+    value = body.get(name, least)
+    if type(value) is not int or not least <= value <= most:
+        raise RowError(f"{name} is {value!r}; an integer from {least} to {most} is needed")
+    return value
 
 
 def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
@@ -159,19 +247,70 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     return tuple(cast("list[dict[str, Any]]", tools))
 
 
-def plain_content(content: Any) -> str:
-    """Text of a message's content, which is a string or a list of parts.
+def read_choice(given: Any, tools: Sequence[Mapping[str, Any]], *, is_parallel: Any) -> ToolChoice:
+    """Tool choice in OpenAI's formats: a word, or an object that names a function.
 
     Raises:
-        RowError: it holds something else than text.
+        RowError: it is no tool choice, or asks for a call of a tool that the request does not have.
+    """
+    match given:
+        case "auto" | "none" | "required":
+            mode, name = str(given), None
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            mode = "required"
+        case _:
+            raise RowError(f"tool_choice is {given!r:.80}; auto, none, required or a function by name is needed")
+    if not isinstance(is_parallel, bool):
+        raise RowError(f"parallel_tool_calls is {is_parallel!r}; true or false is needed")
+    names = [tool["function"]["name"] for tool in tools]
+    if mode == "required" and (not names or (name is not None and name not in names)):
+        raise RowError(f"tool_choice is {given!r:.80}, and the request has the tools: {', '.join(names) or 'none'}")
+    return ToolChoice(mode=mode, name=name, is_parallel=is_parallel)
+
+
+def split_hosted(
+    tools: Any, is_function: Callable[[Mapping[str, Any]], bool]
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Split tools into those that the client runs, and the names of those that the vendor's servers would run.
+
+    Raises:
+        RowError: they are no list of objects.
+    """
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", tools)):
+        raise RowError(f"tools is {tools!r:.80}; a list of objects is needed")
+    given = cast("list[dict[str, Any]]", tools)
+    ours = [tool for tool in given if is_function(tool)]
+    return ours, tuple(f"the hosted tool {tool.get('type')!r}" for tool in given if not is_function(tool))
+
+
+def plain_content(content: Any) -> str | list[dict[str, Any]]:
+    """Content of a message for a chat template: text, or parts where it has images.
+
+    Raises:
+        RowError: it holds something else than text and images, or an image that would have to be downloaded.
     """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise RowError(f"a message's content is {content!r:.80}; text or a list of parts is needed")
-    parts = cast("list[Any]", content)
-    for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text")
-        if not (is_text and isinstance(part.get("text"), str)):
-            raise RowError(f"a message's content holds {part!r:.80}; this endpoint takes text")
+    parts = [_plain_part(part) for part in cast("list[Any]", content)]
+    if any(part["type"] == "image" for part in parts):
+        return parts
     return "".join(part["text"] for part in parts)
+
+
+def _plain_part(part: Any) -> dict[str, Any]:
+    match part:
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "refusal", "refusal": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image_url", "image_url": {"url": str(url)}} | {"type": "input_image", "image_url": str(url)}:
+            pass
+        case {"type": "image", "source": {"type": "base64", "media_type": str(kind), "data": str(data)}}:
+            url = f"data:{kind};base64,{data}"
+        case _:
+            raise RowError(f"a message's content holds {part!r:.80}; text and images are supported")
+    if not url.startswith("data:image/"):
+        raise RowError(f"image {url!r:.80} is not a data URL (data:image/png;base64,...); nothing is downloaded")
+    return {"type": "image", "image": url}

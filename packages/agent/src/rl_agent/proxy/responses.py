@@ -8,29 +8,30 @@ from uuid import uuid4
 
 from rl_agent.errors import RowError
 from rl_agent.proxy.recording import parsed_arguments
-from rl_agent.proxy.requests import SAMPLING, Call, plain_content, read_body, read_sampling, read_tools
+from rl_agent.proxy.requests import (
+    SHARED,
+    WITHOUT_EFFECT,
+    Call,
+    plain_content,
+    read_body,
+    read_choice,
+    read_count,
+    read_shared,
+    read_tools,
+    split_hosted,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rl_agent.proxy.requests import Answer
 
 _KNOWN = {
-    *SAMPLING,
-    *("input", "instructions", "model", "tools", "max_output_tokens", "stream", "previous_response_id"),
-    *("user", "metadata", "safety_identifier", "prompt_cache_key", "store"),  # without effect
-    *("include", "reasoning"),  # extra fields that are not returned; other values are refused
+    *(*SHARED, *WITHOUT_EFFECT, "input", "instructions", "max_output_tokens", "previous_response_id", "top_logprobs"),
+    *("parallel_tool_calls", "include", "reasoning", "text", "truncation", "stream_options", "stop", "client_metadata"),
 }
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "text": ({"format": {"type": "text"}}, {}),
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
-    "stream_options": ({"include_obfuscation": False}, {}),
-}
+_REFUSED: dict[str, tuple[Any, ...]] = {"background": (False,), "conversation": (), "prompt": ()}
+_LOGPROBS = "message.output_text.logprobs"
 
 
 def read(data: bytes) -> Call:
@@ -39,11 +40,9 @@ def read(data: bytes) -> Call:
     Raises:
         RowError: it cannot be honoured.
     """
-    body = read_body(data, known=_KNOWN, neutral=_NEUTRAL)
-    if "message.output_text.logprobs" in body.get("include", []):
-        raise RowError("include=['message.output_text.logprobs'] is not supported here; leave it out")
-    if (effort := body.get("reasoning", {}).get("effort")) is not None:
-        raise RowError(f"reasoning.effort={effort!r} is not supported here; leave it out")
+    body, unknown = read_body(data, known=_KNOWN, refused=_REFUSED)
+    if (form := body.get("text", {}).get("format", {"type": "text"})) != {"type": "text"}:
+        raise RowError(f"text.format={form!r:.200} is not supported here; leave it out")
     given = body.get("input")
     items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -51,20 +50,22 @@ def read(data: bytes) -> Call:
     messages = _messages(cast("list[Any]", items))
     if body.get("instructions"):
         messages.insert(0, {"role": "system", "content": str(body["instructions"])})
+    functions, hosted = split_hosted(body.get("tools", []), lambda tool: tool.get("type") == "function")
+    tools, num_top = read_tools([_tool(each) for each in functions]), read_count(body, "top_logprobs", 20)
     return Call(
         messages=tuple(messages),
-        tools=read_tools([_tool(each) for each in body.get("tools", ())]),
-        sampling=read_sampling(body, "max_output_tokens"),
-        model=body.get("model", "policy"),
-        is_streaming=bool(body.get("stream")),
+        tools=tools,
+        **read_shared(body, "max_output_tokens", stop="stop"),
         previous=body.get("previous_response_id"),
+        choice=read_choice(body.get("tool_choice", "auto"), tools, is_parallel=body.get("parallel_tool_calls", True)),
+        has_logprobs=bool(num_top) or _LOGPROBS in body.get("include", ()),
+        num_top_logprobs=num_top,
+        ignored=(*unknown, *hosted, *(f"reasoning.{name}" for name in body.get("reasoning", {}) if name == "effort")),
     )
 
 
-def _tool(tool: Any) -> dict[str, Any]:
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Function tool in the format of chat completions."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise RowError(f"tool {tool!r:.80} does not run at the client; this endpoint has no tools itself")
     return {"type": "function", "function": {k: tool[k] for k in ("name", "description", "parameters") if k in tool}}
 
 
@@ -115,24 +116,28 @@ class Writer:
         self._created = time.time()
         self._message_id, self._reasoning_id = f"msg_{uuid4().hex}", f"rs_{uuid4().hex}"
         self._text, self._thought = "", ""
+        self._logprobs: list[dict[str, Any]] = []
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """See `rl_agent.proxy.requests.Writer`."""
-        turn = answer.turn
+        (answer,) = answers
+        turn, self._logprobs = answer.turn, [*answer.logprobs]
         items = [self._reasoning(turn.reasoning)] if turn.reasoning else []
         if turn.content or not turn.calls:
             items.append(self._message(turn.content))
         return self._response([*items, *_calls(answer)], answer)
 
-    def start(self) -> Iterator[dict[str, Any]]:
+    def start(self, num_prompt_tokens: int) -> Iterator[dict[str, Any]]:
         """See `rl_agent.proxy.requests.Writer`."""
+        del num_prompt_tokens
         yield self._event("response.created", response=self._response([]))
         yield self._event("response.in_progress", response=self._response([]))
 
-    def delta(self, reasoning: str, content: str) -> Iterator[dict[str, Any]]:
+    def delta(self, reasoning: str, content: str, index: int) -> Iterator[dict[str, Any]]:
         """See `rl_agent.proxy.requests.Writer`."""
+        del index
         if reasoning:
             if not self._thought:
                 item = {**self._reasoning(""), "status": "in_progress"}
@@ -146,15 +151,17 @@ class Writer:
             place = self._place(self._message_id)
             yield self._event("response.output_text.delta", **place, delta=content, logprobs=[])
 
-    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
         """See `rl_agent.proxy.requests.Writer`."""
+        (answer,) = answers
+        self._logprobs = [*answer.logprobs]
         yield from self._close_reasoning()
         calls = _calls(answer)
         if self._text or not calls:
             if not self._text:
                 yield from self._open_message()
             place, message = self._place(self._message_id), self._message(self._text)
-            yield self._event("response.output_text.done", **place, text=self._text, logprobs=[])
+            yield self._event("response.output_text.done", **place, text=self._text, logprobs=self._logprobs)
             yield self._event("response.content_part.done", **place, part=message["content"][0])
             yield self._done(message)
         for call in calls:
@@ -192,7 +199,7 @@ class Writer:
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
     def _message(self, text: str) -> dict[str, Any]:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
         return {
             "id": self._message_id,
             "type": "message",
@@ -218,9 +225,9 @@ class Writer:
             "metadata": {},
             "model": self._call.model,
             "output": items,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self._call.choice.is_parallel,
             "previous_response_id": self._call.previous,
-            "tool_choice": "auto",
+            "tool_choice": self._call.choice.mode,
             "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in self._call.tools],
             "usage": None if answer is None else _usage(answer),
         }
