@@ -1,11 +1,14 @@
 """Conventions of names and prose: short names of tests, and plain English in pages and docstrings."""
 
+import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = [*sorted((ROOT / "packages").iterdir()), ROOT / "csrc"]
 LONGEST_NAME = 60
+MOST_PRIVATE_NAMES, MOST_SLEEPS = 195, 192
+"""Of all tests, and only to fall: use a public name or a fake of `testing`; wait by `rl_bench.waiting.until`."""
 _UNCLEAR = re.compile(
     r"\b(told|tells|beside|stands(?! alone)|lies|comes to|of before|where there is|given back|of one's own"
     r"|mended|whoever|nobody|somebody|refused with a sentence)\b",
@@ -29,6 +32,29 @@ def test_names_of_tests_have_at_most_sixty_characters():
         if len(name) > LONGEST_NAME
     ]
     assert not names, "\n".join(names)
+
+
+def texts_of_tests():
+    """Every Python file of tests, by its text."""
+    folders = [package / "tests" for package in PACKAGES] + [ROOT / "tests"]
+    return [file.read_text() for folder in folders for file in folder.rglob("*.py")]
+
+
+def test_tests_use_few_private_names_of_other_objects():
+    found = [
+        node.attr
+        for text in texts_of_tests()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_(?!_)", node.attr)
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+    assert len(found) <= MOST_PRIVATE_NAMES, f"{len(found)}: lower them, and this number with them"
+
+
+def test_tests_wait_on_conditions_and_seldom_sleep():
+    found = sum(len(re.findall(r"\bsleep\(", text)) for text in texts_of_tests())
+    assert found <= MOST_SLEEPS, f"{found}: wait on a condition (rl_bench.waiting)"
 
 
 def test_pages_are_in_plain_english():

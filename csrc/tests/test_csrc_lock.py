@@ -72,7 +72,7 @@ def test_without_locks_of_the_file_system_the_record_decides(tmp_path, monkeypat
 @pytest.mark.parametrize("changes", [{"started": -1}, {"boot": "before"}])
 def test_a_number_that_another_process_has_now_is_no_holder(tmp_path, changes):
     file = tmp_path / "run.lock"
-    record = _lock._this_process() | {"pid": 1, "started": _lock._started(1)}
+    record = _lock.this_process() | {"pid": 1, "started": _lock.started(1)}
     file.write_text(json.dumps(record))
     with pytest.raises(FolderInUseError, match="process 1 on"), hold_lock(file, "it"):
         pass
@@ -83,7 +83,7 @@ def test_a_number_that_another_process_has_now_is_no_holder(tmp_path, changes):
 
 def test_what_another_host_holds_is_for_a_person_to_decide(tmp_path):
     file = tmp_path / "run.lock"
-    file.write_text(json.dumps(_lock._this_process() | {"host": "node7"}))
+    file.write_text(json.dumps(_lock.this_process() | {"host": "node7"}))
     told = pytest.raises(FolderInUseError, match=r"on node7.*cannot tell\), delete .*run\.lock and try again")
     with told, hold_lock(file, "it"):
         pass

@@ -45,7 +45,7 @@ def hold_lock(file: str | Path, what: str) -> Generator[None]:
         if holder is not None and _may_live(holder):
             raise FolderInUseError(_refusal(path, what, holder))
         try:
-            _write(descriptor, json.dumps(_this_process()))
+            _write(descriptor, json.dumps(this_process()))
         except OSError as error:
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
         try:
@@ -75,12 +75,13 @@ def _locked(path: Path, what: str) -> int:
         os.close(descriptor)
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """Record of this process, as a lock file holds it."""
     return {
         "host": socket.gethostname(),
         "boot": _boot(),
         "pid": os.getpid(),
-        "started": _started(os.getpid()),
+        "started": started(os.getpid()),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
@@ -90,7 +91,7 @@ def _may_live(holder: dict[str, Any]) -> bool:
     if holder.get("host") != socket.gethostname():
         return True
     is_same_boot = holder.get("boot") == _boot()
-    return is_same_boot and holder.get("pid") != os.getpid() and _started(holder.get("pid")) == holder.get("started")
+    return is_same_boot and holder.get("pid") != os.getpid() and started(holder.get("pid")) == holder.get("started")
 
 
 def _refusal(path: Path, what: str, holder: dict[str, Any] | None) -> str:
@@ -130,7 +131,7 @@ def _boot() -> str:
         return ""
 
 
-def _started(pid: Any) -> int | None:
+def started(pid: Any) -> int | None:
     """Start time of a process of this host, clock ticks after the boot; None: there is none."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

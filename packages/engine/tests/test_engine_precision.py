@@ -1,10 +1,11 @@
 """The number format that suits this machine, and signs of life of a run that is slow."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rl_bench.waiting import until
 from rl_engine import EngineConfig, Precision, auto_precision, for_this_machine, registry
 from rl_engine.finetune.loop import SignsOfLife
 
@@ -51,21 +52,21 @@ def test_what_is_set_stays(processor):
     assert for_this_machine(config) == config
 
 
-def test_a_slow_step_says_how_long_it_will_take():
+def test_a_slow_step_says_how_long_it_will_take(monkeypatch):
+    now = iter([0.0, 12.0, 42.0, 72.0])
+    monkeypatch.setattr("rl_engine.finetune.loop.time", SimpleNamespace(perf_counter=lambda: next(now)))
     alive = SignsOfLife(print, 40)
-    now = time.perf_counter()
-    assert alive.line(now + 12).startswith("loading model and data, 12 s")
+    assert alive.line(12.0) == "loading model and data, 12 s"
     alive.begin(1)
-    assert alive.line(alive._since + 30) == "step 1/40, 30 s; at least 20.0 min to go"
-    alive._begun = alive._since - 60
-    alive._step, alive._first = 3, 1
-    assert alive.line(alive._since + 5) == "step 3/40, 5 s; 19.0 min to go"
+    assert alive.line(42.0) == "step 1/40, 30 s; at least 20.0 min to go"
+    alive.begin(2)
+    alive.begin(3)
+    assert alive.line(77.0) == "step 3/40, 5 s; 19.0 min to go"
 
 
 def test_lines_come_without_a_step(monkeypatch):
     monkeypatch.setattr(SignsOfLife, "interval_s", 0.005)
     lines = []
-    with SignsOfLife(lines.append, 3) as alive:
-        while not lines:
-            alive._is_over.wait(0.001)
+    with SignsOfLife(lines.append, 3):
+        until(lambda: lines)
     assert lines[0].startswith("loading model and data")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rl_bench.waiting import until
 from rl_rollout.errors import ServerStartError
-from rl_rollout.process import ChildProcess, _titled
+from rl_rollout.process import ChildProcess, titled
 
 pytestmark = pytest.mark.process
 
@@ -25,10 +26,7 @@ def test_its_output_closes_when_the_last_child_has_ended():
     asyncio.run(process.end(grace_s=10.0))
     assert process.returncode == 0
     assert process.last_lines == ("parent",)
-    deadline = time.monotonic() + 30.0
-    while any(thread.name == "rl-rollout-log" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not (any(thread.name == "rl-rollout-log" for thread in threading.enumerate())))
     assert process.last_lines == ("parent", "child")
     del process
     gc.collect()
@@ -56,17 +54,12 @@ def test_a_caller_without_an_event_loop_may_wait_and_kill():
     child = "import subprocess, sys; p = subprocess.Popen(['sleep', '100']); print(p.pid, flush=True); p.wait()"
     process = ChildProcess([sys.executable, "-c", child], {}, name="it")
     process.start()
-    deadline = time.monotonic() + 30.0
-    while not process.last_lines:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: process.last_lines)
     assert process.wait(0.05) is None
     process.kill()
     process.kill()
     assert process.returncode == -9
-    while not has_ended(process.last_lines[0]):
-        assert time.monotonic() < deadline, "what it started ends with it"
-        time.sleep(0.02)
+    until(lambda: has_ended(process.last_lines[0]), "what it started ends with it")
 
 
 @pytest.mark.promise("A third-party server ends, with all its children, when who started it does")
@@ -83,10 +76,7 @@ os.kill(os.getpid(), 9)
     told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     pids = told.stdout.split()
     assert len(pids) == 2
-    deadline = time.monotonic() + 30.0
-    while not all(map(has_ended, pids)):
-        assert time.monotonic() < deadline, "what was guarded outlives its starter"
-        time.sleep(0.02)
+    until(lambda: all(map(has_ended, pids)), "what was guarded outlives its starter")
 
 
 def has_ended(pid):
@@ -111,21 +101,16 @@ def test_a_fork_with_a_worker_s_title_is_no_worker():
     worker = "(exec -a W::0 sleep 100) & echo $!; (exec -a W::0 sleep 100) & echo $!; sleep 100; true"
     process = ChildProcess(["bash", "-c", worker], {}, name="it", workers="W::")
     process.start()
-    deadline = time.monotonic() + 30.0
-    while len(process.last_lines) < 2 or len(_titled(process.pid, "W::")) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not (len(process.last_lines) < 2 or len(titled(process.pid, "W::")) < 2))
     fork, worker = (int(line) for line in process.last_lines)
     try:
         assert not process.end_without_workers()
         os.kill(fork, signal.SIGKILL)
-        while fork in _titled(process.pid, "W::"):
-            time.sleep(0.02)
+        until(lambda: fork not in titled(process.pid, "W::"))
         assert not process.end_without_workers()
         assert process.returncode is None
         os.kill(worker, signal.SIGKILL)
-        while _titled(process.pid, "W::"):
-            time.sleep(0.02)
+        until(lambda: not titled(process.pid, "W::"))
         assert process.end_without_workers()
         assert process.wait(30.0) is not None
         assert "its process W::0" in process.why_ended()

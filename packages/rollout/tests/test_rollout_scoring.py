@@ -136,7 +136,7 @@ def test_what_is_no_reward_model_is_refused(folder, tmp_path):
 
 def test_a_pass_that_fails_is_told_and_the_next_one_works(folder, monkeypatch):
     async def use(session, url, server):
-        model = server._model
+        model = server.model
         score, model.score = model.score, lambda rows: 1 / 0
         failed = await ask(session, url, input=[3])
         model.score = score
@@ -149,7 +149,7 @@ def test_a_pass_that_fails_is_told_and_the_next_one_works(folder, monkeypatch):
 
 def test_a_score_that_is_no_number_is_an_error_of_its_request(folder, monkeypatch):
     async def use(session, url, server):
-        monkeypatch.setattr(server._model, "score", lambda rows: [math.nan if len(row) == 1 else 0.5 for row in rows])
+        monkeypatch.setattr(server.model, "score", lambda rows: [math.nan if len(row) == 1 else 0.5 for row in rows])
         return await asyncio.gather(ask(session, url, input=[3]), ask(session, url, input=[3, 4]))
 
     (status, answer), (good, scored) = serve(folder, use)
@@ -215,7 +215,7 @@ def test_what_waits_for_a_score_ends_with_the_server(folder, monkeypatch):
     async def main():
         server = ScoreServer(ServerConfig(model_path=str(folder), num_threads=1))
         await server.start()
-        monkeypatch.setattr(server._model, "score", lambda rows: goes_on.wait(20))
+        monkeypatch.setattr(server.model, "score", lambda rows: goes_on.wait(20))
         waiting = [asyncio.create_task(server.score([row])) for row in ROWS]
         await asyncio.sleep(0.05)
         await server.stop()

@@ -60,13 +60,13 @@ def test_a_hint_is_a_packed_schema_and_the_numbers_of_a_location():
 
 def test_sizes_and_numbers():
     assert f"are {generations.NUM_GENERATIONS} u64" in TEXT
-    magic = handshake._MAGIC
+    magic = handshake.MAGIC
     assert f"`{magic[:7].decode()}` and the version, {magic[7]} (8 bytes), and a nonce (32 bytes)" in TEXT
-    assert handshake._GREETING.size == 8 + 32
-    assert handshake._ANSWER.size == 8 + 32 + 32
+    assert handshake.GREETING.size == 8 + 32
+    assert handshake.ANSWER.size == 8 + 32 + 32
     assert len(handshake.proof(b"x", b"client", bytes(32), bytes(32))) == 32
-    assert f"Header of {framing._HEADER.size} bytes: `RLTQ`, u32 bytes of message, u64 bytes of payload" in TEXT
-    assert framing._HEADER.pack(b"RLTQ", 1, 2) == b"RLTQ" + (1).to_bytes(4, "little") + (2).to_bytes(8, "little")
+    assert f"Header of {framing.HEADER.size} bytes: `RLTQ`, u32 bytes of message, u64 bytes of payload" in TEXT
+    assert framing.HEADER.pack(b"RLTQ", 1, 2) == b"RLTQ" + (1).to_bytes(4, "little") + (2).to_bytes(8, "little")
     assert framing.pack({}) == (1).to_bytes(4, "little") + bytes(4) + b"\x80"
     assert f"at most {framing.MAX_MESSAGE_BYTES} bytes to a server, and {framing.MAX_REPLY_BYTES} to a client" in TEXT
 

@@ -1,12 +1,14 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rl_trainer.config import WarmupConfig, load_config
+from rl_trainer.config import AgentSection, AlgorithmConfig, RewardSection, WarmupConfig, load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.data.warmup import make_small_model
+from rl_trainer.runtime.base import WorkerContext
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,6 +35,52 @@ def megatron_on_cpu(monkeypatch):
     support = Path(__file__).parents[2] / "engine" / "tests" / "support" / "megatron_on_cpu"
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(support), os.environ.get("PYTHONPATH")))))
     return support.name
+
+
+METER = SimpleNamespace(
+    tokens=SimpleNamespace(num_tokens=None), reader=None, with_teacher_prompt=lambda sample, row: sample
+)
+
+
+@pytest.fixture
+def agent_worker(monkeypatch):
+    """Makes an agent worker without servers: `loop` rolls out, `scorer` scores, `queue` takes the rows."""
+    import rl_agent.registry
+    import rl_tq.registry
+    from rl_rollout.testing import FakeServer
+    from rl_trainer.workers import agent
+
+    def make(queue, loop=None, scorer=None, tokenizer=None, meter=METER, **options):
+        monkeypatch.setattr(rl_tq.registry, "connect", lambda *_, **__: queue)
+        monkeypatch.setattr(rl_agent.registry, "create_tokenizer", lambda _: tokenizer)
+        monkeypatch.setattr(agent, "thinking_of", lambda *_: None)
+        monkeypatch.setattr(agent, "Scorer", lambda *_, **__: scorer)
+        monkeypatch.setattr(agent, "PromptMeter", lambda *_, **__: meter)
+        monkeypatch.setattr(agent, "Replicas", lambda _: SimpleNamespace(router=FakeServer()))
+        monkeypatch.setattr(agent, "create_runner", lambda *_: rl_agent.AgentRunner(lambda _: loop(None, None)))
+        given = {"config": AgentSection(), "reward": RewardSection(), "max_new_tokens": 5, "asks_experts": False}
+        given |= {"has_baseline": False, "num_steps": 1, "model_path": "", "servers": [], "queue_address": ""}
+        return agent.AgentWorker(WorkerContext(rank=0, world_size=1), timeout_s=60.0, **given | options)
+
+    return make
+
+
+@pytest.fixture
+def engine_worker(monkeypatch):
+    """Makes the worker of a policy around rl-engine's fake."""
+    import rl_engine.registry
+    from rl_engine.testing import FakeEngine
+    from rl_engine.types import EngineConfig
+    from rl_trainer.workers.engine_worker import EngineWorker
+
+    monkeypatch.setattr(rl_engine.registry, "create_engine", lambda _, config: FakeEngine(config))
+
+    def make(queue_address="inproc://", algorithm=None, optimizer=None):
+        config = EngineConfig(model_path="", optimizer=optimizer)
+        context, algorithm = WorkerContext(rank=0, world_size=1), algorithm or AlgorithmConfig()
+        return EngineWorker(context, backend="", config=config, algorithm=algorithm, queue_address=queue_address)
+
+    return make
 
 
 @pytest.fixture(scope="session")

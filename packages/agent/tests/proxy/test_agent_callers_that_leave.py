@@ -10,6 +10,7 @@ import pytest
 from rl_agent.proxy import RecordingProxy
 from rl_agent.proxy.recording import Exchange, find_parent, message_key
 from rl_agent.testing import FakeGenerator, FakeTokenizer
+from rl_bench.waiting import until_async
 from rl_rollout import ServerConfig, create_server
 from rl_rollout.errors import ConfigError
 from rl_rollout.testing import write_tiny_model
@@ -75,8 +76,7 @@ def test_a_call_repeated_after_a_timeout_is_one_trajectory(tmp_path, is_streamin
                 asked = await client.chat.completions.create(model="m", messages=[USER], stream=is_streaming)
                 if is_streaming:
                     assert [event async for event in asked]
-            while server.status()["num_running"] + server.status()["num_waiting"]:  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(0.01)
+            await until_async(lambda: not server.status()["num_running"] + server.status()["num_waiting"])
             return proxy.finish("one", reward=1.0), counted.num_asked
         finally:
             await proxy.stop()

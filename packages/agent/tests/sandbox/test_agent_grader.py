@@ -15,6 +15,7 @@ from rl_agent.sandbox.process import filters
 from rl_agent.sandbox.process.isolation import descendants
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_agent.tools.python import PythonTool
+from rl_bench.waiting import until_async
 
 LIMITS = SandboxLimits(timeout_s=30, memory_bytes=1 << 28, output_bytes=1000, file_bytes=100_000)
 
@@ -63,9 +64,9 @@ def test_runs_do_not_see_one_another_and_the_process_stays_warm():
     async def main():
         grader = Grader(num_workers=1, limits=LIMITS)
         await grader.run("x = 1")
-        (worker,) = grader._idle
+        (worker,) = grader.idle
         result = await grader.run("'x' in globals()")
-        assert grader._idle == [worker]
+        assert grader.idle == [worker]
         await grader.close()
         return result.output
 
@@ -199,8 +200,7 @@ def test_a_kept_process_takes_all_that_it_started_along(has_isolation, tmp_path)
         await worker.run(ESCAPE.format(path=where, end=""), "", 20.0, is_fresh=False)
         before = size_of(path)
         async with asyncio.timeout(30):
-            while size_of(path) == before:  # noqa: ASYNC110 - it goes on while its trajectory does
-                await asyncio.sleep(0.01)
+            await until_async(lambda: size_of(path) != before)
         await worker.kill()
         size = size_of(path)
         await asyncio.sleep(0.2)
@@ -328,7 +328,7 @@ def test_no_process_is_left():
     async def main():
         grader = Grader(num_workers=2, limits=LIMITS)
         await grader.run("1")
-        pids = [worker._process.pid for worker in grader._idle]
+        pids = [worker._process.pid for worker in grader.idle]
         below = [pid for worker in pids for pid in descendants(worker)]
         await grader.close()
         return [*pids, *below]

@@ -205,7 +205,7 @@ def test_a_worker_with_a_wrong_reply_ends_and_its_grade_fails(monkeypatch):
     async def main():
         grader = Grader(num_workers=1, limits=LIMITS)
         forged = await grader.run("print(5)")
-        assert grader._idle == []
+        assert grader.idle == []
         after = await grader.run("print(6)")
         await grader.close()
         return forged, after
@@ -220,10 +220,10 @@ def test_a_run_past_its_deadline_leaves_its_worker_warm():
     async def main():
         grader = Grader(num_workers=1, limits=LIMITS)
         await grader.run("1")
-        (worker,) = grader._idle
+        (worker,) = grader.idle
         late = await grader.run("import time; time.sleep(60)", timeout_s=0.3)
         after = await grader.run("2")
-        assert grader._idle == [worker]
+        assert grader.idle == [worker]
         await grader.close()
         return late, after
 

@@ -355,7 +355,7 @@ def test_sglang_takes_a_version_by_its_custom_loader(pair, url):
         assert same(model, weights_of(version))
     with pytest.raises(rl_ckpt.UsageError, match="it was given 5 tensors"):
         sglang.load_weights(model, list(weights_of(1).items()))
-    sglang._engines.pop(id(model)).installer.detach()
+    sglang.engines.pop(id(model)).installer.detach()
 
 
 def test_sglang_keeps_its_start_weights_until_the_first_commit(pair, url):
@@ -369,7 +369,7 @@ def test_sglang_keeps_its_start_weights_until_the_first_commit(pair, url):
             sglang.load_weights(model, sglang.session_tensors(url, version))
             return True, "Success"
 
-        return lambda: answers.append(sglang._answer(called, load_format=load_format))
+        return lambda: answers.append(sglang.answer(called, load_format=load_format))
 
     answers = []
     pair.sync(weights_of(1), 1, update(1), pair.veto, fails="vetoed")
@@ -380,7 +380,7 @@ def test_sglang_keeps_its_start_weights_until_the_first_commit(pair, url):
     errors = pair.sync(weights_of(2), 2, update(2, load_format="another"), pair.veto, fails="vetoed")
     assert isinstance(errors[0], rl_ckpt.SyncAbortedError)
     assert same(model, weights_of(1))
-    sglang._engines.pop(id(model)).installer.detach()
+    sglang.engines.pop(id(model)).installer.detach()
 
 
 def test_sglang_reverts_names_new_to_the_version_before(pair, url):
@@ -403,7 +403,7 @@ def test_sglang_reverts_names_new_to_the_version_before(pair, url):
     assert same(model, weights_of(2))
     pair.sync({**weights_of(3), "unknown": torch.ones(6)}, 3, take(3), fails="lost or changed")
     assert same(model, weights_of(2))
-    sglang._engines.pop(id(model)).installer.detach()
+    sglang.engines.pop(id(model)).installer.detach()
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")

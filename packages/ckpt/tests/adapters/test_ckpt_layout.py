@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import mmap
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 import rl_ckpt
+from rl_bench.waiting import until
 from rl_ckpt import ShardSpec
 from rl_ckpt.adapters import load_recorder, sglang
 from rl_ckpt.adapters.installer import Installer
@@ -449,10 +449,7 @@ def test_slices_land_while_the_engine_runs_and_install_on_take(layered_job, tmp_
         engine.installer.begin(file)
     with ThreadPoolExecutor(3) as pool:
         sending = pool.submit(trainer.send, second, 2)
-        deadline = time.monotonic() + 30
-        while not all(file.exists() for file in files):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: all(file.exists() for file in files))
         assert all(engine.model.holds(first) for engine in engines)
         assert not sending.done()
         for taking in [pool.submit(engine.installer.take, 2) for engine in engines]:
@@ -469,8 +466,7 @@ def test_slices_landed_and_never_taken_are_voted_against(layered_job, tmp_path):
         engine.installer.begin(tmp_path / f"landed-{rank}")
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(trainer.send, second, 2)
-        while not (tmp_path / "landed-0").exists():
-            time.sleep(0.01)
+        until(lambda: (tmp_path / "landed-0").exists())
         engines[0].installer.detach()
         assert isinstance(sending.exception(30), rl_ckpt.SyncAbortedError)
     with pytest.raises(rl_ckpt.CkptError):
@@ -529,5 +525,5 @@ def test_sglang_reports_its_layout_and_takes_slices_by_loader(tmp_path):
                 taking.result(60)
             assert model.holds(weights_of(version))
     finally:
-        sglang._engines.pop(id(model)).installer.detach()
+        sglang.engines.pop(id(model)).installer.detach()
         trainer.close()

@@ -125,12 +125,12 @@ def manager(request, folders):
     """Of a model that was started with two adapters, one of which has been asked for."""
     model = nn.Linear(2, 2)
     manager = Manager(model, folders, rank=request.param - 1, num_ranks=request.param)
-    sglang._remember(None, manager, model, "what else the manager is made of")
+    sglang.remember(None, manager, model, "what else the manager is made of")
     manager.load_lora_weights_from_tensors(manager.lora_refs["id-one"], adapter_of(0))
     manager.fetch_new_loras({"id-one"})
     yield manager
-    sglang._managers.pop(id(model))
-    if (engine := sglang._engines.pop(id(model), None)) is not None:
+    sglang.managers.pop(id(model))
+    if (engine := sglang.engines.pop(id(model), None)) is not None:
         engine.installer.detach()
 
 
@@ -205,4 +205,4 @@ def test_a_failed_first_sync_keeps_the_start_weights(manager, sender):
 def test_a_server_without_adapters_says_so(sender):
     model = nn.Linear(2, 2)
     sync(sender, model, named("one", adapter_of(7)), 1, fails="start it with --enable-lora")
-    sglang._engines.pop(id(model)).installer.detach()
+    sglang.engines.pop(id(model)).installer.detach()

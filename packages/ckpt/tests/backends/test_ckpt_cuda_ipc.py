@@ -89,11 +89,11 @@ def test_nothing_of_a_mapped_source_goes_through_the_ring(cuda):
         sender.register_source(weights)
         into = {name: torch.zeros_like(tensor).contiguous() for name, tensor in weights.items()}
         await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=1))
-        ring = [slot.clone() for slot in sender._slots]
+        ring = [slot.clone() for slot in sender.slots]
         weights["layers.1"].add_(1)
         await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=2))
         assert_same(into, weights)
-        assert all(map(torch.equal, ring, sender._slots))
+        assert all(map(torch.equal, ring, sender.slots))
         assert_same((await asyncio.gather(receive_all(receiver), sender.send_weights(version=3)))[0], weights)
 
     run(work, bucket_bytes=1 << 16)
@@ -287,7 +287,7 @@ def test_declarations_behind_an_unmappable_source_are_known(cuda):
         cuda.export = slowly
 
         def in_one(channel):  # and hears all the rest at once
-            if channel is not receiver._connector.connection.channel or len(cuda.exported) == len(ring):
+            if channel is not receiver.connector.connection.channel or len(cuda.exported) == len(ring):
                 return heard(channel)
             time.sleep(0.3)
             return heard(channel)
@@ -297,7 +297,7 @@ def test_declarations_behind_an_unmappable_source_are_known(cuda):
             receiving = asyncio.ensure_future(receive_all(receiver))
             await failure(SyncAbortedError, sender.send_weights(version=1))
             await failure(BackendError, receiving)
-        assert receiver._connector.connection is not None
+        assert receiver.connector.connection is not None
         cuda.open = opening
         got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(version=1))
         assert_same(got, weights)

@@ -6,12 +6,12 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import pytest
 import torch
 
 import rl_ckpt
+from rl_bench.waiting import until
 from rl_ckpt import BackendError, SyncAbortedError
 from rl_ckpt.testing import failure
 from rl_ckpt.testing.ends import weights_of
@@ -58,8 +58,7 @@ def test_an_abort_that_waits_for_a_peer_holds_nobody_up(monkeypatch):
 
     monkeypatch.setattr(BroadcastGroup, "_join", lambda _: Stuck())
     group = BroadcastGroup(lambda: None, 1, 0, 2, host="", timeout_s=1, device=torch.device("cuda", 0))
-    while group._group is None:
-        time.sleep(0.01)
+    until(lambda: group._group is not None)
     group.leave()
     assert aborting.wait(60)
     assert not ended.is_set()

@@ -85,7 +85,7 @@ def test_fifty_syncs_declare_their_tensors_once():
                 await asyncio.gather(
                     sender.send_weights(weights_of(version % 8).items(), version=version), receive_all(receiver)
                 )
-            assert len(receiver._connector.connection.specs) == len(sender._manifest.specs) == 8
+            assert len(receiver.connector.connection.specs) == len(sender._manifest.specs) == 8
 
     asyncio.run(work())
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from ckpt_nodes import Relay
 
 import rl_ckpt
+from rl_bench.waiting import until
 from rl_ckpt import ReceiverState, SyncAbortedError
 from rl_ckpt.relay.pipe import Forwarding
 from rl_ckpt.tensors.spec import spec_of
@@ -280,8 +280,7 @@ def test_votes_during_a_relay_s_cancel_get_their_verdict(monkeypatch):
 
     def stand_still_until_the_vote(relay):  # the event loop, which would hear of it
         is_calling_off.set()
-        while relay.sender._worker._lock.locked():
-            time.sleep(0.001)
+        until(lambda: not relay.sender._worker._lock.locked())
 
     async def call_off_late(forwarding, text):
         stand_still_until_the_vote(relays[0])

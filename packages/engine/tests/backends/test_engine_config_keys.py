@@ -182,8 +182,8 @@ def look(backend, config, folder, parts=STEPPED):
         scores = output.token_values if output.token_logprobs is None else output.token_logprobs
         return -token_mean(scores, token_values(rows, "loss_mask", scores), output), {}
 
-    attend = attention._attend
-    attention._attend = lambda *given: calls.append(1) or attend(*given)
+    attend = attention.attend
+    attention.attend = lambda *given: calls.append(1) or attend(*given)
     engine = create_engine(backend, config)
     try:
         engine.initialize()
@@ -202,7 +202,7 @@ def look(backend, config, folder, parts=STEPPED):
             seen |= steps(engine, loss, calls) if config.optimizer is not None else {"stepped": None}
         seen["bad save raised at once"] = is_refused_at_once(engine, folder)
     finally:
-        attention._attend = attend
+        attention.attend = attend
         with suppress(CheckpointError):  # that of the bad save
             engine.close()
     return seen

@@ -290,11 +290,11 @@ def test_nothing_depends_on_it(folders, way, budget):
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_many_copies_of_keys_are_not_kept(folders, monkeypatch, is_recomputed):
     """Attention is computed again instead, with the same gradient; and again where whole layers are recomputed."""
-    batch, seen, attend = ragged_batch([[5, 6, 7, 8] * 10] * 12, [[9, 1, 2]] * 12), [], attention._attend
+    batch, seen, attend = ragged_batch([[5, 6, 7, 8] * 10] * 12, [[9, 1, 2]] * 12), [], attention.attend
     for prefix_sharing in (True, False):
         engine = built(folders / "qwen3", prefix_sharing=prefix_sharing, activation_checkpointing=is_recomputed)
         calls = []
-        monkeypatch.setattr(attention, "_attend", lambda *given, to=calls: to.append(1) or attend(*given))
+        monkeypatch.setattr(attention, "attend", lambda *given, to=calls: to.append(1) or attend(*given))
         output = engine.forward_backward_batch(batch, sft_loss)
         seen.append((output.metrics["loss"], engine.optimizer_step(), len(calls)))
         engine.close()

@@ -114,7 +114,7 @@ def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, has_gqa):
         groups = query.shape[1] // key.shape[1]
         rows = row_layout(lengths, CPU)
         repeated = (part.repeat_interleave(groups, 1) for part in (key, value))
-        return attention._attend(query, *repeated, rows, attention._Options(scale, 0.0, None, None, None))
+        return attention.attend(query, *repeated, rows, attention.Options(scale, 0.0, None, None, None))
 
     def older(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
         return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size)
@@ -123,8 +123,8 @@ def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, has_gqa):
     q, k, v = (part.detach() for part in tensors(lengths))
     layout = row_layout(lengths, CPU)
     want, _ = packed_attention(None, q, k, v, None, **{LAYOUT_KWARG: layout})
-    options = attention._Options(q.shape[-1] ** -0.5, 0.0, None, None, None)
-    got = attention._varlen(*(part[0].transpose(0, 1) for part in (q, k, v)), layout, options)
+    options = attention.Options(q.shape[-1] ** -0.5, 0.0, None, None, None)
+    got = attention.varlen(*(part[0].transpose(0, 1) for part in (q, k, v)), layout, options)
     torch.testing.assert_close(got[None], want)
     heads = k.shape[1] if has_gqa else q.shape[1]
     assert given == {"heads": heads, "rows": [0, 7, 11], "longest": 7, "window": (-1, 0), "is_gqa": has_gqa}

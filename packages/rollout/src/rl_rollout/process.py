@@ -65,7 +65,7 @@ class ChildProcess(Subprocess):
         workers: str = "",
         on_line: Callable[[str], bool] = lambda line: False,
     ) -> None:
-        self._command = list(command)
+        self.command = list(command)
         self._title, self._workers = workers, dict[int, str]()
         self._why_ended = ""
         self.environment = dict(environment)
@@ -120,7 +120,7 @@ class ChildProcess(Subprocess):
             raise ServerStartError(f"{self._name} was started and stopped already; launch another")
         try:
             self._process = subprocess.Popen(
-                self._command,
+                self.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -130,7 +130,7 @@ class ChildProcess(Subprocess):
                 start_new_session=True,
             )
         except OSError as error:
-            raise ServerStartError(f"{self._name} cannot be started with {self._command[0]!r}: {error}") from error
+            raise ServerStartError(f"{self._name} cannot be started with {self.command[0]!r}: {error}") from error
         self._reader.start()
 
     async def wait_until(self, is_ready: Callable[[], Awaitable[bool]], *, timeout_s: float, check_s: float) -> None:
@@ -155,7 +155,7 @@ class ChildProcess(Subprocess):
         The others wait for it, and find out late: vLLM 0.32 needs 15 s to answer its requests with an error. A process
         whose title another one has was no worker, but what one has forked. Always False without /proc.
         """
-        there = _titled(self.pid, self._title) if self._title else {}
+        there = titled(self.pid, self._title) if self._title else {}
         titles = set(there.values())
         gone = {pid: title for pid, title in self._workers.items() if pid not in there and title not in titles}
         self._workers = {**gone, **there}
@@ -254,7 +254,7 @@ def _stopped_of_session(session: int) -> dict[int, str]:
     return found
 
 
-def _titled(session: int, beginning: str) -> dict[int, str]:
+def titled(session: int, beginning: str) -> dict[int, str]:
     """Titles of the processes of a session that live and whose titles have this beginning, by process id."""
     found: dict[int, str] = {}
     for entry in Path("/proc").glob("[0-9]*") if session else ():

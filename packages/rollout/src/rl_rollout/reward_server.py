@@ -89,7 +89,7 @@ class RewardModel:
                 f"{config.model_path!r} is not a reward model: {why}; a sequence classifier with one label, as rl-rm "
                 "writes, is needed"
             )
-        self._model = model.to(self._device).eval()
+        self.model = model.to(self._device).eval()
         text = settings.get_text_config()
         self.vocab_size: int = text.vocab_size
         """Size of the vocabulary."""
@@ -104,9 +104,9 @@ class RewardModel:
         width = int(lengths.max())
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self._device)
         mask = torch.arange(width, device=self._device) < lengths[:, None]
-        hidden = self._model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+        hidden = self.model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(rows), device=self._device), lengths - 1]
-        return self._model.score(last)[:, 0].float().tolist()
+        return self.model.score(last)[:, 0].float().tolist()
 
 
 class ScoreServer:
@@ -123,7 +123,7 @@ class ScoreServer:
         self._config = config
         self._tokenizer = LazyTokenizer(config.model_path)
         self._tokens = folder_tokens(config.model_path)
-        self._model: RewardModel | None = None
+        self.model: RewardModel | None = None
         self._waiting: asyncio.Queue[_Asked] = asyncio.Queue()
         self._runner: web.AppRunner | None = None
         self._scoring: asyncio.Task[None] | None = None
@@ -136,8 +136,8 @@ class ScoreServer:
             ServerStartError: the port cannot be bound.
         """
         config = self._config
-        self._model = await asyncio.to_thread(RewardModel, config)
-        self._scoring = asyncio.create_task(self._score_waiting(self._model))
+        self.model = await asyncio.to_thread(RewardModel, config)
+        self._scoring = asyncio.create_task(self._score_waiting(self.model))
         app = web.Application(client_max_size=config.max_body_bytes, middlewares=[self._guard])
         app.add_routes([web.post("/pooling", self._pooling), web.get("/health", self._health)])
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -159,7 +159,7 @@ class ScoreServer:
             self._scoring.cancel()
             await asyncio.wait([self._scoring])
             self._scoring = None
-        self._model = None
+        self.model = None
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Scores of rows of token ids.
@@ -168,7 +168,7 @@ class ScoreServer:
             RequestError: a row is empty or too long, or an id is outside of the vocabulary.
             ServerLostError: the server was stopped.
         """
-        model, scoring = self._model, self._scoring
+        model, scoring = self.model, self._scoring
         if model is None or scoring is None:
             raise ServerLostError("the server of the reward model is not running; call start()")
         for index, row in enumerate(rows):

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from rl_bench.waiting import until_async
 from rl_rollout import (
     FinishReason,
     GenerateRequest,
@@ -107,12 +108,11 @@ def test_the_engine_s_clock_stops_while_computing_is_not_allowed(long_folder):
     async def scenario(server, client):
         del client
         going = asyncio.create_task(server.generate(request(max_new_tokens=4000)))
-        while not server._engine.num_running:  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.001)
+        await until_async(lambda: server.engine.num_running)
         await server.pause("keep")
-        before = server._engine.clock.seconds
+        before = server.engine.clock.seconds
         await asyncio.sleep(0.2)
-        after = server._engine.clock.seconds
+        after = server.engine.clock.seconds
         await server.abort()
         await going
         await server.resume()

@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from functools import reduce
 from pathlib import Path
 
 import pytest
 
+from rl_bench.waiting import until, until_async
 from rl_rollout import (
     GenerateRequest,
     ModelFolderError,
@@ -67,7 +67,7 @@ class TestLaunched(ServerConformance):
 @pytest.mark.parametrize("token", [None, TOKEN])
 def test_its_token_is_from_its_configuration_not_the_process(long_folder, monkeypatch, token):
     monkeypatch.setenv(API_TOKEN_VARIABLE, "of this process")
-    environment = launch(long_folder, api_token=token)._process.environment
+    environment = launch(long_folder, api_token=token).process.environment
     monkeypatch.setenv(API_TOKEN_VARIABLE, environment[API_TOKEN_VARIABLE])
     assert parse([str(long_folder)])[2].api_token == token
 
@@ -105,13 +105,6 @@ def is_alive(pid):
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def wait_until(condition, timeout_s=START_S):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def request(request_id="r", **params):
     params = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params
     return GenerateRequest(request_id=request_id, prompt_token_ids=(5, 6), sampling_params=SamplingParams(**params))
@@ -139,7 +132,7 @@ def test_a_server_that_is_not_ready_in_time_is_ended(qwen3_folder):
         return server
 
     server = asyncio.run(scenario())
-    assert server._process.returncode is not None
+    assert server.process.returncode is not None
 
 
 @pytest.mark.promise("`launch_server`'s process ends when its parent does")
@@ -159,7 +152,7 @@ asyncio.run(main())
         pid = int(parent.stdout.readline())
         assert is_alive(pid)
         parent.kill()
-    wait_until(lambda: not is_alive(pid))
+    until(lambda: not is_alive(pid))
 
 
 @pytest.mark.slow
@@ -177,8 +170,7 @@ def test_a_replica_that_is_killed_is_gone_on_from_where_it_was(long_folder):
             asked, real = [], servers[1].generate
             servers[1].generate = lambda request: asked.append(request) or real(request)
             tasks = asyncio.create_task(generate(router))
-            while len(servers[0]._told) < 4:  # noqa: ASYNC110  there is no event to wait for
-                await asyncio.sleep(0.005)
+            await until_async(lambda: len(servers[0].received) >= 4)
             os.kill(address.pid, signal.SIGKILL)
             again = await tasks
             with pytest.raises(ServerLostError):

@@ -12,6 +12,7 @@ import urllib.request
 
 import pytest
 
+from rl_bench.waiting import until_async
 from rl_rollout import (
     ConfigError,
     GenerateRequest,
@@ -174,11 +175,11 @@ def test_health_and_sigterm_are_answered_whatever_is_asked(qwen3_folder):
                 slowest = max(slowest, time.perf_counter() - start)
                 await asyncio.sleep(0.1)
             os.kill(address.pid, signal.SIGTERM)
-            has_ended = await server._process.has_ended(60.0)
+            has_ended = await server.process.has_ended(60.0)
         finally:
             over.set()
             await server.stop()
-        return slowest, has_ended, server._process.returncode
+        return slowest, has_ended, server.process.returncode
 
     slowest, has_ended, code = asyncio.run(main())
     assert slowest < 30.0
@@ -241,13 +242,11 @@ def test_requests_left_in_one_turn_are_ended_by_one_command(qwen3_folder, monkey
             await server.pause("keep")
             asked = [GenerateRequest(request_id=f"r{i}", prompt_token_ids=(5,)) for i in range(300)]
             tasks = [asyncio.create_task(each.generate(request)) for request in asked]
-            while server.status()["num_waiting"] < 300:  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(0.01)
+            await until_async(lambda: server.status()["num_waiting"] >= 300)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            while server.status()["num_waiting"]:  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(0.01)
+            await until_async(lambda: not server.status()["num_waiting"])
             await server.resume()
             found.append(len(calls))
         await client.stop()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from aiohttp import web
 
+from rl_bench.waiting import until_async
 from rl_rollout import (
     ConfigError,
     FinishReason,
@@ -100,8 +101,7 @@ def test_an_aborted_request_returns_what_has_come(site):
 
     async def scenario():
         task = asyncio.create_task(client.generate(request(max_new_tokens=240)))
-        while not (task.done() or served.status()["num_running"]):  # noqa: ASYNC110  there is no event of it
-            await asyncio.sleep(0)
+        await until_async(lambda: task.done() or served.status()["num_running"])
         await served.pause("keep")
         await client.abort(["r", "nobody"])
         output = await task

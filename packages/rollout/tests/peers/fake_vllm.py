@@ -78,7 +78,7 @@ class Pictures:
     def __init__(self, server):
         self.known = {}
         self.token_id = None
-        if (sight := server._model.image_reader) is not None:
+        if (sight := server.model.image_reader) is not None:
             self.token_id = sight._token_id
             prepare = multimodal.ImagePreparer(self.processed, token_id=self.token_id, num_merged=4).prepare
             sight._prepare = prepare

@@ -6,7 +6,7 @@ import time
 
 def slow_down(server, num_requests):
     """At most 16 tokens of a request in 50 ms: 800 take seconds. Returns what is set when so many have their first."""
-    engine, step, has_begun = server._engine, server._engine.step, threading.Event()
+    engine, step, has_begun = server.engine, server.engine.step, threading.Event()
 
     def slow_step(interrupt):
         step(interrupt)

@@ -9,6 +9,7 @@ import torch
 from slow_engine import slow_down
 
 import rl_ckpt
+from rl_bench.waiting import until_async
 from rl_rollout import (
     CkptReceiver,
     ConfigError,
@@ -482,8 +483,7 @@ def test_a_replica_that_fails_its_health_check_is_removed(monkeypatch):
         other = FakeServer()
         router = Router([connect_server(url, timeout_s=0.2), other], health_check_s=0.01)
         await router.start()
-        while len(router.servers) == 2:  # noqa: ASYNC110  there is no event to wait for
-            await asyncio.sleep(0.01)
+        await until_async(lambda: len(router.servers) != 2)
         await router.stop()
         is_over.set()
         listener.close()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import rl_tq
+from rl_bench.waiting import until
 from rl_csrc import frames
 from rl_tq.protocol import handshake
 from rl_tq.protocol.codec import decode, encode
@@ -314,10 +315,8 @@ def test_strangers_at_the_door_keep_nobody_out(server):
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(dial(server.address, has_token=False)) for _ in range(300)]
         assert is_well(server)
-        deadline = time.monotonic() + handshake.LIMIT_S / 2  # closed, and not left to prove a token in time
-        while server.status("Threads") >= 200:  # each connection's thread ends soon after it
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        # closed, and not left to prove a token in time
+        until(lambda: server.status("Threads") < 200, timeout_s=handshake.LIMIT_S / 2)
         assert receive(strangers[-1], 40)
 
 
@@ -472,10 +471,7 @@ def test_zmq_strangers_at_the_door_keep_nobody_out(server):
     before = server.descriptors()
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(300)]
-        deadline = time.monotonic() + 20.0
-        while server.descriptors() > before + 70 or not is_shut(strangers[0]):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: not (server.descriptors() > before + 70 or not is_shut(strangers[0])))
         assert not is_shut(strangers[-1])
         rl_tq.connect(server.addresses[2], token=TOKEN, timeout_s=20.0).close()
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import rl_tq
+from rl_bench.waiting import until
 from rl_csrc.ipc import SharedMemory
 from rl_tq.columns.schema import ColumnKind, ColumnSchema, Schema
 from rl_tq.metadata.rows import Extent
@@ -24,13 +25,6 @@ from rl_tq.server.memory import HeapMemory
 from rl_tq.server.segment_table import Client, SegmentTable
 
 WORDS = 1 << 15  # int64 values of a row: 256 KiB
-
-
-def until(is_true: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s in vain"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import rl_tq
+from rl_bench.waiting import until
 from rl_tq.durability import Journal
 from rl_tq.memory.arena import PACKED_BYTES
 from rl_tq.protocol.framing import Inbox, pack
@@ -145,10 +145,7 @@ def test_files_go_with_their_rows(tmp_path, monkeypatch):
             1.0,
         ]
         queue.clear("p")
-        deadline = time.monotonic() + 30.0
-        while list(directory.glob("*.segment")):  # once no batch of this process looks at them
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: not list(directory.glob("*.segment")))
 
 
 def test_a_long_journal_is_rewritten(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import rl_tq
+from rl_bench.waiting import until
 from rl_tq.testing import TransferQueueContract
 
 pytestmark = pytest.mark.process
@@ -84,13 +85,6 @@ def stored_bytes() -> float:
     return ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
 
 
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("address", ["shm://", "tcp://127.0.0.1:0"])
@@ -106,9 +100,9 @@ def test_values_of_other_queues_never_enter_ray_s_object_store(address: str):
         def sum(self, meta: rl_tq.BatchMeta) -> int:
             return int(self.queue.get(meta)["a"].sum())
 
-    wait_until(lambda: stored_bytes() == 0)  # Ray counts with a delay
+    until(lambda: stored_bytes() == 0)  # Ray counts with a delay
     known = ray.put(torch.zeros(64 << 20, dtype=torch.uint8).numpy())
-    wait_until(lambda: stored_bytes() >= 64 << 20)
+    until(lambda: stored_bytes() >= 64 << 20)
     of_one_object = stored_bytes()
     with rl_tq.serve(address, timeout_s=60.0) as queue:
         producer, consumer = Worker.remote(queue.address), Worker.remote(queue.address)
@@ -117,7 +111,7 @@ def test_values_of_other_queues_never_enter_ray_s_object_store(address: str):
         assert told == [sum(range(1 << 20))] * 3
         # What came later is counted: all that was put before is, too.
         more = ray.put(torch.zeros(32 << 20, dtype=torch.uint8).numpy())
-        wait_until(lambda: stored_bytes() >= of_one_object + (32 << 20))
+        until(lambda: stored_bytes() >= of_one_object + (32 << 20))
         assert stored_bytes() < of_one_object + (33 << 20)
         del more
     del known
@@ -151,10 +145,7 @@ def test_each_node_keeps_what_is_put_on_it():
             keeper = ray.get_actor(f"rl-tq/{queue.address.removeprefix('ray://')}/{node}", namespace="rl-tq")
             assert [each is None for each in ray.get(keeper.give.remote([1, 2]), timeout=60)] == [False, True]
             queue.clear("p")
-            deadline = time.monotonic() + 60
-            while ray.get(keeper.give.remote([1]), timeout=60) != [None]:  # the other node is told, and not waited for
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            until(lambda: ray.get(keeper.give.remote([1]), timeout=60) == [None])
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,18 +19,12 @@ import rl_tq
 import rl_tq.client.mappings
 import rl_tq.client.session
 import rl_tq.streaming
+from rl_bench.waiting import until
 from rl_csrc.ipc import SharedMemory
 from rl_tq.memory.arena import PACKED_BYTES, SEGMENT_BYTES, Arena
 from rl_tq.protocol.framing import Inbox, pack, send_some, socket_name
 
 LARGE = PACKED_BYTES // 4 + 1024  # float32 values of an extent that has its own segment
-
-
-def until(is_true: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s in vain"
-        time.sleep(0.005)
 
 
 def memfds() -> int:

@@ -11,7 +11,6 @@ from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, compute_advantages
 from rl_trainer.algorithms.advantages import value_scan
 from rl_trainer.algorithms.selection import select_tokens
 from rl_trainer.config import AlgorithmConfig, TeacherSection
-from rl_trainer.runtime.base import WorkerContext
 from rl_trainer.runtime.dispatch import cut
 from rl_trainer.workers.engine_worker import EngineWorker
 from rl_trainer.workers.teacher import Teachers
@@ -33,21 +32,23 @@ COLUMNS = {name: torch.rand(13, generator=torch.Generator().manual_seed(n)) for 
 }
 
 
-def computed(weight=0.0, **keys):
+@pytest.fixture
+def computed(engine_worker):
     """What the worker writes, and its report."""
-    columns = COLUMNS | {"loss_mask": MASK}
-    jagged = {
-        name: torch.nested.nested_tensor_from_jagged(value, OFFSETS) if value.numel() == len(MASK) else value
-        for name, value in columns.items()
-    }
-    worker = object.__new__(EngineWorker)
-    worker._algorithm = AlgorithmConfig(gamma=GAMMA, lam=LAM, **keys)
-    worker._context = WorkerContext(rank=0, world_size=1)
-    with rl_tq.serve("inproc://") as worker._queue:
-        batch = worker._queue.put(jagged, partition="train")
-        report = worker.compute_advantage(batch, weight, seed=5)
-        names = report.batch.columns
-        return {name: worker._queue.get(report.batch, [name])[name].values() for name in names}, report.reward_kl
+
+    def compute(weight=0.0, **keys):
+        columns = COLUMNS | {"loss_mask": MASK}
+        jagged = {
+            name: torch.nested.nested_tensor_from_jagged(value, OFFSETS) if value.numel() == len(MASK) else value
+            for name, value in columns.items()
+        }
+        with rl_tq.serve("inproc://") as queue:
+            worker = engine_worker(queue.address, AlgorithmConfig(gamma=GAMMA, lam=LAM, **keys))
+            report = worker.compute_advantage(queue.put(jagged, partition="train"), weight, seed=5)
+            names = report.batch.columns
+            return {name: queue.get(report.batch, [name])[name].values() for name in names}, report.reward_kl
+
+    return compute
 
 
 def wanted(name, old="old_logprobs", rewards=COLUMNS["rewards"]):
@@ -70,17 +71,9 @@ def wanted(name, old="old_logprobs", rewards=COLUMNS["rewards"]):
     )
 
 
-def worker_of(**keys):
-    worker = object.__new__(EngineWorker)
-    worker._algorithm = AlgorithmConfig(**keys)
-    worker._context, worker._masks_truncated = WorkerContext(rank=0, world_size=1), worker._algorithm.mask_truncated
-    return worker
-
-
 @pytest.mark.promise("`algorithm.mask_truncated`: what was cut off has no term and no count")
-def test_what_was_cut_off_is_nobody_s():
+def test_what_was_cut_off_is_nobody_s(engine_worker):
     """It is in its group's baseline, and in nothing that is learned from or chosen."""
-    worker = worker_of(advantage="dr_grpo", mask_truncated=True, top_entropy=0.5)
     rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 3.0])
     columns = {"rewards": rewards, "loss_mask": torch.ones(6, dtype=torch.int64)}
     columns |= {"old_entropy": torch.tensor([0.1, 0.2, 9.0, 8.0, 0.4, 0.3])}
@@ -88,14 +81,18 @@ def test_what_was_cut_off_is_nobody_s():
     jagged = {name: torch.nested.nested_tensor_from_jagged(value, offsets) for name, value in columns.items()}
     jagged |= {"group_id": torch.zeros(3, dtype=torch.int64), "rollout_index": torch.arange(3)}
     tags = [{"group_id": 0, "finish_reason": reason} for reason in ("stop", "length", "stop")]
-    with rl_tq.serve("inproc://") as worker._queue:
-        batch = worker._queue.put(jagged, partition="train", tags=tags)
-        report = worker.compute_advantage(batch, 0.0, seed=5)
+    with rl_tq.serve("inproc://") as queue:
+        workers = {
+            masks: engine_worker(
+                queue.address, AlgorithmConfig(advantage="dr_grpo", mask_truncated=masks, top_entropy=0.5)
+            )
+            for masks in (True, False)
+        }
+        batch = queue.put(jagged, partition="train", tags=tags)
+        report = workers[True].compute_advantage(batch, 0.0, seed=5)
         batch = batch.union(report.batch)
-        found = worker._queue.get(batch, ["advantages", "is_high_entropy"])
-        mask = worker._learnable(batch, ["loss_mask"])["loss_mask"].values()
-        worker._masks_truncated = False
-        whole = worker._learnable(batch, ["loss_mask"])["loss_mask"].values()
+        found = queue.get(batch, ["advantages", "is_high_entropy"])
+        mask, whole = (worker._learnable(batch, ["loss_mask"])["loss_mask"].values() for worker in workers.values())
     thirds = torch.tensor([-1 / 3, -4 / 3, 5 / 3]).repeat_interleave(2)  # the mean of 1, 0 and 3 is 4 / 3
     torch.testing.assert_close(found["advantages"].values(), thirds)
     assert found["is_high_entropy"].values().tolist() == [0, 0, 0, 0, 1, 1]  # half of the four that were not cut off
@@ -142,7 +139,7 @@ def test_a_teacher_with_fewer_rows_than_ranks_has_one_for_each(num_ranks):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_an_estimator_reads_the_columns_that_it_names(name):
+def test_an_estimator_reads_the_columns_that_it_names(name, computed):
     written, reward_kl = computed(advantage=name)
     inputs = wanted(name)
     torch.testing.assert_close(written.pop("advantages"), compute_advantages(name, inputs))
@@ -153,7 +150,7 @@ def test_an_estimator_reads_the_columns_that_it_names(name):
 
 
 @pytest.mark.parametrize("old", ["recompute", "rollout"])
-def test_the_kl_is_taken_off_the_rewards_of_model_tokens(old):
+def test_the_kl_is_taken_off_the_rewards_of_model_tokens(old, computed):
     column = {"recompute": "old_logprobs", "rollout": "rollout_logprobs"}[old]
     kl = (COLUMNS[column] - COLUMNS["ref_logprobs"]).abs() * MASK
     inputs = wanted("reinforce_pp", column, COLUMNS["rewards"] - KL * kl)
@@ -169,7 +166,7 @@ def test_the_kl_is_taken_off_the_rewards_of_model_tokens(old):
 @pytest.mark.parametrize(
     ("loss", "options"), [("clip_cov", {"share": 0.5, "low": -1.0, "high": 1.0}), ("kl_cov", {"share": 0.4})]
 )
-def test_the_chosen_tokens_are_those_of_the_loss_s_options(loss, options):
+def test_the_chosen_tokens_are_those_of_the_loss_s_options(loss, options, computed):
     written, _ = computed(loss=loss, loss_options=options)
     chosen = select_tokens(COLUMNS["old_logprobs"], written["advantages"], MASK, loss=loss, seed=5, **options)
     assert written["selected"].tolist() == chosen.tolist()

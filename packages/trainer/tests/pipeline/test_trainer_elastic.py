@@ -3,11 +3,11 @@
 import os
 import re
 import signal
-import time
 import urllib.request
 
 import pytest
 
+from rl_bench.waiting import until
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
@@ -16,13 +16,6 @@ from rl_trainer.loop import run_loop
 from rl_trainer.run import create_elastic
 from rl_trainer.runtime import create_runtime
 from rl_trainer.setup import place
-
-
-def until(condition, what):
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from rich.console import Console
 import rl_agent
 import rl_agent.errors
 from rl_agent.types import AgentLoopOutput
-from rl_trainer.config import RewardSection, load_config
+from rl_bench.waiting import until
+from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, RolloutFailedError, WorkerTimeoutError
 from rl_trainer.pipeline.rollout_source import RolloutSource
@@ -20,7 +21,7 @@ from rl_trainer.planning.plan import make_plan
 from rl_trainer.rewards import Score
 from rl_trainer.run import run
 from rl_trainer.testing import FakeAgents
-from rl_trainer.workers.agent import AgentWorker, FailureReport, Job, _Failures
+from rl_trainer.workers.agent import FailureReport, Job
 from rl_trainer.workers.loop_thread import LoopThread
 
 SIZES = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "batch.over_sampling=0.5"]
@@ -103,6 +104,12 @@ class Loop(rl_agent.AgentLoop):
 class Scorer:
     step = 0
 
+    async def start(self):
+        pass
+
+    async def close(self):
+        pass
+
     async def values(self, completion, row):
         return {"": 1.0}
 
@@ -110,46 +117,68 @@ class Scorer:
         return [Score(reward=value[""]) for value in values]
 
 
-def worker_of(put, loop, *, has_baseline=False):
-    """A worker without servers and queue."""
-    worker = AgentWorker.__new__(AgentWorker)
-    worker._timeout_s, worker._has_baseline, worker._max_new_tokens = 60.0, has_baseline, 5
-    worker._loop, worker._streams, worker._running = LoopThread("test"), [], set()
-    worker._failures, worker._scorer, worker._reward = _Failures(), Scorer(), RewardSection()
-    worker._runner = rl_agent.AgentRunner(lambda _: loop(None, None))
-    worker._put, worker._num_given, worker._teacher = put, 0, None
-    return worker
-
-
 class Raising(rl_agent.AgentLoop):
     async def run(self, sampling_params, row):
         raise KeyError("no such page")
 
 
+class Rows:
+    """A queue that notes the tags of what is put."""
+
+    def __init__(self):
+        self.tags = []
+
+    def put(self, columns, partition, tags):
+        self.columns = columns
+        self.tags += tags
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def ended():
+    """Waits for so many failed groups; their report."""
+
+    def wait(worker, num_groups):
+        reports = []
+
+        def have_failed():
+            reports.extend(report for report in worker.poll() if report.groups)
+            return sum(len(report.groups) for report in reports) == num_groups
+
+        until(have_failed)
+        return reports[-1]
+
+    return wait
+
+
 @pytest.mark.process
-def test_a_failure_names_its_row():
-    worker = worker_of(lambda *_: None, Raising)
+def test_a_failure_names_its_row(agent_worker, ended):
+    worker = agent_worker(Rows(), Raising, Scorer())
     row, where = {"data_source": "x"}, "train.jsonl, row 7"
     jobs = [Job(row=row, row_index=0, group_id=5, place=0, where=where)]
-    worker._loop.run(worker._roll_out(jobs, {}, "train", 2), 60.0)
+    worker.submit(jobs, {}, "train", 2)
     wanted = "train.jsonl, row 7: KeyError: 'no such page'"
-    (report,) = worker.poll()
+    report = ended(worker, 1)
     assert (report.groups, report.last_failure) == ((5,), wanted)
     (held_out,) = worker.evaluate(jobs, {})
     assert (held_out.num_failed, held_out.last_failure) == (1, wanted)
-    worker._loop.close()
+    worker.close()
 
 
 @pytest.mark.process
-def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
-    entered, gate, written = threading.Event(), threading.Event(), []
+def test_a_worker_stops_what_is_not_complete_and_writes_what_is(agent_worker):
+    entered, gate = threading.Event(), threading.Event()
 
-    def put(groups, partition, jobs):
-        entered.set()
-        assert gate.wait(60)
-        written.extend(group for group, *_ in groups)
+    class Gated(Rows):
+        def put(self, columns, partition, tags):
+            entered.set()
+            assert gate.wait(60)
+            super().put(columns, partition, tags)
 
-    worker = worker_of(put, Loop)
+    queue = Gated()
+    worker = agent_worker(queue, Loop, Scorer())
     jobs = [
         Job(row={"is_slow": slow, "data_source": "x"}, row_index=group, group_id=group, place=group)
         for group, slow in enumerate([False, True, True])
@@ -158,10 +187,10 @@ def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
     assert entered.wait(60)
     threading.Timer(0.2, gate.set).start()  # the write is under way when it is told to stop
     worker.stop_running()
-    assert written == [0]
+    assert [tag["group_id"] for tag in queue.tags] == [0, 0]
     assert Loop.cancelled == 4
     assert worker.poll() == [FailureReport(groups=())]
-    worker._loop.close()
+    worker.close()
 
 
 def test_slow_worker_calls_are_named_and_cancelled():
@@ -204,23 +233,19 @@ class Own(Scorer):
         return {"": completion.loop_reward}
 
 
-def test_a_group_has_its_greedy_reward_and_fails_with_it():
-    written = {}
-
-    def put(groups, partition, jobs):
-        written.update({group: ([score.reward for _, score in samples], base) for group, samples, base in groups})
-
-    worker = worker_of(put, Greedy, has_baseline=True)
-    worker._scorer = Own()
+def test_a_group_has_its_greedy_reward_and_fails_with_it(agent_worker, ended):
+    queue = Rows()
+    worker = agent_worker(queue, Greedy, Own(), has_baseline=True)
     rows = [{"worth": 1.0, "greedy": 0.25}, {"worth": 1.0, "greedy": None}, {"worth": None, "greedy": 0.5}]
     jobs = [Job(row={**r, "data_source": "x"}, row_index=n, group_id=7 + n, place=n) for n, r in enumerate(rows)]
     worker.submit(jobs, {"temperature": 1.0}, "train", 2)
-    worker._streams[0].result(60)
-    (report,) = worker.poll()
-    assert written == {7: ([1.0, 1.0], 0.25)}
-    assert sorted(report.groups) == [8, 9]
+    report = ended(worker, 2)
+    until(lambda: queue.tags)
+    assert [(tag["group_id"], tag["reward"]) for tag in queue.tags] == [(7, 1.0), (7, 1.0)]
+    assert queue.columns["greedy_rewards"].tolist() == [0.25, 0.25]
+    assert set(report.groups) <= {8, 9}
     assert "nothing is known of it" in report.last_failure
-    worker._loop.close()
+    worker.close()
 
 
 @pytest.mark.process

@@ -9,12 +9,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from rl_bench.waiting import until
 from rl_trainer.config import WarmupConfig, load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.data.warmup import make_small_model
@@ -107,8 +107,7 @@ def test_a_run_continues_without_a_replica_with_a_killed_worker(model, tmp_path)
     log, folder = tmp_path / "log", tmp_path / "out"
     command = command_of(model, folder, steps=5, overrides=["rollout.num_replicas=2"])
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
-        while process.poll() is None and len(records_of(folder)) < 2:
-            time.sleep(0.2)
+        until(lambda: not (process.poll() is None and len(records_of(folder)) < 2))
         workers = descendants(process.pid, b"VLLM::Worker_TP1")
         assert len(workers) == 2, log.read_text()[-3000:]
         os.kill(workers[0], signal.SIGKILL)

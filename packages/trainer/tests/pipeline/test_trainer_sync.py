@@ -5,18 +5,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from rl_engine.losses import sft_loss
-from rl_engine.testing import FakeEngine, ragged_batch
-from rl_engine.types import EngineConfig, OptimizerConfig
+import rl_tq
+from rl_engine.types import OptimizerConfig
 from rl_tq.types import BatchMeta
 from rl_trainer.algorithms.kl_controller import AdaptiveKl
-from rl_trainer.config import load_config
+from rl_trainer.config import AlgorithmConfig, load_config
 from rl_trainer.errors import PlanError, StaleWeightsError
 from rl_trainer.loop import mini_batches, run_loop
 from rl_trainer.pipeline.roles import actor_config, critic_config
 from rl_trainer.testing import FakeJob
-from rl_trainer.workers.engine_worker import AdvantageReport, EngineWorker, UpdateReport
+from rl_trainer.workers.engine_worker import AdvantageReport, UpdateReport
 
 
 def config(*overrides):
@@ -194,12 +194,14 @@ def test_a_policy_waiting_for_its_critic_ends_with_the_run():
         config("engine.lr_schedule=constant", "engine.min_lr_ratio=0.1")
 
 
-def test_the_first_rates_of_a_warm_up_are_told_as_they_are():
-    optimizer = OptimizerConfig(lr=0.4, warmup_steps=4)
-    worker = object.__new__(EngineWorker)
-    worker._engine = FakeEngine(EngineConfig(model_path="", optimizer=optimizer))
-    worker._engine.initialize()
-    rates = [worker._update(ragged_batch([[1]], [[2, 3]]), sft_loss).lr for _ in range(3)]
+def test_the_first_rates_of_a_warm_up_are_told_as_they_are(engine_worker):
+    row = {"prompt_token_ids": [torch.tensor([1])], "completion_token_ids": [torch.tensor([2, 3])]}
+    row |= {name: [torch.zeros(2)] for name in ("advantages", "rollout_logprobs")} | {"loss_mask": [torch.ones(2)]}
+    with rl_tq.serve("inproc://") as queue:
+        algorithm = AlgorithmConfig(old_logprobs="rollout")
+        worker = engine_worker(queue.address, algorithm, OptimizerConfig(lr=0.4, warmup_steps=4))
+        tags = [{"num_tokens": 2, "weight_version_min": 0, "finish_reason": "stop"}]
+        rates = [worker.update_actor(queue.put(row, partition="train", tags=tags)).lr for _ in range(3)]
     assert rates == pytest.approx([0.1, 0.2, 0.3])
 
 

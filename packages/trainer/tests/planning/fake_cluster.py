@@ -78,13 +78,14 @@ def processes():
     config = settle(load_config("qwen2.5-7b", ["data.path=there", "model.path=there"]))
     with RayRuntime(timeout_s=300) as runtime:
         runtime.start(resource_pools(config))
-        table = runtime._hosts["engine"][0].group
+        hosts = runtime.answers.hosts["engine"]
+        table = hosts[0].group
         nodes = placement_group_table(table)["bundles_to_node_id"]
         ranks = runtime.create_group(Idle, "engine").where()
-        pairs = members_of(runtime._hosts["engine"], 4)
+        pairs = members_of(hosts, 4)
         return {
             "ranks": [(rank, gpus) for rank, _, gpus in ranks],
-            "as in the table": all(node == nodes[runtime._hosts["engine"][rank].bundle] for rank, node, _ in ranks),
+            "as in the table": all(node == nodes[hosts[rank].bundle] for rank, node, _ in ranks),
             "replicas of four": [member.devices for member in pairs],
         }
 

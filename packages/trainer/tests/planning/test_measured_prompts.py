@@ -22,7 +22,7 @@ from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
 from rl_trainer.config import AgentSection, RewardSection, TeacherSection, load_config
 from rl_trainer.rewards import Score
 from rl_trainer.run import run
-from rl_trainer.workers.agent import AgentWorker, PromptMeter, create_runner
+from rl_trainer.workers.agent import PromptMeter, create_runner
 from rl_trainer.workers.columns import TEACHER_PROMPT, to_columns
 
 CONTEXT = "The answer is {ground_truth}."
@@ -128,10 +128,8 @@ def measured_and_sent(folder, loop, *, teacher=None, **columns):
 
     length, outputs = asyncio.run(main())
     assert isinstance(outputs, tuple), outputs
-    worker = AgentWorker.__new__(AgentWorker)
-    worker._teacher, worker._tokenizer, worker._meter = teacher, tokenizer, meter
     output = replace(outputs[0], extra_fields={**outputs[0].extra_fields, "rollout_index": 0})
-    sample = worker._with_teacher_prompt((output, Score(reward=1.0)), row)
+    sample = meter.with_teacher_prompt((output, Score(reward=1.0)), row)
     columns, _ = to_columns([(0, [sample], None)], reader=meter.reader)
     sent = [len(columns[name].unbind()[0]) for name in ("prompt_token_ids", TEACHER_PROMPT) if name in columns]
     return length, sent, columns

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
+from rl_bench.waiting import until
 from rl_trainer.config import RewardPart, RewardSection, load_config
 from rl_trainer.errors import InputError, RewardError
 from rl_trainer.planning.preflight import check
@@ -134,10 +134,7 @@ def test_its_end_is_that_of_its_keeper(reward_model, number):
         _, told = keeper.communicate(timeout=60)
     assert keeper.returncode == 1
     assert f"the server of reward.parts.liked ({reward_model}) is gone; process {pid} " in told
-    deadline = time.monotonic() + 60
-    while is_there(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not is_there(pid))
 
 
 @pytest.mark.promise("What rl-rm writes, `rl-serve --task score` serves")

@@ -170,7 +170,7 @@ def test_a_coroutine_function_runs_concurrent_calls_in_a_process(functions):
         pool = FunctionPool(f"{functions}:later", timeout_s=60)
         await pool.start()
         found = await asyncio.gather(*(pool.call("x" * i, row()) for i in range(100)))
-        (process,) = pool._processes
+        (process,) = pool.processes
         await pool.close()
         return found, process.load
 
@@ -219,10 +219,10 @@ def test_a_coroutine_function_that_leaves_is_named_by_type(functions):
     async def main():
         pool = FunctionPool(f"{functions}:leaves", timeout_s=60)
         await pool.start()
-        first = pool._processes[0]
+        first = pool.processes[0]
         raised = {text: await asyncio.gather(pool.call(text, row()), return_exceptions=True) for text in wanted}
         named = await pool.call("name", row())
-        assert pool._processes == [first]
+        assert pool.processes == [first]
         await pool.close()
         return {text: str(error) for text, (error,) in raised.items()}, named
 
@@ -333,7 +333,7 @@ def test_no_process_outlives_its_parent(functions, tmp_path):
         "    await pool.start()\n"
         "    asyncio.create_task(pool.call('hang', {}))\n"
         "    await asyncio.sleep(0.5)\n"
-        "    print(pool._processes[0]._process.pid, flush=True)\n"
+        "    print(pool.processes[0]._process.pid, flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())\n"
     )

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rl_bench.waiting import until
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
@@ -40,7 +41,7 @@ class Job:
             raise
 
     def pid(self, pool):
-        return self.runtime._hosts[pool][0].where.pid
+        return self.runtime.answers.hosts[pool][0].where.pid
 
     def stop(self):
         self.components.queue.close()
@@ -59,13 +60,6 @@ def job(model):
         yield made
     finally:
         made.stop()
-
-
-def until(condition, what):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def killed_while(waiting, pid, *, before_s=1.5):

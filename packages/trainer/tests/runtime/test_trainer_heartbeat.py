@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from rl_bench.waiting import until
 from rl_trainer.errors import WorkerDiedError, WorkerHungError, WorkerTimeoutError
 from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.base import Dispatch, ResourcePool, WorkerContext, register
@@ -97,7 +98,7 @@ def test_members_waiting_for_a_dead_group_are_not_blamed(runtime):
         replica_set.call(Sleeper.keep_the_interpreter, {members[0]: (3,)})
     assert time.monotonic() - start < 30
     assert "pool 'other'" in str(runtime.death(0.0))
-    del runtime._hosts["other"]  # for the tests that follow
+    del runtime.answers.hosts["other"]  # for the tests that follow
     assert runtime.death(0.0) is None
     # A member that is stopped is replaced, and told of.
     until_answers(replica_set, members)
@@ -107,10 +108,7 @@ def test_members_waiting_for_a_dead_group_are_not_blamed(runtime):
     assert answers[members[0]] == 2
     assert isinstance(answers[members[1]], WorkerHungError)
     assert f"process {stopped} is stopped (state T" in str(answers[members[1]])
-    deadline = time.monotonic() + 120
-    while len(replica_set.members) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: len(replica_set.members) >= 2)
     assert members[1] not in replica_set.members
 
 
@@ -129,11 +127,8 @@ def test_a_stopped_process_is_named_and_ended(runtime):
     assert "a worker of pool 'stopped', rank 0, hung during Sleeper-" in str(found.value)
     assert f"gave no sign of life for heartbeat_s={HEARTBEAT_S:g} s" in str(found.value)
     assert f"process {pid} is stopped (state T" in str(found.value)
-    deadline = time.monotonic() + 60
-    while describe(pid, None) != f"process {pid} has ended":  # Ray hears of it by a socket, before the kernel is done
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    del runtime._hosts["stopped"]
+    until(lambda: describe(pid, None) == f"process {pid} has ended")
+    del runtime.answers.hosts["stopped"]
 
 
 @pytest.mark.promise("A process without a heartbeat is named, with its stack, and ended")
@@ -143,7 +138,7 @@ def test_a_stuck_interpreter_is_found_with_its_stack(runtime):
         WorkerHungError, match=r"(?s)hung during Sleeper-\d+.keep_the_.*stack:.* in keep_the_interpreter"
     ):
         group.keep_the_interpreter(200)
-    del runtime._hosts["stuck"]
+    del runtime.answers.hosts["stuck"]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_bench.waiting import until
 from rl_trainer.runtime.processes import has_ended
 from rl_trainer.runtime.reaper import DEATH_GRACE_S, VARIABLE, find_processes, start_time
 
@@ -90,10 +91,7 @@ def test_what_is_marked_ends_and_nothing_else(how):
             process.wait(10)
         else:
             assert process.stdout.readline() == "ended\n"
-        deadline = time.monotonic() + 30
-        while not (has_ended(running) and has_ended(stopped)):
-            assert time.monotonic() < deadline, "a marked process is there still"
-            time.sleep(0.05)
+        until(lambda: has_ended(running) and has_ended(stopped), "a marked process is there still")
         assert not has_ended(bystander)
     finally:
         os.kill(bystander, signal.SIGKILL)
@@ -111,10 +109,7 @@ def test_an_orphan_ends_if_a_marked_process_has_started_it(how):
         if how == "kill":
             assert not has_ended(orphan)
             process.kill()
-        deadline = time.monotonic() + 30
-        while not has_ended(orphan):
-            assert time.monotonic() < deadline, "an orphan of the run is there still"
-            time.sleep(0.05)
+        until(lambda: has_ended(orphan), "an orphan of the run is there still")
     finally:
         process.kill()
         process.communicate()
@@ -166,8 +161,7 @@ def test_a_zombie_and_a_reused_number_are_not_of_the_run(sleeper):
     process = sleeper(env={VARIABLE: "one"})
     run = find_processes(f"{VARIABLE}=one", {})
     process.kill()
-    while not has_ended(process.pid):
-        time.sleep(0.01)
+    until(lambda: has_ended(process.pid))
     assert find_processes(f"{VARIABLE}=one", run) == {}, "it has not been waited for yet"
     with pytest.raises(ProcessLookupError, match=str(process.pid)):
         start_time(process.pid)

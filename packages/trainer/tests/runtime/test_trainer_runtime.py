@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_bench.waiting import until
 from rl_tq.types import BatchMeta
 from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
 from rl_trainer.runtime import create_runtime
@@ -452,7 +453,7 @@ def test_ray_tells_of_a_dead_worker_at_once(ray_runtime):
     ):
         group.fail("die")
     assert time.monotonic() - start < 30
-    del ray_runtime._hosts["one"]  # for the tests that follow
+    del ray_runtime.answers.hosts["one"]  # for the tests that follow
 
 
 class Slow:
@@ -480,7 +481,7 @@ def test_ray_tells_of_a_death_whoever_is_being_called(ray_runtime):
     threading.Timer(1.0, os.kill, (idle.processes()[0], signal.SIGKILL)).start()
     with pytest.raises(WorkerDiedError, match="a worker of pool 'idle', rank 0, died during Counter-\\d+.fail"):
         busy.fail("hang")
-    del ray_runtime._hosts["idle"]  # for the tests that follow
+    del ray_runtime.answers.hosts["idle"]  # for the tests that follow
 
 
 class Member:
@@ -501,13 +502,6 @@ class Member:
         sys.stderr.write("out of luck\n")
         sys.stderr.flush()
         os._exit(9)
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

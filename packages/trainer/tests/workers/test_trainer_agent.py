@@ -9,11 +9,12 @@ import pytest
 
 import rl_agent
 from rl_agent.types import AgentLoopOutput
+from rl_bench.waiting import until
 from rl_trainer.errors import TrainerError
 from rl_trainer.metrics import Evaluation
 from rl_trainer.pipeline.step_record import completion_metrics, part_means, record_of
 from rl_trainer.rewards import Score
-from rl_trainer.workers.agent import AgentWorker, Job, _GroupWriter
+from rl_trainer.workers.agent import Job, _GroupWriter
 from rl_trainer.workers.columns import to_columns
 from rl_trainer.workers.grading import Grading, overlong_penalty, scored
 from rl_trainer.workers.loop_thread import LoopThread
@@ -65,16 +66,35 @@ def stepped(tags, *, failures=(), held_out=None):
     return record_of(1, generated, source, {}, [{"lr": 0.1}], held_out, {})
 
 
-def test_the_last_tool_error_is_reported_with_type_and_row():
+def test_the_last_tool_error_is_reported_with_type_and_row(agent_worker):
     """The rollout went on with the error's text, so that its trajectory is whole; the step's record names it."""
-    errors = {"tool_error": "lookup: KeyError: 'x'", "rollout_index": 0}
+    errors = {"tool_error": "lookup: KeyError: 'x'"}
     broken = dataclasses.replace(output([3]), extra_fields=errors, metrics={"num_tool_error": 2.0})
-    worker, queued = AgentWorker.__new__(AgentWorker), []
-    worker._asks_experts, worker._reader, worker._teacher = False, None, None
-    worker._tokens = SimpleNamespace(num_tokens=None)
-    worker._queue = SimpleNamespace(put=lambda columns, partition, tags: queued.extend(tags))
-    jobs = {7: Job(row={}, row_index=6, group_id=7, place=0, where="train.jsonl, row 7")}
-    worker._put([(7, [(broken, ONE), (output([5], rollout=1), NOTHING)], None)], "train", jobs)
+    made, queued = iter([broken, output([5])]), []
+
+    class Loop(rl_agent.AgentLoop):
+        async def run(self, sampling_params, row):
+            return next(made)
+
+    class Scorer:
+        step = 0
+
+        async def start(self):
+            pass
+
+        close = start
+
+        async def values(self, completion, row):
+            return {}
+
+        async def scores(self, completions, values, row):
+            return [HALF for _ in values]
+
+    queue = SimpleNamespace(put=lambda columns, partition, tags: queued.extend(tags), close=lambda: None)
+    worker = agent_worker(queue, Loop, Scorer())
+    worker.submit([Job(row={}, row_index=6, group_id=7, place=0, where="train.jsonl, row 7")], {}, "train", 2)
+    until(lambda: queued)
+    worker.close()
     found = stepped(queued)
     assert found.last_tool_error == "train.jsonl, row 7: lookup: KeyError: 'x'"
     assert (found.metrics["tool_errors"], found.failures, found.last_failure) == (2.0, {}, "")

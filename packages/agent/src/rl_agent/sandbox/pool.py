@@ -80,7 +80,7 @@ class Grader(CodeGrader):
         self._cache_size = cache_size
         self._needs = frozenset(needs)
         self._slots = asyncio.Semaphore(num_workers)
-        self._idle: list[Worker] = []
+        self.idle: list[Worker] = []
         self._judges: list[Worker] = []
         self._busy: set[Worker] = set()
         self._cache: OrderedDict[bytes, CodeResult] = OrderedDict()
@@ -157,14 +157,14 @@ class Grader(CodeGrader):
             self._num_waiting -= 1
         try:
             is_pooled = workspace is None and not readable
-            worker = self._idle.pop() if self._idle and is_pooled else await self._start(workspace, readable)
+            worker = self.idle.pop() if self.idle and is_pooled else await self._start(workspace, readable)
             self._busy.add(worker)
             try:
                 yield worker
             finally:
                 self._busy.discard(worker)
                 if is_kept and is_pooled and worker.is_alive:
-                    self._idle.append(worker)
+                    self.idle.append(worker)
                 else:
                     await worker.kill()
         finally:
@@ -190,8 +190,8 @@ class Grader(CodeGrader):
 
     async def close(self) -> None:
         """See `CodeGrader`."""
-        ours = [*self._idle, *self._judges, *self._busy]
-        self._idle, self._judges = [], []
+        ours = [*self.idle, *self._judges, *self._busy]
+        self.idle, self._judges = [], []
         await asyncio.gather(*(worker.kill() for worker in ours))
 
 

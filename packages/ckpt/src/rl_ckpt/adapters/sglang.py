@@ -41,9 +41,9 @@ _UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.Weig
 """Function of SGLang 0.5.23 that calls a custom loader."""
 _MANAGER = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
 """Class of SGLang 0.5.23 that makes adapters."""
-_engines: dict[int, _Engine] = {}
+engines: dict[int, _Engine] = {}
 """Engines by the id of a model, which its engine keeps alive."""
-_managers: dict[int, Any] = {}
+managers: dict[int, Any] = {}
 """SGLang's LoRA managers, by the id of the model, which they keep alive."""
 
 
@@ -83,9 +83,9 @@ def load_weights(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
             "rl_ckpt.adapters.sglang.session_tensors(url, version) returns"
         )
     url, version = named_tensors[0]
-    if id(model) not in _engines:
-        _engines[id(model)] = _Engine(model)
-    _engines[id(model)].take(url, int(version))
+    if id(model) not in engines:
+        engines[id(model)] = _Engine(model)
+    engines[id(model)].take(url, int(version))
 
 
 def register() -> None:
@@ -95,16 +95,16 @@ def register() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_UPDATE, _answer, HookType.AROUND)
-    HookRegistry.register(_MANAGER, _remember, HookType.AFTER)
+    HookRegistry.register(_UPDATE, answer, HookType.AROUND)
+    HookRegistry.register(_MANAGER, remember, HookType.AFTER)
 
 
-def _remember(_: object, manager: Any, base_model: nn.Module, *__: object, **___: object) -> None:
+def remember(_: object, manager: Any, base_model: nn.Module, *__: object, **___: object) -> None:
     """Note the LoRA manager of a model, which a custom loader is not given."""
-    _managers[id(base_model)] = manager
+    managers[id(base_model)] = manager
 
 
-def _answer(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
+def answer(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
     """Success of the update, and the message for the client: of ours only, other loaders raise unchanged."""
     try:
         return update(*args, **kwargs)
@@ -159,10 +159,10 @@ class _Engine:
     def _load(self, weights: Mapping[str, Tensor], owner: str | None = None) -> Held | HeldAdapters:
         self._brings_adapters = brings_adapters(weights)
         if self._brings_adapters:
-            self._adapters = self._adapters or SglangAdapters(_managers.get(id(self._model)))
+            self._adapters = self._adapters or SglangAdapters(managers.get(id(self._model)))
             with torch.no_grad():
                 return self._adapters.load(weights)
-        if id(self._model) in _managers:
+        if id(self._model) in managers:
             raise UsageError(
                 "the model's weights came to an SGLang with adapters, whose layers have other names; send it adapters "
                 "alone, or start it without them"

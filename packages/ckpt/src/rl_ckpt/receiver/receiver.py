@@ -47,7 +47,7 @@ class Receiver(WeightReceiver):
         self.address = config.address
         self._config = config
         self._worker = Worker(f"the receiver of {config.address}")
-        self._connector = Connector(config, transport, self._worker.canceller)
+        self.connector = Connector(config, transport, self._worker.canceller)
         self._reception: Reception | None = None
         """Sync that is under way."""
         self._scratch = Scratch()
@@ -79,7 +79,7 @@ class Receiver(WeightReceiver):
         """Wait for the sender and join its session."""
         if num_peers != 1:
             raise UsageError(f"num_peers is {num_peers}; a receiver has one peer, its sender")
-        await self._worker.run(self._connector.connect)
+        await self._worker.run(self.connector.connect)
 
     def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
         """Set the function that reads the engine's weights before every vote. See `WeightReceiver`."""
@@ -145,7 +145,7 @@ class Receiver(WeightReceiver):
     def _release(self) -> None:
         if self._reception is not None:
             self._give_up(self._reception.unpacker, AbortReason.FAILED, "it was closed")
-        self._connector.close()
+        self.connector.close()
 
     async def begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Unpacker:
         """Wait until a sync begins; to be followed by `take`."""
@@ -170,11 +170,11 @@ class Receiver(WeightReceiver):
         if self._reception is not None:
             self._give_up(self._reception.unpacker, AbortReason.FAILED, "its consumer began anew")
         staging = self._staging if staged and targets is not None else None
-        connection, begin = self._connector.request_sync(self._held.request(targets, is_staged=staging is not None))
+        connection, begin = self.connector.request_sync(self._held.request(targets, is_staged=staging is not None))
         try:
             return self._open(connection, begin, targets, staging)
         except BaseException as error:  # targets without memory to stage
-            self._connector.abort(reason_of(error), str(error) or repr(error))
+            self.connector.abort(reason_of(error), str(error) or repr(error))
             raise
 
     def _open(
@@ -210,14 +210,14 @@ class Receiver(WeightReceiver):
     def _advance(self, unpacker: Unpacker, strict: bool) -> list[tuple[str, Tensor]] | None:
         """Tensors of the next bucket, or None after the commit; an error ends the sync."""
         reception = self._reception
-        if reception is None or reception.unpacker is not unpacker or self._connector.connection is None:
+        if reception is None or reception.unpacker is not unpacker or self.connector.connection is None:
             raise UsageError(f"this sync of {self.address} was given up; call receive_weights again for the next")
         try:
             tensors = reception.advance(strict=strict)
         except BaseException as error:
             self._give_up(unpacker, reason_of(error), str(error) or repr(error))
             if not isinstance(error, Exception):  # an interrupt may lose received messages, and break the next sync
-                self._connector.close()
+                self.connector.close()
             raise
         if tensors is None:
             self._reception = None
@@ -231,4 +231,4 @@ class Receiver(WeightReceiver):
         if self._reception is not None and self._reception.unpacker is unpacker:
             self._reception = None
             self._held.give_up(unpacker)
-            self._connector.abort(reason, text)
+            self.connector.abort(reason, text)

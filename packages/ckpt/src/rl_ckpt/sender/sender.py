@@ -73,7 +73,7 @@ class Sender(SourceSender):
         self._manifest = ManifestIndex()
         self._base_copy = BaseCopy(compressor() if config.zstd else None) if config.delta else None
         self._peers: Peers | None = None
-        self._slots: list[Tensor] = []
+        self.slots: list[Tensor] = []
         self._limit_gb_per_s: float | None = None
         self._num_peers = 1
         self._committed: set[tuple[int, int]] = set()
@@ -96,7 +96,7 @@ class Sender(SourceSender):
     def _release(self) -> None:
         if self._peers is not None:
             self._peers.close()
-        self._slots = []
+        self.slots = []
         self._transport.close()
 
     def _require(self, num_peers: int | None) -> None:
@@ -109,18 +109,18 @@ class Sender(SourceSender):
             try:
                 self._peers = self._open_transport()
             except BaseException:  # else the next attempt would find the address in use, by this end
-                self._slots = []
+                self.slots = []
                 self._transport.close()
                 raise
         return self._peers
 
     def _open_transport(self) -> Peers:
-        self._slots = self._transport.open(self._transport.num_slots, self._bucket_bytes)
-        self._limit_gb_per_s = copy_gb_per_s(self._slots[0], self._slots[1])
+        self.slots = self._transport.open(self._transport.num_slots, self._bucket_bytes)
+        self._limit_gb_per_s = copy_gb_per_s(self.slots[0], self.slots[1])
         self.address = self._transport.address
         return Peers(
             transport=self._transport,
-            slots=self._slots,
+            slots=self.slots,
             session=Session(self._bucket_bytes, self._transport.num_slots, self._transport.num_streams),
             canceller=self._worker.canceller,
             timeout_s=self._config.timeout_s,
@@ -248,7 +248,7 @@ class Sender(SourceSender):
             version=version,
             peers=peers,
             participants=participants,
-            slots=self._slots,
+            slots=self.slots,
             source=source,
             manifest=self._manifest,
             base_copy=base_copy,

@@ -168,24 +168,24 @@ def packed_attention(
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     sequence_group = layout.sequence_group
     if sequence_group is None:
-        options = _Options(scale, dropout, sliding_window, softcap, s_aux)
+        options = Options(scale, dropout, sliding_window, softcap, s_aux)
         num_keys = 0 if layout.keys is None else len(layout.keys.index)
         if num_keys > _MANY_KEYS * len(q) and torch.is_grad_enabled():
             again: Any = {"use_reentrant": False, "preserve_rng_state": False}
-            return checkpoint(_attend, q, k, v, layout, options, **again)[None].contiguous(), None
-        return _attend(q, k, v, layout, options)[None].contiguous(), None
+            return checkpoint(attend, q, k, v, layout, options, **again)[None].contiguous(), None
+        return attend(q, k, v, layout, options)[None].contiguous(), None
     sinks = None if s_aux is None else sequence_group.own_heads(s_aux)
     q, k, v = (sequence_group.to_heads(part) for part in (q, k, v))
-    out = _attend(q, k, v, layout, _Options(scale, dropout, sliding_window, softcap, sinks))
+    out = attend(q, k, v, layout, Options(scale, dropout, sliding_window, softcap, sinks))
     return sequence_group.to_tokens(out)[None].contiguous(), None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: _Options) -> Tensor:
-    """(T, heads, D) in, (T, H, D) out."""
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: Options) -> Tensor:
+    """Attention of packed rows: (T, heads, D) in, (T, H, D) out."""
     if layout.keys is not None:
         k, v = take_rows(k, layout.keys), take_rows(v, layout.keys)
     if _fits_varlen(q, v, options):
-        return _varlen(q, k, v, layout, options)
+        return varlen(q, k, v, layout, options)
     queries = q.split([block.queries.num_tokens for block in layout.blocks])
     sizes = [block.keys.num_tokens for block in layout.blocks]
     blocks = zip(queries, k.split(sizes), v.split(sizes), layout.blocks, strict=True)
@@ -194,7 +194,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: _Option
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class Options:
+    """Options of one attention call."""
+
     scale: float
     dropout: float
     window: int | None
@@ -233,7 +235,7 @@ def _span(lengths: Sequence[int], device: torch.device) -> Span:
     return Span(num_tokens=total, width=width, pad_index=pad_index, unpad_index=unpad_index)
 
 
-def _attend_block(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, options: _Options) -> Tensor:
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, options: Options) -> Tensor:
     """(tokens of the block, heads, D) in, (its queries, H, D) out."""
     q = _to_block(q, block.queries, block.num_rows)
     k, v = (_to_block(part, block.keys, block.num_rows) for part in (k, v))
@@ -265,7 +267,7 @@ def _to_block(part: Tensor, span: Span, num_rows: int) -> Tensor:
     return part.unflatten(0, (num_rows, span.width)).transpose(1, 2)
 
 
-def _explicit(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
+def _explicit(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     """Attention of (B, H, L, D) queries, scores written out; heads of one key head are stacked as rows of a product."""
     num_rows, heads, width, size = q.shape
     groups, num_keys = heads // k.shape[1], k.shape[2]
@@ -301,13 +303,14 @@ def _softmax(scores: Tensor, sinks: Tensor | None, num_rows: int, groups: int) -
     return torch.cat([scores, column.to(scores.dtype)], -1).softmax(-1, dtype=wide)[..., :-1].to(scores.dtype)
 
 
-def _fits_varlen(q: Tensor, v: Tensor, options: _Options) -> bool:
+def _fits_varlen(q: Tensor, v: Tensor, options: Options) -> bool:
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     plain = options.softcap is None and options.sinks is None and not options.dropout
     return half and plain and q.shape[-1] <= 256 and q.shape[-1] == v.shape[-1]
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: _Options) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: Options) -> Tensor:
+    """Flash attention over packed rows: (T, heads, D) in, (T, H, D) out."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups = q.shape[1] // k.shape[1]

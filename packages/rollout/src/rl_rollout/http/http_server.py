@@ -137,7 +137,7 @@ class HttpServer(RolloutServer):
         """Ids of requests whose callers have left, to be aborted together."""
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Aborts under way, by request id: the next request with that id is sent after it."""
-        self._told: dict[str, list[TokenChunk]] = {}
+        self.received: dict[str, list[TokenChunk]] = {}
         """Chunks received so far, by request in flight."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._capabilities = Capabilities()
@@ -207,7 +207,7 @@ class HttpServer(RolloutServer):
             raise
         finally:
             self._in_flight.discard(request.request_id)
-            self._told.pop(request.request_id, None)
+            self.received.pop(request.request_id, None)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """See `RolloutServer.generate_stream`. Leaving early closes the connection, which aborts the request."""
@@ -310,7 +310,7 @@ class HttpServer(RolloutServer):
         finally:
             for request_id, (_, future) in waiting.items():
                 if not future.done():
-                    future.set_exception(_with_partial(error, request_id, self._told.get(request_id, [])))
+                    future.set_exception(_with_partial(error, request_id, self.received.get(request_id, [])))
 
     async def _read_lines(
         self,
@@ -343,11 +343,11 @@ class HttpServer(RolloutServer):
             except GenerationError as error:
                 told = error
             if isinstance(told, TokenChunk):
-                self._told.setdefault(request_id, []).append(told)
+                self.received.setdefault(request_id, []).append(told)
             elif isinstance(told, TokenOutput):
                 future.set_result(told)
             else:
-                future.set_exception(_with_partial(told, request_id, self._told.get(request_id, [])))
+                future.set_exception(_with_partial(told, request_id, self.received.get(request_id, [])))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutServer.abort`."""
@@ -440,7 +440,7 @@ class LaunchedServer(HttpServer):
         super().__init__(f"http://{config.host}:{config.port}", api_token=config.api_token, timeout_s=config.timeout_s)
         self.config = config
         environment = {API_TOKEN_VARIABLE: config.api_token or ""}  # never the variable of this process
-        self._process = ChildProcess(
+        self.process = ChildProcess(
             serve_command(backend, config), environment, name="rl-serve", on_line=self._take_line
         )
         self._address: ServerAddress | None = None
@@ -449,19 +449,19 @@ class LaunchedServer(HttpServer):
     @property
     def last_lines(self) -> tuple[str, ...]:
         """Last lines of the server's output, at most 20."""
-        return self._process.last_lines
+        return self.process.last_lines
 
     async def start(self) -> ServerAddress:
         """Start the process and wait until it answers. Idempotent."""
         if self._address is not None:
             return self._address
-        self._process.start()
+        self.process.start()
 
         async def is_ready() -> bool:
             return self._ready.is_set()
 
         try:
-            await self._process.wait_until(is_ready, timeout_s=self.connection.timeout_s, check_s=0.02)
+            await self.process.wait_until(is_ready, timeout_s=self.connection.timeout_s, check_s=0.02)
             self._address = await super().start()
         except BaseException:
             await self._end(grace_s=0.0)
@@ -496,8 +496,8 @@ class LaunchedServer(HttpServer):
 
     async def _tell_end(self, error: ServerLostError) -> None:
         """Raise the loss again with the process's exit code and last output, if it ends within `EXIT_TIMEOUT_S`."""
-        if await self._process.has_ended(EXIT_TIMEOUT_S):
-            lost = ServerLostError(self._process.why_ended())
+        if await self.process.has_ended(EXIT_TIMEOUT_S):
+            lost = ServerLostError(self.process.why_ended())
             lost.partial = error.partial
             raise lost from error
 
@@ -507,5 +507,5 @@ class LaunchedServer(HttpServer):
 
     async def _end(self, *, grace_s: float) -> None:
         await super().stop()
-        await self._process.end(grace_s=grace_s)
+        await self.process.end(grace_s=grace_s)
         self._address = None

@@ -54,7 +54,7 @@ def test_memory_is_bounded_and_everyone_is_served(qwen3_folder):
         requests = [request(f"r{i}", prompt=(5, i + 3), max_new_tokens=n) for i, n in enumerate(lengths)]
         outputs = await asyncio.gather(*map(server.generate, requests))
         alone = [await server.generate(each) for each in requests]
-        return outputs, alone, lengths, server._engine
+        return outputs, alone, lengths, server.engine
 
     outputs, alone, lengths, engine = serve(qwen3_folder, scenario, kv_cache_bytes=128 * 256)
     assert [len(output.token_ids) for output in outputs] == lengths
@@ -70,7 +70,7 @@ def test_a_small_model_takes_one_thread_and_tells_it(qwen3_folder, tmp_path):
     assert [choose_num_threads(n, 16, is_fused=True) for n in (200_000, 794_496, 2**30)] == [1, 3, 16]
 
     async def scenario(server):
-        asked = await asyncio.wrap_future(server._requests.thread.call(lambda engine: torch.get_num_threads()))
+        asked = await asyncio.wrap_future(server.requests.thread.call(lambda engine: torch.get_num_threads()))
         return asked, server.status()["num_threads"]
 
     try:
@@ -154,7 +154,7 @@ def test_weights_that_are_not_numbers_fail_their_requests_alone(qwen3_folder):
 
 def test_a_failing_step_is_reported_to_all_and_serving_continues(qwen3_folder, caplog):
     async def scenario(server):
-        engine, real = server._engine, server._engine.step
+        engine, real = server.engine, server.engine.step
 
         def broken(_interrupt):
             engine.step = real
@@ -223,7 +223,7 @@ def test_an_update_may_name_a_tied_weight_twice(qwen3_folder):
 def test_sleep_gives_memory_back(qwen3_folder):
     async def scenario(server):
         await server.generate(request())
-        cache, module = server._engine.cache, server._engine.model.module
+        cache, module = server.engine.cache, server.engine.model.module
         before = cache.num_blocks, sum(p.numel() for p in module.parameters()) > 0
         await server.sleep(2)
         after = cache.num_blocks, sum(p.numel() for p in module.parameters()) > 0

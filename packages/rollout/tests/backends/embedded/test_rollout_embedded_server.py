@@ -57,8 +57,8 @@ def test_an_engine_whose_thread_ended_is_lost_and_blocks_nothing(long_folder, mo
     async def end(server):
         await server.abort(["nobody"])  # the request is in flight
         await server.check_health()
-        server._requests.thread.call(lambda _: sys.exit("a fault of our own"))
-        await asyncio.to_thread(server._requests.thread._thread.join)
+        server.requests.thread.call(lambda _: sys.exit("a fault of our own"))
+        await asyncio.to_thread(server.requests.thread._thread.join)
         with pytest.raises(ServerLostError, match="has ended"):
             await server.check_health()
 

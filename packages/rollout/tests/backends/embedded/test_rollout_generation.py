@@ -109,12 +109,12 @@ def test_a_command_waits_for_one_step_at_most(qwen3_folder, monkeypatch):
     async def scenario():
         server = create_server("embedded", ServerConfig(model_path=str(qwen3_folder), num_threads=1))
         await server.start()
-        decoder, counts = server._model.fused, []
+        decoder, counts = server.model.fused, []
         real = decoder.generate
 
         def generate(*arguments):
             if not counts:
-                server._requests.thread.call(lambda engine: None)
+                server.requests.thread.call(lambda engine: None)
             drawn = real(*arguments)
             counts.append(drawn[2].tolist())
             return drawn

@@ -15,6 +15,7 @@ import pytest
 import torch
 from rollout_servers import TRTLLM, real_trtllm, serve
 
+from rl_bench.waiting import until_async
 from rl_ckpt.adapters import tensorrt_llm as adapter
 from rl_rollout import (
     ConfigError,
@@ -82,8 +83,7 @@ class TestProtocol(ServerConformance):
             await served.server.generate(served.request((6,), max_new_tokens=1))
             was_in_flight = not first.done()
             update = asyncio.create_task(served.update(served, other_weights(weights), old + 1))
-            while not served.server.requests.is_held:  # noqa: ASYNC110  there is no event to wait for
-                await asyncio.sleep(0.001)
+            await until_async(lambda: served.server.requests.is_held)
             second = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=20)))
             await update
             return was_in_flight, await first, await second
@@ -197,8 +197,7 @@ def test_an_abort_returns_what_had_come(servers):
     async def scenario():
         whole = await ours.generate(request(max_new_tokens=LONG))
         task = asyncio.create_task(theirs.generate(request(max_new_tokens=LONG)))
-        while not theirs._reading:  # noqa: ASYNC110  there is no event to wait for
-            await asyncio.sleep(0.001)
+        await until_async(lambda: theirs._reading)
         await theirs.pause("abort")
         part = await task
         await theirs.resume()

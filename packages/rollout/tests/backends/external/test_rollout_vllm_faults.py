@@ -20,6 +20,7 @@ from rollout_servers import (
     request,
 )
 
+from rl_bench.waiting import until, until_async
 from rl_rollout import (
     ConfigError,
     ModelFolderError,
@@ -96,13 +97,13 @@ def test_every_replica_rank_is_a_receiver_with_its_layout(qwen3_folder):
     server = create_server("vllm", ServerConfig(model_path=str(qwen3_folder), parallel=layout))
     assert server.capabilities.num_receivers == 8
     assert not server.capabilities.attests_weights, "each worker has some of the tensors"
-    command = " ".join(server.process._command)
+    command = " ".join(server.process.command)
     told = "--tensor-parallel-size 2 --pipeline-parallel-size 2 --data-parallel-size 2 --enable-expert-parallel"
     assert told in command
     alone = create_server("vllm", ServerConfig(model_path=str(qwen3_folder)))
     assert alone.capabilities.num_receivers == 1
     assert alone.capabilities.attests_weights
-    assert "parallel" not in " ".join(alone.process._command)
+    assert "parallel" not in " ".join(alone.process.command)
 
 
 def test_a_backend_of_one_device_refuses_a_layout_of_several(qwen3_folder):
@@ -173,8 +174,7 @@ def test_what_a_killed_server_has_told_of_a_request_is_kept(long_folder):
         told = Told(server, request("told", max_new_tokens=4000))
         far = asyncio.create_task(client.generate(request("far", max_new_tokens=4000)))
         await told.has_begun.wait()
-        while not client._told.get("far"):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until_async(lambda: client.received.get("far"))
         os.kill(int(child), signal.SIGKILL)
         with pytest.raises(ServerLostError, match="ended with code 137") as lost:
             await told.task
@@ -208,7 +208,7 @@ def test_a_killed_worker_of_a_real_server_keeps_its_tokens(tmp_path):
         config = real_vllm_config(real_model(tmp_path), max_model_len=8192, parallel=ServerParallel(tp=2))
         server = create_server("vllm", config)
         await server.start()
-        workers = process._titled(server.process.pid, "VLLM::Worker_TP1")
+        workers = process.titled(server.process.pid, "VLLM::Worker_TP1")
         told = Told(server, request(max_new_tokens=8000))
         await told.has_begun.wait()
         (worker,) = workers
@@ -217,7 +217,7 @@ def test_a_killed_worker_of_a_real_server_keeps_its_tokens(tmp_path):
         with pytest.raises(ServerLostError, match=rf"its process VLLM::Worker_TP1 .*\(pid {worker}\) had died") as lost:
             await told.task
         noticed_s = time.monotonic() - killed_at
-        left = process._titled(server.process.pid, "VLLM::")
+        left = process.titled(server.process.pid, "VLLM::")
         await server.stop()
         return noticed_s, told.tokens, lost.value.partial, left
 
@@ -276,10 +276,7 @@ asyncio.run(main())
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=START_S).stdout
     pids = told.split()
     assert len(pids) == 2
-    deadline = time.monotonic() + START_S
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not (any(Path(f"/proc/{pid}").exists() for pid in pids)))
 
 
 @pytest.mark.process

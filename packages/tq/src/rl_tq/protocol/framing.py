@@ -35,8 +35,8 @@ Place: TypeAlias = "Callable[[dict[str, Any], int], torch.Tensor | None]"
 """Callback `place(message, n)` that returns memory for a payload, uint8 [n]; None: new memory is allocated."""
 ALIGNMENT = 64
 """Alignment of columns in a payload, bytes."""
-_HEADER = struct.Struct("<4sIQ")
-_MAGIC = b"RLTQ"
+HEADER = struct.Struct("<4sIQ")
+MAGIC = b"RLTQ"
 _CHUNK_BYTES = 1 << 16
 _DEAD_S = 30
 """Seconds without an answer after which a peer's host counts as dead."""
@@ -74,7 +74,7 @@ def encode_request(message: dict[str, Any]) -> bytes:
 def send(connection: socket.socket, text: bytes, payload: Sequence[torch.Tensor] = ()) -> None:
     """Send one encoded message and its payload."""
     nbytes = sum(len(part) for part in payload)
-    head = _HEADER.pack(_MAGIC, len(text), nbytes) + text
+    head = HEADER.pack(MAGIC, len(text), nbytes) + text
     if not nbytes:
         connection.sendall(head)
         return
@@ -98,10 +98,10 @@ def receive(
     Raises:
         ConnectionError: the peer closed, violates the protocol, or announces more than the limits.
     """
-    head = bytearray(_HEADER.size)
+    head = bytearray(HEADER.size)
     _fill(connection, memoryview(head))
-    magic, text_bytes, payload_bytes = _HEADER.unpack(head)
-    if magic != _MAGIC or text_bytes > max_text_bytes or payload_bytes > max_payload_bytes:
+    magic, text_bytes, payload_bytes = HEADER.unpack(head)
+    if magic != MAGIC or text_bytes > max_text_bytes or payload_bytes > max_payload_bytes:
         raise ConnectionAbortedError(
             f"the other side sent {bytes(head)!r}, which begins no message of rl-tq of at most {max_text_bytes} bytes "
             f"and a payload of at most {max_payload_bytes}"

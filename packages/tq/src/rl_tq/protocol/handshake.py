@@ -24,9 +24,9 @@ VARIABLE = "RL_TQ_TOKEN"
 LIMIT_S = 10.0
 """Deadline of the handshake, seconds."""
 _NONCE_BYTES = _PROOF_BYTES = 32
-_GREETING = struct.Struct(f"<8s{_NONCE_BYTES}s")
-_ANSWER = struct.Struct(f"<8s{_NONCE_BYTES}s{_PROOF_BYTES}s")
-_MAGIC = b"RLTQTCP\x04"
+GREETING = struct.Struct(f"<8s{_NONCE_BYTES}s")
+ANSWER = struct.Struct(f"<8s{_NONCE_BYTES}s{_PROOF_BYTES}s")
+MAGIC = b"RLTQTCP\x04"
 _MAKE = "python -c 'import secrets; print(secrets.token_hex(32))'"
 
 
@@ -73,9 +73,9 @@ def welcome(connection: socket.socket, secret: bytes) -> None:
     """
     deadline = time.monotonic() + LIMIT_S
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(_GREETING.pack(_MAGIC, nonce))
-    magic, theirs, shown = _ANSWER.unpack(_receive(connection, _ANSWER.size, deadline))
-    if magic != _MAGIC:
+    connection.sendall(GREETING.pack(MAGIC, nonce))
+    magic, theirs, shown = ANSWER.unpack(_receive(connection, ANSWER.size, deadline))
+    if magic != MAGIC:
         raise ConnectionAbortedError("the other end does not speak this version of rl-tq")
     if not hmac.compare_digest(shown, proof(secret, b"client", nonce, theirs)):
         raise ConnectionAbortedError("the other end has another token")
@@ -90,11 +90,11 @@ def introduce(connection: socket.socket, address: str, timeout_s: float, secret:
         OSError: the connection broke, or the time is up.
     """
     deadline = time.monotonic() + timeout_s
-    magic, theirs = _GREETING.unpack(_receive(connection, _GREETING.size, deadline))
-    if magic != _MAGIC:
+    magic, theirs = GREETING.unpack(_receive(connection, GREETING.size, deadline))
+    if magic != MAGIC:
         raise AddressError(f"the server at {address} is not a queue of this version of rl-tq: it began with {magic!r}")
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(_ANSWER.pack(_MAGIC, nonce, proof(secret, b"client", theirs, nonce)))
+    connection.sendall(ANSWER.pack(MAGIC, nonce, proof(secret, b"client", theirs, nonce)))
     try:
         answer = _receive(connection, _PROOF_BYTES, deadline)
     except ConnectionError:
@@ -110,7 +110,7 @@ def other_token(address: str) -> str:
 
 def proof(secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
     """Proof (32 bytes) that the peer with this role has the token."""
-    return hmac.digest(secret, _MAGIC + role + server_nonce + client_nonce, "sha256")
+    return hmac.digest(secret, MAGIC + role + server_nonce + client_nonce, "sha256")
 
 
 def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:

@@ -53,7 +53,7 @@ class FunctionPool:
 
     def __init__(self, path: str, *, num_processes: int = 1, timeout_s: float = 30.0) -> None:
         self._path, self._num_processes, self._timeout_s = path, num_processes, timeout_s
-        self._processes: list[_Process] = []
+        self.processes: list[_Process] = []
         self._changed = asyncio.Condition()
         self._num_alone = 0
         self._is_closed = False
@@ -123,7 +123,7 @@ class FunctionPool:
     async def close(self) -> None:
         """Kill the processes; waiting calls raise RewardError. Idempotent."""
         self._is_closed = True
-        processes, self._processes = self._processes, []
+        processes, self.processes = self.processes, []
         for process in processes:
             await process.kill()
         async with self._changed:
@@ -159,15 +159,15 @@ class FunctionPool:
             raise RewardError(f"reward {self._path!r} was closed before this score was given")
 
     def _found(self, *, is_alone: bool) -> _Process | None:
-        self._processes = [process for process in self._processes if process.is_alive]
+        self.processes = [process for process in self.processes if process.is_alive]
         if self._num_alone and not is_alone:
             return None  # or the others would never leave room
-        free = [p for p in self._processes if not p.is_taken and p.load < (1 if is_alone else p.capacity)]
+        free = [p for p in self.processes if not p.is_taken and p.load < (1 if is_alone else p.capacity)]
         if free:
             return min(free, key=lambda each: each.load)
-        if len(self._processes) == self._num_processes:
+        if len(self.processes) == self._num_processes:
             return None
-        self._processes.append(process := _Process(self._path))
+        self.processes.append(process := _Process(self._path))
         return process
 
     async def _give_back(self, process: _Process) -> None:

@@ -195,6 +195,23 @@ class PromptMeter:
         """Token ids of a row's prompt with the context that the teacher alone sees."""
         return self._tokenizer.prompt(with_context(row, context))[0]
 
+    def with_teacher_prompt(self, sample: Sample, row: Row) -> Sample:
+        """Sample with the teacher's own prompt, if that has more context.
+
+        Raises:
+            TrainerError: the loop has asked something else than the row's prompt.
+        """
+        output, score = sample
+        if self._context is None:
+            return sample
+        if output.prompt_token_ids != self._tokenizer.prompt(row)[0]:
+            raise TrainerError(
+                "teacher.context is written below the prompt of a row, and the agent loop has asked something else; "
+                "use a loop that asks the prompt as it is, or leave context out"
+            )
+        fields = {**output.extra_fields, TEACHER_PROMPT: self.teacher_prompt(row, self._context)}
+        return replace(output, extra_fields=fields), score
+
 
 class AgentWorker:
     """Agent worker: many rollouts on one event loop; a group enters the queue when its last rollout is scored."""
@@ -260,23 +277,6 @@ class AgentWorker:
         """Lengths of the prompts that the rows' loops start with, images included; or why a row cannot be used."""
         prompts = self._loop.run(self._runner.prompts(rows), self._timeout_s)
         return [self._meter.length(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
-
-    def _with_teacher_prompt(self, sample: Sample, row: Row) -> Sample:
-        """Sample with the teacher's own prompt, if that has more context.
-
-        Raises:
-            TrainerError: the loop has asked something else than the row's prompt.
-        """
-        output, score = sample
-        if self._teacher is None or self._teacher.context is None:
-            return sample
-        if output.prompt_token_ids != self._tokenizer.prompt(row)[0]:
-            raise TrainerError(
-                "teacher.context is written below the prompt of a row, and the agent loop has asked something else; "
-                "use a loop that asks the prompt as it is, or leave context out"
-            )
-        fields = {**output.extra_fields, TEACHER_PROMPT: self._meter.teacher_prompt(row, self._teacher.context)}
-        return replace(output, extra_fields=fields), score
 
     def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> list[None]:
         """Roll every job out `group_size` times, in the background, in parallel with running ones.
@@ -349,7 +349,7 @@ class AgentWorker:
                         self._failures.add(job, group.failures)
                     else:
                         made = [sample for rollout in group.rollouts for sample in scored(rollout)]
-                        samples = [self._with_teacher_prompt(sample, job.row) for sample in made]
+                        samples = [self._meter.with_teacher_prompt(sample, job.row) for sample in made]
                         writer.add((job.group_id, samples, greedy))
         finally:  # also when it is stopped: what is complete is written
             if baselines is not None:

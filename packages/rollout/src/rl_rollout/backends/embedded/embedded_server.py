@@ -67,7 +67,7 @@ class EmbeddedServer(RolloutServer):
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus completion, tokens."""
-        return self._model.max_model_len
+        return self.model.max_model_len
 
     # ---- start and stop
 
@@ -79,23 +79,23 @@ class EmbeddedServer(RolloutServer):
             raise ServerLostError("this server was stopped; create another")
         await self._endpoint.check_port()
         self._loop = asyncio.get_running_loop()
-        self._requests = RequestsInFlight(self._loop, self._build)
-        self._engine = await asyncio.wrap_future(self._requests.thread.start())
-        self._model = self._engine.model
+        self.requests = RequestsInFlight(self._loop, self._build)
+        self.engine = await asyncio.wrap_future(self.requests.thread.start())
+        self.model = self.engine.model
         self._capabilities = Capabilities(
-            gives_routed_experts=self._model.experts.does_tell,
-            has_adapters=bool(self._model.adapters.names),
-            takes_images=self._model.image_reader is not None,
+            gives_routed_experts=self.model.experts.does_tell,
+            has_adapters=bool(self.model.adapters.names),
+            takes_images=self.model.image_reader is not None,
             takes_slices=True,
             updates_adapters=True,
         )
-        if self._model.fused is not None:
+        if self.model.fused is not None:
             # New threads start with the number of torch threads that was set last, which was the engine's 1.
             torch.set_num_threads(torch.get_num_threads())
         try:
             url = await self._endpoint.start()
         except BaseException:
-            self._requests.thread.stop(self.config.timeout_s)
+            self.requests.thread.stop(self.config.timeout_s)
             raise
         self._address = ServerAddress(url=url, model=self._name, pid=os.getpid())
         return self._address
@@ -129,11 +129,11 @@ class EmbeddedServer(RolloutServer):
         self._is_stopped = True
         if self._address is None:
             return
-        ended = await asyncio.to_thread(self._requests.thread.stop, self.config.timeout_s)
+        ended = await asyncio.to_thread(self.requests.thread.stop, self.config.timeout_s)
         await self._endpoint.stop()
         if not ended:
             raise RequestTimeoutError(f"the engine's thread did not end within {self.config.timeout_s} s")
-        self._engine.close()
+        self.engine.close()
         self._updates.close()
 
     # ---- requests
@@ -144,24 +144,24 @@ class EmbeddedServer(RolloutServer):
         """See `RolloutServer.generate`. `on_progress` gets new tokens every `PROGRESS_TOKENS`, except the last ones."""
         request, seen = await self._see(request)
         if on_progress is not None:
-            self._requests.listeners[request.request_id] = on_progress
+            self.requests.listeners[request.request_id] = on_progress
         future: asyncio.Future[TokenOutput] = self._loop.create_future()
-        self._requests.futures[request.request_id] = future
-        self._requests.submit(request, seen, told_every=0 if on_progress is None else PROGRESS_TOKENS)
+        self.requests.futures[request.request_id] = future
+        self.requests.submit(request, seen, told_every=0 if on_progress is None else PROGRESS_TOKENS)
         try:
             done, _ = await asyncio.wait([future], timeout=request.timeout_s)
             return future.result() if done else await self._cut(request, future)
         except asyncio.CancelledError:
-            self._requests.abandon(request)
+            self.requests.abandon(request)
             raise
         finally:
             future.cancel()
-            del self._requests.futures[request.request_id]
-            self._requests.listeners.pop(request.request_id, None)
+            del self.requests.futures[request.request_id]
+            self.requests.listeners.pop(request.request_id, None)
 
     async def _cut(self, request: GenerateRequest, future: asyncio.Future[TokenOutput]) -> TokenOutput:
         """End a request whose own deadline is over; returns the tokens that it has."""
-        self._requests.end(request, FinishReason.TIMEOUT)
+        self.requests.end(request, FinishReason.TIMEOUT)
         done, _ = await asyncio.wait([future], timeout=GRACE_S)
         if not done or not (output := future.result()).token_ids:
             raise self._late(request)
@@ -172,8 +172,8 @@ class EmbeddedServer(RolloutServer):
         request.check_streamable()
         request, seen = await self._see(request)
         queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._requests.streams[request.request_id] = queue
-        self._requests.submit(request, seen, told_every=1)
+        self.requests.streams[request.request_id] = queue
+        self.requests.submit(request, seen, told_every=1)
         # The deadline applies to every wait for a chunk, but not to the time that the caller takes over one.
         deadline = None if request.timeout_s is None else self._loop.time() + request.timeout_s
         num_told, is_over = 0, False
@@ -183,7 +183,7 @@ class EmbeddedServer(RolloutServer):
                     async with asyncio.timeout_at(deadline):
                         event = await queue.get()
                 except TimeoutError:
-                    self._requests.end(request, FinishReason.TIMEOUT)
+                    self.requests.end(request, FinishReason.TIMEOUT)
                     async with asyncio.timeout(GRACE_S):
                         event = await queue.get()
                     if isinstance(event, TokenOutput) and not event.token_ids:
@@ -200,16 +200,16 @@ class EmbeddedServer(RolloutServer):
                 raise
             raise self._late(request) from error
         finally:
-            del self._requests.streams[request.request_id]
+            del self.requests.streams[request.request_id]
             if not is_over:
-                self._requests.abandon(request)
+                self.requests.abandon(request)
 
     async def _see(self, request: GenerateRequest) -> tuple[GenerateRequest, ImagePrompt | None]:
         """Validate a request, fill in the default adapter, and prepare its images."""
         if request.adapter is None and (adapter := self.config.options.get("default_adapter")) is not None:
             request = replace(request, adapter=adapter)
         self._check(request)
-        image_reader, seen = self._model.image_reader, None
+        image_reader, seen = self.model.image_reader, None
         if image_reader is not None:
             image_reader.check_blind(request)
             if request.images:
@@ -222,13 +222,13 @@ class EmbeddedServer(RolloutServer):
 
     def _check(self, request: GenerateRequest) -> None:
         self._need_running()
-        check_request(request, vocab_size=self._model.vocab_size, max_model_len=self._model.max_model_len)
+        check_request(request, vocab_size=self.model.vocab_size, max_model_len=self.model.max_model_len)
         check_limits(request, self.config)
         check_extras(request, self.capabilities)
-        check_adapter(request, self._model.adapters.names)
-        if not self._engine.has_weights:
+        check_adapter(request, self.model.adapters.names)
+        if not self.engine.has_weights:
             raise WeightUpdateError("the weights were released by sleep(level=2); wake the server and update them")
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is in flight already")
 
     def _late(self, request: GenerateRequest) -> RequestTimeoutError:
@@ -253,7 +253,7 @@ class EmbeddedServer(RolloutServer):
             raise RequestError(f"pause mode {mode!r} is not one of abort, wait, keep")
         await self._command(lambda engine: engine.pause(mode))
         if mode == "wait":
-            await self._wait(self._requests.thread.drained(), "finish the requests in flight; new ones are held")
+            await self._wait(self.requests.thread.drained(), "finish the requests in flight; new ones are held")
 
     async def resume(self) -> None:
         """See `RolloutServer.resume`."""
@@ -272,8 +272,8 @@ class EmbeddedServer(RolloutServer):
             await self._command(lambda engine: self._updates.install(engine, version))
 
     def _who_serves(self) -> str:
-        if self._engine.has_weights:
-            return f"version {self._engine.weight_version} still serves"
+        if self.engine.has_weights:
+            return f"version {self.engine.weight_version} still serves"
         return "the server has no weights and refuses requests until an update succeeds"
 
     async def sleep(self, level: int = 1) -> None:
@@ -292,7 +292,7 @@ class EmbeddedServer(RolloutServer):
 
     def status(self) -> dict[str, Any]:
         """Status for `/health`: numbers of requests, weight version, and the model's CPU threads."""
-        engine = self._engine
+        engine = self.engine
         return {
             "status": "ok" if engine.has_weights else "no weights",
             "model": self._name,
@@ -306,7 +306,7 @@ class EmbeddedServer(RolloutServer):
         }
 
     def _need_running(self) -> None:
-        if self._address is not None and not self._is_stopped and not self._requests.thread.is_alive:
+        if self._address is not None and not self._is_stopped and not self.requests.thread.is_alive:
             raise ServerLostError(f"the engine of {self._name!r} (pid {os.getpid()}) has ended; see its log")
         if self._address is None or self._is_stopped:
             raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
@@ -316,8 +316,8 @@ class EmbeddedServer(RolloutServer):
         self._need_running()
         if self._seeing:
             await asyncio.wait(self._seeing)
-        self._requests.flush()
-        return await self._wait(self._requests.thread.call(command), "take a command")
+        self.requests.flush()
+        return await self._wait(self.requests.thread.call(command), "take a command")
 
     async def _wait(self, future: Future[T], what: str) -> T:
         try:

@@ -1,10 +1,11 @@
-"""Before any test module is imported: the environment, hypothesis, and the `core` tier."""
+"""Plugin of pytest for every test of the workspace: the environment, hypothesis, and the `core` tier."""
 
 import asyncio
 import multiprocessing.util
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -56,7 +57,7 @@ class Costs:
         sys.addaudithook(self.audit)
         spawn, sleep = multiprocessing.util.spawnv_passfds, asyncio.sleep
 
-        def counted_spawn(path: bytes, *rest: object) -> int:
+        def counted_spawn(path: bytes, *rest: Any) -> int:
             self.processes.append(f"multiprocessing {path!r}")
             return spawn(path, *rest)
 
