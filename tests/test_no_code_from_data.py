@@ -38,6 +38,7 @@ ALLOWED = {
     },
     ("rl_trainer/plugins.py", "cloudpickle"): "objects given to train(), on their way to its own workers",
     ("rl_trainer/plugins.py", "exec_module"): "FILE.py:NAME, a plug-in of the user's",
+    ("rl_bench/tiers.py", "multiprocessing.util"): "counts the processes that a test starts",
     # a pickle that megatron-core reads, after a reader that makes nothing but torch's records of tensors
     ("rl_engine/backends/megatron/dist_checkpoint.py", "pickle"): "refuses what names anything else",
     ("rl_engine/backends/megatron/dist_checkpoint.py", "torch.distributed.checkpoint.api"): "an exception's class",
