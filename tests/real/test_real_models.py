@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ import torch
 import rl_ckpt
 from rl_engine import EngineConfig, create_engine
 from rl_engine.testing import ragged_batch
-from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server
+from rl_rollout import FinishReason, GenerateRequest, SamplingParams, ServerConfig, create_server
+from rl_rollout.http.http_server import READY
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 TEXT = (Path(__file__).parents[2] / "ARCHITECTURE.md").read_text()
@@ -37,13 +40,16 @@ def prompts_of(model, count, length):
     return [tuple(ids[i * length : (i + 1) * length]) for i in range(count)]
 
 
-def greedy(model, prompt, num_tokens):
+def greedy(model, prompt, num_tokens, *, is_ended=False):
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         whole = plain.generate(
-            torch.tensor([prompt]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
+            torch.tensor([prompt]),
+            max_new_tokens=num_tokens,
+            min_new_tokens=0 if is_ended else num_tokens,
+            do_sample=False,
         )
     return whole[0, len(prompt) :].tolist()
 
@@ -183,3 +189,103 @@ def test_two_steps_of_grpo(smollm2, tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [0, 1, 2]
     assert all(abs(step["metrics"]["mismatch_k3"]) < 1e-4 for step in steps[1:])
+
+
+CHAT = """{% for message in messages %}<start_of_turn>{{ message['role'] }}
+{{ message['content'] }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+"""A chat template for Gemma-3-270m, whose folder has none."""
+
+
+def test_the_openai_client_chats_with_rl_serve(model, tmp_path):
+    """Chat, stream and completion of a served process are the greedy tokens of transformers."""
+    from openai import OpenAI
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(model, tmp_path / model.name)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.chat_template is None:
+        (folder / "chat_template.jinja").write_text(CHAT)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "Name three colours."}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    expected = tokenizer.decode(greedy(folder, ids, 24, is_ended=True), skip_special_tokens=True)
+    command = [Path(sys.executable).with_name("rl-serve"), folder, "--port=0", "--dtype=float32", "--exit-with-stdin"]
+    with subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        url = next(json.loads(line.removeprefix(READY))["url"] for line in process.stdout if line.startswith(READY))
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0)
+        asked = {"model": client.models.list().data[0].id, "max_tokens": 24, "temperature": 0}
+        answer = client.chat.completions.create(messages=messages, logprobs=True, **asked).choices[0]
+        streamed = client.chat.completions.create(messages=messages, stream=True, **asked)
+        parts = [part.choices[0].delta.content or "" for part in streamed if part.choices]
+        plain = client.completions.create(prompt=TEXT[:200], **asked).choices[0]
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert answer.message.content == expected
+    assert "".join(parts) == expected
+    text = greedy(folder, tokenizer(TEXT[:200]).input_ids, 24, is_ended=True)
+    assert plain.text == tokenizer.decode(text, skip_special_tokens=True)
+    assert all(token.logprob <= 0 for token in answer.logprobs.content)
+
+
+class CallsFirst:
+    """A generator whose first turn is a given text, scored by the server; later turns are the server's own."""
+
+    def __init__(self, server, token_ids):
+        self.server, self.token_ids = server, token_ids
+
+    async def generate(self, request):
+        if self.token_ids is None:
+            return await self.server.generate(request)
+        ids, self.token_ids = self.token_ids, None
+        scored = replace(
+            request,
+            prompt_token_ids=(*request.prompt_token_ids, *ids),
+            sampling_params=replace(request.sampling_params, max_new_tokens=1),
+            returns_prompt_logprobs=True,
+        )
+        output = await self.server.generate(scored)
+        return replace(
+            output,
+            token_ids=ids,
+            logprobs=output.prompt_logprobs[-len(ids) :],
+            weight_versions=output.weight_versions * len(ids),
+            finish_reason=FinishReason.STOP,
+            prompt_logprobs=(),
+        )
+
+
+def test_a_chat_over_several_turns_calls_a_tool(smollm2):
+    """The model reads the tool's answer and goes on; an engine gives every token of its turns the same log-prob."""
+    from rl_agent.loops.tool import ToolLoop
+    from rl_agent.registry import create_tokenizer
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    tokenizer = create_tokenizer(str(smollm2))
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 23, "b": 8}}\n</tool_call><|im_end|>'
+    ids = tuple(tokenizer.encode(call, add_special_tokens=False))
+    row = {"prompt": [{"role": "user", "content": "What is 23 + 8? Use the tool add."}]}
+
+    async def scenario(server):
+        loop = ToolLoop(CallsFirst(server, ids), tokenizer, tools=[add])
+        return await loop.run({"max_new_tokens": 24, "temperature": 1.0, "seed": 3}, row)
+
+    found = serve(smollm2, scenario)
+    assert found.num_turns == 2
+    assert (found.metrics["num_tool_calls"], found.metrics.get("num_tool_malformed", 0)) == (1, 0)
+    said = [token for token, is_own in zip(found.completion_token_ids, found.loss_mask, strict=True) if is_own]
+    between = [token for token, is_own in zip(found.completion_token_ids, found.loss_mask, strict=True) if not is_own]
+    assert tuple(said[: len(ids)]) == ids
+    assert "31" in tokenizer.decode(between)
+    engine = create_engine("fsdp", EngineConfig(model_path=str(smollm2), precision="float32"))
+    engine.initialize()
+    batch = ragged_batch([list(found.prompt_token_ids)], [list(found.completion_token_ids)])
+    scored = engine.forward_backward_batch(batch, None, forward_only=True).columns["logprobs"].values()
+    engine.close()
+    own = torch.tensor(found.loss_mask, dtype=torch.bool)
+    sampled = torch.tensor(found.rollout_logprobs)
+    assert (scored[own] - sampled[own]).abs().max() < 1e-4
