@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on a prepared task, run by TRL's own interpreter: `python _trl_grpo.py SETTINGS.json`.
 
-Writes the seconds and the mean reward of every step to the file that the settings name, by seed.
+Writes the seconds, those of generation, and the mean reward of every step to the file that the settings name, by seed.
 """
 
 import json
@@ -63,8 +63,24 @@ def train(given, seed):
         processing_class=AutoTokenizer.from_pretrained(given["model"]),
         reward_funcs=rewards, args=config, train_dataset=Dataset.from_list(given["rows"]), callbacks=[clock],
     )  # fmt: skip
+    generated = timed(trainer, "_generate")
     trainer.train()
-    return {"seconds": clock.seconds, "rewards": rewards.means}
+    return {"seconds": clock.seconds, "rewards": rewards.means, "generated": generated}
+
+
+def timed(trainer, name):
+    """Seconds of each call of a method from now on."""
+    seconds, method = [], getattr(trainer, name)
+
+    def call(*args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    setattr(trainer, name, call)
+    return seconds
 
 
 if __name__ == "__main__":

@@ -1,0 +1,228 @@
+"""A GRPO step of a pretrained model (SmolLM2-135M) on processors next to TRL's, and each phase next to its bound.
+
+Both systems answer the recipe `smollm`'s questions, 64 completions of at most 24 tokens in float32, and take turns in
+one run. In the first metric every completion has an advantage, in the second the rewards are the recipe's, where most
+groups have none at the start. The bound of a phase is its matrix products at the model's shapes, by `torch.mm` in this
+run: of an update forward and backward, the tokens of a prompt once; of prefill forward; of decoding one product per
+weight and token, which also reads every weight. TRL runs in an environment of its own (see `trainer_step`):
+
+    RL_REAL_MODELS=FOLDER RL_BENCH_TRL_PYTHON=trl/bin/python uv run rl-bench real_model
+"""
+
+import asyncio
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from rl_bench import Role, Run
+from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server
+from rl_trainer.config import load_config
+from rl_trainer.data import load_datasets
+
+PROMPTS, GROUP, NEW_TOKENS, LR = 8, 8, 24, 1e-9
+"""A learning rate that keeps the policy, so that lengths do not change."""
+ROUNDS, STEPS, WARM_UP, TIMEOUT_S = 3, 4, 1, 900
+TASK = Path(__file__).with_name("_letters.py")
+DENSE, SPARSE = "every completion has an advantage", "rewards of the sums"
+OURS, TRL, PRODUCTS = "ours, runtime=inline", "TRL's GRPOTrainer", "its products by torch.mm"
+
+
+def main(run: Run) -> None:
+    torch.set_num_threads(threads := int(os.environ["OMP_NUM_THREADS"]))
+    rounds, steps = (1, 2) if run.quick else (ROUNDS, STEPS)
+    model = pretrained()
+    shapes = Shapes(model)
+    run.parameters(model=model.name, prompts=PROMPTS, group_size=GROUP, new_tokens=NEW_TOKENS, steps=steps)
+    run.parameters(threads=threads, rounds=rounds, precision="float32", weights="dequantised from 4 bits")
+    samples: dict[str, list[dict[str, float]]] = {DENSE: [], SPARSE: [], TRL: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(rounds):
+            for reward in (DENSE, SPARSE):
+                samples[reward] += ours(model, Path(folder) / f"{turn}{reward[:3]}", steps, reward)
+            if python := os.environ.get("RL_BENCH_TRL_PYTHON"):
+                samples[TRL] += trl(python, model, Path(folder) / f"{turn}trl", steps, threads)
+    record(run, samples, shapes)
+    asyncio.run(serve(run, model, shapes))
+
+
+def pretrained() -> Path:
+    """SmolLM2's folder, below RL_REAL_MODELS; made if it is not there."""
+    tools = Path(__file__).parents[3] / "tools"
+    sys.path.append(str(tools))
+    root = Path(os.environ.get("RL_REAL_MODELS", Path.home() / ".cache" / "rl-stack" / "real-models"))
+    return importlib.import_module("real_models").model_folder("smollm2", root)
+
+
+class Shapes:
+    """The model's products: one layer's weights as (inputs, outputs), the head, and random numbers to multiply."""
+
+    def __init__(self, model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        width, inner, count = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+        keys = config["num_key_value_heads"] * width // count
+        self.layers = config["num_hidden_layers"]
+        shapes = [(width, width), (width, keys), (width, keys), (width, width), (width, inner), (width, inner)]
+        self.layer = [torch.randn(shape) for shape in [*shapes, (inner, width)] * self.layers]
+        self.head = torch.randn(width, config["vocab_size"])
+
+    def seconds(self, tokens: int, head_tokens: int, *, backward: bool = False) -> float:
+        """Seconds of the products of so many tokens, the median of three."""
+        works = [(weight, tokens) for weight in self.layer] + [(self.head, head_tokens)]
+        given = {(w.shape[0], n): torch.randn(n, w.shape[0]) for w, n in works if n}
+        wanted = {(w.shape[1], n): torch.randn(n, w.shape[1]) for w, n in works if n} if backward else {}
+        found = []
+        for _ in range(4):
+            start = time.perf_counter()
+            for weight, n in works:
+                if n:
+                    torch.mm(given[weight.shape[0], n], weight)
+                if n and backward:
+                    out = wanted[weight.shape[1], n]
+                    torch.mm(out, weight.T), torch.mm(given[weight.shape[0], n].T, out)
+            found.append(time.perf_counter() - start)
+        return statistics.median(found[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights, which a decoded token reads."""
+        return sum(weight.nbytes for weight in [*self.layer, self.head])
+
+
+def ours(model: Path, out: Path, steps: int, reward: str) -> list[dict[str, float]]:
+    """Phases of the steps after the warm-up, with the first step's time since the start and the peak memory."""
+    dense = [f"reward={{path: '{TASK}:share_of_even'}}"] if reward == DENSE else []
+    overrides = [
+        f"model.path={model}", f"output_dir={out}", f"steps={WARM_UP + steps}", "eval_every=0", "save_every=0",
+        "runtime=inline", f"batch.batch_size={PROMPTS}", f"batch.mini_batch_size={PROMPTS}",
+        f"batch.group_size={GROUP}", f"rollout.max_new_tokens={NEW_TOKENS}", "data.eval_size=2",
+        "engine.precision=float32", f"engine.optimizer.lr={LR}", *dense,
+    ]  # fmt: skip
+    start, first = time.time(), 0.0
+    process = subprocess.Popen([sys.executable, "-m", "rl_trainer.cli", "smollm", *overrides], stdout=sys.stderr)
+    metrics = out / "metrics.jsonl"
+    while not first:
+        if metrics.exists() and metrics.read_text().count("\n") > 1:
+            first = time.time() - start
+        if process.poll() is not None or time.time() - start > TIMEOUT_S:
+            break
+        time.sleep(0.05)
+    peak = ended(process)
+    found = [json.loads(line) for line in metrics.read_text().splitlines()][1 + WARM_UP :]
+    return [
+        {**step["phase_s"], "step": step["wall_s"] - step["phase_s"].get("eval", 0.0), "tokens": step["num_tokens"],
+         "peak": peak, "first": first}
+        for step in found
+    ]  # fmt: skip
+
+
+def trl(python: str, model: Path, out: Path, steps: int, threads: int) -> list[dict[str, float]]:
+    """As `ours`; what is not generation is TRL's update."""
+    out.mkdir()
+    rows = load_datasets(load_config("smollm").data, seed=0).train[:256]
+    settings = {
+        "model": str(model), "output_dir": str(out), "results": str(out / "results.json"), "steps": WARM_UP + steps,
+        "completions": PROMPTS * GROUP, "group_size": GROUP, "max_new_tokens": NEW_TOKENS, "lr": LR,
+        "lr_warmup_steps": 0, "seeds": [0], "threads": threads,
+        "rows": [{"prompt": row["prompt"], "truth": row["reward_model"]["ground_truth"]} for row in rows],
+    }  # fmt: skip
+    (out / "settings.json").write_text(json.dumps(settings))
+    script = Path(__file__).with_name("_trl_grpo.py")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    peak = ended(subprocess.Popen([python, script, out / "settings.json"], stdout=sys.stderr, env=environment))
+    done = json.loads((out / "results.json").read_text())["0"]
+    return [
+        {"generate": generated, "update": seconds - generated, "step": seconds, "peak": peak}
+        for seconds, generated in list(zip(done["seconds"], done["generated"], strict=True))[WARM_UP:]
+    ]
+
+
+def ended(process: subprocess.Popen) -> float:
+    """Wait for a process to end well; its peak memory, GiB."""
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{process.args[0]} ended with {process.returncode}")
+    return usage.ru_maxrss / 2**20
+
+
+def record(run: Run, samples: dict[str, list[dict[str, float]]], shapes: Shapes) -> None:
+    """Rows of steps, phases and memory."""
+    why = "" if samples[TRL] else "RL_BENCH_TRL_PYTHON is not set"
+    for reward, goal in ((DENSE, ">= 4.2 of best peer"), (SPARSE, ">= 5 of best peer")):
+        tokens = statistics.mean(each["tokens"] for each in samples[reward])
+        for phase in ("step", "generate", "update", "weight_sync"):
+            metric = f"{phase}: {reward}"
+            if (phase, reward) == ("update", DENSE):
+                bound = shapes.seconds(PROMPTS * prompt_tokens() + int(tokens), int(tokens), backward=True)
+                run.record(metric, PRODUCTS, [bound], unit="s", role=Role.LIMIT)
+            goals = {"step": goal, "update": ">= 0.9 of limit" if reward == DENSE else None}
+            run.record(metric, OURS, [each[phase] for each in samples[reward]], unit="s", goal=goals.get(phase))
+            if phase != "weight_sync":
+                run.record(metric, TRL, [each[phase] for each in samples[TRL]], unit="s", role=Role.PEER, note=why)
+    firsts = [each["first"] for each in samples[SPARSE]]
+    run.record("start to first step", OURS, firsts, unit="s", goal="<= 20 s")
+    run.record("peak memory", OURS, [each["peak"] for each in samples[DENSE]], unit="GiB")
+    run.record("peak memory", TRL, [each["peak"] for each in samples[TRL]], unit="GiB", role=Role.PEER, note=why)
+
+
+def prompt_tokens() -> int:
+    """Tokens of a prompt of the recipe's: 46 in the first one, which two or three digits change little."""
+    return 46
+
+
+async def serve(run: Run, model: Path, shapes: Shapes) -> None:
+    """Rows of prefill, and of decoding at batches of 1, 16 and 64."""
+    config = ServerConfig(model_path=str(model), dtype="float32", max_model_len=1024, max_num_seqs=64)
+    server, count = create_server("embedded", config), 0
+    await server.start()
+
+    async def seconds(batch: int, prompt: int, new_tokens: int) -> float:
+        nonlocal count
+        params = SamplingParams(max_new_tokens=new_tokens, temperature=1.0, ignore_eos=True)
+        ids = [tuple(torch.randint(5, 40_000, (prompt,)).tolist()) for _ in range(batch)]
+        count += batch
+        requests = [
+            GenerateRequest(request_id=f"{count}-{i}", prompt_token_ids=each, sampling_params=params)
+            for i, each in enumerate(ids)
+        ]
+        start = time.perf_counter()
+        await asyncio.gather(*map(server.generate, requests))
+        return time.perf_counter() - start
+
+    repetitions, length = (1, 8) if run.quick else (5, 64)
+    rate = shapes.num_bytes / reading_seconds(shapes.num_bytes)
+    try:
+        await seconds(2, 64, 4)
+        run.record("prefill of 8 x 256 tokens", PRODUCTS, [shapes.seconds(2048, 8)], unit="s", role=Role.LIMIT)
+        found = [await seconds(8, 256, 1) for _ in range(repetitions)]
+        run.record("prefill of 8 x 256 tokens", "ours, embedded", found, unit="s", goal=">= 0.9 of limit")
+        for batch in (1, 16, 64):
+            metric = f"token decoded in a batch of {batch}"
+            run.record(metric, PRODUCTS, [1e3 * shapes.seconds(batch, batch)], unit="ms", role=Role.LIMIT)
+            found = []
+            for _ in range(repetitions):
+                short = await seconds(batch, 16, 1)
+                found.append(1e3 * (await seconds(batch, 16, 1 + length) - short) / length)
+            run.record(metric, "ours, embedded", found, unit="ms", goal=">= 0.9 of limit")
+            shares = [100 * shapes.num_bytes / (each / 1e3) / rate for each in found]
+            run.record(f"share of memory bandwidth, batch of {batch}", "ours, embedded", shares, unit="percent")
+    finally:
+        await server.stop()
+
+
+def reading_seconds(num_bytes: int) -> float:
+    """Seconds to read so many bytes once, the fastest of five."""
+    numbers, found = torch.zeros(num_bytes // 4), []
+    for _ in range(5):
+        start = time.perf_counter()
+        numbers.sum()
+        found.append(time.perf_counter() - start)
+    return min(found)
