@@ -47,6 +47,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # stand-ins of rl-trainer's tests
 from rl_trainer.runtime.reaper import LOOK_EVERY_S, find_processes, start_time
 
 if TYPE_CHECKING:
@@ -563,6 +564,8 @@ def _run_standins(overrides: Sequence[str], *, seed: int) -> int:
     Everything that the controller keeps is real: its lock, its logs, its checkpoints, the queue. Returns the exit code;
     a failure is one sentence.
     """
+    from packages.trainer.tests.support.stand_ins import FakeAgents, QueueJob
+
     import rl_tq
     from rl_csrc import hold_lock
     from rl_trainer import checkpoints
@@ -573,7 +576,6 @@ def _run_standins(overrides: Sequence[str], *, seed: int) -> int:
     from rl_trainer.metrics import Report
     from rl_trainer.planning.prepare import resumed
     from rl_trainer.run import follow
-    from rl_trainer.testing import FakeAgents, QueueJob
 
     config = load_config("quickstart", overrides)
     output_dir, num_rows = Path(str(config.output_dir)), config.steps * config.batch.batch_size
@@ -703,7 +705,7 @@ def _nothing() -> Generator[None]:
 def _preload(stages: Iterable[str]) -> None:
     """Import what runs import, so that they fork with it: seconds of each otherwise."""
     names = ["rl_trainer.run", "rl_trainer.cli", "rl_trainer.checkpoints", "rl_trainer.setup"]
-    names += ["rl_trainer.testing"] if "standins" in stages else []
+    names += ["packages.trainer.tests.support.stand_ins"] if "standins" in stages else []
     if "inline" in stages or "ray" in stages:
         names += ["rl_trainer.loop"]
         names += [

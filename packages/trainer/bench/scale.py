@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+from packages.trainer.tests.support.stand_ins import FakeAgents, QueueJob
+
 from rl_bench import Run
 from rl_ckpt.types import SyncReport
 from rl_engine.testing import write_tiny_model
@@ -34,7 +36,6 @@ from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.pipeline.weight_sync import WeightSync
 from rl_trainer.pipeline.weight_transfer import GatheredTransfer
 from rl_trainer.runtime.dispatch import Mesh, calls_of, join, spread
-from rl_trainer.testing import FakeAgents, QueueJob
 from rl_trainer.workers.engine_worker import AdvantageReport, EngineWorker, UpdateReport
 from rl_trainer.workers.rollout import Receivers
 

@@ -12,11 +12,12 @@ import random
 import threading
 import time
 
+from packages.trainer.tests.support.stand_ins import FakeAgents, QueueJob
+
 from rl_bench import Role, Run
 from rl_trainer.config import load_config
 from rl_trainer.loop import run_loop
 from rl_trainer.metrics import Evaluation
-from rl_trainer.testing import FakeAgents, QueueJob
 
 BATCH, GROUP = 8, 4
 WORK_S = 0.05  # that a batch takes the server at full use, and that training takes

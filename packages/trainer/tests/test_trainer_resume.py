@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from packages.trainer.tests.support.stand_ins import FakeAgents, QueueJob
 
 import rl_tq
 from rl_trainer import checkpoints
@@ -21,7 +22,6 @@ from rl_trainer.loop import run_loop
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.planning.prepare import resumed
 from rl_trainer.run import follow
-from rl_trainer.testing import FakeAgents, QueueJob
 
 BATCH, STEPS = 4, 6
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packages.trainer.tests.support.stand_ins import FakeAgents, QueueJob
 from rich.console import Console
 
 import rl_trainer
@@ -18,7 +19,6 @@ from rl_trainer.config import as_tree, load_config
 from rl_trainer.errors import ConfigError, DataError, TrainerError
 from rl_trainer.loop import run_loop
 from rl_trainer.plugins import Serialized, absolute
-from rl_trainer.testing import FakeAgents, QueueJob
 from rl_trainer.trackers import Tracker
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from packages.engine.tests.support.hub_server import COMMIT, serve_hub
 
 from rl_engine.errors import ConfigError, ModelFolderError
 from rl_engine.finetune.cli import RECIPES, parse_config
@@ -13,7 +14,6 @@ from rl_engine.finetune.loop import _refuse_idle
 from rl_engine.finetune.preferences import DpoConfig, RmConfig
 from rl_engine.finetune.sft import SftConfig
 from rl_engine.testing import write_tiny_model
-from rl_engine.testing.hub import COMMIT, serve_hub
 
 PROGRAMS = {"sft": SftConfig, "dpo": DpoConfig, "rm": RmConfig}
 NEEDED = ("model.path=m", "data.path=d.jsonl", "output_dir=o")

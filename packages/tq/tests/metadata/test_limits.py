@@ -131,6 +131,16 @@ def test_lost_leases_are_named_three_at_most(store):
     assert store.state.partitions["p"].tasks["t"].acked[first][0] == 3
 
 
+def test_rows_may_be_acked_again_under_their_lease(store):
+    published(store, 1)
+    batch = claimed(store, 1)
+    assert batch is not None
+    for _ in range(2):
+        store.ack(partition="p", task="t", step=3, **of_lease(batch))
+    with pytest.raises(LeaseLostError):
+        store.nack(partition="p", task="t", reason="late", **of_lease(batch))
+
+
 def test_rows_cleared_at_the_restored_step_are_not_missed(store):
     for step in (2, 3):
         published(store, 1)

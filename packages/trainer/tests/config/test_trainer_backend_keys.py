@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from packages.trainer.tests.support.stand_ins import FakeAgents
 
 from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
 from rl_rollout.types import Capabilities
@@ -24,7 +25,6 @@ from rl_trainer.planning.gpus import resource_pools
 from rl_trainer.planning.preflight import check_backends, check_images, check_started, folder_facts
 from rl_trainer.runtime.network import address_of
 from rl_trainer.setup import Job, create_engine
-from rl_trainer.testing import FakeAgents
 
 # key: (another value, the part of `built` that it changes)
 EFFECTS = {

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+from packages.trainer.tests.support.stand_ins import FakeAgents, QueueJob
 
 from rl_tq.types import BatchMeta
 from rl_trainer.checkpoints import RunState
@@ -12,7 +13,6 @@ from rl_trainer.pipeline.rollout_source import Generated
 from rl_trainer.pipeline.staleness import AgeBound
 from rl_trainer.pipeline.step_record import ages_of
 from rl_trainer.planning.plan import make_plan
-from rl_trainer.testing import FakeAgents, QueueJob
 
 
 def config(*overrides, staleness=1):

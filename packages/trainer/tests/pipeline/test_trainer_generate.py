@@ -1,6 +1,7 @@
 """How a batch is filled when rollouts fail or groups have no signal."""
 
 import pytest
+from packages.trainer.tests.support.stand_ins import FakeAgents
 
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
@@ -9,7 +10,6 @@ from rl_trainer.data.sampler import make_prompts
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.testing import FakeAgents
 
 ROWS = [{"rewards": (1.0, 1.0)}, {"rewards": (0.0, 1.0)}, {"rewards": (0.0, 0.0)}, {"rewards": None}]
 

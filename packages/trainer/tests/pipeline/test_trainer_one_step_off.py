@@ -1,13 +1,13 @@
 from itertools import pairwise
 
 import pytest
+from packages.trainer.tests.support.stand_ins import FakeAgents, QueueJob
 
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, StaleWeightsError
 from rl_trainer.loop import run_loop
 from rl_trainer.planning.plan import make_plan
-from rl_trainer.testing import FakeAgents, QueueJob
 
 
 def config(*overrides):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packages.trainer.tests.support.stand_ins import FakeAgents
 from rich.console import Console
 
 from rl_trainer.config import DataConfig, load_config
@@ -19,7 +20,6 @@ from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.run import run
 from rl_trainer.samples import read_samples
-from rl_trainer.testing import FakeAgents
 
 LENGTHS = (3, 1, 9, 2, 4, 9, 9, 1, 2, 9, 3)
 

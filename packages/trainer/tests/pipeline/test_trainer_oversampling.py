@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from packages.trainer.tests.support.stand_ins import FakeAgents
 from rich.console import Console
 
 import rl_agent
@@ -20,7 +21,6 @@ from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.rewards import Score
 from rl_trainer.run import run
-from rl_trainer.testing import FakeAgents
 from rl_trainer.workers.agent import FailureReport, Job
 from rl_trainer.workers.loop_thread import LoopThread
 

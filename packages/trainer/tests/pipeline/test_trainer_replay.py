@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from packages.trainer.tests.support.stand_ins import FakeAgents, QueueJob
 from rich.console import Console
 
 import rl_tq
@@ -17,7 +18,6 @@ from rl_trainer.pipeline.replay_buffer import PARTITION, Replay
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.run import run
 from rl_trainer.runtime.base import WorkerContext
-from rl_trainer.testing import FakeAgents, QueueJob
 from rl_trainer.workers.queue import QueueWorker
 
 ALONE = WorkerContext(rank=0, world_size=1)

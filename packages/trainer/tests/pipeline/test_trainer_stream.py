@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from packages.trainer.tests.support.stand_ins import FakeAgents, QueueJob
 from rich.console import Console
 
 from rl_trainer.config import load_config
@@ -10,7 +11,6 @@ from rl_trainer.errors import PlanError
 from rl_trainer.loop import run_loop
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.run import run
-from rl_trainer.testing import FakeAgents, QueueJob
 
 
 def config(*overrides):

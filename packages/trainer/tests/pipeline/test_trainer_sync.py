@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packages.trainer.tests.support.stand_ins import FakeJob
 
 import rl_tq
 from rl_engine.types import OptimizerConfig
@@ -15,7 +16,6 @@ from rl_trainer.config import AlgorithmConfig, load_config
 from rl_trainer.errors import PlanError, StaleWeightsError
 from rl_trainer.loop import mini_batches, run_loop
 from rl_trainer.pipeline.roles import actor_config, critic_config
-from rl_trainer.testing import FakeJob
 from rl_trainer.workers.engine_worker import AdvantageReport, UpdateReport
 
 

@@ -7,9 +7,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+from packages.engine.tests.support.hub_server import serve_hub
 from rich.console import Console
 
-from rl_engine.testing.hub import serve_hub
 from rl_rollout.testing import write_tiny_model
 from rl_trainer.config import RewardPart, RewardSection, load_config
 from rl_trainer.data.datasets import Datasets

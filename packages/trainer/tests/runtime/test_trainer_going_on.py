@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from packages.trainer.tests.support.stand_ins import FakeAgents, FakeJob
 from rich.console import Console
 
 import rl_engine.checkpoint.sharded
@@ -21,7 +22,6 @@ from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.run import run
 from rl_trainer.setup import kl_of
-from rl_trainer.testing import FakeAgents, FakeJob
 
 STATE = RunState(seed=0, num_rows=9)
 KL = ["algorithm.kl_coef=0.3", "algorithm.kl_in_reward=true"]
