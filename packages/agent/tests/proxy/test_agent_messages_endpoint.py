@@ -129,7 +129,7 @@ def test_tokens_are_counted_and_nothing_is_recorded():
     assert len(outputs) == 1
 
 
-def test_results_images_and_words_of_one_message_keep_their_order():
+def test_results_images_and_words_of_a_message_keep_their_order():
     async def use(post):
         asked = {"type": "tool_use", "id": "abc", "name": "edit", "input": {}}
         result = {"type": "tool_result", "tool_use_id": "abc", "content": [text("seen"), PIXEL]}

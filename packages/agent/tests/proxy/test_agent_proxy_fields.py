@@ -180,7 +180,7 @@ def test_a_parser_that_does_not_is_an_error_by_name():
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_without_parallel_calls_the_tokens_of_others_are_left_out(streams):
+def test_without_parallel_calls_tokens_of_others_are_left_out(streams):
     server = says("Both. " + call("f", a=1) + "\n" + call("g"), "done", kind=Streamed)
 
     async def use(client):
@@ -202,7 +202,7 @@ def test_without_parallel_calls_the_tokens_of_others_are_left_out(streams):
     assert "g" not in written(output).replace("arguments", "")
 
 
-def test_variables_of_the_template_reach_it_and_separate_conversations():
+def test_template_variables_arrive_and_separate_conversations():
     class Noted(FakeTokenizer):
         seen: list = []  # noqa: RUF012 - read by the test
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
+from packages.engine.tests.support.hub_server import serve_hub
 
-from rl_engine.testing.hub import serve_hub
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import DataError
