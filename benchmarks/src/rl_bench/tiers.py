@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,10 @@ from hypothesis import HealthCheck, settings
 # Under `uv run`, Ray would copy the working directory and start every worker with `uv run` anew. It reads this when it
 # is imported.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+# A shell's job in the background ignores Ctrl-C, and so would all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says more about the machine's other work than about the code.
 settings.register_profile("workspace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
