@@ -26,7 +26,8 @@ def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Token
 
     Args:
         name: An entry point of the group `rl_agent.loops`, whose value is an `AgentLoop` subclass, or such a class.
-            This package ships `single_turn`, `tool`, `gym`, `reasoning_gym`, `verifiers`, `swe` and `gui`.
+            This package ships `single_turn`, `tool`, `gym`, `reasoning_gym`, `verifiers`, `swe`,
+            `gui` and `harness`.
         server: Generator of tokens: a rollout server, a client of one, or a router.
         tokenizer: The tokenizer of the model that is served.
         **options: Keyword arguments of the loop's own constructor; see its class.

@@ -74,8 +74,9 @@ def test_a_session_over_http_from_creation_to_trajectories():
         validate_output(output)
     assert [output.reward for output in outputs] == [0.375, -0.375]
     assert tuple(outputs[0].turn_rewards) == (0.25, 0.0)
-    assert outputs[0].extra_fields["rewards"] == {"reward": 0.375, "tests": 1.0, "cost": -1.0}
-    assert outputs[1].extra_fields["rewards"] == {"style": 0.5, "cost": -1.0, "reward": 0.125}
+    terms = [{k: v for k, v in output.metrics.items() if k.startswith("reward/")} for output in outputs]
+    assert terms[0] == {"reward/reward": 0.375, "reward/tests": 1.0, "reward/cost": -1.0}
+    assert terms[1] == {"reward/style": 0.5, "reward/cost": -1.0, "reward/reward": 0.125}
     assert (status, gone[0], late[0]) == (200, 400, 401)
 
 

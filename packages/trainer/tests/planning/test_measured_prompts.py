@@ -89,8 +89,8 @@ ROWS = {
     "gui": ({"has_screenshots": True}, {"prompt": SHOWN, "images": [URL], "html": "<p>", "check": "1"}),
 }
 """Options and a row of each loop; the rows of those that take images have one."""
-FOREIGN = {"verifiers"}
-"""Loops whose prompts are written by programs that other environments have; see the agent's test_agent_hubs.py."""
+FOREIGN = {"harness", "verifiers"}
+"""Loops whose prompts are written by programs of others; see the agent's tests of harnesses and hubs."""
 LOOPS = sorted(
     entry.name
     for entry in entry_points(group="rl_agent.loops")

@@ -13,7 +13,7 @@ from rl_agent.environments.base import EnvironmentSource
 from rl_agent.errors import PluginError, RowError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
 
@@ -30,20 +30,7 @@ class PythonEnvironments(EnvironmentSource):
 
     def __init__(self, name: str, arguments: Mapping[str, Any] | None = None) -> None:
         super().__init__(name, arguments)
-        where, _, attribute = name.rpartition(":")
-        try:
-            module = _module_of(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-            self._factory = getattr(module, attribute)
-        except FileNotFoundError as error:
-            raise PluginError(f"environment {name!r}: there is no file {where}") from error
-        except AttributeError as error:
-            raise PluginError(f"environment {name!r}: {where} has no {attribute!r}") from error
-        except Exception as error:
-            raise PluginError(f"environment {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-        if not callable(self._factory):
-            raise PluginError(
-                f"environment {name!r} is a {type(self._factory).__name__}; a class or function is needed"
-            )
+        self._factory = load_callable(name, "environment")
 
     def make(self, **arguments: Any) -> Any:
         """Create one.
@@ -56,6 +43,31 @@ class PythonEnvironments(EnvironmentSource):
         except TypeError as error:
             raise RowError(f"field 'environment_args' does not suit environment {self.name!r}: {error}") from error
         return self._factory(**arguments)
+
+
+def load_callable(name: str, what: str) -> Callable[..., Any]:
+    """Load the class or function `FILE.py:NAME` or `MODULE:NAME`.
+
+    Args:
+        name: Where it is.
+        what: What it is, for errors.
+
+    Raises:
+        PluginError: the file, the module or the name does not exist, or the module raises.
+    """
+    where, _, attribute = name.rpartition(":")
+    try:
+        module = _module_of(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        found = getattr(module, attribute)
+    except FileNotFoundError as error:
+        raise PluginError(f"{what} {name!r}: there is no file {where}") from error
+    except AttributeError as error:
+        raise PluginError(f"{what} {name!r}: {where} has no {attribute!r}") from error
+    except Exception as error:
+        raise PluginError(f"{what} {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise PluginError(f"{what} {name!r} is a {type(found).__name__}; a class or function is needed")
+    return found
 
 
 def _module_of(file: Path) -> ModuleType:

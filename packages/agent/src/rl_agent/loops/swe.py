@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
-import shutil
-import sys
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from rl_agent.chat_template import messages_of
-from rl_agent.errors import FailureError, RowError, ToolError
+from rl_agent.errors import ToolError
 from rl_agent.loops.tool import ToolLoop
+from rl_agent.loops.workspace import Shell, exit_status, tests_of, working_copy, write_files
 from rl_agent.sandbox import Grader
 from rl_agent.tools.base import Tool
-from rl_agent.types import Failure, FailureKind, SandboxLimits
+from rl_agent.types import SandboxLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from rl_agent.base import Generator
-    from rl_agent.types import AgentLoopOutput, CodeResult, ParsedTurn, Tokenizer
-
-
-_NOT_RUN = (126, 127)
-"""Exit statuses of a shell that could not run a command at all."""
+    from rl_agent.types import AgentLoopOutput, ParsedTurn, Tokenizer
 
 
 class SweLoop(ToolLoop):
@@ -79,8 +71,8 @@ class SweLoop(ToolLoop):
         if test_timeout_s <= 0:
             raise ValueError(f"test_timeout_s is {test_timeout_s}; it must be positive")
         limits = SandboxLimits(timeout_s=command_timeout_s, memory_bytes=memory_bytes, file_bytes=1 << 26)
-        self._grader = Grader(num_workers=max_commands, limits=limits, needs=needs)
-        self._shell = ShellTool(self._grader, None if venv is None else Path(venv).resolve())
+        grader = Grader(num_workers=max_commands, limits=limits, needs=needs)
+        self._shell = ShellTool(Shell(grader, None if venv is None else Path(venv).resolve()))
         self._test_timeout_s = test_timeout_s
         super().__init__(
             server,
@@ -106,101 +98,32 @@ class SweLoop(ToolLoop):
             FailureError: the tests could not be run, or a generation was aborted before its first token.
         """
         messages, session_id = messages_of(row), uuid4().hex
-        command, test_files = _tests_of(row)
-        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="rl-agent-swe-"))
-        try:
-            copy = folder / "copy"
-            await asyncio.to_thread(_fill, copy, row)
+        command, test_files = tests_of(row)
+        async with working_copy(row) as copy:
             self._shell.open(session_id, copy)
             names = (self._shell.name,)
             session, metrics, fields = await self._converse(messages, names, sampling_params, session_id)
-            await asyncio.to_thread(_write, copy, test_files)
-            status, output = await self._test(command, copy)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)  # a model may have locked a folder
+            await asyncio.to_thread(write_files, copy, test_files)
+            status, output = await self._shell.shell.test(command, copy, self._test_timeout_s)
         tests = {"exit_status": status, "output": output[-2000:]}
         return session.finish(reward=float(status == 0), metrics=metrics, extra_fields={**fields, "tests": tests})
-
-    async def _test(self, command: str, folder: Path) -> tuple[int | None, str]:
-        result = await self._shell.run(command, folder, timeout_s=self._test_timeout_s)
-        status = exit_status(result)
-        if status in _NOT_RUN or (status is None and result.kind != "timeout"):
-            message = f"the tests could not be run: {command!r} ended with {result.error!r} and said {result.output!r}"
-            failure = Failure(kind=FailureKind.GRADER, stage="tests", message=message, is_retryable=status is None)
-            raise FailureError(failure)
-        return status, result.output
-
-
-def _tests_of(row: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
-    tests = row.get("tests")
-    if not isinstance(tests, Mapping) or not isinstance(tests.get("command"), str):
-        raise RowError(
-            f"field 'tests' of the row is {tests!r}; it needs a 'command' for the shell, and perhaps 'files'"
-        )
-    given = cast("Mapping[str, Any]", tests)
-    return given["command"], _texts(given.get("files") or {}, "tests.files")
-
-
-def _fill(copy: Path, row: Mapping[str, Any]) -> None:
-    """Create the working copy."""
-    repository, files = row.get("repository"), row.get("files")
-    if (repository is None) == (files is None):
-        raise RowError("the row needs one of 'repository', a folder, and 'files', texts by path")
-    if files is not None:
-        copy.mkdir()
-        _write(copy, _texts(files, "files"))
-        return
-    if not isinstance(repository, str) or not Path(repository).is_dir():
-        raise RowError(f"field 'repository' of the row is {repository!r}; it needs a folder")
-    shutil.copytree(repository, copy, symlinks=True)
-
-
-def _texts(files: Any, field: str) -> Mapping[str, str]:
-    if not isinstance(files, Mapping) or not all(isinstance(text, str) for text in files.values()):
-        raise RowError(f"field {field!r} of the row is {files!r:.80}; it needs texts by path")
-    return cast("Mapping[str, str]", files)
-
-
-def _write(copy: Path, files: Mapping[str, str]) -> None:
-    """Write files into the working copy and nowhere else, replacing what the model put at their paths."""
-    for name, text in files.items():
-        parts = PurePosixPath(name).parts
-        if not parts or ".." in parts or name.startswith("/"):
-            raise RowError(f"file {name!r} of the row is outside of the working copy")
-        path = copy
-        for part in parts[:-1]:
-            path /= part
-            if path.is_symlink() or path.is_file():
-                path.unlink()
-            path.mkdir(exist_ok=True)
-        path /= parts[-1]
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
-        path.write_text(text)
-
-
-_RUN = (
-    "import subprocess, sys\nsys.exit(subprocess.run(['bash', '-c', {command!r}], stdin=subprocess.DEVNULL).returncode)"
-)
 
 
 class ShellTool(Tool):
     """Tool `bash`: runs a command in the trajectory's working copy. Files stay, processes do not.
 
     Args:
-        grader: Gives the processes.
-        venv: A virtual environment whose programs come first; code may read it.
+        shell: Runs the commands.
     """
 
-    def __init__(self, grader: Grader, venv: Path | None = None) -> None:
+    def __init__(self, shell: Shell) -> None:
         super().__init__(
             "bash",
             "Run a shell command in the working copy. Every command starts there anew; files last, variables do not.",
             {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
         )
-        self._grader = grader
-        self._venv = venv
+        self.shell = shell
+        """Shell that runs the commands."""
         self._folders: dict[str, Path] = {}
 
     def open(self, session_id: str, folder: Path) -> None:
@@ -212,7 +135,7 @@ class ShellTool(Tool):
         command = arguments.get("command")
         if not isinstance(command, str) or set(arguments) != {"command"}:
             raise ToolError(f"the arguments are {', '.join(arguments) or 'none'}; one is needed: command, a string")
-        result = await self.run(command, self._folders[session_id])
+        result = await self.shell.run(command, self._folders[session_id])
         if result.kind not in ("ok", "error"):
             raise ToolError(f"{result.output}\n{result.error}".strip())
         status = exit_status(result)
@@ -220,31 +143,10 @@ class ShellTool(Tool):
             raise ToolError(f"the command could not be run: {result.error.strip().rpartition(chr(10))[2]}")
         return (result.output.rstrip("\n") + (f"\n[exit status {status}]" if status else "")).lstrip("\n")
 
-    async def run(self, command: str, folder: Path, *, timeout_s: float | None = None) -> CodeResult:
-        """Run a command in `folder`, in its own process; `exit_status` reads how it ended.
-
-        Raises:
-            FailureError, SandboxError: see `Grader.run`.
-        """
-        programs = ":".join(str(place / "bin") for place in (self._venv, Path(sys.base_prefix)) if place is not None)
-        exports = f'export PATH={shlex.quote(programs)}:"$PATH" HOME=/tmp PYTHONDONTWRITEBYTECODE=1'
-        readable = [] if self._venv is None else [self._venv]
-        async with self._grader.worker(workspace=folder, readable=readable) as worker:
-            limit = timeout_s or self._grader.limits.timeout_s
-            return await worker.run(_RUN.format(command=f"{exports}\n{command}"), "", limit, is_fresh=True)
-
     async def end_session(self, session_id: str) -> None:
         """Forget the trajectory's folder."""
         self._folders.pop(session_id, None)
 
     async def close(self) -> None:
         """Kill all processes."""
-        await self._grader.close()
-
-
-def exit_status(result: CodeResult) -> int | None:
-    """Exit status of a command; None where it did not end."""
-    if result.kind == "ok":
-        return 0
-    _, mark, status = result.error.rpartition("SystemExit: ")
-    return int(status) if mark else None
+        await self.shell.close()

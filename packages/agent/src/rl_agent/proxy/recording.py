@@ -146,7 +146,7 @@ def trajectories(recording: Recording, reward: float | None) -> list[AgentLoopOu
     """Trajectories of a session, one per leaf. Shared tokens have loss mask 1 in the first of them only.
 
     The reward of each is the sum of what was given to the session, to it, and to the turns that it trains; None if
-    nothing was. `extra_fields["rewards"]` has the sum by name, if any was given by name.
+    nothing was. The metrics `reward/NAME` are the sums by name, if any was given by name.
     """
     exchanges = recording.exchanges
     given = [*recording.rewards, *(() if reward is None else (Reward(value=reward),))]
@@ -180,12 +180,14 @@ def _rewarded(
         by_name[each.name] = by_name.get(each.name, 0.0) + each.value
         if each.turn is not None:
             turns[each.turn] += each.value
+    is_named = bool(by_name.keys() - {"reward"})
+    terms = {f"reward/{name}": value for name, value in by_name.items()} if is_named else {}
     has_turns = all(is_new) and any(each.turn in turns for each in given)
     return replace(
         output,
         reward=sum(by_name.values()) if by_name else None,
         turn_rewards=tuple(turns.values()) if has_turns else (),
-        extra_fields={"rewards": by_name} if by_name.keys() - {"reward"} else {},
+        metrics={**output.metrics, **terms},
     )
 
 

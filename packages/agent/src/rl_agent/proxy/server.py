@@ -35,6 +35,7 @@ from rl_rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from rl_agent.base import Generator
     from rl_agent.proxy.live_text import LiveText
@@ -155,6 +156,20 @@ class RecordingProxy:
         """
         session = self._sessions.create(name, sampling_params)
         return session.name, session.key or ""
+
+    async def listen(self, path: Path) -> None:
+        """Serve at a UNIX socket too, once the endpoint is bound: for clients in a network namespace."""
+        assert self._runner is not None, "start binds the endpoint"
+        await web.UnixSite(self._runner, path).start()
+
+    @property
+    def port(self) -> int:
+        """Port of the endpoint; set by `start`."""
+        return self._port
+
+    def failure(self, session: str) -> Exception | None:
+        """Error of the server that the last answered request of a session ended with."""
+        return self._sessions.named(session, may_create=False).failure
 
     def finish(self, session: str, *, reward: float | None = None) -> list[AgentLoopOutput]:
         """End a session; returns its trajectories, one per leaf of its exchanges, each with the session's reward.
@@ -308,6 +323,7 @@ class RecordingProxy:
                     name = prepared.session.name
                     raise RowError(f"session {name!r} was finished while this request was answered; it is not recorded")
                 answers = self._recorder.record(call, prepared, made, writer)
+                prepared.session.failure = None
                 if not call.is_streaming:
                     response = web.json_response(writer.whole(answers))
                     await response.prepare(request)
@@ -323,9 +339,11 @@ class RecordingProxy:
             except ConnectionResetError:
                 raise  # the client has left
             except _FAILURES as error:
+                status, kind = _status(error)
+                if status >= 500:
+                    prepared.session.failure = error
                 if not stream.prepared:
                     raise
-                status, kind = _status(error)
                 message = {"type": kind, "message": str(error), "code": status}
                 await _send(stream, [{**message, "type": "error", "error": message}])
             await stream.write_eof(writer.last_line)

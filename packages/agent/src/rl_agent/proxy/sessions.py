@@ -41,6 +41,8 @@ class ProxySession:
     """Number of requests that are being answered."""
     num_drawn: int = 0
     """Number of answers that were asked for, from which seeds are derived."""
+    failure: Exception | None = None
+    """Error of the server that its last answered request ended with."""
     warned: set[str] = field(default_factory=set[str])
     """What was ignored and has been logged."""
 

@@ -16,7 +16,7 @@ from rl_agent.base import CodeGrader
 from rl_agent.errors import FailureError, SandboxError
 from rl_agent.sandbox import worker as workers
 from rl_agent.sandbox.limits import MIN_MEMORY_BYTES
-from rl_agent.sandbox.worker import Files, Worker
+from rl_agent.sandbox.worker import Files, Service, Worker
 from rl_agent.types import CodeResult, CodeStatus, Failure, FailureKind, SandboxLimits, SandboxReport
 
 if TYPE_CHECKING:
@@ -135,7 +135,12 @@ class Grader(CodeGrader):
 
     @asynccontextmanager
     async def worker(
-        self, *, is_kept: bool = True, workspace: Path | None = None, readable: Sequence[Path] = ()
+        self,
+        *,
+        is_kept: bool = True,
+        workspace: Path | None = None,
+        readable: Sequence[Path] = (),
+        service: Service | None = None,
     ) -> AsyncGenerator[Worker, None]:
         """Reserve a subprocess; waits for a free one.
 
@@ -143,6 +148,7 @@ class Grader(CodeGrader):
             is_kept: Give it back to the pool; else, and with a workspace, it is killed.
             workspace: A folder that code works in and may change, `/workspace` where code has files of its own.
             readable: Further files and folders that code may read there.
+            service: A service of ours that code may connect to.
 
         Raises:
             FailureError, SandboxError: as of `run`.
@@ -156,8 +162,8 @@ class Grader(CodeGrader):
         finally:
             self._num_waiting -= 1
         try:
-            is_pooled = workspace is None and not readable
-            worker = self.idle.pop() if self.idle and is_pooled else await self._start(workspace, readable)
+            is_pooled = workspace is None and not readable and service is None
+            worker = self.idle.pop() if self.idle and is_pooled else await self._start(workspace, readable, service)
             self._busy.add(worker)
             try:
                 yield worker
@@ -170,9 +176,9 @@ class Grader(CodeGrader):
         finally:
             self._slots.release()
 
-    async def _start(self, workspace: Path | None, readable: Sequence[Path]) -> Worker:
+    async def _start(self, workspace: Path | None, readable: Sequence[Path], service: Service | None = None) -> Worker:
         try:
-            worker = await Worker.start(self.limits, workspace=workspace, readable=readable)
+            worker = await Worker.start(self.limits, workspace=workspace, readable=readable, service=service)
         except (OSError, EOFError, TimeoutError, ValueError) as error:
             raise SandboxError(
                 f"a subprocess for code, {workers.PYTHON} {workers.PROGRAM}, did not start: "

@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,6 +41,16 @@ Mode = Literal["code", "solution", "judge", "session"]
 _TOO_MUCH = "the memory limit of all processes was reached"
 _KINDS = ("ok", "error", "memory", "output")
 """Statuses that a run may report itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Service of this process that code in a sandbox may connect to, at `127.0.0.1:port`; it has no other network."""
+
+    port: int
+    """TCP port on loopback."""
+    socket: Path
+    """UNIX socket of the same service, alone in its folder, for sandboxes with a network namespace."""
 
 
 class ProtocolError(Exception):
@@ -79,6 +90,7 @@ class Worker:
         may_group: bool = True,
         workspace: Path | None = None,
         readable: Sequence[Path] = (),
+        service: Service | None = None,
     ) -> Worker:
         """Start a worker, and wait until it answers.
 
@@ -88,6 +100,7 @@ class Worker:
             may_group: Make a control group, where this user may; else a watcher does its work.
             workspace: A folder that code works in and may change.
             readable: Further files and folders that code may read.
+            service: A service of ours that code may connect to.
 
         Raises:
             OSError, EOFError, TimeoutError, ValueError: it does not start.
@@ -100,7 +113,8 @@ class Worker:
             "scratch_bytes": limits.scratch_bytes,
             "may_isolate": may_isolate,
             "workspace": None if workspace is None else str(workspace),
-            "readable": [str(path) for path in readable],
+            "readable": [str(path) for path in (*readable, *([] if service is None else [service.socket.parent]))],
+            "service": None if service is None else (service.port, str(service.socket)),
             "cgroups": [] if group is None else [str(path) for path in group.paths],
             "is_watched": group is None,
         }

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import rl_agent.registry
-from rl_agent.errors import AgentError
+from rl_agent.errors import AgentError, LoopError, PluginError
 from rl_trainer.data.datasets import Complaints
 from rl_trainer.errors import DataError, InputError, RewardError
 from rl_trainer.rewards import Scorer
@@ -198,6 +198,8 @@ class RowCheck:
 
         try:
             return asyncio.run(measure(rl_agent.registry.create_tokenizer(folder)))
+        except (LoopError, PluginError) as error:
+            raise InputError(f"agent.loop={self._config.agent.loop} cannot be made: {error}") from error
         except (AgentError, ValueError, OSError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"prompts cannot be made by the tokenizer of model.path={folder}: {reason}") from error

@@ -126,7 +126,7 @@ def sandbox_facts(reward: RewardSection, agent: AgentSection) -> list[tuple[str,
         SandboxError: no process for code can be started.
     """
     is_graded = any(part.rule in RULES for part in reward.parts.values())
-    if not is_graded and agent.loop != "swe" and "python" not in agent.options.get("tools", ()):
+    if not is_graded and agent.loop not in ("harness", "swe") and "python" not in agent.options.get("tools", ()):
         return []
 
     async def check() -> SandboxReport:

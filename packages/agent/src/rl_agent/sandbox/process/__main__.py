@@ -53,6 +53,9 @@ def main() -> None:
         isolated = isolation.enter(**places, scratch_bytes=settings["scratch_bytes"], watch=watch)
     else:
         isolation.stay(watch)
+    if settings["service"] is not None:
+        port, path = settings["service"]
+        isolation.forward(port, path, isolated)
     if "files" not in isolated:
         os.chdir(settings["workspace"] or "/tmp")
     isolation.adopt_orphans()
@@ -135,7 +138,7 @@ def _serve(
     has_namespace = "processes" in isolated
     if run["mode"] == "judge" and "files" in isolated:
         has_namespace = False  # a test is trusted with the worker's own, and its processes are found in its own /proc
-    child = isolation.fresh_child(isolated if has_namespace else set(), settings["scratch_bytes"])
+    child = isolation.fresh_child(isolated if has_namespace else set(), settings["scratch_bytes"], settings["readable"])
     if child == 0:
         try:
             control.close()
@@ -185,6 +188,7 @@ def _run(
         programs=(*isolation.PROGRAMS, sys.base_prefix, *settings["readable"], *folders),
         readable=(*isolation.SETTINGS, "/proc"),
         writable=(*isolation.DEVICES, "/dev/shm", "/tmp", *folders),
+        port=settings["service"] and settings["service"][0],
     )
     if calls is not None:
         calls.take_on()

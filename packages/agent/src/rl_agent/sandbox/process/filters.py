@@ -92,6 +92,7 @@ class CallFilter:
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # calls of Landlock, on every architecture
 _READ, _EXECUTE = 0b1100, 1  # files and folders
+_PORT, _CONNECT = 2, 2  # kind of a rule, and its right
 _OF_FILES = 1 << 15 | 1 << 14 | 0b111  # ioctl, truncate, read, write, execute: the others are a folder's
 _SINCE = ((2, 13), (3, 14), (5, 15))  # (version, right): rename to another folder, truncate, ioctl of devices
 
@@ -101,16 +102,19 @@ def landlock_version() -> int:
     return max(_call(_CREATE, None, 0, 1), 0)
 
 
-def confine(*, programs: Iterable[str], readable: Iterable[str], writable: Iterable[str]) -> bool:
+def confine(
+    *, programs: Iterable[str], readable: Iterable[str], writable: Iterable[str], port: int | None = None
+) -> bool:
     """Refuse all files but those given, whatever is mounted, for this process and its descendants, irrevocably.
 
-    No TCP connection is made or accepted either, and no signal reaches a process outside, where the kernel's Landlock
-    knows of these. Paths that do not exist are left out.
+    No TCP connection is made, but to one port, or accepted either, and no signal reaches a process outside, where the
+    kernel's Landlock knows of these. Paths that do not exist are left out.
 
     Args:
         programs: Files and folders that may be read and executed.
         readable: Those that may be read.
         writable: Those that may be read and changed in every way.
+        port: TCP port that may be connected to.
 
     Returns:
         Whether the kernel has Landlock; without it nothing is refused.
@@ -133,6 +137,8 @@ def confine(*, programs: Iterable[str], readable: Iterable[str], writable: Itera
         rule = struct.pack("=Qi", allowed if is_folder else allowed & _OF_FILES, below)
         _checked(_call(_ADD, rules, 1, rule, 0))
         os.close(below)
+    if port is not None and version >= 4:
+        _checked(_call(_ADD, rules, _PORT, struct.pack("=QQ", _CONNECT, port), 0))
     _checked(_call(_RESTRICT, rules, 0))
     os.close(rules)
     return True

@@ -11,19 +11,23 @@ import os
 import select
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 8, 32, 4096
 _MS_REC, _MS_PRIVATE = 16384, 1 << 18
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
 _CAPABILITY_VERSION = 0x20080522
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
+SETTINGS = (
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime"),
+    *("/etc/ssl/certs", "/etc/ssl/openssl.cnf"),  # certificates, which every HTTP client loads
+)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _OVER = "/tmp"  # exists everywhere; what is needed from below it is opened before it is covered
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -200,8 +204,8 @@ def enter_root(own_root: Callable[[], None], watch: Watch | None = None) -> set[
     return isolated
 
 
-def fresh_child(isolated: set[str], scratch_bytes: int) -> int:
-    """Fork like `os.fork`; the child's descendants die with it, and it has its own `/tmp`."""
+def fresh_child(isolated: set[str], scratch_bytes: int, readable: Sequence[str] = ()) -> int:
+    """Fork like `os.fork`; the child's descendants die with it, and it has its own `/tmp`, with `readable` of there."""
     if "processes" not in isolated:
         child = os.fork()
         if child == 0:
@@ -219,10 +223,61 @@ def fresh_child(isolated: set[str], scratch_bytes: int) -> int:
     die_with_parent()
     if "files" in isolated:
         _checked(_libc.unshare(_NEWNS), "unshare")
+        below = [(path, os.open(path, os.O_PATH)) for path in readable if path.startswith("/tmp/")]
         _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},mode=1777")
+        for path, descriptor in below:
+            _bind(descriptor, path, is_folder=os.path.isdir(f"/proc/self/fd/{descriptor}"), is_writable=False)
+            os.close(descriptor)
         os.chdir("/workspace" if os.path.isdir("/workspace") else "/tmp")
     _go_on_in_child()
     return 0
+
+
+def forward(port: int, socket_path: str, isolated: set[str]) -> None:
+    """Make a UNIX socket outside reachable as `127.0.0.1:port` in this network namespace, by a process of its own.
+
+    Without a namespace of networks nothing is needed: whoever listens at the socket listens at the port too.
+    """
+    if "network" not in isolated:
+        return
+    import socket
+    import struct
+    from fcntl import ioctl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
+    listener = socket.create_server(("127.0.0.1", port), backlog=1024)
+    if os.fork():
+        listener.close()
+        return
+    import threading
+
+    die_with_parent()
+    hide()
+    os.closerange(0, listener.fileno())
+    os.closerange(listener.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    threading.stack_size(1 << 17)
+    while True:
+        near, _ = listener.accept()
+        far = socket.socket(socket.AF_UNIX)
+        try:
+            far.connect(socket_path)
+        except OSError:
+            near.close()
+            far.close()
+            continue
+        for source, target in ((near, far), (far, near)):
+            threading.Thread(target=_pass_on, args=(source, target), daemon=True).start()
+
+
+def _pass_on(source: Any, target: Any) -> None:
+    """Copy one direction of a connection; the end of either side is the end of both."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for each in (source, target):
+        with contextlib.suppress(OSError):
+            each.shutdown(2)
 
 
 def give_up_gains() -> None:
@@ -356,6 +411,8 @@ def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) ->
     }
     work = os.open(workspace, os.O_PATH) if workspace else -1
     _mount("tmpfs", _OVER, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    os.mkdir(f"{_OVER}/tmp")
+    _mount("tmpfs", f"{_OVER}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},mode=1777")
     for path, descriptor in sorted(opened.items()):
         if os.path.islink(path):  # /bin, where it is /usr/bin
             os.symlink(os.readlink(path), _OVER + path)
@@ -363,12 +420,11 @@ def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) ->
         _bind(descriptor, _OVER + path, is_folder=os.path.isdir(path), is_writable=path in DEVICES)
     if workspace:
         _bind(work, f"{_OVER}/workspace", is_folder=True, is_writable=True)
-    for name in ("proc", "tmp", "old"):
+    for name in ("proc", "old"):
         os.mkdir(f"{_OVER}/{name}")
     _link_streams()
     os.symlink("/tmp", _OVER + "/dev/shm")  # for multiprocessing's semaphores
     _mount("proc", f"{_OVER}/proc", "proc", _MS_NOSUID | _MS_NODEV)
-    _mount("tmpfs", f"{_OVER}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},mode=1777")
     for descriptor in (*opened.values(), work):
         if descriptor >= 0:
             os.close(descriptor)
