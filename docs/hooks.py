@@ -35,8 +35,6 @@ def pages() -> dict[str, Path]:
     found = {"develop/architecture.md": ROOT / "ARCHITECTURE.md", "develop/contributing.md": ROOT / "CONTRIBUTING.md"}
     for name, folder in PACKAGES.items():
         found[f"packages/{name}/index.md"] = ROOT / folder / "README.md"
-        for file in sorted((ROOT / folder).glob("docs/*.md")):
-            found[f"packages/{name}/{file.stem}.md"] = file
         for upper in sorted((ROOT / folder).glob("[A-Z]*.md")):
             if upper.stem not in ("README", "CHANGELOG", "ALGORITHMS"):
                 found[f"packages/{name}/{upper.stem.lower()}.md"] = upper
@@ -104,8 +102,8 @@ PERFORMANCE = """# Performance
 Every figure is a median of alternating repetitions (ours, peer, ours, peer) on one machine, beside the limit of that
 machine or the best peer in the same run. `uv run rl-bench NAME` measures again. The table is made from the newest
 JSON of each benchmark; those of a package have pages of their own:
-[kernels](../csrc/docs/kernels.md), [weights](../packages/ckpt/docs/performance.md),
-[queue](../packages/tq/docs/figures.md), [agents](../packages/agent/docs/figures.md).
+[kernels](packages/csrc/kernels.md), [weights](packages/ckpt/performance.md), [queue](packages/tq/figures.md),
+[agents](packages/agent/figures.md).
 """
 
 
@@ -118,8 +116,10 @@ def places() -> dict[Path, str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give every package its section."""
-    made = pages()
+    """Give every package its section: the README, the pages of `docs/packages`, and specifications."""
+    docs = ROOT / "docs"
+    own = [str(file.relative_to(docs)) for file in sorted((docs / "packages").rglob("*.md"))]
+    made = sorted([*pages(), *own], key=lambda page: not page.endswith("/index.md"))
     section = next(entry for entry in config.nav if "Packages" in entry)
     section["Packages"] = [
         {f"rl-{name}": [page for page in made if page.startswith(f"packages/{name}/")]} for name in PACKAGES

@@ -17,11 +17,11 @@ import yaml
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-PAGES = sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
+PAGES = sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md") if file.parent.parent.name != "packages")
 TRAINER = ROOT / "packages/trainer"
 WITH_CODE = [
     str(file.relative_to(ROOT))
-    for file in [*(DOCS / page for page in PAGES), TRAINER / "README.md", *sorted(TRAINER.glob("docs/*.md"))]
+    for file in [*(DOCS / page for page in PAGES), TRAINER / "README.md"]
     if re.search(r"^```(python|bash)", file.read_text(), re.MULTILINE)
 ]
 BY_DEFAULT = [
@@ -33,10 +33,10 @@ BY_DEFAULT = [
 CODE = [page if page in BY_DEFAULT else pytest.param(page, marks=pytest.mark.slow) for page in WITH_CODE]
 RUN_HERE = [
     "csrc/README.md",
-    "csrc/docs/buffers.md",
+    "docs/packages/csrc/buffers.md",
     "packages/rollout/README.md",
-    "packages/rollout/docs/third_party.md",
-    "packages/tq/docs/guide.md",
+    "docs/packages/rollout/third_party.md",
+    "docs/packages/tq/guide.md",
 ]
 """Pages of packages whose Python is run by a test below."""
 RUN_BY_PACKAGES = {
@@ -176,15 +176,15 @@ def test_the_python_of_a_package_page_runs_as_it_stands(page, folder, tmp_path, 
 
 def test_the_python_of_every_page_is_run_by_a_test():
     """Those of `docs/` above; of the repository's README the line is an excerpt of an example that a test runs."""
-    files = [*ROOT.glob("csrc/*.md"), *ROOT.glob("csrc/docs/*.md"), *ROOT.glob("packages/*/docs/*.md")]
-    files += [*ROOT.glob("packages/*/*.md")]
+    files = [*ROOT.glob("csrc/*.md"), *DOCS.glob("packages/*/*.md"), *ROOT.glob("packages/*/*.md")]
     pages = [str(file.relative_to(ROOT)) for file in files if re.search(r"^```python", file.read_text(), re.MULTILINE)]
-    tests = {page: "/".join(page.split("/")[:2]) for page in pages if page not in RUN_HERE}
+    own = {page: page.removeprefix("docs/") for page in pages if page not in RUN_HERE}
+    tests = {page: "/".join(name.split("/")[:2]) for page, name in own.items()}
     missing = [page for page, package in tests.items() if not (ROOT / package / RUN_BY_PACKAGES[package]).is_file()]
     assert missing == []
     for page, package in tests.items():
         text = (ROOT / package / RUN_BY_PACKAGES[package]).read_text()
-        assert Path(page).name in text or '"docs").glob("*.md")' in text or 'glob("docs/*.md")' in text, page
+        assert Path(page).name in text or 'glob("*.md")' in text, page
     example = "examples/train_sums.py"
     assert example in (ROOT / "README.md").read_text()
     assert "train_sums" in (ROOT / "packages/trainer/tests/test_trainer_pages.py").read_text()
@@ -222,7 +222,7 @@ def test_every_key_that_a_page_names_exists():
 
     sections = {each.name for each in fields(Config)}
     known = [re.compile(re.escape(name).replace("NAME", r"\w+")) for name in keys()]
-    for page in [*DOCS.rglob("*.md"), ROOT / "README.md"]:
+    for page in [*(DOCS / page for page in PAGES), ROOT / "README.md"]:
         for name in re.findall(r"`([a-z]+(?:\.\w+)+)(?:=[^`]*)?`", page.read_text()):
             is_key = name.partition(".")[0] in sections and not name.endswith(
                 (".md", ".py", ".json", ".jsonl", ".yaml")

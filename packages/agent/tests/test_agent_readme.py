@@ -24,6 +24,6 @@ def test_the_first_example_of_the_readme_runs():
 
 
 def test_the_example_of_tools_runs():
-    told = run_example("docs/loops.md", r"import asyncio\nfrom rl_agent import create_loop")
+    told = run_example("../../docs/packages/agent/loops.md", r"import asyncio\nfrom rl_agent import create_loop")
     assert "tool\n42<|im_end|>" in told
     assert "It is 42." in told

@@ -15,7 +15,7 @@ from rl_ckpt.testing import new_name
 
 def blocks():
     folder = Path(__file__).parents[1]
-    pages = [folder / "README.md", *sorted(folder.glob("docs/*.md"))]
+    pages = [folder / "README.md", *sorted((folder.parents[1] / "docs/packages/ckpt").glob("*.md"))]
     return [code for page in pages for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1]
 GUIDE = PACKAGE.parents[1] / "docs" / "guides" / "fine-tuning.md"
-PAGES = [PACKAGE / "README.md", *sorted((PACKAGE / "docs").glob("*.md")), GUIDE]
+PAGES = [PACKAGE / "README.md", *sorted((PACKAGE.parents[1] / "docs/packages/engine").glob("*.md")), GUIDE]
 EXAMPLES = [(page, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 

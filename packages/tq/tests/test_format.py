@@ -1,4 +1,4 @@
-"""docs/format.md says what the code does: names of requests, sizes, numbers."""
+"""docs/packages/tq/format.md says what the code does: names of requests, sizes, numbers."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from rl_tq.protocol import framing, handshake
 from rl_tq.protocol.service import Service
 
 ROOT = Path(__file__).parents[1]
-TEXT = re.sub(r"(?<!\n)\n(?![\n#|`-])", " ", (ROOT / "docs/format.md").read_text())
+TEXT = re.sub(r"(?<!\n)\n(?![\n#|`-])", " ", (ROOT.parents[1] / "docs/packages/tq/format.md").read_text())
 """Each paragraph in one line."""
 WORDS = set(re.findall(r"`([^`]+)`", TEXT))
 

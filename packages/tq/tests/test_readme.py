@@ -12,7 +12,9 @@ from rl_tq.testing import fake_queue
 def test_the_examples_of_the_readme_run():
     root = Path(__file__).parents[1]
     (example,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.S)
-    sampler, limits = re.findall(r"```python\n(.*?)```", (root / "docs/guide.md").read_text(), re.S)
+    sampler, limits = re.findall(
+        r"```python\n(.*?)```", (root.parents[1] / "docs/packages/tq/guide.md").read_text(), re.S
+    )
     exec(example, {})
     exec(limits, {})
     names: dict = {}

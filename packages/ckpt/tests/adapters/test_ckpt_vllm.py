@@ -32,7 +32,7 @@ pytestmark = [
 
 def update_of_readme():
     """The function that the README gives to trainers."""
-    readme = Path(__file__).parents[2].joinpath("docs/servers.md").read_text()
+    readme = Path(__file__).parents[4].joinpath("docs/packages/ckpt/servers.md").read_text()
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "def update(" in block]
     example = {}
     exec(code, example)

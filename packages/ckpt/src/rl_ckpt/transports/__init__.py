@@ -1,7 +1,7 @@
 """Public seam of a backend: a `Transport` moves payload, and rl-ckpt does the rest of the protocol over it.
 
 Start from `UnixSend` and `UnixReceive` (processes of one host) or `TcpSend` and `TcpReceive` (machines): they have the
-control connection, and lack only memory for buckets. See docs/transports.md of this package.
+control connection, and lack only memory for buckets. See docs/packages/ckpt/transports.md.
 """
 
 from rl_ckpt.protocol.channel import Channel
