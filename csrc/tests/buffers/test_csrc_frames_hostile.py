@@ -58,19 +58,25 @@ def test_the_forger_works():
     use(frames.decode(forged(0)))
 
 
-@pytest.mark.parametrize("size", range(0, len(GOOD), 7))
-def test_cut_short(size):
-    with pytest.raises(FrameError):
-        frames.decode(bytearray(GOOD[:size]))
+def is_refused(block):
+    try:
+        frames.decode(block)
+    except FrameError:
+        return True
+    return False
 
 
-@pytest.mark.parametrize("byte", range(HEADER))
-def test_no_flipped_bit_of_the_header_survives(byte):
-    for bit in range(8):
+def test_cut_short():
+    assert [size for size in range(0, len(GOOD), 7) if not is_refused(bytearray(GOOD[:size]))] == []
+
+
+def test_no_flipped_bit_of_the_header_survives():
+    def flipped(number):
         block = bytearray(GOOD)
-        block[byte] ^= 1 << bit
-        with pytest.raises(FrameError):
-            frames.decode(block)
+        block[number // 8] ^= 1 << number % 8
+        return block
+
+    assert [number for number in range(8 * HEADER) if not is_refused(flipped(number))] == []
 
 
 @pytest.mark.process

@@ -60,16 +60,14 @@ def solutions(machine):
 
 @pytest.mark.promise("No attack of the corpus gets a reward")
 @pytest.mark.process
-@pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_gets_nothing(attacks, name):
-    assert attacks[name] == 0.0
+def test_an_attack_gets_nothing(attacks):
+    assert {name: attacks[name] for name in ATTACKS if attacks[name] != 0.0} == {}
 
 
 @pytest.mark.promise("Every correct solution gets its reward")
 @pytest.mark.process
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_a_correct_solution_gets_all(solutions, name):
-    assert solutions[name] == 1.0
+def test_a_correct_solution_gets_all(solutions):
+    assert {name: solutions[name] for name in SOLUTIONS if solutions[name] != 1.0} == {}
 
 
 def test_the_corpora_are_large():
