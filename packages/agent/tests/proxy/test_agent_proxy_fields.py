@@ -10,7 +10,7 @@ from rl_agent import validate_output
 from rl_agent.proxy import RecordingProxy
 from rl_agent.registry import load_plugin
 from rl_agent.testing import FakeGenerator, FakeTokenizer
-from rl_rollout.types import FinishReason, TokenChunk
+from rl_rollout.types import Capabilities, FinishReason, TokenChunk
 
 openai = pytest.importorskip("openai", reason="needs the openai client")
 
@@ -324,3 +324,40 @@ def test_a_strict_proxy_refuses_unknown_fields():
         await ask(client, user="me", metadata={"a": "b"}, store=False)
 
     assert len(with_client(says("a"), use, strict=True)[1]) == 1
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def structure_asked(use, **settings):
+    """Structure of the request that the server got."""
+    server = says("ok")
+    with_client(server, use, **settings)
+    params = server.requests[-1].sampling_params
+    return params.json_schema, params.regex, params.choice
+
+
+def test_structured_outputs_of_every_endpoint_reach_the_server():
+    wanted = (json.dumps(SCHEMA), None, ())
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    flat = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    assert structure_asked(lambda client: ask(client, response_format=named)) == wanted
+    assert structure_asked(lambda client: ask(client, response_format={"type": "json_object"}))[0]
+    regex = {"structured_outputs": {"regex": "a+"}}
+    assert structure_asked(lambda client: ask(client, extra_body=regex)) == (None, "a+", ())
+    respond = {"model": "policy", "input": "go", "text": {"format": flat}}
+    assert structure_asked(lambda client: client.responses.create(**respond)) == wanted
+    message = {"model": "policy", "max_tokens": 9, "messages": [USER], "output_config": {"format": flat}}
+    assert structure_asked(lambda client: client.post("/messages", body=message, cast_to=object)) == wanted
+
+
+def test_a_structured_output_with_tools_is_refused():
+    with pytest.raises(openai.BadRequestError, match="a structured output cannot call tools"):
+        with_client(says("ok"), lambda client: ask(client, response_format={"type": "json_object"}, tools=[tool("a")]))
+
+
+def test_log_probs_that_cannot_be_trained_on_are_refused():
+    server = says("ok")
+    server.capabilities = Capabilities(structured="restricted")
+    with pytest.raises(openai.BadRequestError, match="are of the restricted distribution"):
+        with_client(server, lambda client: ask(client, response_format={"type": "json_object"}))

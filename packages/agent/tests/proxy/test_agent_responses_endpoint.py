@@ -128,7 +128,7 @@ def test_an_answer_that_is_cut_says_so():
     [
         ({"input": []}, "at least one item"),
         ({"background": True}, "background=True is not supported"),
-        ({"text": {"format": {"type": "json_object"}}}, "is not supported here"),
+        ({"text": {"format": {"type": "xml"}}}, "asks for no structure that is known"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' is not supported"),
         ({"max_output_tokens": "many"}, "max_output_tokens is 'many'"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice is {'type': 'web_search'}"),

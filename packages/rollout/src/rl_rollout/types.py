@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence  # noqa: TC003 - schemas that nest ServerConfig evaluate its annotations
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from rl_rollout.errors import RequestError
 
@@ -25,7 +26,12 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of a request. The returned log-probs are of exactly this distribution."""
+    """Sampling parameters of a request. The returned log-probs are of exactly this distribution.
+
+    At most one of `json_schema`, `regex` and `choice` asks for a structured output: tokens that cannot continue it are
+    never sampled. The log-probs are then those of the model at this temperature, without that restriction and without
+    `top_p` and `top_k`: what a trainer computes, so that the ratio of an unchanged model is 1.
+    """
 
     max_new_tokens: int = 256
     """Most tokens to generate."""
@@ -42,6 +48,49 @@ class SamplingParams:
     seed: int | None = None
     """Seed of this request alone: its tokens then do not depend on its neighbours in the batch. None: the next seed of
     the server's stream."""
+    json_schema: str | None = None
+    """JSON schema, as JSON, of the output; `{}` allows any JSON value."""
+    regex: str | None = None
+    """Regular expression that the whole output matches, in the syntax of Rust's regex crate."""
+    choice: tuple[str, ...] = ()
+    """Texts of which the output is one."""
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether it asks for a structured output."""
+        return self.json_schema is not None or self.regex is not None or bool(self.choice)
+
+
+def structure_of(format: Any) -> dict[str, Any]:  # noqa: A002 - OpenAI's word
+    """Fields of `SamplingParams` for OpenAI's `response_format`, or for vLLM's `structured_outputs`.
+
+    Args:
+        format: `{"type": "text"}`, `{"type": "json_object"}`, `{"type": "json_schema", "json_schema": {"schema": {}}}`,
+            or one of `{"json": SCHEMA}`, `{"regex": ...}` and `{"choice": [...]}`.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    found: Mapping[str, Any] = format if isinstance(format, Mapping) else {}
+    nested = found.get("json_schema")
+    schema = found.get("json", nested.get("schema") if isinstance(nested, Mapping) else None)
+    choice = found.get("choice")
+    if found.get("type") == "text":
+        return {}
+    if found.get("type") == "json_object":
+        return {"json_schema": '{"type": "object"}'}
+    if isinstance(schema, (Mapping, bool)) and found.get("type", "json_schema") == "json_schema":
+        return {"json_schema": json.dumps(schema)}
+    if isinstance(schema, str) and "json" in found:
+        return {"json_schema": schema}
+    if isinstance(found.get("regex"), str):
+        return {"regex": found["regex"]}
+    if isinstance(choice, Sequence) and not isinstance(choice, str) and all(isinstance(each, str) for each in choice):
+        return {"choice": tuple(choice)}
+    raise RequestError(
+        f"{format!r:.200} asks for no structure that is known: a response_format has the type text, json_object, or "
+        "json_schema with a schema; structured_outputs has json, regex or choice"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +239,9 @@ class Capabilities:
     """Whether `update_weights` takes the tensors of an adapter alone, named `adapters.NAME....`."""
     takes_slices: bool = False
     """Whether `update_weights` takes slices of tensors from several senders: see `rl_ckpt.sharded`."""
+    structured: Literal["none", "model", "restricted"] = "none"
+    """Structured outputs (`SamplingParams.json_schema`, `regex`, `choice`): none, with log-probs of the model, which
+    may be trained on, or with log-probs of the restricted distribution that was sampled from."""
     attests_weights: bool = True
     """Whether the weights that the server holds after an update with whole tensors are compared with those sent; if
     not, only those that arrived are. Slices are always compared."""

@@ -174,10 +174,17 @@ def check_extras(request: GenerateRequest, capabilities: Capabilities) -> None:
         "adapter": capabilities.has_adapters or request.adapter is None,
         "images": capabilities.takes_images or not request.images,
         "seed": capabilities.is_seeded or request.sampling_params.seed is None,
+        "structured output": capabilities.structured != "none" or not request.sampling_params.is_structured,
     }
     for name, is_fine in asked.items():
         if not is_fine:
             raise UnsupportedError(f"request {request.request_id!r}: this server has no {name}; leave it out")
+    is_resumed = bool(request.sampled_spans) and request.sampled_spans[-1][1] == len(request.prompt_token_ids)
+    if capabilities.structured == "restricted" and is_resumed and request.sampling_params.is_structured:
+        raise UnsupportedError(
+            f"request {request.request_id!r}: this server cannot go on with a structured output that another one "
+            "began; ask for all of it again"
+        )
 
 
 def check_version(version: int) -> None:
@@ -290,6 +297,12 @@ def check_sampling(request_id: str, params: SamplingParams) -> None:
     need(0 < params.top_p <= 1, "top_p", "above 0 and at most 1")
     need(0 <= params.top_k < SEED_RANGE, "top_k", "0 (off) or above, in 64 bits")
     need(all(0 <= i < SEED_RANGE for i in params.stop_token_ids), "stop_token_ids", "token ids, 0 or above, in 64 bits")
+    asked = [name for name in ("json_schema", "regex", "choice") if getattr(params, name) not in (None, ())]
+    if len(asked) > 1:
+        raise RequestError(f"request {request_id!r}: {' and '.join(asked)} are set; an output has one structure")
+    need(all(params.choice), "choice", "texts that are not empty")
+    if asked and params.ignore_eos:
+        raise RequestError(f"request {request_id!r}: ignore_eos with {asked[0]}, whose output ends there; leave it out")
     need(params.seed is None or -SEED_RANGE <= params.seed < SEED_RANGE, "seed", "None or a 64-bit integer")
 
 

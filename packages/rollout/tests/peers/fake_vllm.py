@@ -31,6 +31,7 @@ from rl_rollout import (
     create_server,
     multimodal,
 )
+from rl_rollout.types import structure_of
 
 SAMPLING = {
     "max_tokens",
@@ -141,7 +142,8 @@ class FakeVllm:
         self.pictures = Pictures(self.server)
         sees = self.pictures.token_id is not None
         # The real one needs its tokenizer where there is a vision tower.
-        assert (sees, sees) == (not self.arguments.skip_tokenizer_init, self.arguments.no_mm_device_do_normalize)
+        assert not (sees and self.arguments.skip_tokenizer_init)
+        assert sees == self.arguments.no_mm_device_do_normalize
 
     def routes(self):
         async def health(request):
@@ -191,7 +193,10 @@ class FakeVllm:
 
     def asked(self, body):
         params, is_stream = body["sampling_params"], "stream" in body
-        assert params.keys() == SAMPLING | ({"stream_interval"} if is_stream else set())
+        structure = {name: value for name, value in params.get("structured_outputs", {}).items() if value is not None}
+        assert not (structure and self.arguments.skip_tokenizer_init)
+        plain = params.keys() - {"structured_outputs"}
+        assert plain == SAMPLING | ({"stream_interval"} if is_stream else set())
         assert body.keys() - {"features", "stream"} == {"request_id", "model", "token_ids", "sampling_params"}
         images, sampled = (), ()
         if "features" in body:
@@ -205,6 +210,7 @@ class FakeVllm:
                 max_new_tokens=params["max_tokens"],
                 stop_token_ids=tuple(params["stop_token_ids"]),
                 **{name: params[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed")},
+                **(structure_of(structure) if structure else {}),
             ),
             adapter=body["model"] if body["model"] in names else None,
             num_top_logprobs=params["logprobs"],

@@ -28,17 +28,13 @@ if TYPE_CHECKING:
 
 _KNOWN = {
     *(*SHARED, *WITHOUT_EFFECT, "messages", "max_tokens", "max_completion_tokens", "stream_options", "stop", "n"),
-    *("parallel_tool_calls", "logprobs", "top_logprobs"),
+    *("parallel_tool_calls", "logprobs", "top_logprobs", "response_format", "structured_outputs"),
 }
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "functions": ([],),
     "best_of": (1,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
 }
 
 
@@ -59,7 +55,12 @@ def read(data: bytes) -> Call:
     return Call(
         messages=tuple(_plain(each) for each in cast("list[Any]", messages)),
         tools=tools,
-        **read_shared(body, "max_tokens", "max_completion_tokens", stop="stop"),
+        **read_shared(
+            body,
+            *("max_tokens", "max_completion_tokens"),
+            stop="stop",
+            structure=body.get("response_format", body.get("structured_outputs")),
+        ),
         has_usage=bool(body.get("stream_options", {}).get("include_usage")),
         choice=read_choice(body.get("tool_choice", "auto"), tools, is_parallel=body.get("parallel_tool_calls", True)),
         num_choices=read_count(body, "n", least=1),

@@ -11,6 +11,7 @@ from rl_agent.proxy.requests import (
     WITHOUT_EFFECT,
     Call,
     ToolChoice,
+    flat_structure,
     plain_content,
     read_body,
     read_choice,
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 _KNOWN = {
     *(*SHARED, *WITHOUT_EFFECT, "messages", "system", "max_tokens", "stop_sequences"),
-    *("thinking", "cache_control", "betas", "context_management", "output_config", "inference_geo"),
+    *("thinking", "cache_control", "betas", "context_management", "output_config", "output_format", "inference_geo"),
 }
-_REFUSED: dict[str, tuple[Any, ...]] = {"output_format": (), "mcp_servers": ([],), "container": ()}
+_REFUSED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 
 
 def read(data: bytes) -> Call:
@@ -38,8 +39,7 @@ def read(data: bytes) -> Call:
         RowError: it cannot be honoured.
     """
     body, unknown = read_body(data, known=_KNOWN, refused=_REFUSED)
-    if (form := body.get("output_config", {}).get("format")) is not None:
-        raise RowError(f"output_config.format={form!r:.200} is not supported here; leave it out")
+    form = body.get("output_config", {}).get("format", body.get("output_format"))
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise RowError("the request needs 'messages', a list of at least one message")
@@ -53,7 +53,7 @@ def read(data: bytes) -> Call:
     return Call(
         messages=tuple(messages),
         tools=tools,
-        **read_shared(body, "max_tokens", stop="stop_sequences"),
+        **read_shared(body, "max_tokens", stop="stop_sequences", structure=flat_structure(form)),
         choice=_choice(body.get("tool_choice", {"type": "auto"}), tools),
         ignored=(*unknown, *hosted),
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rl_agent.proxy.requests import Call, Writer
     from rl_agent.proxy.sessions import ProxySession
     from rl_agent.types import Tokenizer
-    from rl_rollout.types import TokenChunk
+    from rl_rollout.types import Capabilities, TokenChunk
 
 _MOST_TEMPLATES = 256
 """Sets of tools whose templates are cached."""
@@ -124,6 +124,20 @@ class Recorder:
         schemas, kwargs = json.loads(tools)
         return TurnTemplate(self._tokenizer, schemas, {**self._template_kwargs, **kwargs})
 
+    def _check_structure(self, call: Call) -> None:
+        """Refuse a structured output whose log-probs could not be trained on.
+
+        Raises:
+            RowError: the server returns log-probs of the restricted distribution.
+        """
+        capabilities: Capabilities | None = getattr(self._server, "capabilities", None)
+        is_structured = bool({"json_schema", "regex", "choice"} & call.sampling.keys())
+        if is_structured and capabilities is not None and capabilities.structured == "restricted":
+            raise RowError(
+                "this server's log-probs of structured outputs are of the restricted distribution, which the policy's "
+                "are not compared with; leave the format out, or use the embedded server"
+            )
+
     def prepare(self, session: ProxySession, call: Call) -> Prepared:
         """Prepare a call: its prompt is that of the exchange that it continues, with the new messages appended."""
         tools = json.dumps([call.tools, call.template_kwargs], sort_keys=True)
@@ -146,6 +160,7 @@ class Recorder:
             spans, images = before.sampled_spans, (*before.images, *images)
             conversation = (*before.conversation, *conversation[num_known:])
         forced = self._forced(call, prompt)
+        self._check_structure(call)
         requests = tuple(
             GenerateRequest(
                 request_id=uuid4().hex,

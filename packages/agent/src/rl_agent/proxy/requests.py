@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from uuid import uuid4
 
 from rl_agent.errors import RowError
-from rl_rollout.types import FinishReason
+from rl_rollout.types import FinishReason, structure_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -171,12 +171,21 @@ def read_body(
     return body, tuple(name for name in body if name not in {*known, *refused, *NEUTRAL})
 
 
-def read_shared(body: Mapping[str, Any], *limits: str, stop: str) -> dict[str, Any]:
+def read_shared(body: Mapping[str, Any], *limits: str, stop: str, structure: Any = None) -> dict[str, Any]:
     """Fields of `Call` that all endpoints have; `limits` are names of `max_new_tokens`, `stop` that of stop strings.
 
+    Args:
+        body: The request.
+        limits: Names of its limit of tokens.
+        stop: Name of its stop strings.
+        structure: The structure of the output that it asks for, as `structure_of` takes it.
+
     Raises:
-        RowError: one is not what it has to be.
+        RowError, RequestError: one is not what it has to be.
     """
+    asked = {} if structure is None else structure_of(structure)
+    if asked and body.get("tools") and body.get("tool_choice") != "none":
+        raise RowError("a structured output cannot call tools; leave tools out, or set tool_choice to none")
     kwargs = body.get("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
         raise RowError(f"chat_template_kwargs is {kwargs!r:.80}; an object is needed")
@@ -188,12 +197,19 @@ def read_shared(body: Mapping[str, Any], *limits: str, stop: str) -> dict[str, A
     if len(found) > _MOST_STOPS:
         raise RowError(f"{stop} holds {len(found)} texts; at most {_MOST_STOPS} are allowed")
     return {
-        "sampling": read_sampling(body, *limits),
+        "sampling": read_sampling(body, *limits) | asked,
         "model": str(body.get("model", "policy")),
         "is_streaming": bool(body.get("stream")),
         "stops": found,
         "template_kwargs": cast("dict[str, Any]", kwargs),
     }
+
+
+def flat_structure(form: Any) -> Any:
+    """Structure as `structure_of` takes it, of a format whose schema is next to its type."""
+    if not isinstance(form, dict) or "schema" not in form:
+        return cast("Any", form)
+    return {"json": form["schema"]} if form.get("type") == "json_schema" else form
 
 
 def read_sampling(body: Mapping[str, Any], *limits: str) -> dict[str, Any]:

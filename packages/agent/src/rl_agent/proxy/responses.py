@@ -12,6 +12,7 @@ from rl_agent.proxy.requests import (
     SHARED,
     WITHOUT_EFFECT,
     Call,
+    flat_structure,
     plain_content,
     read_body,
     read_choice,
@@ -41,8 +42,7 @@ def read(data: bytes) -> Call:
         RowError: it cannot be honoured.
     """
     body, unknown = read_body(data, known=_KNOWN, refused=_REFUSED)
-    if (form := body.get("text", {}).get("format", {"type": "text"})) != {"type": "text"}:
-        raise RowError(f"text.format={form!r:.200} is not supported here; leave it out")
+    form = body.get("text", {}).get("format", {"type": "text"})
     given = body.get("input")
     items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -55,7 +55,7 @@ def read(data: bytes) -> Call:
     return Call(
         messages=tuple(messages),
         tools=tools,
-        **read_shared(body, "max_output_tokens", stop="stop"),
+        **read_shared(body, "max_output_tokens", stop="stop", structure=flat_structure(form)),
         previous=body.get("previous_response_id"),
         choice=read_choice(body.get("tool_choice", "auto"), tools, is_parallel=body.get("parallel_tool_calls", True)),
         has_logprobs=bool(num_top) or _LOGPROBS in body.get("include", ()),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _log = logging.getLogger(__name__)
+_STRUCTURES = ("json_schema", "regex", "choice")
 _MOST_EXPIRED = 4096
 """Names and keys of expired sessions that are remembered, so that a late request is an error and not a new session."""
 
@@ -53,9 +54,9 @@ class ProxySession:
         params, self.num_drawn = self.params, self.num_drawn + 1
         if params.seed is not None:  # with one seed, all turns would repeat the draws of the first
             params = replace(params, seed=(params.seed + 0x9E3779B1 * (self.num_drawn - 1)) % 2**31)
-        return replace(
-            params, max_new_tokens=min(params.max_new_tokens, given.get("max_new_tokens", params.max_new_tokens))
-        )
+        structure = {name: given[name] for name in _STRUCTURES if name in given}
+        limit = min(params.max_new_tokens, given.get("max_new_tokens", params.max_new_tokens))
+        return replace(params, max_new_tokens=limit, **structure)
 
     def warn(self, ignored: Iterable[str]) -> None:
         """Log what a request holds and the answer does not depend on, once per session."""

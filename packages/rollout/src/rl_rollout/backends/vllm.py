@@ -19,6 +19,7 @@ import sys
 import tempfile
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from rl_rollout.backends.external.options import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
-    from rl_rollout.types import GenerateRequest, ServerConfig, ServerParallel
+    from rl_rollout.types import GenerateRequest, SamplingParams, ServerConfig, ServerParallel
 
 
 OPTIONS = {
@@ -144,7 +145,13 @@ class VllmServer(ExternalServer):
             num_receivers=self.config.parallel.num_ranks,
             takes_slices=True,
             attests_weights=not self._is_spread,
+            structured="restricted" if self._has_tokenizer else "none",
         )
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        """Whether vLLM gets a tokenizer, which structured outputs and vision towers need."""
+        return self._has_vision or (Path(self.config.model_path) / "tokenizer.json").is_file()
 
     @property
     def _is_spread(self) -> bool:
@@ -184,7 +191,8 @@ class VllmServer(ExternalServer):
             *("--max-num-seqs", str(config.max_num_seqs), "--logprobs-mode", "processed_logprobs"),
             *("--enable-scale-out", "--weight-transfer-config", '{"backend": "rl_ckpt"}', "--max-logprobs", "-1"),
             # Where there is a vision tower, vLLM needs the tokenizer at start, to try it with placeholders of its own.
-            *(VISION_ARGUMENTS if self._has_vision else ("--skip-tokenizer-init",)),
+            *(VISION_ARGUMENTS if self._has_vision else ()),
+            *(() if self._has_tokenizer else ("--skip-tokenizer-init",)),
             *(*self._layout, *memory, *lora_arguments(list(self.adapters.values())), *self.arguments),
         ]
 
@@ -222,6 +230,7 @@ class VllmServer(ExternalServer):
                 "logprobs": request.num_top_logprobs,
                 "prompt_logprobs": 0 if request.returns_prompt_logprobs else None,
                 "detokenize": False,
+                **structured_outputs(params),
             },
         }
         if images is not None:
@@ -442,3 +451,9 @@ def _tensor(tensor: Tensor) -> tuple[str, tuple[int, ...], Any]:
 
     data = tensor.contiguous().numpy().tobytes()
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), Ext(RAW_VIEW, data)
+
+
+def structured_outputs(params: SamplingParams) -> dict[str, Any]:
+    """VLLM's field for a structured output; none for other text."""
+    asked = {"json": params.json_schema, "regex": params.regex, "choice": list(params.choice) or None}
+    return {"structured_outputs": asked} if params.is_structured else {}

@@ -24,7 +24,7 @@ from aiohttp import web
 from rl_rollout.errors import RequestError, UnsupportedError
 from rl_rollout.http import messages as wire
 from rl_rollout.http.text import LazyTokenizer, TextStream, check_tools, plain_messages, read_calls
-from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
+from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, structure_of
 from rl_rollout.validation import TOOL_PARSERS, check_count, find_plugin
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     best_of: Any = None
     suffix: Any = None
     response_format: Any = None
+    structured_outputs: Any = None
 
 
 class CompletionMessage(_Common, kw_only=True, forbid_unknown_fields=True):
@@ -95,7 +96,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
 }
 """OpenAI's fields that are not supported, with the values at which they are accepted since they change nothing."""
 
@@ -279,6 +279,9 @@ class OpenAIRoutes:
         known = {
             name: message[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed") if name in message
         }
+        asked_for = [message[name] for name in ("response_format", "structured_outputs") if name in message]
+        for each in asked_for:
+            known |= structure_of(each)
         return Call(
             is_chat=is_chat,
             prompts=prompts,

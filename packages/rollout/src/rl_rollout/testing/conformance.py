@@ -496,6 +496,28 @@ class GenerationConformance:
             wanted = ordered.log_softmax(-1).gather(-1, place)[:, 0]
             torch.testing.assert_close(torch.tensor(output.logprobs), wanted, atol=1e-4, rtol=0)
 
+    def test_a_structured_output_is_one_of_the_choices(self, served: Served) -> None:
+        """Log-probs are the model's where the server says so; restricted ones are of fewer tokens, so not lower."""
+        from transformers import AutoTokenizer
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(served.model_path)
+        asked: dict[str, Any] = {
+            "choice": ("abc", "bc", "cab"),
+            "ignore_eos": False,
+            "temperature": 1.0,
+            "max_new_tokens": 12,
+        }
+        if served.server.capabilities.structured == "none":
+            expect(UnsupportedError, lambda: served.generate(**asked), "structured output")
+            return
+        output = served.generate((5, 6, 7), **asked)
+        assert tokenizer.decode(output.token_ids, skip_special_tokens=True) in asked["choice"]
+        scoring = served.request((5, 6, 7, *output.token_ids), max_new_tokens=1)
+        told = served.run(served.server.generate(replace(scoring, returns_prompt_logprobs=True))).prompt_logprobs
+        for logprob, of_model in zip(output.logprobs, told[-len(output.token_ids) :], strict=True):
+            is_equal = abs(logprob - of_model) < 1e-3
+            assert is_equal or (served.server.capabilities.structured == "restricted" and logprob > of_model)
+
     def test_top_and_prompt_logprobs_are_those_of_the_drawn_tokens(self, served: Served) -> None:
         prompt = (5, 6, 7, 8)
         plain = served.request(prompt, temperature=0.7, seed=None)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_rollout.backends.embedded.grammar import Matcher
     from rl_rollout.backends.embedded.image_prompt import ImagePrompt
     from rl_rollout.backends.embedded.model.model_runner import ServedModel
     from rl_rollout.base import PauseMode
@@ -149,7 +150,10 @@ class Engine:
     # ---- requests
 
     def submit(
-        self, requests: Iterable[tuple[GenerateRequest, int]], images: Mapping[str, ImagePrompt] | None = None
+        self,
+        requests: Iterable[tuple[GenerateRequest, int]],
+        images: Mapping[str, ImagePrompt] | None = None,
+        matchers: Mapping[str, Matcher] | None = None,
     ) -> None:
         """Queue requests.
 
@@ -157,6 +161,7 @@ class Engine:
             requests: Validated requests under ids that are not in flight, each with the number of new tokens after
                 which a chunk is reported (1: every token; 0: nothing before the end).
             images: Prepared images by request id, of the prompts that have some.
+            matchers: Matchers by request id, of the outputs that are structured.
         """
         for request, told_every in requests:
             prompt_len = len(request.prompt_token_ids)
@@ -178,6 +183,7 @@ class Engine:
                 seed=seed,
                 arrival=self._num_arrived,
                 seen=seen,
+                matcher=matchers.get(request.request_id) if matchers else None,
                 root=self._root_of(request, seen),
             )
             self._by_id[request.request_id] = sequence
@@ -318,7 +324,7 @@ class Engine:
         self._admit()
         if not (self.scheduler.running or self.scheduler.waiting):
             return
-        is_plain = not (self._special.truncating or self._special.reading)
+        is_plain = self._special.are_plain
         native = self.model.fused if is_plain else None
         most_steps = 1 if native is None else MOST_STEPS
         if native is None and is_plain and self.steps.graphs is not None and not self._special.adapted:

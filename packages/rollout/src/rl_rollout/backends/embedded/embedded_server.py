@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rl_rollout.backends.embedded.decode_engine import Engine
+from rl_rollout.backends.embedded.grammar import Grammars
 from rl_rollout.backends.embedded.model.model_runner import choose_device, choose_num_threads, load_model
 from rl_rollout.backends.embedded.model.weights import WeightStore
 from rl_rollout.backends.embedded.output_processor import last_chunk
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from rl_rollout.backends.embedded.decode_engine import Event
+    from rl_rollout.backends.embedded.grammar import Matcher
     from rl_rollout.backends.embedded.image_prompt import ImagePrompt
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import GenerateRequest, ServerConfig
@@ -53,7 +55,7 @@ class EmbeddedServer(RolloutServer):
         self._name = Path(config.model_path).resolve().name
         self._endpoint = Endpoint(self, config, model_name=self._name)
         self._address: ServerAddress | None = None
-        self._capabilities = Capabilities(takes_slices=True, updates_adapters=True)
+        self._capabilities = Capabilities(takes_slices=True, updates_adapters=True, structured="model")
         self._is_stopped = False
         self._seeing: set[asyncio.Future[Any]] = set()
         """Preparations of images under way."""
@@ -88,7 +90,9 @@ class EmbeddedServer(RolloutServer):
             takes_images=self.model.image_reader is not None,
             takes_slices=True,
             updates_adapters=True,
+            structured="model",
         )
+        self._grammars = Grammars(self.config.model_path, self.model.vocab_size, self.model.eos_token_ids)
         if self.model.fused is not None:
             # New threads start with the number of torch threads that was set last, which was the engine's 1.
             torch.set_num_threads(torch.get_num_threads())
@@ -142,12 +146,12 @@ class EmbeddedServer(RolloutServer):
         self, request: GenerateRequest, on_progress: Callable[[TokenChunk], None] | None = None
     ) -> TokenOutput:
         """See `RolloutServer.generate`. `on_progress` gets new tokens every `PROGRESS_TOKENS`, except the last ones."""
-        request, seen = await self._see(request)
+        request, seen, matcher = await self._see(request)
         if on_progress is not None:
             self.requests.listeners[request.request_id] = on_progress
         future: asyncio.Future[TokenOutput] = self._loop.create_future()
         self.requests.futures[request.request_id] = future
-        self.requests.submit(request, seen, told_every=0 if on_progress is None else PROGRESS_TOKENS)
+        self.requests.submit(request, seen, matcher, told_every=0 if on_progress is None else PROGRESS_TOKENS)
         try:
             done, _ = await asyncio.wait([future], timeout=request.timeout_s)
             return future.result() if done else await self._cut(request, future)
@@ -170,10 +174,10 @@ class EmbeddedServer(RolloutServer):
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """See `RolloutServer.generate_stream`: token by token."""
         request.check_streamable()
-        request, seen = await self._see(request)
+        request, seen, matcher = await self._see(request)
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self.requests.streams[request.request_id] = queue
-        self.requests.submit(request, seen, told_every=1)
+        self.requests.submit(request, seen, matcher, told_every=1)
         # The deadline applies to every wait for a chunk, but not to the time that the caller takes over one.
         deadline = None if request.timeout_s is None else self._loop.time() + request.timeout_s
         num_told, is_over = 0, False
@@ -204,8 +208,8 @@ class EmbeddedServer(RolloutServer):
             if not is_over:
                 self.requests.abandon(request)
 
-    async def _see(self, request: GenerateRequest) -> tuple[GenerateRequest, ImagePrompt | None]:
-        """Validate a request, fill in the default adapter, and prepare its images."""
+    async def _see(self, request: GenerateRequest) -> tuple[GenerateRequest, ImagePrompt | None, Matcher | None]:
+        """Validate a request, fill in the default adapter, prepare its images, and compile its structure."""
         if request.adapter is None and (adapter := self.config.options.get("default_adapter")) is not None:
             request = replace(request, adapter=adapter)
         self._check(request)
@@ -218,7 +222,11 @@ class EmbeddedServer(RolloutServer):
                 work.add_done_callback(self._seeing.discard)
                 request, seen = await work
                 self._check(request)  # it is longer now, and time has passed
-        return request, seen
+        matcher = None
+        if request.sampling_params.is_structured:
+            matcher = await asyncio.to_thread(self._grammars.matcher, request)
+            self._check(request)
+        return request, seen, matcher
 
     def _check(self, request: GenerateRequest) -> None:
         self._need_running()

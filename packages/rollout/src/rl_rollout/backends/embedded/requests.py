@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_rollout.backends.embedded.decode_engine import Engine, Event
+    from rl_rollout.backends.embedded.grammar import Matcher
     from rl_rollout.backends.embedded.image_prompt import ImagePrompt
     from rl_rollout.types import FinishReason, GenerateRequest, TokenOutput
 
@@ -41,6 +42,8 @@ class RequestsInFlight:
         """Ids of requests whose callers have left; aborted after the outbox is handed over."""
         self._images: dict[str, ImagePrompt] = {}
         """Prepared images of the requests in the outbox."""
+        self._matchers: dict[str, Matcher] = {}
+        """Matchers of the requests in the outbox."""
         self._due: Counter[str] = Counter()
         """Number of final events due by request id: above 1 where a caller gave up and the id was used again."""
 
@@ -48,7 +51,9 @@ class RequestsInFlight:
         """Whether a request has a waiter."""
         return request_id in self.futures or request_id in self.streams
 
-    def submit(self, request: GenerateRequest, seen: ImagePrompt | None, *, told_every: int) -> None:
+    def submit(
+        self, request: GenerateRequest, seen: ImagePrompt | None, matcher: Matcher | None, *, told_every: int
+    ) -> None:
         """Queue a request for the engine."""
         if not self._outbox:
             self._loop.call_soon(self.flush)
@@ -56,6 +61,8 @@ class RequestsInFlight:
         self._due[request.request_id] += 1
         if seen is not None:
             self._images[request.request_id] = seen
+        if matcher is not None:
+            self._matchers[request.request_id] = matcher
 
     def flush(self) -> None:
         """Hand over the queued requests."""
@@ -65,7 +72,8 @@ class RequestsInFlight:
         if self._outbox:
             batch, self._outbox = self._outbox, []
             images, self._images = self._images, {}
-            submitted = self.thread.call(lambda engine: engine.submit(batch, images))
+            matchers, self._matchers = self._matchers, {}
+            submitted = self.thread.call(lambda engine: engine.submit(batch, images, matchers))
             submitted.add_done_callback(lambda done: self._refuse(batch, done.exception()))
 
     def _refuse(self, batch: list[tuple[GenerateRequest, int]], error: BaseException | None) -> None:

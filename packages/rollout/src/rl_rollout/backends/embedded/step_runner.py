@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from rl_csrc import sampling
+from rl_rollout.backends.embedded.grammar import restricted
 from rl_rollout.backends.embedded.model.cpu_decoder import Drawn
 from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, kept
 from rl_rollout.backends.embedded.model.paged_attention import PagedBatch
@@ -71,7 +72,7 @@ class StepRunner:
         if can_replay:
             self._model.active_adapters.tokens = {}
             self._model.experts.is_on = False
-        if can_replay and not (self._special.truncating or self._special.reading):
+        if can_replay and self._special.are_plain:
             return self._replay(plan)
         others = [chunk.sequence.row for chunk in chunks if chunk.is_last] + [s.sequence.row for s in plan.splits]
         drawn = np.concatenate([plan.rows, np.array(others, dtype=np.int64)]) if others else plan.rows
@@ -143,20 +144,31 @@ class StepRunner:
         lengths = table.lengths[which]
         temperature = table.temperature[which]
         is_greedy = table.is_greedy[which] if self._special.greedy else None
+        place = {} if self._special.are_plain else dict(zip(drawn.tolist(), range(count), strict=True))
+        structured = [(place[s.row], matcher) for s, matcher in self._special.structured.items() if s.row in place]
+        scaled = logits / temperature[:, None] if structured else logits
+        if structured:
+            logits = restricted(logits, structured)
         if self._special.truncating:
             logits, temperature = cut(logits, temperature, table.top_k[which], table.top_p[which], is_greedy)
         ids, logprobs = sampling.draw(
             logits, temperature=temperature, streams=table.streams[which], positions=lengths, is_greedy=is_greedy
         )
+        if structured:
+            its = torch.tensor([at for at, _ in structured], device=logits.device)
+            of_model = scaled[its].log_softmax(dim=-1).gather(-1, ids[its, None])[:, 0]
+            logprobs[its] = torch.where(logprobs[its].isfinite(), of_model, logprobs[its])
         table.tokens[rows, lengths] = ids
         table.logprobs[rows, lengths] = logprobs
         table.versions[rows, lengths] = self.weight_version
         table.lengths[which] += 1
         table.lengths_host[drawn] += 1
         told = Drawn(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())  # here the host waits for the step
-        place = dict(zip(drawn.tolist(), range(count), strict=True)) if self._special.reading else {}
+        for at, matcher in structured:
+            matcher.advance(int(told.ids[at]))
         for sequence in self._special.reading:
             if sequence.row in place:
                 its = place[sequence.row]
-                sequence.extras.note_draw(logits[its] / temperature[its])
+                is_of_model = sequence.matcher is not None
+                sequence.extras.note_draw(scaled[its] if is_of_model else logits[its] / temperature[its])
         return told

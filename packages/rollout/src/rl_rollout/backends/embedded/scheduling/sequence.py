@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_rollout.backends.embedded.grammar import Matcher
     from rl_rollout.backends.embedded.image_prompt import ImagePrompt
     from rl_rollout.types import GenerateRequest
 
@@ -114,6 +115,8 @@ class SequenceState:
     """Serial number of its arrival."""
     seen: ImagePrompt | None = None
     """Images of its prompt."""
+    matcher: Matcher | None = None
+    """Matcher of its structured output."""
     root: Hashable = None
     """Key of its prefix in the cache: number of weight updates, adapter, images."""
     blocks: list[int] = field(default_factory=list[int])
@@ -197,6 +200,8 @@ class SequenceState:
 
     def poisoned(self, weight_version: int) -> GenerationError:
         """Error of a request whose logits are not finite."""
+        if self.matcher is not None and (reason := self.matcher.error):
+            return GenerationError(f"request {self.request.request_id!r}: its structured output ended: {reason}")
         return GenerationError(
             f"request {self.request.request_id!r}: the model's logits are not finite; "
             f"check the weights of version {weight_version}"
@@ -217,6 +222,13 @@ class SpecialSequences:
     """Sequences with a LoRA adapter."""
     reading: set[SequenceState] = field(default_factory=set[SequenceState])
     """Sequences that asked for extra outputs."""
+    structured: dict[SequenceState, Matcher] = field(default_factory=dict["SequenceState", "Matcher"])
+    """Sequences with a structured output, and their matchers."""
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether a step has nothing to do for them but sampling at a temperature."""
+        return not (self.truncating or self.reading or self.structured)
 
     def add(self, admitted: Sequence[SequenceState]) -> None:
         """Sort sequences that have entered the batch."""
@@ -225,11 +237,13 @@ class SpecialSequences:
         self.greedy.update(s for s in admitted if s.request.sampling_params.temperature == 0)
         self.adapted.update(s for s in admitted if s.request.adapter is not None)
         self.reading.update(s for s in admitted if s.reads_prompt or s.reads_steps)
+        self.structured.update((s, s.matcher) for s in admitted if s.matcher is not None)
 
     def discard(self, sequence: SequenceState) -> None:
         """Remove a sequence that has ended."""
         for each in (self.streaming, self.truncating, self.greedy, self.adapted, self.reading):
             each.discard(sequence)
+        self.structured.pop(sequence, None)
 
 
 def finish_reason(verdict: int) -> FinishReason | None:
