@@ -50,8 +50,8 @@ CASES = {
     "swe": ("swe", {}, {"prompt": ASK, **FILES}),
     "gui": ("gui", {}, {"prompt": ASK, **PAGE}),
 }
-FOREIGN = {"verifiers"}
-"""Loops whose prompts are written by programs that other environments have; see test_agent_hubs.py."""
+FOREIGN = {"harness", "verifiers"}
+"""Loops whose prompts are written by programs of others; see the tests of harnesses and hubs."""
 OURS = {point.name for point in entry_points(group="rl_agent.loops") if point.value.startswith("rl_agent.")} - FOREIGN
 
 
