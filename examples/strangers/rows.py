@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tensordict import NonTensorStack
 
-from rl_tq.errors import SchemaError
-from rl_tq.types import BatchMeta, PerGroup, Policy, RowMeta
+from rl_tq.errors import QueueFullError, SchemaError, StaleVersionError
+from rl_tq.types import BatchMeta, Credit, PerGroup, Policy, RowMeta
+from rl_tq.types.policy import ReadyRows
+from rl_tq.types.staleness import ADMITTED, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,15 +81,50 @@ def reference(rows: Sequence[Row], columns: Any, **claim: Any) -> BatchMeta:
 
 
 def choose(ready: Sequence[Row], count: int, sampler: Policy | Callable[..., Any] | None) -> list[Row]:
-    """Rows of a claim, oldest first unless the policy or the function chooses; none: it has to wait."""
+    """Rows of a claim, oldest first unless an index, a policy or a function chooses; none: it has to wait."""
     if isinstance(sampler, Policy):
-        index, by_number = sampler.make_index(tuple), {row.number: row for row in ready}
-        for row in ready:
-            index.add(row)
-        return [by_number[number] for number in index.take(count) or ()]
+        sampler = indexed(sampler, ready)
+    if isinstance(sampler, ReadyRows):
+        by_number = {row.number: row for row in ready}
+        return [by_number[number] for number in sampler.take(count) or ()]
     seen = [RowMeta(sample_id=row.sample_id, tags=row.tags) for row in ready]
     places = sampler(seen, count) if sampler else range(count if len(ready) >= count else 0)
     return [ready[place] for place in places or ()]
+
+
+def indexed(policy: Policy, rows: Sequence[Row]) -> Any:
+    index = policy.make_index(tuple)
+    for row in rows:
+        index.add(row)
+    return index
+
+
+def outstanding(queue: Any, partition: str, rows: Sequence[Row]) -> Any:
+    """Outstanding groups of a partition: those with a credit, and the finished ones that no claim took."""
+    options, given = queue.options[partition], queue.credits.values()
+    if options.staleness is None:
+        return None
+    index = indexed(options.staleness, [row for row in rows if options.tasks[0] not in row.leases])
+    index.in_flight = {each.group_id: each.weight_version for each in given if each.partition == partition}
+    index.version = queue.versions[partition]
+    return index
+
+
+def spend(credit: Credit | Sequence[Credit], known: dict[int, Credit], tags: Any, groups: Any) -> Any:
+    """Spend credits; returns the tags of the rows, with the version of the admission of each one's group."""
+    used = [credit] if isinstance(credit, Credit) else credit
+    if any(each.number not in known for each in used):
+        raise QueueFullError("a credit has ended: it is used up or was released")
+    since = {each.group_id: each.weight_version for each in used}
+    if groups is not None and used:
+        for tag in tags:
+            span = Span(admitted=since[tag["group_id"]], oldest=tag["weight_version_min"])
+            if groups.is_late(span, tag["group_id"]):
+                raise StaleVersionError(f"group {tag['group_id']} is too old")
+        tags = [{**tag, ADMITTED: since[tag["group_id"]]} for tag in tags]
+    for each in used:
+        del known[each.number]
+    return tags
 
 
 def cells_of(column: Any, groups: Sequence[Any]) -> list[Cell]:

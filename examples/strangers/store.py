@@ -9,8 +9,8 @@ from tensordict import TensorDict
 
 from rl_tq import errors
 from rl_tq.base import TransferQueue
-from rl_tq.types import BatchMeta, Credit, PartitionOptions, RestoreReport
-from strangers.rows import Row, choose, column_of, fill, reference
+from rl_tq.types import AdvanceReport, BatchMeta, Credit, PartitionOptions, RestoreReport
+from strangers.rows import Row, choose, column_of, fill, outstanding, reference, spend
 
 NUMBERS, SERVED = itertools.count(1), {}
 
@@ -44,6 +44,9 @@ class Store(TransferQueue):
     def _in(self, partition):
         return [row for row in self._all.rows.values() if row.partition == partition]
 
+    def _groups(self, partition):
+        return outstanding(self._all, partition, self._in(partition))
+
     def _rows(self, meta):
         by_id = {row.sample_id: row.number for row in self._in(meta.partition)}
         numbers = meta.rows or [by_id.get(sample_id) for sample_id in meta.sample_ids]
@@ -54,9 +57,8 @@ class Store(TransferQueue):
     def put(self, data, *, partition, sample_ids=None, tags=None, credit=None, timeout_s=None):
         with self._changed:
             if sample_ids is None:
-                count = len(next(iter(data.values()))) if tags is None else len(tags)
-                self.release(credit or self.admit(partition=partition, num_rows=count, timeout_s=timeout_s))
-                rows = [Row(next(NUMBERS), partition) for _ in range(count)]
+                tags = spend(credit or (), self._all.credits, tags, self._groups(partition))
+                rows = [Row(next(NUMBERS), partition) for _ in tags or next(iter(data.values()))]
             else:
                 named = BatchMeta(partition=partition, sample_ids=tuple(sample_ids), columns=())
                 rows = self._rows(sample_ids if isinstance(sample_ids, BatchMeta) else named)
@@ -76,8 +78,7 @@ class Store(TransferQueue):
     def get_meta(self, *, partition, columns, batch_size, task, sampler=None, timeout_s=None, lease_s=None):
         def claim():
             ready = [row for row in self._in(partition) if row.columns >= {*columns} and task not in row.leases]
-            chosen.extend(choose(ready, batch_size, sampler))
-            return chosen
+            return chosen.extend(choose(ready, batch_size, sampler or self._groups(partition))) or chosen
 
         chosen = []
         with self._changed:
@@ -90,6 +91,8 @@ class Store(TransferQueue):
             if row.leases.get(meta.task) != lease:
                 raise errors.LeaseLostError(f"the lease of {row.sample_id} was returned")
             row.acked[meta.task] = step
+        if self._all.options[meta.partition].tasks:
+            self.clear(meta)
 
     def nack(self, meta, *, reason="it was not acknowledged"):
         with self._changed:
@@ -109,21 +112,19 @@ class Store(TransferQueue):
         self._all.options[partition] = PartitionOptions(**options)
 
     def advance(self, partition, weight_version):
-        self._all.versions[partition], lag = weight_version, self._all.options[partition].max_lag
-        old = [row for row in self._in(partition) if lag is not None and (row.version or 0) < weight_version - lag]
-        self._drop([row for row in old if not row.leases])
-        return len(old)
+        self._all.versions[partition] = weight_version
+        groups = (index := self._groups(partition)).expired()
+        rows = [self._all.rows[number] for number in index.rows_of(groups)]
+        self._all.credits = {n: each for n, each in self._all.credits.items() if each.group_id not in groups}
+        self._drop(rows)
+        return AdvanceReport(num_cleared=len(rows), groups=tuple(groups))
 
-    def admit(self, *, partition, num_rows, num_bytes=0, timeout_s=None):
-        def has_room():
-            promised = sum(each.num_rows for each in self._all.credits.values() if each.partition == partition)
-            return limit is None or len(self._in(partition)) + promised + num_rows <= limit
-
-        limit, number = self._all.options[partition].row_limit, next(NUMBERS)
+    def admit(self, *, partition, num_rows, num_bytes=0, group_id=None, timeout_s=None):
+        number, asked = next(NUMBERS), {"num_rows": num_rows, "num_bytes": num_bytes, "group_id": group_id}
         with self._changed:
-            self._wait(has_room, timeout_s, f"{partition!r} has no room for {num_rows} rows")
-            asked = {"num_rows": num_rows, "num_bytes": num_bytes, "weight_version": self._all.versions[partition]}
-            return self._all.credits.setdefault(number, Credit(number=number, partition=partition, **asked))
+            self._wait(lambda: self._groups(partition).has_room, timeout_s, f"{partition!r} admits no more groups")
+            asked |= {"partition": partition, "weight_version": self._all.versions[partition]}
+            return self._all.credits.setdefault(number, Credit(number=number, **asked))
 
     def release(self, credit):
         self._all.credits.pop(credit.number, None)
@@ -139,9 +140,8 @@ class Store(TransferQueue):
             self._changed.notify_all()
 
     def stats(self):
-        return {
-            "partitions": {row.partition: {"rows": len(self._in(row.partition))} for row in self._all.rows.values()}
-        }
+        names = {row.partition for row in self._all.rows.values()}
+        return {"partitions": {name: {"rows": len(self._in(name))} for name in names}}
 
     def close(self):
         if self._is_host:

@@ -134,7 +134,7 @@ def serve(name, arguments):
 class ScaledJob(QueueJob):
     def __init__(self, config, num_ranks):
         self.others, self.of_queue = Clock(), Clock()
-        self.fake = FakeAgents(config)
+        self.fake, self.reports = FakeAgents(config), []
         super().__init__(config, self.fake, num_rows=1_000_000, poll_s=0.25)
         self.source.order.at(0)  # shuffles the epoch
         self.source.evaluate = lambda rows: Evaluation(reward=0.0, accuracy=None)
@@ -147,8 +147,10 @@ class ScaledJob(QueueJob):
 
     def roll_out(self, name, arguments):
         if name == "submit":
-            self.fake.put({job.group_id: self.fake.version for jobs, *_ in arguments.values() for job in jobs})
-        return {member: [] for member in arguments}
+            jobs = [job for jobs, *_ in arguments.values() for job in jobs]
+            self.reports += [self.fake.put(job, self.fake.version) for job in jobs]
+        reports, self.reports = (self.reports, []) if name == "poll" else ([], self.reports)
+        return {member: reports if member == min(arguments) else [] for member in arguments}
 
     def components(self):
         parts = replace(super().components(), actor=self.actor, weights=self)

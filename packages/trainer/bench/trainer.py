@@ -68,7 +68,7 @@ class SimulatedServer(FakeAgents):
         self._seconds = lengths(sigma, num_slots)
         self._free = [0.0] * num_slots
         self._ends, self._changed, self._is_closed = [], threading.Condition(), False
-        self.busy_s = 0.0
+        self.busy_s, self._reports = 0.0, []
         self._thread = threading.Thread(target=self._put_as_they_end)
         self._thread.start()
 
@@ -82,11 +82,13 @@ class SimulatedServer(FakeAgents):
                 ends.append(max(now, heapq.heappop(self._free)) + seconds)
                 heapq.heappush(self._free, ends[-1])
             with self._changed:
-                heapq.heappush(self._ends, (max(ends), job.group_id, self.version))
+                heapq.heappush(self._ends, (max(ends), job.group_id, job, self.version))
                 self._changed.notify()
 
     def poll(self):
-        return []
+        with self._changed:
+            reports, self._reports = self._reports, []
+        return reports
 
     def close(self):
         with self._changed:
@@ -100,13 +102,14 @@ class SimulatedServer(FakeAgents):
             with self._changed:
                 if self._is_closed:
                     return
-                now, done = time.perf_counter(), {}
+                now, done = time.perf_counter(), []
                 while self._ends and self._ends[0][0] <= now:
-                    _, group, version = heapq.heappop(self._ends)
-                    done[group] = version
+                    done.append(heapq.heappop(self._ends)[2:])
                 if not done:
                     self._changed.wait(self._ends[0][0] - now if self._ends else None)
-            self.put(done)
+            reports = [self.put(job, version) for job, version in done]
+            with self._changed:
+                self._reports += reports
 
 
 class SimulatedJob(QueueJob):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_trainer.config import AgentSection, AlgorithmConfig, RewardSection, WarmupConfig, load_config
+from rl_trainer.config import AgentSection, AlgorithmConfig, BatchConfig, RewardSection, WarmupConfig, load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.data.warmup import make_small_model
 from rl_trainer.runtime.base import WorkerContext
@@ -59,7 +59,14 @@ def agent_worker(monkeypatch):
         monkeypatch.setattr(agent, "Replicas", lambda _: SimpleNamespace(router=FakeServer()))
         monkeypatch.setattr(agent, "create_runner", lambda *_: rl_agent.AgentRunner(lambda _: loop(None, None)))
         given = {"config": AgentSection(), "reward": RewardSection(), "max_new_tokens": 5, "asks_experts": False}
-        given |= {"has_baseline": False, "num_steps": 1, "model_path": "", "servers": [], "queue_address": ""}
+        given |= {
+            "batch": BatchConfig(),
+            "has_baseline": False,
+            "num_steps": 1,
+            "model_path": "",
+            "servers": [],
+            "queue_address": "",
+        }
         return agent.AgentWorker(WorkerContext(rank=0, world_size=1), timeout_s=60.0, **given | options)
 
     return make

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from rich.console import Console
 
 import rl_agent
+import rl_tq
 from rl_trainer.algorithms import AdvantageInput, PolicyLossInput, estimator_named, loss_named
 from rl_trainer.api import _config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError
-from rl_trainer.pipeline.staleness import create_policy, create_schedule
+from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.preflight import check_loop_options
 from rl_trainer.plugins import filter_named, loop_named, stage_named
 from rl_trainer.rewards import Scorer
@@ -26,7 +28,8 @@ MODULE = '''
 import torch
 
 from rl_agent import AgentLoop
-from rl_trainer.pipeline.staleness import Schedule, StalenessPolicy
+from rl_tq.types import StalenessPolicy
+from rl_trainer.pipeline.staleness import Schedule
 from rl_trainer.trackers import Tracker
 
 
@@ -51,10 +54,12 @@ def reward(text, row):
 
 
 def schedule(config):
-    return Schedule(policy=StalenessPolicy(max_staleness=0, batch_size=config.batch.batch_size), lag=7)
+    return Schedule(policy=Staleness(max_staleness=0, batch_size=config.batch.batch_size), lag=7)
 
 
 class Staleness(StalenessPolicy):
+    name = "mine_Staleness"
+
     def admit(self, num_outstanding):
         return 7
 
@@ -95,7 +100,7 @@ mine_filter = mine:filter
 mine_reward = mine:reward
 [rl_trainer.schedules]
 mine_schedule = mine:schedule
-[rl_trainer.staleness]
+[rl_tq.policies]
 mine_Staleness = mine:Staleness
 [rl_agent.loops]
 mine_Loop = mine:Loop
@@ -151,6 +156,15 @@ def of_tracker(config, folder):
         return int(console.export_text().split()[-1])
 
 
+def of_policy(config, folder):
+    with rl_tq.serve("inproc://") as queue:
+        queue.configure(
+            "train", staleness=create_schedule(replace(config, pipeline="fully_async")).policy, tasks=["train"]
+        )
+        admitted = [queue.admit(partition="train", num_rows=1, group_id=group, timeout_s=0) for group in range(7)]
+        return len(admitted)
+
+
 KINDS = {
     "advantage": ("algorithm.advantage", of_advantage),
     "loss": ("algorithm.loss", of_loss),
@@ -158,7 +172,7 @@ KINDS = {
     "filter": ("batch.filter", lambda config, _: 7 * filter_named(config.batch.filter)([{"reward": 7}])),
     "reward": ("reward.path", of_reward),
     "schedule": ("pipeline", lambda config, _: create_schedule(config).lag),
-    "Staleness": ("staleness.policy", lambda config, _: create_policy(config).admit(0)),
+    "Staleness": ("staleness.policy", of_policy),
     "Loop": ("agent.loop", of_loop),
     "Dataset": ("data.format", lambda config, _: load_datasets(config.data, seed=0).train[0]["extra_info"]["n"]),
     "Recorder": ("tracking.trackers", of_tracker),

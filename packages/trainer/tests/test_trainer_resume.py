@@ -142,7 +142,7 @@ def test_rows_after_the_step_are_cleared_and_missing_reported():
         for group, attempt in ((1, 0), (2, 0), (2, 1)):
             about = {
                 "reward": 0.0,
-                "is_copy": False,
+                "weight_version_admitted": 1,
                 "weight_version_min": 1,
                 "weight_version_max": 1,
                 "columns": ["group_id"],

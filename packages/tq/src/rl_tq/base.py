@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from rl_tq.types import BatchMeta, Buffer, Credit, Policy, RestoreReport, RowMeta
+    from rl_tq.types import AdvanceReport, BatchMeta, Buffer, Credit, Policy, RestoreReport, RowMeta
 
 Sampler = Callable[[Sequence["RowMeta"], int], Sequence[int] | None]
 """Function that chooses rows for a claim: takes the ready rows (oldest first) and `batch_size`; returns as many
@@ -52,7 +52,7 @@ class TransferQueue(ABC):
         partition: str,
         sample_ids: Sequence[str] | BatchMeta | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
-        credit: Credit | None = None,
+        credit: Credit | Sequence[Credit] | None = None,
         timeout_s: float | None = None,
     ) -> BatchMeta:
         """Store one value per row for each column; all of it becomes visible at once, or none.
@@ -66,7 +66,9 @@ class TransferQueue(ABC):
                 existing rows exactly: not others that were put under the same ids since, and, where it was claimed,
                 only while its leases hold.
             tags: B small JSON-able mappings merged into the rows' tags; visible to the controller and to samplers.
-            credit: Credit from `admit`, whose reserved room the put uses.
+            credit: Credit from `admit`, whose reserved room the put uses; several where the rows are of several groups.
+                In a partition with a staleness policy a group is finished by the put that spends its credit, with all
+                of its rows; rows that come without one are never claimed by the policy.
             timeout_s: How long to wait for room, where the partition's `on_full` is `block`; None: the session's
                 deadline. Columns for rows that exist never wait.
 
@@ -78,7 +80,7 @@ class TransferQueue(ABC):
                 filled in one of the rows.
             StaleReferenceError, LeaseLostError: a row of the `BatchMeta` was cleared, or is no longer leased to it.
             StaleVersionError: the tag `weight_version_min` of a new row is too far behind.
-            QueueFullError: there is no room, and waiting is not allowed or can never succeed.
+            QueueFullError: there is no room, and waiting is not allowed or can never succeed; or a credit has ended.
             WaitTimeoutError: there was no room before the deadline; the message says who holds it.
         """
 
@@ -131,9 +133,10 @@ class TransferQueue(ABC):
         Args:
             partition: Name of the partition; it may not exist yet.
             columns: Columns that a row must have to be ready; the reference names these.
-            batch_size: Number of rows.
+            batch_size: Number of rows; of groups, where the partition's staleness policy chooses.
             task: Name of the consumer; consumers with the same name share the rows.
-            sampler: A policy of `rl_tq.policies`, or a function that chooses; None: oldest first.
+            sampler: A policy of `rl_tq.policies`, or a function that chooses; None: the partition's staleness policy,
+                or else oldest first.
             timeout_s: How long to wait; None: the session's deadline.
             lease_s: Duration of the lease, seconds: rows not acked by then return to the queue; `extend` prolongs it.
                 None: the lease lasts until this client closes or its process dies.
@@ -196,21 +199,31 @@ class TransferQueue(ABC):
         """
 
     @abstractmethod
-    def advance(self, partition: str, weight_version: int) -> int:
-        """Set the weight version of a partition; returns the number of rows that became too old and were cleared.
+    def advance(self, partition: str, weight_version: int) -> AdvanceReport:
+        """Set the weight version of a partition, and clear what became too old, by `max_lag` or its staleness policy.
 
         Raises:
             ValueError: `weight_version` is below the present one; versions only grow.
         """
 
     @abstractmethod
-    def admit(self, *, partition: str, num_rows: int, num_bytes: int = 0, timeout_s: float | None = None) -> Credit:
+    def admit(
+        self,
+        *,
+        partition: str,
+        num_rows: int,
+        num_bytes: int = 0,
+        group_id: int | str | None = None,
+        timeout_s: float | None = None,
+    ) -> Credit:
         """Admission control: reserve room for rows before they are generated; blocks until there is room.
 
-        `put(..., credit=...)` uses the reservation; the rest is returned by `release`, or when this client leaves.
+        `put(..., credit=...)` uses the reservation; the rest is returned by `release`, or when this client leaves. In a
+        partition with a staleness policy a credit is for a group, `group_id`, and there is room when the policy admits
+        one more; any process may spend it.
 
         Raises:
-            SchemaError: `num_rows` is less than 1.
+            SchemaError: `num_rows` is less than 1, or `group_id` has a credit already, or is missing.
             QueueFullError: the partition's limits are smaller, or its `on_full` is `raise`.
             WaitTimeoutError: there was no room before the deadline; the message says who holds it.
         """

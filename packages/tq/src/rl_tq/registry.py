@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
     from rl_tq.base import Storage, TransferQueue
-    from rl_tq.types import Policy
+    from rl_tq.types import Policy, StalenessPolicy
 
 GROUP = "rl_tq.storage"
 _DEFAULT_TIMEOUT_S = 60.0
@@ -108,6 +108,32 @@ def create_policy(name: str, **parameters: Any) -> Policy:
     except TypeError as error:
         known = sorted(each.name for each in fields(kind))
         raise ValueError(f"policy {name!r} takes {known}, not {sorted(parameters)}") from error
+
+
+def staleness_policies() -> dict[str, type[StalenessPolicy]]:
+    """Staleness policies that this process knows without entry points, by name: for the option `staleness`."""
+    from rl_tq.policies import POLICIES
+    from rl_tq.types import StalenessPolicy
+
+    return {name: policy for name, policy in POLICIES.items() if issubclass(policy, StalenessPolicy)}
+
+
+def register_policy(kind: type[Policy]) -> None:
+    """Make a policy known to the queues that this process serves, as an entry point of `rl_tq.policies` does.
+
+    Raises:
+        ValueError: it is not a named subclass of `Policy`, or has the name of a shipped one.
+    """
+    from rl_tq.policies import POLICIES
+    from rl_tq.types import Policy
+
+    name, bases = getattr(kind, "name", None), kind.__mro__
+    if Policy not in bases or not isinstance(name, str):
+        raise ValueError(f"{kind.__name__} is not a subclass of Policy with a `name`; make it one")
+    if POLICIES.setdefault(name, kind) is not kind:
+        if POLICIES[name].__module__.startswith("rl_tq."):
+            raise ValueError(f"{kind.__name__} has the name {name!r}, which a shipped policy has; choose another")
+        POLICIES[name] = kind
 
 
 def load_storage(name: str) -> Storage:

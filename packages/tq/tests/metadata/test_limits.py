@@ -10,7 +10,7 @@ from rl_tq.metadata.checks import MAX_TAG_DEPTH
 from rl_tq.metadata.requests import Admission, Batch, Claim, Put
 from rl_tq.metadata.rows import MAX_LOCATIONS, pieces_of
 from rl_tq.metadata.store import MetadataStore
-from rl_tq.policies import FirstK, GroupComplete
+from rl_tq.policies import GroupComplete
 from rl_tq.types import Credit
 
 FLOAT = ColumnSchema(kind=ColumnKind.DENSE, dtype="float32", shape=())
@@ -71,14 +71,14 @@ def test_reserved_bytes_are_not_there_for_others(store):
     store.configure("p", {"max_bytes": 1000})
     credit = admit(store, 1, 600)
     assert put(store, 1, 500) is None
-    assert published(store, 1, 600, credit=credit.number)
+    assert published(store, 1, 600, credits=[credit.number])
 
 
 def test_a_put_under_a_credit_needs_no_other_room(store):
     store.configure("p", {"max_bytes": 1000})
     credit = admit(store, 2, 1000)
-    assert published(store, 1, 700, credit=credit.number)
-    assert published(store, 1, 300, credit=credit.number)
+    assert published(store, 1, 700, credits=[credit.number])
+    assert published(store, 1, 300, credits=[credit.number])
 
 
 def test_a_column_for_rows_of_a_full_partition_needs_no_room(store):
@@ -152,7 +152,7 @@ def test_rows_cleared_at_the_restored_step_are_not_missed(store):
 
 
 def test_a_group_of_which_one_row_was_acked_is_claimed_once(store):
-    policy = FirstK(k=1)
+    policy = GroupComplete(group_size=1)
     published(store, ["x"], tags=[{"group_id": 1}])
     batch = claimed(store, 1, policy=policy)
     assert batch is not None
@@ -216,7 +216,7 @@ def test_a_credit_given_back_lets_a_put_in(store):
 
 
 def test_a_weight_version_may_be_set_twice_and_not_back(store):
-    assert store.advance("p", 5) == store.advance("p", 5) == 0
+    assert store.advance("p", 5).num_cleared == store.advance("p", 5).num_cleared == 0
     with pytest.raises(ValueError, match="is 5 and cannot become 4"):
         store.advance("p", 4)
 

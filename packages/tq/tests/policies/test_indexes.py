@@ -16,8 +16,6 @@ TAGS = st.fixed_dictionaries(
     optional={
         "group_id": st.sampled_from("xyz"),
         "weight_version_min": st.integers(0, 3),
-        "priority": st.none() | st.integers(-2, 2),
-        "num_tokens": st.integers(1, 9),
         "spread": st.integers(0, 1),
     },
 )
@@ -130,43 +128,11 @@ class Order(RuleBasedStateMachine):
         assert self.index.members == self.ready
 
 
-class OldestVersion(Order):
-    policy = policies.OldestVersion()
-
-    def expected(self, count: int) -> list[int] | None:
-        order = sorted(self.ready, key=lambda n: (self.ready[n].tags.get("weight_version_min", 9), n))
-        return order[:count] if len(order) >= count else None
-
-
-class Priority(Order):
-    policy = policies.Priority()
-
-    def expected(self, count: int) -> list[int] | None:
-        order = sorted(self.ready, key=lambda n: (-(self.ready[n].tags.get("priority") or 0), n))
-        return order[:count] if len(order) >= count else None
-
-
-class Accepted(OldestVersion):
-    policy = policies.Where(tag="spread", op=">", value=0, then=policies.OldestVersion())
+class Accepted(Order):
+    policy = policies.Where(tag="spread", op=">", value=0, then=policies.Fifo())
 
     def is_ready(self, row: Row) -> bool:
         return row.tags.get("spread", 0) > 0
-
-
-class TokenBudget(Order):
-    policy = policies.TokenBudget(max_tokens=8)
-
-    def expected(self, count: int) -> list[int] | None:
-        taken, total = [], 0
-        for number in sorted(self.ready)[:count]:
-            tokens = self.ready[number].tags.get("num_tokens", 9)
-            if tokens > 8:
-                raise PolicyError
-            if total + tokens > 8:
-                return taken
-            taken.append(number)
-            total += tokens
-        return taken if len(taken) == count else None
 
 
 class Grouped(Order):
@@ -203,12 +169,12 @@ class Grouped(Order):
 
 
 class AcceptedGroups(Grouped):
-    policy = policies.Where(tag="spread", op=">", value=0, then=policies.FirstK(k=2))
+    policy = policies.Where(tag="spread", op=">", value=0, then=policies.GroupComplete(group_size=2))
 
     def is_ready(self, row: Row) -> bool:
         return super().is_ready(row) and row.tags.get("spread", 0) > 0
 
 
-@pytest.mark.parametrize("order", [Order, OldestVersion, Priority, Accepted, TokenBudget, Grouped, AcceptedGroups])
+@pytest.mark.parametrize("order", [Order, Accepted, Grouped, AcceptedGroups])
 def test_rows_are_given_in_the_order_of_the_policy(order):
     run_state_machine_as_test(order, settings=settings(max_examples=25, stateful_step_count=30))

@@ -98,7 +98,9 @@ def test_what_is_not_installed_where_the_server_runs_is_refused(installed, queue
     class Elsewhere(Policy):
         name: ClassVar[str] = "elsewhere"
 
-    with pytest.raises(ValueError, match=r"no policy 'elsewhere' where the server runs; there are \['all_ready', 'cur"):
+    with pytest.raises(
+        ValueError, match=r"no policy 'elsewhere' where the server runs; there are .*'all_ready', 'batch_ratio', 'cur"
+    ):
         queue.get_meta(**CLAIM, batch_size=1, sampler=Elsewhere())
     for name, message in (("missing", "cannot be imported where the server runs: No module"), ("int", "subclass of")):
         with pytest.raises(ValueError, match=message):
@@ -118,8 +120,11 @@ def test_policies_travel_as_json():
     [
         (lambda: policies.Where(tag="x", op="=~", value=1), "op is '=~'"),
         (lambda: policies.Where(tag="x", op="==", value=[1]), "op='in' only"),
-        (lambda: policies.TokenBudget(max_tokens=0), "max_tokens is 0"),
-        (lambda: policies.Where(tag="x", op="==", value=1, then=policies.FirstK(k=2)).check(3), "2 rows of a group"),
+        (lambda: policies.GroupComplete(group_size=0), "group_size is 0"),
+        (
+            lambda: policies.Where(tag="x", op="==", value=1, then=policies.GroupComplete(group_size=2)).check(3),
+            "groups have 2 rows",
+        ),
     ],
 )
 def test_policies_that_make_no_sense_are_refused_at_once(make, message):
@@ -127,9 +132,9 @@ def test_policies_that_make_no_sense_are_refused_at_once(make, message):
         make()
 
 
-@pytest.mark.parametrize("policy", [policies.GroupComplete(group_size=2), policies.FirstK(k=2)], ids=["whole", "first"])
-def test_a_wait_for_a_group_that_was_given_before_says_so(queue, policy):
+def test_a_wait_for_a_group_that_was_given_before_says_so(queue):
     """As in a second epoch, where the group_id is an index of the dataset."""
+    policy = policies.GroupComplete(group_size=2)
     data, tags = {"a": torch.arange(2)}, [{"group_id": 0}] * 2
     queue.put(data, partition="p", tags=tags)
     meta = queue.get_meta(**CLAIM, batch_size=2, sampler=policy)
@@ -141,19 +146,10 @@ def test_a_wait_for_a_group_that_was_given_before_says_so(queue, policy):
     assert "2 rows stay out" in queue.explain(partition="p", columns=["a"], batch_size=2, task="t", sampler=policy)
 
 
-@pytest.mark.parametrize("tag", ["priority", "num_tokens"])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf"), "7", [7]], ids=str)
-def test_an_unordered_or_unsummable_tag_is_refused_at_the_put(queue, tag, value):
-    """One NaN, and a heap gives rows in no order, and a budget of tokens is never reached."""
-    with pytest.raises(rl_tq.SchemaError, match=f"the tag {tag} is .*: it must be a finite number or null"):
-        queue.put({"a": torch.arange(2)}, partition="p", tags=[{tag: 1}, {tag: value}])
-    assert queue.stats()["rows"] == 0
-
-
 def test_a_policy_is_made_by_its_name():
     filtered = create_policy("where", tag="is_copy", op="==", value=False, then=create_policy("all_ready"))
     assert filtered == policies.Where(tag="is_copy", op="==", value=False, then=policies.AllReady())
-    with pytest.raises(ValueError, match=r"'first_k' takes \['k'\], not \['n'\]"):
-        create_policy("first_k", n=1)
+    with pytest.raises(ValueError, match=r"'group_complete' takes \['group_size'\], not \['n'\]"):
+        create_policy("group_complete", n=1)
     with pytest.raises(ValueError, match="there is no policy 'newest'"):
         create_policy("newest")

@@ -19,6 +19,7 @@ from rl_tq import registry as _registry
 from rl_tq.storage import inproc
 from rl_tq.storage.inproc import InprocQueue
 from rl_tq.testing import TransferQueueContract
+from rl_tq.types import AdvanceReport
 
 STORAGES: dict[str, type[InprocQueue]] = {}
 
@@ -218,7 +219,7 @@ class RestoreOfEveryTask(InprocQueue):
 @planted
 class AdvanceOfNothing(InprocQueue):
     def advance(self, partition, weight_version):
-        return 0
+        return AdvanceReport(num_cleared=0)
 
 
 @planted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -192,7 +193,14 @@ def open_job(config: Config, runtime: Runtime, model_path: Path, state: RunState
     if config.weights.delta and not has_votes(weights_address):
         weights_address = chain_address(weights_address)
     snapshot = queue_snapshot(config, state)
-    store = runtime.create_group(QueueWorker, "queue", storage=storage, name=f"{name}-queue", snapshot=snapshot)
+    store = runtime.create_group(
+        QueueWorker,
+        "queue",
+        prepare=partial(create_schedule, config),
+        storage=storage,
+        name=f"{name}-queue",
+        snapshot=snapshot,
+    )
     return Job(
         config=config,
         runtime=runtime,
@@ -366,11 +374,11 @@ def create_agents(job: Job, servers: Servers, rewards: RewardServers | None) -> 
         "agent",
         config=config.agent,
         reward=config.reward,
+        batch=config.batch,
         max_new_tokens=config.rollout.max_new_tokens,
         asks_experts=config.engine.router_replay,
         has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).reads,
         num_steps=config.steps,
-        num_given=config.batch.given,
         teacher=config.teacher,
         model_path=str(job.model_path),
         servers=servers.addresses,

@@ -50,7 +50,7 @@ def test_without_staleness_seeds_and_weights_match_sync():
     assert [r.position for r in records] == [0, 8, 12, 16, 20, 24, 24]
     source = QueueJob(settings, FakeAgents(settings)).source
     seeds = [source.sampling(f"{step}/0")["seed"] for step in range(1, 7)]
-    want = [(job.row_index, job.place, seed) for seed in seeds for job in source.draw(4)]
+    want = [(row, place, seed) for seed in seeds for place, row in enumerate(source.order.take(4))]
     assert [(j.row_index, j.place, seed) for j, seed in job.agents.submitted] == want
 
 

@@ -1,5 +1,7 @@
 """How a batch is filled when rollouts fail or groups have no signal."""
 
+from dataclasses import replace
+
 import pytest
 from packages.trainer.tests.support.stand_ins import FakeAgents
 
@@ -45,7 +47,8 @@ def test_jobs_know_the_files_and_numbers_of_their_rows():
     source = RolloutSource(
         agents, prompts.rows, prompts.order, agents.queue, config, create_schedule(config).policy, poll_s=0.0
     )
-    assert {(len(job.row["text"]), job.where) for job in source.draw(4)} == {(1, "f, row 2"), (2, "f, row 5")}
+    source.release(1)
+    assert {(len(job.row["text"]), job.where) for job, _ in agents.submitted} == {(1, "f, row 2"), (2, "f, row 5")}
     asked = []
     agents.evaluate = lambda jobs, sampling: asked.extend(jobs) or FakeAgents.evaluate(agents, jobs, sampling)
     source.evaluate(prompts.eval_rows)
@@ -67,6 +70,22 @@ def test_groups_without_signal_are_replaced_but_count_in_rewards():
 def test_without_dynamic_sampling_every_group_stays():
     made, position = batch_of(ROWS[:3])
     assert (len(made.batch), made.dropped_groups, position) == (8, 0, 4)
+
+
+def test_a_group_that_nobody_waits_for_is_in_no_batch():
+    """Put by a worker that died before it reported, and given up since."""
+    config = load_config("quickstart", ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2"])
+    agents, order = Agents(config, per_poll=4), PromptOrder(num_rows=1, seed=0, position=0)
+    policy = create_schedule(config).policy
+    source = RolloutSource(agents, ROWS[1:2], order, agents.queue, config, policy, poll_s=0.0)
+    source.release(1)
+    agents.queue.configure("train", staleness=replace(policy, num_extra=1), tasks=["train"])
+    credit = agents.queue.admit(partition="train", num_rows=1, group_id=-1)
+    tags = [{"group_id": -1, "attempt": 0, "weight_version_min": 0}]
+    agents.queue.put({"group_id": [-1]}, partition="train", tags=tags, credit=credit)
+    made = source.take(1)
+    assert [group.group_id for group in made.groups] == [1, 2, 3, 4]
+    assert agents.queue.stats()["partitions"]["train"]["rows"] == len(made.batch) == 8
 
 
 def test_failed_groups_are_counted_and_replaced():

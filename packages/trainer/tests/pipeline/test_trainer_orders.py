@@ -344,24 +344,31 @@ def test_a_run_on_a_stream_counts_what_it_passed_over(model, tmp_path):
     assert len(set(read_samples(tmp_path / "out")["prompt"].to_pylist())) == 8
 
 
+class Agents(FakeAgents):
+    """Completions of odd rows are right."""
+
+    def rewards_of(self, group):
+        return [float(next(job.row_index for job, _ in self.submitted if job.group_id == group) % 2)] * 2
+
+
 def test_a_resumed_curriculum_draws_what_it_would_have_drawn():
     config = load_config("quickstart", ["batch.batch_size=3", "batch.group_size=2"])
     rows = [row(n) for n in range(6)]
 
     def manager():
         order = CurriculumOrder(num_rows=6, seed=0, low=0.0, high=1.0, revisit=0.2)
-        agents = FakeAgents(config)
-        return RolloutSource(agents, rows, order, agents.queue, config, create_schedule(config).policy)
+        agents = Agents(config, per_poll=3)
+        return RolloutSource(agents, rows, order, agents.queue, config, create_schedule(config).policy, poll_s=0.0)
 
-    def step(manager):
-        jobs = manager.draw(3)
-        for job in jobs:
-            manager.order.observe(job.row_index, [float(job.row_index % 2)] * 2)
-        return [job.row_index for job in jobs]
+    def step(manager, version=1):
+        manager.release(version)
+        generated = manager.take(version)
+        manager.finish(generated, version)
+        return [group.row_index for group in generated.groups]
 
     first = manager()
-    for _ in range(3):
-        step(first)
+    for version in range(1, 4):
+        step(first, version)
     second = manager()
     second.order.load_state_dict(json.loads(json.dumps(first.order.state_dict())))
-    assert [step(second) for _ in range(6)] == [step(first) for _ in range(6)]
+    assert [step(second, version) for version in range(1, 7)] == [step(first, version) for version in range(4, 10)]

@@ -21,7 +21,8 @@ from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.rewards import Score
 from rl_trainer.run import run
-from rl_trainer.workers.agent import FailureReport, Job
+from rl_trainer.workers.agent import GroupReport, Job
+from rl_trainer.workers.grading import GradedGroup
 from rl_trainer.workers.loop_thread import LoopThread
 
 SIZES = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "batch.over_sampling=0.5"]
@@ -128,7 +129,7 @@ class Rows:
     def __init__(self):
         self.tags = []
 
-    def put(self, columns, partition, tags):
+    def put(self, columns, partition, tags, credit):
         self.columns = columns
         self.tags += tags
 
@@ -144,8 +145,8 @@ def ended():
         reports = []
 
         def have_failed():
-            reports.extend(report for report in worker.poll() if report.groups)
-            return sum(len(report.groups) for report in reports) == num_groups
+            reports.extend(report for report in worker.poll() if report.failed)
+            return sum(len(report.failed) for report in reports) == num_groups
 
         until(have_failed)
         return reports[-1]
@@ -161,35 +162,42 @@ def test_a_failure_names_its_row(agent_worker, ended):
     worker.submit(jobs, {}, "train", 2)
     wanted = "train.jsonl, row 7: KeyError: 'no such page'"
     report = ended(worker, 1)
-    assert (report.groups, report.last_failure) == ((5,), wanted)
+    assert (report.failed, report.last_failure) == ((5,), wanted)
     (held_out,) = worker.evaluate(jobs, {})
     assert (held_out.num_failed, held_out.last_failure) == (1, wanted)
     worker.close()
 
 
+class Gated(Rows):
+    """A queue whose puts wait for a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def put(self, columns, partition, tags, credit):
+        self.entered.set()
+        assert self.gate.wait(60)
+        super().put(columns, partition, tags, credit)
+
+
 @pytest.mark.process
-def test_a_worker_stops_what_is_not_complete_and_writes_what_is(agent_worker):
-    entered, gate = threading.Event(), threading.Event()
-
-    class Gated(Rows):
-        def put(self, columns, partition, tags):
-            entered.set()
-            assert gate.wait(60)
-            super().put(columns, partition, tags)
-
+@pytest.mark.parametrize("others", [[True, True], []], ids=["others are stopped", "nothing else is left"])
+def test_a_worker_stops_what_is_not_complete_and_writes_what_is(agent_worker, others, monkeypatch):
+    monkeypatch.setattr(Loop, "cancelled", 0)
     queue = Gated()
     worker = agent_worker(queue, Loop, Scorer())
     jobs = [
         Job(row={"is_slow": slow, "data_source": "x"}, row_index=group, group_id=group, place=group)
-        for group, slow in enumerate([False, True, True])
+        for group, slow in enumerate([False, *others])
     ]
     worker.submit(jobs, {}, "train", 2)
-    assert entered.wait(60)
-    threading.Timer(0.2, gate.set).start()  # the write is under way when it is told to stop
+    assert queue.entered.wait(60)
+    threading.Timer(0.2, queue.gate.set).start()  # the write is under way when it is told to stop
     worker.stop_running()
     assert [tag["group_id"] for tag in queue.tags] == [0, 0]
-    assert Loop.cancelled == 4
-    assert worker.poll() == [FailureReport(groups=())]
+    assert Loop.cancelled == 2 * len(others)
+    assert worker.poll() == [GroupReport(finished=(GradedGroup(group_id=0, attempt=0, rewards=(1.0, 1.0)),))]
     worker.close()
 
 
@@ -243,7 +251,7 @@ def test_a_group_has_its_greedy_reward_and_fails_with_it(agent_worker, ended):
     until(lambda: queue.tags)
     assert [(tag["group_id"], tag["reward"]) for tag in queue.tags] == [(7, 1.0), (7, 1.0)]
     assert queue.columns["greedy_rewards"].tolist() == [0.25, 0.25]
-    assert set(report.groups) <= {8, 9}
+    assert set(report.failed) <= {8, 9}
     assert "nothing is known of it" in report.last_failure
     worker.close()
 

@@ -17,7 +17,7 @@ from rl_trainer.pipeline.weight_sync import WeightSync
 from rl_trainer.pipeline.weight_transfer import PLAN_FILE, GatheredTransfer, ShardedTransfer, session_pattern
 from rl_trainer.run import resize_as_asked
 from rl_trainer.runtime.base import ReplicaSet
-from rl_trainer.workers.agent import EvalReport, FailureReport, Job
+from rl_trainer.workers.agent import EvalReport, GroupReport, Job
 from rl_trainer.workers.rollout import Receivers
 from rl_trainer.workers.weights import LocalWeights
 
@@ -95,7 +95,7 @@ class Agent:
 
 
 def report(jobs):
-    return FailureReport(groups=tuple(job.group_id for job in jobs))
+    return GroupReport(failed=tuple(job.group_id for job in jobs))
 
 
 def address(number):
@@ -128,7 +128,7 @@ def test_submitted_groups_outlive_workers_and_keep_their_seeds(monkeypatch):
     workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
     workers.submit(jobs(3, 4, 5), {"seed": 8}, "train", 2)
     assert [len(worker.jobs) for worker in replica_set.workers.values()] == [3, 2]  # the least busy gets the next
-    failed = [group for each in workers.poll() for group in each.groups]
+    failed = [group for each in workers.poll() for group in each.failed]
     assert sorted(failed) == [1, 2], "each worker told of its first"
     workers.finish(4)
     lost = {job.group_id for job, _ in replica_set.workers[0].jobs} - {4}

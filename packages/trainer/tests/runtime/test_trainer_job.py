@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from safetensors import safe_open
 
+from rl_tq.registry import staleness_policies
 from rl_trainer import checkpoints
 from rl_trainer.config import load_config
-from rl_trainer.pipeline.staleness import POLICIES
 from rl_trainer.run import run
 
 pytestmark = pytest.mark.process
@@ -135,7 +135,7 @@ def test_a_run_in_one_process_has_the_numbers_of_one_on_ray(model, tmp_path, on_
     assert numbers(output_dir) == wanted
 
 
-FIRST, *REST = POLICIES
+FIRST, *REST = staleness_policies()
 POLICIES_OF_RUNS = [pytest.param([FIRST], id=FIRST), pytest.param(REST, id="the others", marks=pytest.mark.slow)]
 
 

@@ -162,6 +162,8 @@ def test_a_resumed_job_continues_prompts_and_group_numbers(placed):
     state = RunState(seed=0, num_rows=16, position=9, pending=(7, 5), held=(held.as_tuple(),))
     components, _ = placed(state=state)
     assert components.held == (held,)
-    jobs = components.source.draw(2)
-    assert [(job.row_index, job.group_id) for job in jobs] == [(7, 42), (5, 43)]
-    assert components.source.position == 9
+    source, jobs = components.source, []
+    components.agents.submit = lambda some, *_: jobs.extend(some)
+    source.release(3)
+    assert [(job.row_index, job.group_id) for job in jobs[:2]] == [(7, 42), (5, 43)]
+    assert source.position == 9 + len(jobs) - 2

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import rl_tq.registry
 from rl_ckpt.types import SyncReport
 from rl_engine.types import digest_files, write_manifest
+from rl_tq.errors import QueueFullError, StaleVersionError
 from rl_tq.types import BatchMeta
 from rl_trainer.checkpoints import RunState
 from rl_trainer.data import PromptOrder
@@ -17,11 +18,12 @@ from rl_trainer.metrics import Evaluation, HeldGroup
 from rl_trainer.pipeline.components import Components
 from rl_trainer.pipeline.rollout_source import Generated, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.workers.agent import EvalReport, FailureReport
+from rl_trainer.workers.agent import EvalReport, GroupReport
 from rl_trainer.workers.engine_worker import AdvantageReport, UpdateReport
+from rl_trainer.workers.grading import GradedGroup, group_filter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from rl_tq.base import TransferQueue
     from rl_trainer.config import Config
@@ -163,7 +165,8 @@ class FakeAgents:
         self.queue = rl_tq.registry.serve("inproc://") if queue is None else queue
         self._config, self._draw = config, random.Random(seed)
         self._per_poll, self._fails, self._slow = per_poll, set(fails), set(slow)
-        self._running: dict[int, int] = {}
+        self._running: dict[int, tuple[Job, int]] = {}
+        self._is_kept = group_filter(config.batch)
         self.version = 0
         self.submitted: list[tuple[Job, int]] = []
 
@@ -172,35 +175,34 @@ class FakeAgents:
         del partition, group_size
         for job in jobs:
             self.submitted.append((job, sampling_params["seed"]))
-            self._running[job.group_id] = self.version
+            self._running[job.group_id] = (job, self.version)
 
     def finish(self, group: int) -> None:
         """Nothing dies here."""
 
-    def poll(self) -> list[FailureReport]:
-        """Finish some groups and put them into the queue."""
+    def poll(self) -> list[GroupReport]:
+        """Finish some groups and put those that are kept into the queue."""
         quick = [group for group in self._running if group not in self._slow]
         done = self._draw.sample(sorted(quick or self._running), min(self._per_poll, len(quick or self._running)))
-        versions = {group: self._running.pop(group) for group in done}
-        self.put({group: version for group, version in versions.items() if group not in self._fails})
-        failed = tuple(group for group in done if group in self._fails)
-        if not failed:
-            return []
-        return [FailureReport(groups=failed, failures={"tool": len(failed)}, last_failure="the tool broke")]
+        ended = {group: self._running.pop(group) for group in done}
+        reports = [self.put(*job_and_version) for group, job_and_version in ended.items() if group not in self._fails]
+        if failed := tuple(group for group in done if group in self._fails):
+            why = "the tool broke"
+            reports.append(GroupReport(failed=failed, failures={"tool": len(failed)}, last_failure=why))
+        return reports
 
     def rewards_of(self, group: int) -> list[float]:
         """Rewards of a group, one per completion."""
         del group
         return [float(rollout % 2) for rollout in range(self._config.batch.group_size)]
 
-    def put(self, versions: Mapping[int, int]) -> None:
-        """Put rows of groups, given the weight versions of their oldest tokens."""
+    def put(self, job: Job, version: int) -> GroupReport:
+        """Put the rows of a job's group whose oldest token is of weight version `version`, as an agent worker does."""
         names = ("prompt_token_ids", "completion_token_ids", "loss_mask", "rewards", "rollout_logprobs", "group_id")
         tags = [
             {
-                "group_id": group,
+                "group_id": job.group_id,
                 "attempt": 0,
-                "is_copy": False,
                 "reward": reward,
                 "num_tokens": 4,
                 "finish_reason": "stop",
@@ -208,15 +210,22 @@ class FakeAgents:
                 "weight_version_max": self.version,
                 **({"columns": names} if rollout == 0 else {}),
             }
-            for group, version in versions.items()
-            for rollout, reward in enumerate(self.rewards_of(group))
+            for rollout, reward in enumerate(self.rewards_of(job.group_id))
         ]
-        if tags:
-            columns: dict[str, Any] = dict.fromkeys(names, [[1, 2]] * len(tags))
-            columns["group_id"] = [tag["group_id"] for tag in tags]
-            self.queue.put(columns, partition="train", tags=tags)
+        graded = GradedGroup.of(tags)
+        if not self._is_kept(tags):
+            return GroupReport(dropped=(graded,))
+        columns: dict[str, Any] = dict.fromkeys(names, [[1, 2]] * len(tags))
+        columns["group_id"] = [tag["group_id"] for tag in tags]
+        try:
+            self.queue.put(columns, partition="train", tags=tags, credit=job.credit)
+        except StaleVersionError:
+            return GroupReport(late=(job.group_id,))
+        except QueueFullError:  # it was given up meanwhile
+            return GroupReport()
+        return GroupReport(finished=(graded,))
 
-    def stop_running(self) -> list[FailureReport]:
+    def stop_running(self) -> list[GroupReport]:
         """Abort the groups that have not finished."""
         self._running.clear()
         return []

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 import rl_agent
+import rl_tq
 from rl_agent.types import AgentLoopOutput
 from rl_bench.waiting import until
+from rl_trainer.config import BatchConfig
 from rl_trainer.errors import TrainerError
 from rl_trainer.metrics import Evaluation
 from rl_trainer.pipeline.step_record import completion_metrics, part_means, record_of
@@ -90,7 +92,7 @@ def test_the_last_tool_error_is_reported_with_type_and_row(agent_worker):
         async def scores(self, completions, values, row):
             return [HALF for _ in values]
 
-    queue = SimpleNamespace(put=lambda columns, partition, tags: queued.extend(tags), close=lambda: None)
+    queue = SimpleNamespace(put=lambda columns, partition, tags, credit: queued.extend(tags), close=lambda: None)
     worker = agent_worker(queue, Loop, Scorer())
     worker.submit([Job(row={}, row_index=6, group_id=7, place=0, where="train.jsonl, row 7")], {}, "train", 2)
     until(lambda: queued)
@@ -99,6 +101,69 @@ def test_the_last_tool_error_is_reported_with_type_and_row(agent_worker):
     assert found.last_tool_error == "train.jsonl, row 7: lookup: KeyError: 'x'"
     assert (found.metrics["tool_errors"], found.failures, found.last_failure) == (2.0, {}, "")
     assert "tool_errors" not in stepped(queued[1:]).metrics
+
+
+class Plain(rl_agent.AgentLoop):
+    """Answers at once."""
+
+    async def run(self, sampling_params, row):
+        return output([5])
+
+
+class RowScorer:
+    """Rewards that the row says, one per completion."""
+
+    step = 0
+
+    async def start(self):
+        pass
+
+    close = start
+
+    async def values(self, completion, row):
+        return {}
+
+    async def scores(self, completions, values, row):
+        return [dataclasses.replace(HALF, reward=reward) for reward in row["rewards"]]
+
+
+def reports_of(worker, num_groups):
+    """How groups ended, once so many have."""
+    found = []
+
+    def have_ended():
+        found.extend(worker.poll())
+        return sum(len(r.finished) + len(r.dropped) + len(r.late) + len(r.failed) for r in found) == num_groups
+
+    until(have_ended)
+    return {
+        how: sorted(getattr(each, "group_id", each) for report in found for each in getattr(report, how))
+        for how in ("finished", "dropped", "late", "failed")
+    }
+
+
+def test_a_worker_reports_how_each_group_ended(agent_worker):
+    """One without signal is not put; one that is too old by now, or was given up, hinders no other."""
+    rewards = {1: (0.0, 1.0), 2: (1.0, 1.0), 3: (1.0, 0.0), 4: (0.0, 1.0), 5: (1.0, 0.0)}
+    with rl_tq.serve("inproc://") as queue:
+        policy = rl_tq.registry.create_policy("oldest_token", max_staleness=0, batch_size=8)
+        queue.configure("train", staleness=policy, tasks=["train"])
+        version = output([5]).weight_versions[0]
+        queue.advance("train", version)
+        admitted = {n: queue.admit(partition="train", num_rows=2, group_id=n) for n in rewards}
+        queue.release(admitted[4])
+        worker = agent_worker(queue, Plain, RowScorer(), batch=BatchConfig(dynamic_sampling=True))
+        jobs = [
+            Job(row={"rewards": two}, row_index=n, group_id=n, place=n, credit=admitted[n])
+            for n, two in rewards.items()
+        ]
+        worker.submit(jobs[:4], {}, "train", 2)
+        assert reports_of(worker, 3) == {"finished": [1, 3], "dropped": [2], "late": [], "failed": []}
+        assert queue.stats()["partitions"]["train"]["rows"] == 4
+        queue.advance("train", version + 1)
+        worker.submit(jobs[4:], {}, "train", 2)
+        assert reports_of(worker, 1)["late"] == [5]
+        worker.close()
 
 
 def test_failures_of_an_evaluation_are_reported():

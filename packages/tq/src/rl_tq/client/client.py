@@ -27,7 +27,17 @@ from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleRef
 from rl_tq.metadata.checks import check_seconds
 from rl_tq.protocol.codec import lengthen, shorten
 from rl_tq.protocol.framing import ALIGNMENT, Payload
-from rl_tq.types import BatchMeta, Buffer, Credit, PartitionOptions, Policy, RestoreReport, RowMeta, batch_meta
+from rl_tq.types import (
+    AdvanceReport,
+    BatchMeta,
+    Buffer,
+    Credit,
+    PartitionOptions,
+    Policy,
+    RestoreReport,
+    RowMeta,
+    batch_meta,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +89,7 @@ class QueueClient(TransferQueue):
         partition: str,
         sample_ids: Sequence[str] | BatchMeta | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
-        credit: Credit | None = None,
+        credit: Credit | Sequence[Credit] | None = None,
         timeout_s: float | None = None,
     ) -> BatchMeta:
         """See `TransferQueue.put`."""
@@ -103,7 +113,7 @@ class QueueClient(TransferQueue):
         if tags is not None:
             request["tags"] = _checked_tags(tags)
         if credit is not None:
-            request["credit"] = credit.number
+            request["credits"] = [each.number for each in ([credit] if isinstance(credit, Credit) else credit)]
         if borrowed:
             request["shared"] = borrowed
         return _batch_meta(self._store_extent(layout, request, limit), partition, (*columns, *borrowed))
@@ -196,18 +206,28 @@ class QueueClient(TransferQueue):
         checked = PartitionOptions.from_json(options).to_json()
         self._call({"op": "configure", "partition": partition, "options": checked}, self.timeout_s)
 
-    def advance(self, partition: str, weight_version: int) -> int:
+    def advance(self, partition: str, weight_version: int) -> AdvanceReport:
         """See `TransferQueue.advance`."""
         if type(weight_version) is not int:
             raise ValueError(f"weight_version is {weight_version!r}: it must be an integer")
         request = {"op": "advance", "partition": partition, "weight_version": weight_version}
-        return self._call(request, self.timeout_s)["num_dropped"]
+        reply = self._call(request, self.timeout_s)
+        return AdvanceReport(num_cleared=reply["num_cleared"], groups=tuple(reply["groups"]))
 
-    def admit(self, *, partition: str, num_rows: int, num_bytes: int = 0, timeout_s: float | None = None) -> Credit:
+    def admit(
+        self,
+        *,
+        partition: str,
+        num_rows: int,
+        num_bytes: int = 0,
+        group_id: int | str | None = None,
+        timeout_s: float | None = None,
+    ) -> Credit:
         """See `TransferQueue.admit`."""
         limit = _limit(timeout_s, self.timeout_s)
         request = {
-            "op": "admit", "partition": partition, "num_rows": num_rows, "num_bytes": num_bytes, "timeout_s": limit
+            "op": "admit", "partition": partition, "num_rows": num_rows, "num_bytes": num_bytes, "group_id": group_id,
+            "timeout_s": limit,
         }  # fmt: skip
         reply = self._call(request, limit)
         return Credit(**{each.name: reply[each.name] for each in fields(Credit)})

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from rl_tq.errors import MissingDataError, QueueFullError, SchemaError
+from rl_tq.errors import MissingDataError, QueueFullError, SchemaError, StaleVersionError
 from rl_tq.metadata import checks
 from rl_tq.metadata.checks import few
 from rl_tq.metadata.requests import Admission, Put, Request
-from rl_tq.types import DEFAULT_OPTIONS, Credit, OnFull, PartitionOptions
+from rl_tq.types import DEFAULT_OPTIONS, AdvanceReport, Credit, OnFull, PartitionOptions
+from rl_tq.types.staleness import ADMITTED, OutstandingGroups, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ class _Reservation:
     """Left of it."""
     owner: Any
     label: str
+    credit: Credit
 
 
 class Admissions:
@@ -39,6 +41,8 @@ class Admissions:
         self._alias = alias
         self._reservations: dict[int, _Reservation] = {}
         self._num_given = 0
+        self._in_flight: defaultdict[str, dict[Any, int]] = defaultdict(dict)
+        """By partition, groups with a credit to the weight version of their admission."""
 
     # Puts
 
@@ -52,6 +56,8 @@ class Admissions:
         checks.check_put(put, home)
         if options.max_lag is not None:
             checks.check_fresh(put, options, self._state.versions.get(put.partition, 0))
+        if put.credits:
+            self._check_credits(put)
         if put.leases:
             ledger = home.tasks.get(put.task) if home else None
             checks.check_leases(
@@ -75,21 +81,51 @@ class Admissions:
             QueueFullError: there is no room, and the partition's `on_full` forbids waiting.
         """
         existing = self.check(put)
-        if self._options(put.partition) is DEFAULT_OPTIONS and not put.credit:
+        if self._options(put.partition) is DEFAULT_OPTIONS and not put.credits:
             return self.enter(put, existing)
-        num_new = existing.count(None) if existing else put.num_rows
-        reservation = self._promise(put) if put.credit else None
-        if num_new and self._has_limits(put.partition):
-            rows = max(0, num_new - (reservation.num_rows if reservation else 0))
-            nbytes = max(0, put.nbytes - (reservation.num_bytes if reservation else 0))
-            if not self._has_room(put.partition, rows, nbytes) and not self._make_room(put, rows, nbytes):
+        num_new, nbytes = existing.count(None) if existing else put.num_rows, put.nbytes
+        used = [self._reservations[number] for number in put.credits]
+        if num_new:
+            rows_left = max(0, num_new - sum(each.num_rows for each in used))
+            bytes_left = max(0, nbytes - sum(each.num_bytes for each in used))
+            if not self._has_room(put.partition, rows_left, bytes_left) and not self._make_room(
+                put, rows_left, bytes_left
+            ):
                 return None
-        if reservation is not None:
-            reservation.num_rows = max(0, reservation.num_rows - num_new)
-            reservation.num_bytes = max(0, reservation.num_bytes - put.nbytes)
-            if not reservation.num_rows:
-                del self._reservations[put.credit]
+        admitted = {each.credit.group_id: each.credit.weight_version for each in used}
+        for each in used:
+            num_new, each.num_rows = max(0, num_new - each.num_rows), max(0, each.num_rows - num_new)
+            nbytes, each.num_bytes = max(0, nbytes - each.num_bytes), max(0, each.num_bytes - nbytes)
+            if not each.num_rows or each.credit.group_id is not None:
+                self.release(each.credit.number)
+        if None not in admitted and put.tags:
+            put.tags = [{**tags, ADMITTED: admitted[tags["group_id"]]} for tags in put.tags] if admitted else put.tags
         return self.enter(put, existing)
+
+    def _check_credits(self, put: Put) -> None:
+        """Check that credits are good, and that they are those of the groups in a put, which may not be too old.
+
+        Raises:
+            QueueFullError: a credit is not good for the partition any more.
+            SchemaError: a row is of another group, or a group's rows come without tags.
+            StaleVersionError: the staleness policy has given up a group with such old tokens.
+        """
+        admitted = {self._promise(put, number).credit.group_id: number for number in put.credits}
+        if None in admitted:
+            return
+        groups: dict[Any, list[int]] = {}
+        for tags in put.tags or ({},) * put.num_rows:
+            groups.setdefault(tags.get("group_id"), []).append(tags.get("weight_version_min", 0))
+        if groups.keys() != admitted.keys():
+            raise SchemaError(f"the credits are for the groups {[*admitted]}, and the rows are of {[*groups]}")
+        index = self.groups(put.partition)
+        for group, versions in groups.items() if index is not None else ():
+            since = self._reservations[admitted[group]].credit.weight_version
+            if index is not None and index.is_late(Span(admitted=since, oldest=min(versions)), group):
+                raise StaleVersionError(
+                    f"group {group!r} has tokens of weight version {min(versions)}, which the staleness policy of "
+                    f"partition {put.partition!r} gives up at version {index.version}; generate another"
+                )
 
     def enter(self, put: Put, existing: list[Row | None]) -> list[Row]:
         """Enter a put that passed `check` and has room; `existing` is the result of `check`."""
@@ -133,33 +169,64 @@ class Admissions:
         if request.num_rows < 1 or request.num_bytes < 0:
             raise SchemaError(f"a credit is for 1 row or more and 0 bytes or more, not {request.num_rows} rows and {request.num_bytes} bytes")  # fmt: skip  # noqa: E501
         self._check_possible(name, request.num_rows, request.num_bytes, "a credit")
-        if not self._has_room(name, request.num_rows, request.num_bytes):
+        index, group = self.groups(name), request.group_id
+        if (index is None) != (group is None) or isinstance(group, list | dict):
+            raise SchemaError(
+                f"group_id is {group!r}: partition {name!r} has "
+                + (
+                    "no staleness policy"
+                    if index is None
+                    else "a staleness policy; name the group that is to be generated"
+                )
+            )
+        if group in self._in_flight[name]:
+            raise SchemaError(f"group {group!r} of partition {name!r} has a credit already")
+        if (index is not None and not index.has_room) or not self._has_room(name, request.num_rows, request.num_bytes):
             if self._options(name).on_full is OnFull.RAISE:
                 raise QueueFullError(self.explain(request))
             return None
         self._num_given += 1
+        credit = Credit(
+            number=self._num_given, partition=name, num_rows=request.num_rows, num_bytes=request.num_bytes,
+            weight_version=self._state.versions.get(name, 0), group_id=group,
+        )  # fmt: skip
         self._reservations[self._num_given] = _Reservation(
             partition=name, num_rows=request.num_rows, num_bytes=request.num_bytes, owner=request.owner,
-            label=request.label,
+            label=request.label, credit=credit,
         )  # fmt: skip
-        return Credit(
-            number=self._num_given, partition=name, num_rows=request.num_rows, num_bytes=request.num_bytes,
-            weight_version=self._state.versions.get(name, 0),
-        )  # fmt: skip
+        if group is not None:
+            self._in_flight[name][group] = credit.weight_version
+        return credit
 
     def release(self, credit: int) -> str | None:
         """End a reservation; returns its partition, None if it ended before."""
         reservation = self._reservations.pop(credit, None)
-        return reservation.partition if reservation else None
+        if reservation is None:
+            return None
+        self._in_flight[reservation.partition].pop(reservation.credit.group_id, None)
+        return reservation.partition
 
-    def owner_left(self, owner: Any) -> list[str]:
+    def owner_left(self, owner: Any) -> set[str]:
         """End the reservations of a client that left; returns their partitions."""
         gone = [number for number, reservation in self._reservations.items() if reservation.owner == owner]
-        return [self._reservations.pop(number).partition for number in gone]
+        return {partition for number in gone if (partition := self.release(number)) is not None}
+
+    def groups(self, partition: str, columns: Sequence[str] = ()) -> OutstandingGroups | None:
+        """Index of the outstanding groups whose rows have `columns`; None without a staleness policy."""
+        options, home = self._options(partition), self._state.partitions.get(partition)
+        if options.staleness is None:
+            return None
+        index = OutstandingGroups(options.staleness)
+        if home is not None:
+            found = self._state.ledger(home, options.tasks[0]).index(home.rows, columns, options.staleness)
+            assert isinstance(found, OutstandingGroups), "a staleness policy makes no other"
+            index = found
+        index.in_flight, index.version = self._in_flight[partition], self._state.versions.get(partition, 0)
+        return index
 
     def must_wait(self, request: Request, parked: Iterable[Request]) -> bool:
         """Whether a request must queue behind others that wait for room. Added columns and credits need not."""
-        if isinstance(request, Put) and (request.credit or request.rows or not self._makes_rows(request)):
+        if isinstance(request, Put) and (request.credits or request.rows or not self._makes_rows(request)):
             return False
         return any(isinstance(other, Put | Admission) for other in parked)
 
@@ -176,6 +243,24 @@ class Admissions:
         if gone:
             self._state.clear(partition, sorted(gone), "stale")
         return len(gone)
+
+    def expire(self, partition: str) -> AdvanceReport:
+        """Clear what is too old at the present weight version: rows by `max_lag`, and groups by the staleness policy.
+
+        Credits of groups in flight that are given up end.
+        """
+        num_cleared, index = self.drop_stale(partition), self.groups(partition)
+        if index is None:
+            return AdvanceReport(num_cleared=num_cleared)
+        groups = index.expired()
+        rows = sorted(index.rows_of(groups))
+        if rows:
+            self._state.clear(partition, rows, "stale")
+        ended = {group for group in groups if self._in_flight[partition].pop(group, None) is not None}
+        for number, each in [*self._reservations.items()] if ended else ():
+            if each.partition == partition and each.credit.group_id in ended:
+                self.release(number)
+        return AdvanceReport(num_cleared=num_cleared + len(rows), groups=tuple(groups))
 
     def drop_rejected(self, home: Partition, rejected: Iterable[int]) -> bool:
         """Clear rows that a policy rejects, with their groups, unless leased; returns whether there were any."""
@@ -198,9 +283,13 @@ class Admissions:
         rows, nbytes = self._reserved(request.partition)
         holders = sorted({p.label for p in self._reservations.values() if p.partition == request.partition})
         leased = sum(map(home.is_leased, home.rows)) if home else 0
+        if (index := self.groups(request.partition)) is not None and not index.has_room:
+            return (
+                f"{options.staleness} admits no more groups to partition {request.partition!r}: {index.why_waiting()}"
+            )
         return (
             f"partition {request.partition!r} has no room for {wanted}: it holds {len(home.rows) if home else 0} of "
-            f"{options.row_limit} rows ({leased} leased), {home.nbytes if home else 0} of {options.max_bytes} bytes, "
+            f"{options.max_rows} rows ({leased} leased), {home.nbytes if home else 0} of {options.max_bytes} bytes, "
             + f"and promised {rows} rows, {nbytes} bytes"
             + (f" to {', '.join(holders)}" if holders else "")
             + ". Rows leave when they are cleared"
@@ -217,15 +306,11 @@ class Admissions:
     def _options(self, partition: str) -> PartitionOptions:
         return self._state.options.get(partition, DEFAULT_OPTIONS)
 
-    def _has_limits(self, partition: str) -> bool:
-        options = self._options(partition)
-        return options.row_limit is not None or options.max_bytes is not None
-
-    def _promise(self, put: Put) -> _Reservation:
-        reservation = self._reservations.get(put.credit)
+    def _promise(self, put: Put, credit: int) -> _Reservation:
+        reservation = self._reservations.get(credit)
         if reservation is None or reservation.partition != put.partition:
             raise QueueFullError(
-                f"credit {put.credit} is not good for partition {put.partition!r}"
+                f"credit {credit} is not good for partition {put.partition!r}"
                 + (f" but for {reservation.partition!r}" if reservation else ": it is used up or was released")
                 + "; ask for another with admit()"
             )
@@ -237,7 +322,7 @@ class Admissions:
 
     def _check_possible(self, partition: str, num_rows: int, nbytes: int, what: str) -> None:
         options = self._options(partition)
-        for amount, limit, unit in ((num_rows, options.row_limit, "rows"), (nbytes, options.max_bytes, "bytes")):
+        for amount, limit, unit in ((num_rows, options.max_rows, "rows"), (nbytes, options.max_bytes, "bytes")):
             if limit is not None and amount > limit:
                 raise QueueFullError(
                     f"{what} of {amount} {unit} can never enter partition {partition!r}, which takes {limit}: put "
@@ -249,7 +334,7 @@ class Admissions:
         home = self._state.partitions.get(partition)
         held_rows, held_bytes = (len(home.rows), home.nbytes) if home else (0, 0)
         promised_rows, promised_bytes = self._reserved(partition)
-        row_limit = options.row_limit
+        row_limit = options.max_rows
         return (row_limit is None or not num_rows or held_rows + promised_rows + num_rows <= row_limit) and (
             options.max_bytes is None or not nbytes or held_bytes + promised_bytes + nbytes <= options.max_bytes
         )
@@ -273,7 +358,7 @@ class Admissions:
         gone: dict[int, None] = {}
         extents: dict[int, int] = {}
         freed_bytes = 0
-        row_limit = options.row_limit
+        row_limit = options.max_rows
         promised_rows, promised_bytes = self._reserved(put.partition)
         keep = {row.number for row in self._existing(put, home) if row}
         for row in self._droppable(home, options.on_full):

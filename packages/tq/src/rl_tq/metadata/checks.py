@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from rl_tq.errors import (
@@ -105,10 +104,6 @@ def _check_count(name: str, given: Sequence[Any], num_rows: int) -> None:
         raise SchemaError(f"{len(given)} {name} were given for {num_rows} rows: one per row is needed")
 
 
-def _is_finite(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and isfinite(value))
-
-
 MAX_TAG_DEPTH = 101
 """Deepest nesting of a tag, so that reading it never overflows the stack."""
 _PLAIN = {str, int, float, bool, type(None)}
@@ -116,9 +111,6 @@ _PLAIN = {str, int, float, bool, type(None)}
 _READ: dict[str, tuple[Callable[[Any], bool], str]] = {
     "group_id": (lambda value: not isinstance(value, list | dict), "a string, number or null"),
     "weight_version_min": (lambda value: value is None or isinstance(value, int), "an integer"),
-    # Policies order by these and sum them: a single NaN would make orders and sums meaningless.
-    "priority": (_is_finite, "a finite number or null"),
-    "num_tokens": (_is_finite, "a finite number or null"),
 }
 """Tags that the server reads: a check of the value, and the allowed values in words."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rl_tq.errors import PolicyError
 from rl_tq.metadata.requests import Batch, batch_of
 from rl_tq.metadata.rows import answered_rows
-from rl_tq.policies import FirstK, GroupComplete
+from rl_tq.policies import Fifo, GroupComplete
 from rl_tq.types import RestoreReport
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Leases:
         self, home: Partition, claim: Claim, rows: Sequence[int], now: float, *, taken_from: ReadyRows | None = None
     ) -> Batch:
         """Lease rows to a claim; `taken_from` as in `State.lease`."""
-        is_grouped = isinstance(claim.policy, GroupComplete | FirstK)
+        is_grouped = isinstance(claim.policy, GroupComplete)
         number = self._state.next_lease
         lease = self._state.lease(home.name, claim.task, number, rows, claim.lease_s, is_grouped, taken_from)
         lease.owner, lease.label = claim.owner, claim.label
@@ -132,8 +132,8 @@ class Claims:
         self._state = state
         self._admissions = admissions
         self._leases = leases
-        self.has_rejected = False
-        """Whether a claim cleared rows, which makes room for waiting puts; the reader resets it."""
+        self.has_made_room = False
+        """Whether a claim cleared rows or took admitted groups, so that others may enter; the reader resets it."""
 
     def answer(self, claim: Claim, now: float) -> Batch | None:
         """Answer a claim with rows, or with the list that a sampler asks for; None: it has to wait.
@@ -150,16 +150,21 @@ class Claims:
             )
         if home is None:
             return None
-        ledger = self._state.ledger(home, claim.task)
-        index = ledger.index(home.rows, claim.columns, claim.policy)
+        groups = self._admissions.groups(claim.partition, claim.columns) if isinstance(claim.policy, Fifo) else None
+        index = groups
+        if index is None:
+            index = self._state.ledger(home, claim.task).index(home.rows, claim.columns, claim.policy)
         if index.rejected and self._admissions.drop_rejected(home, index.rejected):
-            self.has_rejected = True
+            self.has_made_room = True
         if not claim.is_claim:
             if len(index) < claim.batch_size or home.changed <= claim.after:
                 return None
             return batch_of(home, [home.rows[number] for number in index.oldest()])
         rows = index.take(claim.batch_size)
-        return None if rows is None else self._leases.give(home, claim, rows, now, taken_from=index)
+        if rows is None:
+            return None
+        self.has_made_room = self.has_made_room or (options is not None and options.staleness is not None)
+        return self._leases.give(home, claim, rows, now, taken_from=index)
 
     def give(self, claim: Claim, rows: Sequence[int], now: float) -> Batch | None:
         """Claim exactly the rows that a sampler chose; None, and no claim, if one of them is no longer ready."""

@@ -92,9 +92,9 @@ class Parking:
     def resolve(self, partition: str, now: float) -> None:
         """Answer parked requests that the last change made possible, in order of arrival; puts before claims."""
         parked = self.waiting.line(partition)
-        self._claims.has_rejected = bool(parked)
-        while parked and self._claims.has_rejected:  # once, and again after a claim made room
-            self._claims.has_rejected = False
+        self._claims.has_made_room = bool(parked)
+        while parked and self._claims.has_made_room:  # once, and again after a claim made room
+            self._claims.has_made_room = False
             for request in [r for r in parked.values() if not isinstance(r, Claim)]:
                 if not self._resolve_one(request, now):
                     break  # requests behind it must not overtake

@@ -109,8 +109,8 @@ class Put(Request, kw_only=True, eq=False):
     nbytes: int
     sample_ids: Sequence[str] | None = None
     tags: Sequence[Mapping[str, Any]] | None = None
-    credit: int = 0
-    """The credit that it draws on; 0: none."""
+    credits: Sequence[int] = ()
+    """The credits that it draws on."""
     rows: Sequence[int] = ()
     """Row numbers, where the caller gave a reference instead of ids."""
     generation: int = 0
@@ -123,7 +123,7 @@ class Put(Request, kw_only=True, eq=False):
     @property
     def is_plain(self) -> bool:
         """Whether all of its rows are new, with nothing but values and tags."""
-        return not (self.sample_ids or self.rows or self.credit or self.shared or self.leases)
+        return not (self.sample_ids or self.rows or self.credits or self.shared or self.leases)
 
 
 class Admission(Request, kw_only=True, eq=False):
@@ -131,6 +131,8 @@ class Admission(Request, kw_only=True, eq=False):
 
     num_rows: int
     num_bytes: int
+    group_id: Any = None
+    """The group that the rows will be; None where groups are not admitted."""
 
 
 Outcome: TypeAlias = "Batch | Credit | TransferQueueError"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rl_tq.columns.schema import ColumnSchema, Schema
 from rl_tq.metadata.ledger import Lease, TaskLedger
 from rl_tq.metadata.rows import NO_TAGS, Extent, Partition, Row, as_range
+from rl_tq.policies import policy_from_json
 from rl_tq.types import DEFAULT_OPTIONS, PartitionOptions
 
 if TYPE_CHECKING:
@@ -73,8 +74,11 @@ class State:
 
     def configure(self, partition: str, options: Mapping[str, Any]) -> None:
         """Set a partition's options."""
-        self._record("configure", partition, dict(options))
-        self.options[partition] = PartitionOptions.from_json(options)
+        staleness = options.get("staleness")
+        decoded = {**options, "staleness": policy_from_json(staleness)} if isinstance(staleness, dict) else options
+        checked = PartitionOptions.from_json(decoded)
+        self._record("configure", partition, checked.to_json())
+        self.options[partition] = checked
         if (home := self.partitions.get(partition)) is not None:
             home.options = self.options[partition]
             self.touch(home)

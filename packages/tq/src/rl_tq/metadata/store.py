@@ -19,13 +19,14 @@ from rl_tq.metadata.requests import Admission, Batch, Claim, Located, Outcome, P
 from rl_tq.metadata.rows import runs_of
 from rl_tq.metadata.state import State
 from rl_tq.policies import Fifo
-from rl_tq.types import Credit, PartitionOptions, RestoreReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rl_tq.metadata.ledger import TaskLedger
     from rl_tq.metadata.rows import Partition
+    from rl_tq.types import AdvanceReport, Credit, RestoreReport
+    from rl_tq.types.staleness import OutstandingGroups
 
 
 class MetadataStore:
@@ -124,11 +125,11 @@ class MetadataStore:
         Raises:
             ValueError: an option is unknown, or a value not allowed.
         """
-        self.state.configure(partition, PartitionOptions.from_json(options).to_json())
+        self.state.configure(partition, options)
         self._parking.resolve(partition, self.now)
 
-    def advance(self, partition: str, weight_version: int) -> int:
-        """Set the weight version, clear rows that are now stale, and return their number.
+    def advance(self, partition: str, weight_version: int) -> AdvanceReport:
+        """Set the weight version, and clear rows and groups that are now too old.
 
         Raises:
             ValueError: versions only grow.
@@ -139,9 +140,9 @@ class MetadataStore:
                 f"the weight version of partition {partition!r} is {held} and cannot become {weight_version}"
             )
         self.state.advance(partition, weight_version)
-        num_dropped = self._admissions.drop_stale(partition)
+        report = self._admissions.expire(partition)
         self._parking.resolve(partition, self.now)
-        return num_dropped
+        return report
 
     # Claiming
 
@@ -154,7 +155,7 @@ class MetadataStore:
         answer = self._claims.answer(claim, self.now)
         if answer is None:
             self._parking.waiting.park(claim)
-        if self._claims.has_rejected:
+        if self._claims.has_made_room:
             self._parking.resolve(claim.partition, self.now)
         return answer
 
@@ -235,7 +236,7 @@ class MetadataStore:
 
     def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> None:
         """End the leases and credits of a client that left. `is_counted`: it died, which counts as a failed attempt."""
-        touched = set(self._admissions.owner_left(owner))
+        touched = self._admissions.owner_left(owner)
         for partition in touched | self._leases.owner_left(owner, why, is_counted=is_counted):
             self._parking.resolve(partition, self.now)
 
@@ -278,7 +279,8 @@ class MetadataStore:
     def explain(self, request: Request) -> str:
         """Reason why a request waits: missing rows, columns and their owners."""
         if isinstance(request, Claim):
-            return explain_claim(self.state, request)
+            groups = self._admissions.groups(request.partition, request.columns)
+            return explain_claim(self.state, request, groups if isinstance(request.policy, Fifo) else None)
         return self._admissions.explain(request)
 
     def stats(self) -> dict[str, Any]:
@@ -305,17 +307,25 @@ def ledger_of(state: State, partition: str, generation: int, task: str) -> TaskL
     return home.tasks.get(task) if home and home.generation == generation else None
 
 
-def explain_claim(state: State, request: Claim) -> str:
-    """Reason why a claim waits: ready rows, leases and their holders, missing columns and producers."""
+def explain_claim(state: State, request: Claim, groups: OutstandingGroups | None = None) -> str:
+    """Reason why a claim waits: ready rows, leases and their holders, missing columns and producers.
+
+    `groups`: outstanding groups, where the partition's staleness policy chooses among them.
+    """
     home = state.partitions.get(request.partition)
     wanted = (
-        f"task {request.task!r} wanted {request.batch_size} rows of partition {request.partition!r} with "
-        f"{list(request.columns)}" + ("" if isinstance(request.policy, Fifo) else f", chosen by {request.policy}")
+        f"task {request.task!r} wanted {request.batch_size} {'rows' if groups is None else 'groups'} of partition "
+        f"{request.partition!r} with {list(request.columns)}"
     )
+    if groups is not None:
+        wanted += f", chosen by {state.options[request.partition].staleness}"
+    elif not isinstance(request.policy, Fifo):
+        wanted += f", chosen by {request.policy}"
     if home is None:
-        return f"{wanted}, and nothing was put there; there are {sorted(state.partitions) or 'no partitions'}"
+        where = f"there are {sorted(state.partitions) or 'no partitions'}"
+        return f"{wanted}, and nothing was put there; {where}" + ("" if groups is None else f"; {groups.why_waiting()}")
     ledger = state.ledger(home, request.task)
-    index = ledger.index(home.rows, request.columns, request.policy)
+    index = ledger.index(home.rows, request.columns, request.policy) if groups is None else groups
     needs = frozenset(request.columns)
     lacking = [row for row in home.rows.values() if ledger.is_free(row.number) and not needs <= row.columns]
     clauses = [f"{len(index)} of its {len(home.rows)} rows are ready"]

@@ -1,7 +1,7 @@
 """Policies: how a claim chooses among ready rows. Pass one as `get_meta(sampler=...)`; they run in the server.
 
 Policies read these tags, which a put attaches to rows: `group_id` (any JSON value that is no list or mapping),
-`weight_version_min` (int), `priority` (number), `num_tokens` (number).
+`weight_version_min` (int). Those of `rl_tq.policies.staleness` are for the option `staleness` of a partition.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from rl_tq.policies.groups import FirstK, GroupComplete
-from rl_tq.policies.rows import AllReady, Fifo, OldestVersion, Priority, TokenBudget
+from rl_tq.policies.groups import GroupComplete
+from rl_tq.policies.rows import AllReady, Fifo
+from rl_tq.policies.staleness import Admission, BatchRatio, GroupAge, OldestToken, QueueLength, ThresholdFraction
 from rl_tq.policies.where import Where
 from rl_tq.types.policy import Policy
 
@@ -21,14 +22,16 @@ if TYPE_CHECKING:
 __all__ = [
     "GROUP",
     "POLICIES",
+    "Admission",
     "AllReady",
+    "BatchRatio",
     "Fifo",
-    "FirstK",
+    "GroupAge",
     "GroupComplete",
-    "OldestVersion",
+    "OldestToken",
     "Policy",
-    "Priority",
-    "TokenBudget",
+    "QueueLength",
+    "ThresholdFraction",
     "Where",
     "policy_from_json",
     "policy_named",
@@ -40,7 +43,8 @@ GROUP = "rl_tq.policies"
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
     for policy in (
-        Fifo, AllReady, OldestVersion, Priority, GroupComplete, FirstK, TokenBudget, Where,
+        Fifo, AllReady, GroupComplete, Where,
+        Admission, OldestToken, GroupAge, BatchRatio, QueueLength, ThresholdFraction,
     )
 }  # fmt: skip
 

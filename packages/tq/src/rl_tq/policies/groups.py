@@ -1,11 +1,10 @@
-"""Policies of groups: whole groups, or the first rows of each."""
+"""Policy of groups: whole groups, with an index of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rl_tq.policies.rows import check_at_least_one
 from rl_tq.types.policy import Policy, UnsortedRows
 
 if TYPE_CHECKING:
@@ -26,7 +25,8 @@ class GroupComplete(Policy):
     name: ClassVar[str] = "group_complete"
 
     def __post_init__(self) -> None:
-        check_at_least_one(group_size=self.group_size)
+        if self.group_size < 1:
+            raise ValueError(f"group_size is {self.group_size}: it must be at least 1")
 
     def check(self, batch_size: int) -> None:
         """See `Policy.check`."""
@@ -38,30 +38,6 @@ class GroupComplete(Policy):
     def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
         """See `Policy.make_index`."""
         return GroupedRows(self.group_size, given_groups())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstK(Policy):
-    """First `k` ready rows of every group (tag `group_id`); the task never claims later rows of that group.
-
-    For over-sampled groups: more samples are started than needed, so that claims need not wait for the slowest.
-    """
-
-    k: int
-    """Rows taken of a group."""
-    name: ClassVar[str] = "first_k"
-
-    def __post_init__(self) -> None:
-        check_at_least_one(k=self.k)
-
-    def check(self, batch_size: int) -> None:
-        """See `Policy.check`."""
-        if batch_size % self.k:
-            raise ValueError(f"batch_size is {batch_size}, and {self.k} rows of a group are taken: claim a multiple")
-
-    def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
-        """See `Policy.make_index`."""
-        return GroupedRows(self.k, given_groups())
 
 
 class GroupedRows(UnsortedRows):

@@ -100,7 +100,7 @@ class Service:
             nbytes=request["nbytes"],
             sample_ids=get("sample_ids"),
             tags=get("tags"),
-            credit=get("credit", 0),
+            credits=get("credits", ()),
             shared=get("shared", ()),
         )
         if "rows" in request:
@@ -187,6 +187,7 @@ class Service:
                 deadline=self.store.now + request["timeout_s"],
                 num_rows=request["num_rows"],
                 num_bytes=request["num_bytes"],
+                group_id=request.get("group_id"),
             )
         )
         return None if answer is None else self._reply(answer)
@@ -200,7 +201,7 @@ class Service:
         return {}
 
     def _advance(self, request: Message, _: Caller) -> Message:
-        return {"num_dropped": self.store.advance(request["partition"], request["weight_version"])}
+        return asdict(self.store.advance(request["partition"], request["weight_version"]))
 
     # Looking
 

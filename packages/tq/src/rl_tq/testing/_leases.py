@@ -201,7 +201,7 @@ class LeasesContract(Served):
 
     def test_room_is_promised_before_rows_are_made(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """A credit is good for its rows, cannot be used by others, and is returned with its client."""
-        queue.configure("p", max_lag=1, rows_per_version=2)
+        queue.configure("p", max_rows=4)
         with connect(queue.address, timeout_s=20.0) as client:
             credit = client.admit(partition="p", num_rows=3)
             with pytest.raises(WaitTimeoutError, match="promised 3 rows, 0 bytes to"):
@@ -252,8 +252,8 @@ class LeasesContract(Served):
         tags = [{} if v is None else {"group_id": g, "weight_version_min": v} for g, v in versions]
         queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
         assert queue.stats()["partitions"]["p"]["weight_version"] == 0
-        assert peer.advance("p", 2) == 0
-        assert peer.advance("p", 3) == 2
+        assert peer.advance("p", 2).num_cleared == 0
+        assert peer.advance("p", 3).num_cleared == 2
         left = queue.get_meta(partition="p", columns=["a"], batch_size=2, task="t")
         assert queue.get(left)["a"].tolist() == [2, 3]
         with pytest.raises(StaleVersionError, match="at weight version 3 and takes rows at most 1 behind"):

@@ -9,12 +9,19 @@ import pytest
 import torch
 
 from rl_tq import policies
-from rl_tq.errors import PolicyError, StaleReferenceError, WaitTimeoutError
+from rl_tq.errors import (
+    PolicyError,
+    QueueFullError,
+    SchemaError,
+    StaleReferenceError,
+    StaleVersionError,
+    WaitTimeoutError,
+)
 from rl_tq.testing._served import Served, until
 
 if TYPE_CHECKING:
     from rl_tq.base import TransferQueue
-    from rl_tq.types import Policy
+    from rl_tq.types import BatchMeta, Credit, Policy
 
 
 class PoliciesContract(Served):
@@ -35,21 +42,64 @@ class PoliciesContract(Served):
 
         numbers = iter(range(100))
         versions: list[dict[str, Any]] = [{"weight_version_min": v} for v in (3, 1, 2, 1)]
-        assert given(4, policies.OldestVersion(), [*versions, {}]) == [1, 3, 2, 0]
         assert given(2, policies.AllReady(), versions) == [*range(len(versions))]
-        assert given(3, policies.Priority(), [{"priority": p} for p in (1, 2.5, -1)] + [{}]) == [1, 0, 3]
         groups = [{"group_id": g} for g in (0, 1, 2, 1, 0, 2)]
         assert given(4, policies.GroupComplete(group_size=2), groups) == [1, 3, 0, 4]
-        assert given(2, policies.FirstK(k=2), [{"group_id": g} for g in (0, 1, 1, 1, 0)]) == [1, 2]
-        tokens: list[dict[str, Any]] = [{"num_tokens": n} for n in (5, 3, 4, 1)]
-        assert given(4, policies.TokenBudget(max_tokens=8), tokens) == [0, 1]
-        assert given(2, policies.TokenBudget(max_tokens=100), tokens) == [0, 1]
-        with pytest.raises(WaitTimeoutError, match="together they have 13 of 14 tokens"):
-            given(5, policies.TokenBudget(max_tokens=14), tokens)
-        with pytest.raises(PolicyError, match="num_tokens=5, and a claim takes 4"):
-            given(1, policies.TokenBudget(max_tokens=4), tokens)
         with pytest.raises(ValueError, match="groups have 4 rows"):
             given(6, policies.GroupComplete(group_size=4), groups)
+
+    def test_a_staleness_policy_decides_about_groups(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """It admits them, chooses what a claim gets, and gives up those that are too old, in flight or finished."""
+        policy = policies.GroupAge(max_staleness=1, batch_size=2)
+        queue.configure("p", staleness=policy, tasks=["train"])
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "batch_size": 2, "task": "train"}
+
+        def put(*given: Credit, oldest: int = 1) -> BatchMeta:
+            tags = [{"group_id": each.group_id, "weight_version_min": oldest} for each in given for _ in range(2)]
+            return peer.put({"a": torch.zeros(len(tags))}, partition="p", credit=given, tags=tags)
+
+        def groups(meta: BatchMeta) -> list[Any]:
+            return [tags["group_id"] for tags in meta.tags]
+
+        queue.advance("p", 1)
+        four = [queue.admit(partition="p", num_rows=2, group_id=group, timeout_s=0.0) for group in range(4)]
+        assert [(credit.group_id, credit.weight_version) for credit in four] == [(group, 1) for group in range(4)]
+        with pytest.raises(WaitTimeoutError, match=r"0 groups are finished and 4 in flight .* at weight version 1"):
+            peer.admit(partition="p", num_rows=2, group_id=4, timeout_s=0.0)
+        with pytest.raises(SchemaError, match="group 1 of partition 'p' has a credit"):
+            queue.admit(partition="p", num_rows=2, group_id=1)
+        with pytest.raises(SchemaError, match="name the group"):
+            queue.admit(partition="p", num_rows=2)
+        with pytest.raises(SchemaError, match="no staleness policy"):
+            queue.admit(partition="q", num_rows=2, group_id=1)
+        queue.put({"a": torch.zeros(1)}, partition="p", tags=[{"group_id": 0}])  # without a credit: it is not claimed
+        put(four[2])
+        with pytest.raises(WaitTimeoutError, match="1 groups are finished and 3 in flight"):
+            peer.get_meta(**claim, timeout_s=0.0)
+        assert "wanted 2 groups" in peer.explain(**claim)
+        put(four[0])
+        with pytest.raises(QueueFullError, match="used up or was released"):
+            put(four[0], four[1])
+        with pytest.raises(SchemaError, match=r"the credits are for the groups \[1\]"):
+            peer.put({"a": torch.zeros(1)}, partition="p", credit=four[1], tags=[{"group_id": 7}])
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(peer.admit, partition="p", num_rows=2, group_id=4)
+            until(lambda: queue.stats()["partitions"]["p"]["waiters"] == 1)
+            taken = peer.get_meta(**claim)  # makes room
+            assert groups(taken) == [0, 0, 2, 2]
+            assert waiting.result(20).weight_version == 1
+        put(four[3])
+        report = queue.advance("p", 3)
+        assert (report.num_cleared, sorted(report.groups)) == (2, [1, 3, 4])
+        peer.ack(taken, step=1)  # cleared, since its only task has consumed it
+        assert queue.stats()["partitions"]["p"]["rows"] == 1
+        late = queue.admit(partition="p", num_rows=2, group_id=5)
+        queue.configure("p", staleness=policies.OldestToken(max_staleness=1, batch_size=2), tasks=["train"])
+        with pytest.raises(StaleVersionError, match="group 5 has tokens of weight version 1"):
+            put(late)
+        put(late, oldest=2)
+        queue.restore("p", 0)
+        assert groups(queue.get_meta(partition="p", columns=["a"], batch_size=1, task="train")) == [5, 5]
 
     def test_a_predicate_on_tags_and_what_it_rejects(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """Rows without the tag wait for it; rejected groups leave, and a producer that waits for room gets theirs."""

@@ -10,6 +10,7 @@ from rl_tq.types.batch_meta import BatchMeta as BatchMeta
 from rl_tq.types.batch_meta import batch_meta as batch_meta
 from rl_tq.types.policy import Policy as Policy
 from rl_tq.types.policy import RowMeta as RowMeta
+from rl_tq.types.staleness import StalenessPolicy as StalenessPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +32,18 @@ class Credit:
     """Reserved bytes."""
     weight_version: int
     """Weight version of the partition at that time."""
+    group_id: Any = None
+    """The group that the rows will be, where the partition has a staleness policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvanceReport:
+    """Result of `TransferQueue.advance`."""
+
+    num_cleared: int
+    """Rows that were too old."""
+    groups: tuple[Any, ...] = ()
+    """Groups that the staleness policy gave up: their rows are cleared, and the credits of those in flight ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +113,6 @@ class PartitionOptions:
     """Most rows; None: no limit."""
     max_bytes: int | None = None
     """Most bytes of extents; None: no limit."""
-    rows_per_version: int | None = None
-    """Rows that training consumes between two weight versions. With `max_lag`, the partition takes at most
-    `(max_lag + 1) * rows_per_version` rows, so that a row is consumed at most `max_lag` versions after it was begun
-    (the admission rule of AReaL, arXiv:2505.24298, section 5.1)."""
     max_lag: int | None = None
     """Rows whose tag `weight_version_min` is more than this behind `advance`'s version are cleared and counted (with
     their group), and a put of such rows raises `StaleVersionError`; None: no limit."""
@@ -116,10 +125,13 @@ class PartitionOptions:
     """A row acked by all `tasks` is cleared this many training steps later, so that `restore` can go back as far."""
     max_attempts: int = 3
     """A row that was returned this many times (nack, expired lease, dead consumer) becomes a dead letter."""
+    staleness: StalenessPolicy | None = None
+    """Staleness policy, with one task in `tasks`: groups are admitted by `admit(group_id=...)`, a claim without a
+    sampler gets `batch_size` groups that the policy chooses, and `advance` clears those that it gives up."""
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("max_rows", 1), ("max_bytes", 1), ("rows_per_version", 1), ("max_lag", 0),
+            ("max_rows", 1), ("max_bytes", 1), ("max_lag", 0),
             ("keep_steps", 0), ("max_attempts", 1),
         ):  # fmt: skip
             value = getattr(self, name)
@@ -134,22 +146,18 @@ class PartitionOptions:
         if isinstance(self.tasks, str):
             raise ValueError(f"tasks is the string {self.tasks!r}: give a list of names")
         object.__setattr__(self, "tasks", tuple(self.tasks))
-        if (self.rows_per_version is None) != (self.max_lag is None) and self.rows_per_version is not None:
-            raise ValueError("rows_per_version bounds nothing without max_lag: give both, or max_rows")
+        given: Any = self.staleness  # of a caller without type checks, or from JSON
+        if given is not None and not isinstance(given, StalenessPolicy):
+            raise ValueError(f"staleness is {given!r}: it must be a StalenessPolicy, or None")
+        if self.staleness is not None and len(self.tasks) != 1:
+            raise ValueError(f"tasks is {list(self.tasks)}: a partition with a staleness policy has exactly one")
         if self.keep_steps and not self.tasks:
             raise ValueError(f"keep_steps is {self.keep_steps}, and no tasks are declared whose rows would be kept")
 
-    @property
-    def row_limit(self) -> int | None:
-        """Row limit: the smaller of `max_rows` and what `max_lag` allows; None: no limit."""
-        limits = [self.max_rows] if self.max_rows is not None else []
-        if self.max_lag is not None and self.rows_per_version is not None:
-            limits.append((self.max_lag + 1) * self.rows_per_version)
-        return min(limits, default=None)
-
     def to_json(self) -> dict[str, Any]:
         """Options as JSON values."""
-        return {**asdict(self), "tasks": list(self.tasks), "on_full": str(self.on_full)}
+        staleness = self.staleness and self.staleness.to_json()
+        return {**asdict(self), "tasks": list(self.tasks), "on_full": str(self.on_full), "staleness": staleness}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PartitionOptions:

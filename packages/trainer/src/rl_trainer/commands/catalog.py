@@ -28,7 +28,7 @@ _GROUPS = {
     "algorithm.stages": "rl_trainer.stages",
     "batch.filter": "rl_trainer.filters",
     "pipeline (installed)": "rl_trainer.schedules",
-    "staleness.policy (installed)": "rl_trainer.staleness",
+    "staleness.policy (installed)": "rl_tq.policies",
     "rollout.elastic.policy (installed)": "rl_trainer.elastic",
     "data.format (installed)": "rl_trainer.datasets",
     "reward.path": "rl_trainer.rewards",

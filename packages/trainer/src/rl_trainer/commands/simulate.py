@@ -18,11 +18,13 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_ckpt.types import SyncReport
 from rl_tq.errors import WaitTimeoutError
-from rl_tq.types import BatchMeta
+from rl_tq.types import AdvanceReport, BatchMeta, Credit
+from rl_tq.types.staleness import ADMITTED, Span
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError, PlanError
@@ -35,11 +37,14 @@ from rl_trainer.planning.gpus import gpu_pools, named, why_apart
 from rl_trainer.planning.memory import memory_facts, memory_of_pools
 from rl_trainer.planning.placement import placement_facts, pools_of
 from rl_trainer.samples import read_samples, steps_of
+from rl_trainer.workers.agent import GroupReport
 from rl_trainer.workers.engine_worker import AdvantageReport, UpdateReport
+from rl_trainer.workers.grading import GradedGroup, group_filter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
+    from rl_tq.types import StalenessPolicy
     from rl_trainer.config import Config
     from rl_trainer.metrics import StepRecord
     from rl_trainer.workers.agent import Job
@@ -185,10 +190,12 @@ def _components(config: Config, servers: _Servers, engine: _Engine) -> Component
         cast("Any", servers),
         cast("Any", _NoRows()),
         _InOrder(num_rows=num_rows, seed=0),
-        cast("Any", servers),
+        cast("Any", servers.queue),
         config,
         create_schedule(config).policy,
+        poll_s=1e-9,
     )
+    source.sleep = servers.wait
     source.evaluate = lambda rows: Evaluation(reward=0.0, accuracy=None)  # type: ignore[method-assign]
     has_teacher = config.teacher is not None and config.teacher.url is None
     return Components(
@@ -198,7 +205,7 @@ def _components(config: Config, servers: _Servers, engine: _Engine) -> Component
         critic=fake if config.critic is not None else None,
         source=source,
         weights=fake,
-        queue=cast("Any", servers),
+        queue=cast("Any", servers.queue),
         agents=cast("Any", servers),
         eval_rows=[],
     )
@@ -234,8 +241,78 @@ class _Replica:
     """Changes with the number that run: what was foreseen before it does not happen."""
 
 
+class _Queue:
+    """Simulated queue: outstanding groups under a staleness policy. `wait` lets time pass until a group ends."""
+
+    def __init__(self, wait: Callable[[float], None]) -> None:
+        self._wait, self._num_rows = wait, 0
+        self._index: Any = None
+        """Outstanding groups, by `configure`."""
+        self._in_flight: dict[int, int] = {}
+
+    def configure(self, partition: str, *, staleness: StalenessPolicy, tasks: tuple[str, ...]) -> None:
+        """Follow a policy."""
+        del partition, tasks
+        self._index = staleness.make_index(tuple)
+        self._index.in_flight = self._in_flight
+
+    def admit(self, *, partition: str, num_rows: int, group_id: int, timeout_s: float) -> Credit:
+        """Admit a group, at once or not at all."""
+        del timeout_s
+        if not self._index.has_room:
+            raise WaitTimeoutError("the policy admits no more groups")
+        version = self._in_flight[group_id] = self._index.version
+        sizes = {"num_rows": num_rows, "num_bytes": 0, "weight_version": version}
+        return Credit(number=group_id, partition=partition, group_id=group_id, **sizes)
+
+    def release(self, credit: Credit) -> None:
+        """End a credit."""
+        self._in_flight.pop(credit.group_id, None)
+
+    def advance(self, partition: str, weight_version: int) -> AdvanceReport:
+        """Set the weight version, and give up what is too old."""
+        del partition
+        self._index.version = weight_version
+        groups = self._index.expired()
+        self._index.discard(self._index.rows_of(groups))
+        for group in groups:
+            self._in_flight.pop(group, None)
+        return AdvanceReport(num_cleared=0, groups=tuple(groups))
+
+    def put(self, tags: list[dict[str, Any]]) -> GroupReport:
+        """Put a group under its credit."""
+        group, oldest = GradedGroup.of(tags), tags[0]["weight_version_min"]
+        admitted = self._in_flight.get(group.group_id)
+        if admitted is None:  # it was given up meanwhile
+            return GroupReport()
+        if self._index.is_late(Span(admitted=admitted, oldest=oldest), group.group_id):
+            return GroupReport(late=(group.group_id,))
+        del self._in_flight[group.group_id]
+        for each in tags:
+            self._num_rows += 1
+            row = {"number": self._num_rows, "group": group.group_id, "version": oldest}
+            self._index.add(SimpleNamespace(**row, tags={**each, ADMITTED: admitted}))
+        return GroupReport(finished=(group,))
+
+    def get_meta(self, *, batch_size: int, timeout_s: float, **_: Any) -> BatchMeta:
+        """Rows of the groups that the policy chooses; unless `timeout_s` is 0 time passes until another group ends."""
+        rows = dict(self._index.members)
+        taken = self._index.take(batch_size)
+        if taken is None:
+            self._wait(timeout_s)
+            raise WaitTimeoutError("too few groups are complete")
+        ids, tags = tuple(map(str, taken)), tuple(rows[number].tags for number in taken)
+        return BatchMeta(partition=PARTITION, sample_ids=ids, columns=("group_id",), tags=tags)
+
+    def ack(self, rows: BatchMeta, *, step: int) -> None:
+        """Nothing is stored."""
+
+    def clear(self, rows: BatchMeta) -> None:
+        """Nothing is stored."""
+
+
 class _Servers:
-    """Simulated replicas, agent workers and queue, on a computed clock."""
+    """Simulated replicas and agent workers, on a computed clock, with their queue."""
 
     def __init__(self, config: Config, rates: Rates, seed: int) -> None:
         self._config, self._rates, self._draw = config, rates, random.Random(seed)
@@ -245,8 +322,9 @@ class _Servers:
         self.now, self.version, self.num_tokens, self._pace = 0.0, 0, 0.0, 1.0
         self._events: list[tuple[float, int, int]] = []
         """Heap of (when, replica, its turn): one of its sequences ends; or (when, _REWARDS, group)."""
-        self._ready: list[int] = []
-        """Groups that have their rewards and were not claimed."""
+        self._reports: list[GroupReport] = []
+        self._is_kept = group_filter(config.batch)
+        self.queue = _Queue(self.wait)
         self._groups: dict[int, tuple[list[float], int | None, int]] = {}
         """By id: tokens of its completions, the version of its oldest one, completions that are not finished."""
 
@@ -266,40 +344,28 @@ class _Servers:
         for index in range(len(self._replicas)):
             self._fill(index)
 
-    def poll(self) -> list[Any]:
-        return []
+    def poll(self) -> list[GroupReport]:
+        reports, self._reports = self._reports, []
+        return reports
 
     def finish(self, group: int) -> None:
         """Nothing dies here."""
 
-    def stop_running(self) -> list[Any]:
+    def stop_running(self) -> list[GroupReport]:
         for replica in self._replicas:
             self._progress(replica)
             replica.running.clear()
             replica.waiting.clear()
             replica.turn += 1
-        self._groups = {group: self._groups[group] for group in self._ready}
+        self._groups.clear()
         self._events.clear()
-        return []
+        return self.poll()
 
-    # as the queue
-
-    def get_meta(self, *, timeout_s: float, **_: Any) -> BatchMeta:
-        """Rows of the groups whose rewards are there; time passes until there is one, unless `timeout_s` is 0."""
-        while timeout_s and not self._ready:
+    def wait(self, seconds: float) -> None:
+        """Let time pass until a group ends, if it may pass at all."""
+        count = len(self._reports)
+        while seconds and len(self._reports) == count:
             self._pass_event()
-        done, self._ready = self._ready, []
-        if not done:
-            raise WaitTimeoutError("no group is complete")
-        tags = [tag for group in done for tag in self._tags(group)]
-        ids = tuple(f"{tag['group_id']}/{index}" for index, tag in enumerate(tags))
-        return BatchMeta(partition=PARTITION, sample_ids=ids, columns=("group_id",), tags=tuple(tags))
-
-    def ack(self, rows: BatchMeta, *, step: int) -> None:
-        """Nothing is stored."""
-
-    def clear(self, rows: BatchMeta) -> None:
-        """Nothing is stored."""
 
     def _tags(self, group: int) -> list[dict[str, Any]]:
         tokens, oldest, _ = self._groups.pop(group)
@@ -308,7 +374,6 @@ class _Servers:
             {
                 "group_id": group,
                 "attempt": 0,
-                "is_copy": False,
                 "reward": 0.0 if is_alike else float(index % 2),
                 "num_tokens": int(count),
                 "finish_reason": "length" if count == self._config.rollout.max_new_tokens else "stop",
@@ -366,7 +431,9 @@ class _Servers:
         when, index, turn = heapq.heappop(self._events)
         if index == _REWARDS:
             self.now = max(self.now, when)
-            self._ready.append(turn)
+            tags = self._tags(turn)
+            is_kept = self._is_kept(tags)
+            self._reports.append(self.queue.put(tags) if is_kept else GroupReport(dropped=(GradedGroup.of(tags),)))
             return
         replica = self._replicas[index]
         if turn != replica.turn:

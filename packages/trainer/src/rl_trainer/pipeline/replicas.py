@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_trainer.errors import WorkerDiedError
 from rl_trainer.runtime.dispatch import cut
-from rl_trainer.workers.agent import AgentWorker, EvalReport, FailureReport, Job
+from rl_trainer.workers.agent import AgentWorker, EvalReport, GroupReport, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 R = TypeVar("R")
+_MAX_ATTEMPTS = 3
+"""Agent workers that may die while they generate a group, before another prompt replaces it."""
 _GROUPS_KEPT, _STEPS_KEPT = 8, 100
 """Groups and steps that `tracking.keep_samples=some` keeps; the second step and the last one are kept in addition."""
 
@@ -119,27 +121,30 @@ class AgentReplicas:
             arguments = {member: _arguments_of(some) for member, some in by_member.items()}
             self._raise_unless_dead(self.replica_set.call(AgentWorker.submit, arguments))
 
-    def poll(self) -> list[FailureReport]:
-        """Failed groups since the last call; groups of members that died are assigned again."""
+    def poll(self) -> list[GroupReport]:
+        """Groups that ended since the last call; those of members that died are assigned again, or fail at last."""
         members = self._members()
         lost = [self._running.pop(member) for member in [*self._running] if member not in members]
-        if again := [_once_more(each) for groups in lost for each in groups.values()]:
-            self._deal(again)
-        return self._failures_of(members)
+        again = [_once_more(each) for groups in lost for each in groups.values()]
+        if left := [each for each in again if each.job.attempt < _MAX_ATTEMPTS]:
+            self._deal(left)
+        given_up = [_given_up(each.job) for each in again if each.job.attempt >= _MAX_ATTEMPTS]
+        return [*given_up, *self._reports_of(members)]
 
-    def stop_running(self) -> list[FailureReport]:
+    def stop_running(self) -> list[GroupReport]:
         """Abort the groups that are not complete; returns those that failed before."""
         self._raise_unless_dead(self.replica_set.call(AgentWorker.stop_running, dict.fromkeys(self._running, ())))
-        reports = self._failures_of([member for member in self._running if member in self.replica_set.members])
+        reports = self._reports_of([member for member in self._running if member in self.replica_set.members])
         self._running.clear()
         return reports
 
-    def _failures_of(self, members: Sequence[int]) -> list[FailureReport]:
+    def _reports_of(self, members: Sequence[int]) -> list[GroupReport]:
         answers = self.replica_set.call(AgentWorker.poll, dict.fromkeys(members, ()))
         self._raise_unless_dead(answers)
         reports = [report for answer in answers.values() if isinstance(answer, list) for report in answer]
-        for group in (group for report in reports for group in report.groups):
-            self.finish(group)
+        for report in reports:
+            for group in (*report.failed, *report.late, *(each.group_id for each in report.dropped)):
+                self.finish(group)
         return reports
 
     def _members(self) -> tuple[int, ...]:
@@ -189,3 +194,8 @@ def _arguments_of(submissions: Sequence[_Submission]) -> tuple[Any, ...]:
 
 def _once_more(submission: _Submission) -> _Submission:
     return replace(submission, job=replace(submission.job, attempt=submission.job.attempt + 1))
+
+
+def _given_up(job: Job) -> GroupReport:
+    why = f"{job.where}: {job.attempt} agent workers died one after the other while they generated this row's group"
+    return GroupReport(failed=(job.group_id,), failures={"worker_died": 1}, last_failure=why)

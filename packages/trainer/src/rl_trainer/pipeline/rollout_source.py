@@ -1,9 +1,10 @@
 """Rollout source: draws prompts, submits them to agent workers, and claims complete groups from the queue.
 
-One source serves every schedule. Agent workers put a group into the queue when its last rollout is scored; the source
-claims what is there, and the rows are acknowledged once they were learned from. A group that fails, has no signal or
-comes too late is replaced by another prompt at once; what was released and not learned from yet is known at any moment,
-so that a run can be resumed.
+One source serves every schedule. The queue decides, by the partition's staleness policy, how many groups may be
+outstanding, which of them a batch gets and which are too old. The source asks it for a credit per group, which travels
+with the job; the agent worker spends it when it puts the group, and the rows are acknowledged once they were learned
+from. A group that fails, has no signal or comes too late is replaced by another prompt. Which prompts were released and
+not learned from yet is known at any moment, so that a run can be resumed.
 """
 
 from __future__ import annotations
@@ -12,40 +13,37 @@ import hashlib
 import math
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rl_tq.errors import WaitTimeoutError
 from rl_tq.registry import create_policy
+from rl_tq.types import BatchMeta
+from rl_tq.types.staleness import ADMITTED
 from rl_trainer.data.datasets import location
-from rl_trainer.errors import InputError, RolloutFailedError, TrainerError
+from rl_trainer.errors import InputError, RolloutFailedError
 from rl_trainer.metrics import Evaluation, HeldGroup
-from rl_trainer.pipeline.staleness import Span
-from rl_trainer.plugins import Filter, filter_named
-from rl_trainer.workers.agent import Job
-from rl_trainer.workers.columns import GIVEN
+from rl_trainer.workers.agent import GroupReport, Job
+from rl_trainer.workers.grading import GradedGroup, sampled_rewards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
     from rl_tq.base import TransferQueue
-    from rl_tq.types import BatchMeta
+    from rl_tq.types import Credit, StalenessPolicy
     from rl_trainer.config import Config
     from rl_trainer.data import Order, Row
     from rl_trainer.data.sampler import StreamOrder
     from rl_trainer.metrics import PhaseTimer
     from rl_trainer.pipeline.replay_buffer import Replay
     from rl_trainer.pipeline.replicas import AgentReplicas
-    from rl_trainer.pipeline.staleness import Schedule, StalenessPolicy
-    from rl_trainer.workers.agent import FailureReport
-
-T = TypeVar("T")
+    from rl_trainer.pipeline.staleness import Schedule
 
 PARTITION = "train"
 """Partition of the queue that agent workers put groups into."""
 _TASK = "train"
-_FRESH = create_policy("where", tag="is_copy", op="==", value=False, then=create_policy("all_ready"))
 _RESUME_WAIT_S = 10.0
 
 
@@ -112,61 +110,21 @@ class StopRequestedError(Exception):
     """The run was asked to stop while nothing of the step had been learned yet."""
 
 
-class OutstandingGroups:
-    """Groups that were released and not learned from: those that are being generated, and those that are finished."""
-
-    def __init__(self) -> None:
-        self.spans: dict[int, Span] = {}
-        """Weight versions of each group."""
-        self.jobs: dict[int, Job] = {}
-        """Prompt and position of each group."""
-        self.ready: dict[int, BatchMeta] = {}
-        """Rows of the groups that are finished."""
-
-    def add(self, job: Job, version: int) -> None:
-        """Add a group that is released while the servers hold weights of `version`."""
-        self.spans[job.group_id] = Span(released=version)
-        self.jobs[job.group_id] = job
-
-    def finish(self, group: int, meta: BatchMeta) -> None:
-        """Enter the rows of a group that is finished."""
-        self.ready[group] = meta
-        oldest = min([tags["weight_version_min"] for tags in meta.tags])
-        newest = max([tags["weight_version_max"] for tags in meta.tags])
-        self.spans[group] = Span(released=self.spans[group].released, oldest=oldest, newest=newest)
-
-    def remove(self, group: int) -> None:
-        """Remove a group that is learned from, or given up."""
-        del self.spans[group], self.jobs[group]
-        self.ready.pop(group, None)
-
-    @property
-    def pending(self) -> tuple[int, ...]:
-        """Row numbers of the groups that are being generated, in order of release."""
-        return tuple(self.jobs[group].row_index for group in sorted(self.spans) if group not in self.ready)
-
-    def record_of(self, group: int) -> HeldGroup:
-        """Record of a finished group, for a checkpoint."""
-        job, attempt, released = self.jobs[group], self.ready[group].tags[0]["attempt"], self.spans[group].released
-        return HeldGroup(group_id=group, row_index=job.row_index, place=job.place, released=released, attempt=attempt)
-
-
 class RolloutSource:
-    """Rollout source: releases prompts as the staleness policy admits, and gives batches of complete groups.
+    """Rollout source: releases prompts as the queue admits, and gives batches of complete groups.
 
     Args:
         agents: Roll prompts out, and put complete groups into `PARTITION`.
         rows: Prompts by number.
         order: Sampler of the prompts.
-        queue: Has the rollouts.
+        queue: Has the rollouts; decides by the policy how many groups are outstanding, and which a batch gets.
         config: Configuration of the run.
-        policy: How many groups may be outstanding, and which to learn from next.
+        policy: Staleness policy of `PARTITION`.
         replay: Groups that may be learned from again; a step draws so many fewer prompts.
         first_step: The step that the first batch is for.
         num_groups: Highest group id that was given before.
         is_seeded: Whether the servers take a seed per request.
-        poll_s: Seconds between two questions to the agent workers about failures; groups that are complete come
-            without one.
+        poll_s: Seconds between two questions to the agent workers; a batch that is complete comes without one.
     """
 
     def __init__(
@@ -187,19 +145,26 @@ class RolloutSource:
         self._agents, self._rows, self.order, self._queue = agents, rows, order, queue
         self._config, self._policy, self._replay = config, policy, replay
         self._num_groups, self._is_seeded, self._poll_s = num_groups, is_seeded, poll_s
-        self._version = first_step
+        self._version = -1
+        """Weight version that the queue was advanced to."""
         self._step, self._position, self._size = first_step - 1, 0, 0
         """The next slot to release: its step, its position in that step's batch, and the size of that batch."""
-        self._groups = OutstandingGroups()
+        self._running: dict[int, Job] = {}
+        """Groups that are being generated, each with its credit."""
+        self._finished: dict[int, HeldGroup] = {}
+        """Groups that wait in the queue to be learned from."""
+        self._claimed: list[BatchMeta] = []
+        """Parts of the next batch that were claimed before the weights changed."""
         self._polled_at = -math.inf
         self._num_asked = 0
         self._awaited = set(order.returned) if config.batch.over_sampling else set[int]()
         """Prompts whose groups are waited for: they were stopped once."""
         self.should_stop: Callable[[], bool] = lambda: False
         """Whether a wait for rollouts is to end, asked while nothing of the step has been learned."""
+        self.sleep: Callable[[float], None] = time.sleep
+        """Lets time pass until agent workers are asked again."""
         self._num_taken = 0
         self._outcome = _Outcome()
-        self._is_kept = group_filter(config.batch.filter)
 
     @property
     def is_at_step_start(self) -> bool:
@@ -214,7 +179,7 @@ class RolloutSource:
     @property
     def progress(self) -> tuple[int, int]:
         """Numbers of groups that are finished and wait to be learned from, and of all that were released."""
-        return len(self._groups.ready), len(self._groups.spans)
+        return len(self._finished), len(self._finished) + len(self._running)
 
     @property
     def evaluated(self) -> tuple[int, int]:
@@ -229,15 +194,15 @@ class RolloutSource:
     @property
     def pending(self) -> tuple[int, ...]:
         """Row numbers of the groups that are being generated, in order of release."""
-        return self._groups.pending
+        return tuple(job.row_index for _, job in sorted(self._running.items()))
 
     @property
     def held(self) -> tuple[HeldGroup, ...]:
         """The groups that are finished and wait to be learned from, in order of release."""
-        return tuple(self._groups.record_of(group) for group in sorted(self._groups.ready))
+        return tuple(group for _, group in sorted(self._finished.items()))
 
     def resume(self, groups: Sequence[HeldGroup]) -> None:
-        """Resume with finished groups of an earlier process: restore and claim their rows, clear all others.
+        """Resume with finished groups of an earlier process: restore their rows, and clear all others.
 
         Other rows were put after the checkpoint's step, and their prompts are generated again.
 
@@ -247,39 +212,51 @@ class RolloutSource:
         if not groups:
             return
         self._queue.restore(PARTITION, self._step, task=_TASK)
-        found = claim_groups(self._queue, _RESUME_WAIT_S)
-        for group in groups:
-            meta = found.pop((group.group_id, group.attempt), None)
-            if meta is None:
-                raise InputError(
-                    f"the checkpoint's queue has no rows of group {group.group_id}; resume from another checkpoint"
-                )
-            index, place = group.row_index, group.place  # it is not generated again: nothing reads its row
-            self._groups.add(Job(row={}, row_index=index, group_id=group.group_id, place=place), group.released)
-            self._groups.finish(group.group_id, meta)
-        for meta in found.values():
-            self._queue.clear(meta)
+        num_rows = self._queue.stats()["partitions"].get(PARTITION, {}).get("rows", 0)
+        known = {(group.group_id, group.attempt) for group in groups}
+        if num_rows:
+            claim: dict[str, Any] = {
+                "partition": PARTITION,
+                "columns": ("group_id",),
+                "task": _TASK,
+                "timeout_s": _RESUME_WAIT_S,
+            }
+            rows = self._queue.get_meta(**claim, batch_size=1, sampler=create_policy("all_ready"))
+            self._queue.clear(rows.filter(lambda tags: (tags["group_id"], tags["attempt"]) not in known))
+            known -= {(tags["group_id"], tags["attempt"]) for tags in rows.tags if ADMITTED in tags}
+            self._queue.restore(PARTITION, self._step, task=_TASK)
+        if known:
+            raise InputError(
+                f"the checkpoint's queue has no rows of group {min(known)[0]}; resume from another checkpoint"
+            )
+        self._finished = {group.group_id: group for group in groups}
         self._size = self._config.batch.batch_size if self._replay is None else len(groups)
         steps, last = divmod(len(groups) - 1, self._size)
         self._step, self._position = self._step + steps + 1, last + 1
 
     def release(self, version: int) -> None:
-        """Release prompts, as many as the policy admits, now that the servers hold weights of `version`."""
-        self._version = version
-        if self._replay is not None and self._groups.spans:
-            return  # with replay a release is one step's
-        room = self._policy.admit(len(self._groups.spans))
-        while room > 0:
-            if self._position == self._size:
-                if self._step == self._config.steps:
-                    return
+        """Release prompts, as many as the queue admits, now that the servers hold weights of `version`."""
+        self._advance(version)
+        while True:
+            if self._replay is not None and (self._running or self._finished):
+                return  # with replay a release is one step's
+            is_new = self._position == self._size
+            if (is_new and self._step == self._config.steps) or (self._claimed and self.is_at_step_start):
+                return
+            try:
+                first = self._admit()
+            except WaitTimeoutError:
+                return
+            if is_new:
                 self._step, self._position = self._step + 1, 0
                 self._size = self._config.batch.batch_size - (len(self._replay.draw(self._step)) if self._replay else 0)
-            count = min(room, self._size - self._position)
-            extra = math.ceil(count * self._config.batch.over_sampling)
-            self._submit(self.draw(count + extra, self._position), salt=f"{self._step}/0")
-            self._position += count
-            room = 0 if self._replay is not None else room - count
+            wanted = self._size - self._position
+            admitted = [first]
+            with suppress(WaitTimeoutError):
+                extra = math.ceil(wanted * self._config.batch.over_sampling)
+                admitted.extend(self._admit() for _ in range(wanted - 1 + extra))
+            self._submit(admitted, self._position, salt=f"{self._step}/0")
+            self._position += min(len(admitted), wanted)
 
     def take(self, version: int, num_groups: int | None = None) -> Generated:
         """Take a batch that weights of `version` may learn from, waiting for it; replayed groups come last.
@@ -293,25 +270,23 @@ class RolloutSource:
                 within `timeout_s`.
             StopRequestedError: `should_stop` says so, and this is the first batch of its step.
         """
-        groups = self._wait(lambda: self._choose(version, num_groups))
-        claimed = type(self._groups.ready[groups[0]]).concat([self._groups.ready[group] for group in groups])
+        self._advance(version)
+        claimed = self._claimed.pop(0) if self._claimed else self._claim(num_groups)
+        groups = dict.fromkeys(tags["group_id"] for tags in claimed.tags)
         batch = replace(claimed, task="", leases=())
-        learned = tuple(self._groups.record_of(group) for group in groups)
         self._num_taken += 1
         outcome, self._outcome = self._outcome, _Outcome()
         generated = Generated(
             batch=batch,
             claimed=claimed,
-            groups=learned,
-            reward=fmean([*outcome.rewards, *_sampled_rewards(batch)]),
+            groups=tuple(self._finished.pop(group) for group in groups),
+            reward=fmean([*outcome.rewards, *sampled_rewards(batch.tags)]),
             failures=dict(outcome.failures),
             last_failure=outcome.last_failure,
             dropped_groups=outcome.num_dropped,
             stopped_groups=outcome.num_stopped,
             late_groups=outcome.num_late,
         )
-        for group in groups:
-            self._groups.remove(group)
         if self._replay is None:
             return generated
         again = self._replay.drawn
@@ -319,11 +294,12 @@ class RolloutSource:
         return replace(generated, batch=batch, reused=tuple(used.group for used in again))
 
     def finish(self, generated: Generated, step: int) -> None:
-        """Acknowledge and free the rows that step `step` has learned from."""
+        """Acknowledge the rows that step `step` has learned from, which frees them, and clear replayed copies."""
         self._num_taken = 0
         if generated.claimed is not None:
             self._queue.ack(generated.claimed, step=step)
-        self._queue.clear(generated.batch)
+            if copies := range(len(generated.claimed), len(generated.batch)):
+                self._queue.clear(generated.batch.reorder(copies))
 
     def settle(self) -> None:
         """Wait until the next batch is complete and nothing is being generated: weights may change then.
@@ -331,23 +307,22 @@ class RolloutSource:
         Raises:
             RolloutFailedError: as `take`.
         """
-        if self._groups.spans:
-            self._wait(lambda: True if self._stop_stragglers() and not self.pending else None)
-
-    def collect(self, wait_s: float = 0.0) -> None:
-        """Collect finished groups from the queue; groups that failed or have no signal are replaced.
-
-        Args:
-            wait_s: How long to wait for a group where none is there.
-        """
-        if not self._groups.spans:
-            time.sleep(wait_s)
+        if not (self._running or self._finished):
             return
-        for (group, _), meta in claim_groups(self._queue, wait_s).items():
-            self._take_in(group, meta)
-        if time.monotonic() - self._polled_at >= self._poll_s:
+        batch = self._config.batch
+        num_parts = batch.batch_size // batch.mini_batch_size if batch.stream else 1
+        while len(self._claimed) < num_parts:
+            self._claimed.append(self._claim(batch.mini_batch_size if batch.stream else None))
+        waited = self._waiting()
+        while self._running:
+            next(waited)
+            self.sleep(self._poll_s)
+
+    def collect(self) -> None:
+        """Take in what agent workers report: groups that failed, have no signal or come too late are replaced."""
+        if self._running and time.monotonic() - self._polled_at >= self._poll_s:
             for report in self._agents.poll():
-                self._replace_failed(report)
+                self._take_in(report)
             self._polled_at = time.monotonic()
 
     def evaluate(self, rows: Sequence[Row]) -> Evaluation:
@@ -378,15 +353,6 @@ class RolloutSource:
             last_failure=reason,
         )
 
-    def draw(self, count: int, first_place: int = 0) -> list[Job]:
-        """Draw the next `count` prompts as jobs, at positions of a step's batch from `first_place` on."""
-        jobs: list[Job] = []
-        for place, index in enumerate(self.order.take(count), start=first_place):
-            self._num_groups += 1
-            row, where = self._rows[index], location(self._rows, index)
-            jobs.append(Job(row=row, row_index=index, group_id=self._num_groups, place=place, where=where))
-        return jobs
-
     def sampling(self, salt: str, *, temperature: float | None = None) -> dict[str, Any]:
         """Sampling parameters at `rollout.temperature` by default.
 
@@ -400,108 +366,162 @@ class RolloutSource:
         }
         return params | ({"seed": hash_seed(f"{self._config.seed}/{salt}")} if self._is_seeded else {})
 
-    def _wait(self, found: Callable[[], T | None]) -> T:
+    def _advance(self, version: int) -> None:
+        """Report the weights on the servers to the queue, and replace the groups that it gives up as too old."""
+        if self._version == -1:
+            extra = math.ceil(self._config.batch.batch_size * self._config.batch.over_sampling)
+            self._queue.configure(PARTITION, staleness=replace(self._policy, num_extra=extra), tasks=(_TASK,))
+        if version <= self._version:
+            return
+        self._version = version
+        for group in self._queue.advance(PARTITION, version).groups:
+            self._outcome.num_late += 1
+            self._give_up(group)
+
+    def _admit(self) -> Credit:
+        """Credit of another group.
+
+        Raises:
+            WaitTimeoutError: the queue admits none; says why.
+        """
+        num_rows, group = self._config.batch.group_size, self._num_groups + 1
+        credit = self._queue.admit(partition=PARTITION, num_rows=num_rows, group_id=group, timeout_s=0.0)
+        self._num_groups = group
+        return credit
+
+    def _waiting(self) -> Iterator[None]:
+        """Collect at every turn of a wait for rollouts, until it cannot succeed any more or its deadline passes."""
         sizes, deadline = self._config.batch, time.monotonic() + self._config.timeout_s
         self.collect()
         while True:
-            if (value := found()) is not None:
-                return value
+            yield
             if self.is_at_step_start and self.should_stop():
                 raise StopRequestedError
             outcome = self._outcome
             num_replaced = outcome.num_failed_groups + outcome.num_dropped
             if num_replaced > sizes.max_refills * sizes.batch_size or time.monotonic() > deadline:
+                done, released = self.progress
+                why = self._queue.explain(partition=PARTITION, columns=("group_id",), batch_size=self._size, task=_TASK)
                 raise RolloutFailedError(
-                    f"weights version {self._version}: {len(self._groups.ready)} of {len(self._groups.spans)} groups "
-                    f"that were released are complete, {self._size} are needed; failed rollouts "
-                    f"{dict(outcome.failures)}, groups dropped because of their rewards {outcome.num_dropped}, groups "
-                    f"replaced {num_replaced} (at most batch.max_refills x batch.batch_size = "
-                    f"{sizes.max_refills * sizes.batch_size}); the last failure: {outcome.last_failure or 'none'}; "
-                    f"deadline timeout_s={self._config.timeout_s:g}; the queue: {explained(self._queue)}"
+                    f"weights version {self._version}: {done} of {released} groups that were released are complete, "
+                    f"{self._size} are needed; failed rollouts {dict(outcome.failures)}, groups dropped because of "
+                    f"their rewards {outcome.num_dropped}, groups replaced {num_replaced} (at most batch.max_refills x "
+                    f"batch.batch_size = {sizes.max_refills * sizes.batch_size}); the last failure: "
+                    f"{outcome.last_failure or 'none'}; deadline timeout_s={self._config.timeout_s:g}; the queue: {why}"
                 )
-            self.collect(self._poll_s)
+            self.collect()
 
-    def _choose(self, version: int, num_groups: int | None) -> list[int] | None:
-        self._give_up_late(version)
-        if not self._stop_stragglers():
-            return None
-        size = self._size if self._replay is not None else num_groups
-        policy = self._policy if size is None else replace(self._policy, batch_size=size)
-        return policy.select(self._groups.ready, self._groups.spans, version)
+    def _claim(self, num_groups: int | None) -> BatchMeta:
+        """Claim groups that the queue chooses, waiting for them: those of a batch, or `num_groups`."""
+        count = self._size if self._replay is not None else num_groups or self._config.batch.batch_size
+        claimed: dict[Hashable, BatchMeta] = {}
+        wait_s = 0.0
+        for _ in self._waiting():
+            if any(job.row_index in self._awaited for job in self._running.values()):
+                self.sleep(wait_s)
+            else:
+                with suppress(WaitTimeoutError):
+                    claimed |= self._claim_now(count - len(claimed), wait_s)
+            if len(claimed) == count:
+                break
+            wait_s = self._poll_s
+        if self._config.batch.over_sampling:
+            self._stop_stragglers(claimed.keys())
+        rows = BatchMeta.concat([*claimed.values()])
+        return replace(rows, columns=tuple(rows.tags[0]["columns"]))  # of every put of a run
 
-    def _stop_stragglers(self) -> bool:
-        """Abort the slowest groups once a batch is complete (`batch.over_sampling`); whether it is complete.
+    def _claim_now(self, count: int, wait_s: float) -> dict[Hashable, BatchMeta]:
+        """Claim `count` groups, and clear those among them that were put by a worker which died and given up since.
+
+        Raises:
+            WaitTimeoutError: the queue does not give as many within `wait_s`.
+        """
+        claim: dict[str, Any] = {"partition": PARTITION, "columns": ("group_id",), "task": _TASK}
+        groups = self._queue.get_meta(**claim, batch_size=count, timeout_s=wait_s).groupby("group_id")
+        for group in [group for group in groups if group not in self._running and group not in self._finished]:
+            self._queue.clear(groups.pop(group))
+        self._take_in(GroupReport(finished=tuple(GradedGroup.of(rows.tags) for rows in groups.values())))
+        return groups
+
+    def _stop_stragglers(self, claimed: Collection[Hashable]) -> None:
+        """Abort what the batch does not need (`batch.over_sampling`).
 
         Aborted prompts go first in the next step, where they are waited for: none is left out for being long.
         """
-        if not self._config.batch.over_sampling:
-            return True
-        is_awaited = any(
-            self._groups.jobs[g].row_index in self._awaited for g in self._groups.spans if g not in self._groups.ready
-        )
-        if len(self._groups.ready) < self._size or is_awaited:
-            return False
-        if len(self._groups.spans) > self._size:
-            if len(self._groups.spans) > len(self._groups.ready):
-                for report in self._agents.stop_running():
-                    self._replace_failed(report, replaces=False)
-                for (group, _), meta in claim_groups(self._queue, 0.0).items():
-                    self._take_in(group, meta, replaces=False)
-            best = sorted(self._groups.ready, key=lambda g: (self._groups.jobs[g].row_index not in self._awaited, g))
-            rest = [group for group in self._groups.spans if group not in best[: self._size]]
-            rows = [self._groups.jobs[group].row_index for group in rest]
-            self.order.give_back(rows)
-            self._awaited = {*rows}
-            for group in rest:
-                if group in self._groups.ready:
-                    self._queue.clear(self._groups.ready[group])
-                self._groups.remove(group)
-            self._outcome.num_stopped += len(rest)
-        return True
+        if self._running:
+            for report in self._agents.stop_running():
+                self._take_in(report, replaces=False)
+        index_of = {group: job.row_index for group, job in self._running.items()}
+        finished = {group: held.row_index for group, held in self._finished.items() if group not in claimed}
+        if finished:
+            for rows in self._claim_now(len(finished), _RESUME_WAIT_S).values():
+                self._queue.clear(rows)
+        for job in self._running.values():
+            self._queue.release(_credit_of(job))
+        rest = index_of | finished
+        self.order.give_back([rest[group] for group in sorted(rest)])
+        self._awaited = {*rest.values()}
+        self._running.clear()
+        self._finished = {group: held for group, held in self._finished.items() if group in claimed}
+        self._outcome.num_stopped += len(rest)
 
-    def _take_in(self, group: int, meta: BatchMeta, *, replaces: bool = True) -> None:
-        """Keep a complete group, or clear it if it was given up, came twice, has no signal or fails the filter."""
-        self._agents.finish(group)
-        if group not in self._groups.spans or group in self._groups.ready:
-            self._queue.clear(meta)
-            return
-        rewards = _sampled_rewards(meta)
-        self.order.observe(self._groups.jobs[group].row_index, rewards)
-        has_signal = not self._config.batch.dynamic_sampling or len({tags["reward"] for tags in meta.tags}) > 1
-        if not has_signal or not self._is_kept(meta.tags):
-            self._outcome.num_dropped += 1
-            self._outcome.rewards += rewards
-            self._queue.clear(meta)
-            self._give_up(group, replaces=replaces)
-        else:
-            self._groups.finish(group, meta)
-
-    def _replace_failed(self, report: FailureReport, *, replaces: bool = True) -> None:
+    def _take_in(self, report: GroupReport, *, replaces: bool = True) -> None:
+        """Count what a worker reports, and give up the groups that will not come."""
         outcome = self._outcome
         outcome.failures.update(report.failures)
         outcome.last_failure = report.last_failure or outcome.last_failure
-        for group in report.groups:
-            if group in self._groups.spans and group not in self._groups.ready:
+        for graded in report.finished:
+            job = self._running.pop(graded.group_id, None)
+            if job is not None:  # neither known to be in the queue, nor given up
+                self._agents.finish(graded.group_id)
+                self.order.observe(job.row_index, graded.rewards)
+                self._finished[graded.group_id] = HeldGroup(
+                    group_id=graded.group_id,
+                    row_index=job.row_index,
+                    place=job.place,
+                    released=_credit_of(job).weight_version,
+                    attempt=graded.attempt,
+                )
+        for graded in report.dropped:
+            if (job := self._running.get(graded.group_id)) is not None:
+                self.order.observe(job.row_index, graded.rewards)
+                outcome.num_dropped += 1
+                outcome.rewards += graded.rewards
+                self._give_up(graded.group_id, replaces=replaces)
+        for group in report.late:
+            if group in self._running:
+                outcome.num_late += 1
+                self._give_up(group, replaces=replaces)
+        for group in report.failed:
+            if group in self._running:
                 outcome.num_failed_groups += 1
                 self._give_up(group, replaces=replaces)
 
-    def _give_up_late(self, version: int) -> None:
-        for group in self._policy.expire(self._groups.spans, version):
-            self._outcome.num_late += 1
-            if group in self._groups.ready:
-                self._queue.clear(self._groups.ready[group])
-            self._give_up(group)
-
     def _give_up(self, group: int, *, replaces: bool = True) -> None:
         """Give a group up, and draw another prompt for its position unless enough groups are under way."""
-        place = self._groups.jobs[group].place
-        self._groups.remove(group)
-        if replaces and (not self._config.batch.over_sampling or len(self._groups.spans) < self._size):
-            self._submit(self.draw(1, place), salt=f"instead of {group}")
+        job = self._running.pop(group, None)
+        if job is not None:
+            self._agents.finish(group)
+            self._queue.release(_credit_of(job))
+        place = job.place if job is not None else self._finished.pop(group).place
+        if replaces and (not self._config.batch.over_sampling or self.progress[1] < self._size):
+            self._submit([self._admit()], place, salt=f"instead of {group}")
 
-    def _submit(self, jobs: list[Job], salt: str) -> None:
-        for job in jobs:
-            self._groups.add(job, self._version)
+    def _submit(self, admitted: Sequence[Credit], first_place: int, salt: str) -> None:
+        """Draw a prompt for each credit, at positions of a step's batch from `first_place` on, and roll them out."""
+        indexes = self.order.take(len(admitted))
+        jobs = [
+            Job(
+                row=self._rows[index],
+                row_index=index,
+                group_id=credit.group_id,
+                place=first_place + number,
+                where=location(self._rows, index),
+                credit=credit,
+            )
+            for number, (index, credit) in enumerate(zip(indexes, admitted, strict=True))
+        ]
+        self._running |= {job.group_id: job for job in jobs}
         self._agents.submit(jobs, self.sampling(salt), PARTITION, self._config.batch.group_size)
 
 
@@ -524,51 +544,9 @@ def take_parts(
         yield replace(part, is_last=number == len(sizes))
 
 
-def group_filter(name: str | None) -> Filter:
-    """The filter of `batch.filter`, whose errors end the run; without a name all groups pass."""
-    if name is None:
-        return lambda tags: True
-    keeps = filter_named(name)
-
-    def checked(tags: Sequence[Mapping[str, Any]]) -> bool:
-        try:
-            return bool(keeps(tags))
-        except Exception as error:
-            raise TrainerError(f"batch.filter={name} raised {type(error).__name__}: {error}") from error
-
-    return checked
-
-
-def claim_groups(queue: TransferQueue, wait_s: float) -> dict[tuple[int, int], BatchMeta]:
-    """Claim all groups in the queue, by group and attempt; waits up to `wait_s` for the first."""
-    try:
-        rows = queue.get_meta(
-            partition=PARTITION,
-            columns=("group_id",),
-            batch_size=1,
-            task=_TASK,
-            sampler=_FRESH,
-            timeout_s=wait_s,
-        )
-    except WaitTimeoutError:
-        return {}
-    rows = replace(rows, columns=tuple(rows.tags[0]["columns"]))  # of every put of a run
-    found: dict[tuple[int, int], BatchMeta] = {}
-    for group in rows.groupby("group_id").values():
-        attempts = group.groupby("attempt") if group.tags[0]["attempt"] != group.tags[-1]["attempt"] else {0: group}
-        for meta in attempts.values():
-            found[meta.tags[0]["group_id"], meta.tags[0]["attempt"]] = meta
-    return found
-
-
-def explained(queue: TransferQueue) -> str:
-    """Why no further group can be claimed: rows that are ready, leases and their holders, missing columns."""
-    return queue.explain(partition=PARTITION, columns=("group_id",), batch_size=1, task=_TASK, sampler=_FRESH)
-
-
-def _sampled_rewards(meta: BatchMeta) -> list[float]:
-    """Rewards of the policy's own samples."""
-    return [tags["reward"] for tags in meta.tags if not tags.get(GIVEN)]
+def _credit_of(job: Job) -> Credit:
+    assert job.credit is not None, "it was released with one"
+    return job.credit
 
 
 def hash_seed(text: str) -> int:

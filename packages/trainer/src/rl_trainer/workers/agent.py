@@ -20,6 +20,7 @@ from rl_agent.errors import RowError
 from rl_agent.types import AgentLoopOutput, Failure, GroupResult, RolloutResult
 from rl_engine.registry import describe_model, describe_tokens
 from rl_rollout.errors import ServerLostError
+from rl_tq.errors import QueueFullError, StaleVersionError
 from rl_trainer.errors import DataError, TrainerError
 from rl_trainer.plugins import loop_named
 from rl_trainer.rewards import Scorer, Thinking
@@ -28,7 +29,7 @@ from rl_trainer.runtime.base import Dispatch, register
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.tracing import trace_requests
 from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TOOL_ERROR, ImageReader, to_columns
-from rl_trainer.workers.grading import Grading, overlong_penalty, scored
+from rl_trainer.workers.grading import GradedGroup, Grading, group_filter, overlong_penalty, scored
 from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.queue import write_step
 
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from rl_engine.types import FolderTokens
     from rl_rollout.base import RolloutServer
     from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
-    from rl_tq.types import BatchMeta
-    from rl_trainer.config import AgentSection, RewardSection, TeacherSection
+    from rl_tq.types import BatchMeta, Credit
+    from rl_trainer.config import AgentSection, BatchConfig, RewardSection, TeacherSection
     from rl_trainer.data import Row
     from rl_trainer.rewards.scorer import Score
     from rl_trainer.runtime.base import WorkerContext
@@ -68,14 +69,22 @@ class Job:
     """File and number of the row, for messages."""
     attempt: int = 0
     """Number of workers that died while they ran it."""
+    credit: Credit | None = None
+    """The queue's credit for the group, which its put spends; None for an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailureReport:
-    """Failed groups since the worker was last asked; complete ones are in the queue."""
+class GroupReport:
+    """Groups that ended since the worker was last asked."""
 
-    groups: tuple[int, ...]
-    """Group ids, each with a failed rollout."""
+    finished: tuple[GradedGroup, ...] = ()
+    """Those that are in the queue."""
+    dropped: tuple[GradedGroup, ...] = ()
+    """Those that `batch.dynamic_sampling` or `batch.filter` leave out."""
+    late: tuple[int, ...] = ()
+    """Ids of those whose tokens were too old for the queue."""
+    failed: tuple[int, ...] = ()
+    """Ids of those with a failed rollout."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed rollouts per kind."""
     last_failure: str = ""
@@ -96,24 +105,31 @@ class EvalReport:
     """Row, type and message of one failure."""
 
 
-class _Failures:
-    """Buffer of failed groups, written on the event loop and taken from any thread."""
+class _Outcomes:
+    """Buffer of groups that ended, written by the event loop and its threads, and taken from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._groups: list[tuple[Job, Sequence[Failure]]] = []
+        self._failed: list[tuple[Job, Sequence[Failure]]] = []
+        self._others: dict[str, list[Any]] = {"finished": [], "dropped": [], "late": []}
 
-    def add(self, job: Job, failures: Sequence[Failure]) -> None:
+    def fail(self, job: Job, failures: Sequence[Failure]) -> None:
         with self._lock:
-            self._groups.append((job, failures))
+            self._failed.append((job, failures))
 
-    def take(self) -> FailureReport:
+    def end(self, how: str, groups: Sequence[Any]) -> None:
         with self._lock:
-            groups, self._groups = self._groups, []
-        return FailureReport(
-            groups=tuple(job.group_id for job, _ in groups),
-            failures=Counter(failure.kind for _, failures in groups for failure in failures),
-            last_failure=_located(groups[-1][0], groups[-1][1][-1].message) if groups else "",
+            self._others[how] += groups
+
+    def take(self) -> GroupReport:
+        with self._lock:
+            failed, self._failed = self._failed, []
+            others, self._others = self._others, {how: [] for how in self._others}
+        return GroupReport(
+            **{how: tuple(groups) for how, groups in others.items()},
+            failed=tuple(job.group_id for job, _ in failed),
+            failures=Counter(failure.kind for _, failures in failed for failure in failures),
+            last_failure=_located(failed[-1][0], failed[-1][1][-1].message) if failed else "",
         )
 
 
@@ -142,8 +158,12 @@ class _GroupWriter:
             await asyncio.to_thread(self._put, groups)
 
     async def finish(self) -> None:
+        """Wait until every group is in the queue, also where the caller is cancelled meanwhile."""
+        while self._task is not None and not self._task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.shield(self._task)
         if self._task is not None:
-            await self._task
+            self._task.result()
 
 
 class PromptMeter:
@@ -222,11 +242,11 @@ class AgentWorker:
         *,
         config: AgentSection,
         reward: RewardSection,
+        batch: BatchConfig,
         max_new_tokens: int,
         asks_experts: bool,
         has_baseline: bool,
         num_steps: int,
-        num_given: int = 0,
         teacher: TeacherSection | None = None,
         model_path: str,
         servers: Sequence[ServerAddress],
@@ -235,12 +255,13 @@ class AgentWorker:
     ) -> None:
         self._timeout_s = timeout_s
         self._reward, self._max_new_tokens, self._has_baseline = reward, max_new_tokens, has_baseline
-        self._asks_experts, self._num_given, self._teacher = asks_experts, num_given, teacher
+        self._asks_experts, self._num_given, self._teacher = asks_experts, batch.given, teacher
+        self._is_kept = group_filter(batch)
         self._queue = rl_tq.registry.connect(queue_address, timeout_s=timeout_s)
         self._loop = LoopThread("agent")
         self._streams: list[Future[None]] = []
         self._running: set[asyncio.Task[Any]] = set()
-        self._failures = _Failures()
+        self._outcomes = _Outcomes()
         self._tokenizer = rl_agent.registry.create_tokenizer(model_path)
         self._num_evaluated = 0
         self._scorer = Scorer(
@@ -252,7 +273,7 @@ class AgentWorker:
         self._meter = PromptMeter(
             self._tokenizer,
             model_path,
-            num_given=num_given,
+            num_given=batch.given,
             max_new_tokens=max_new_tokens,
             teacher=teacher,
             reward=reward,
@@ -281,20 +302,20 @@ class AgentWorker:
     def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> list[None]:
         """Roll every job out `group_size` times, in the background, in parallel with running ones.
 
-        A group is put into `partition` when its last rollout is scored; `poll` tells which will not come.
+        A group is put into `partition` when its last rollout is scored; `poll` reports how each group ended.
         """
         if jobs:
             work = self._stream(self._roll_out(jobs, sampling_params, partition, group_size))
             self._streams.append(self._loop.start(work))
         return []
 
-    def poll(self) -> list[FailureReport]:
-        """Groups that failed since the last call. Raises what a rollout raised that is no failure."""
+    def poll(self) -> list[GroupReport]:
+        """Groups that ended since the last call. Raises what a rollout raised that is no failure."""
         done = [stream for stream in self._streams if stream.done()]
         self._streams = [stream for stream in self._streams if stream not in done]
         for stream in done:
             stream.result()
-        return [self._failures.take()]
+        return [self._outcomes.take()]
 
     async def _stream(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.current_task()
@@ -344,9 +365,9 @@ class AgentWorker:
                     job = jobs[group.row_index]
                     greedy = None if baselines is None else (await baselines)[job.group_id]
                     if isinstance(greedy, Failure):
-                        self._failures.add(job, [*group.failures, greedy])
+                        self._outcomes.fail(job, [*group.failures, greedy])
                     elif group.failures:
-                        self._failures.add(job, group.failures)
+                        self._outcomes.fail(job, group.failures)
                     else:
                         made = [sample for rollout in group.rollouts for sample in scored(rollout)]
                         samples = [self._meter.with_teacher_prompt(sample, job.row) for sample in made]
@@ -401,19 +422,50 @@ class AgentWorker:
         return found
 
     def _put(self, groups: list[Group], partition: str, jobs: Mapping[int, Job]) -> None:
+        """Put the groups that the filters keep, each under its credit, and note how every group ended."""
+        columns, tags = self._columns(groups, jobs)
+        graded = {group: [*rows] for group, rows in groupby(tags, itemgetter("group_id"))}
+        dropped = [group for group, rows in graded.items() if not self._is_kept(rows)]
+        self._outcomes.end("dropped", [GradedGroup.of(graded[group]) for group in dropped])
+        if kept := [group for group in groups if group[0] not in dropped]:
+            self._write(kept, partition, jobs, *((columns, tags) if not dropped else self._columns(kept, jobs)))
+
+    def _write(
+        self,
+        groups: list[Group],
+        partition: str,
+        jobs: Mapping[int, Job],
+        columns: Mapping[str, Any],
+        tags: Sequence[Mapping[str, Any]],
+    ) -> None:
+        credit = [given for group, *_ in groups if (given := jobs[group].credit) is not None]
+        try:
+            self._queue.put(columns, partition=partition, tags=tags, credit=credit or None)
+        except (StaleVersionError, QueueFullError) as error:  # a group is late, or was given up: its credit has ended
+            if len(groups) > 1:
+                for each in groups:
+                    self._write([each], partition, jobs, *self._columns([each], jobs))
+            elif isinstance(error, StaleVersionError):
+                self._outcomes.end("late", [groups[0][0]])
+        else:
+            rows = groupby(tags, itemgetter("group_id"))
+            self._outcomes.end("finished", [GradedGroup.of([*each]) for _, each in rows])
+
+    def _columns(self, groups: list[Group], jobs: Mapping[int, Job]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Columns and tags of groups."""
         columns, tags = to_columns(
             groups, has_experts=self._asks_experts, reader=self._reader, num_known=self._tokens.num_tokens
         )
         for tag in tags:
             job = jobs[tag["group_id"]]
-            tag |= {"attempt": job.attempt, "is_copy": False}
+            tag["attempt"] = job.attempt
             if TOOL_ERROR in tag:
                 tag[TOOL_ERROR] = _located(job, tag[TOOL_ERROR])
             if self._teacher is not None and self._teacher.by_source:
                 tag["data_source"] = job.row["data_source"]
         for _, rows in groupby(tags, itemgetter("group_id")):
             next(rows)["columns"] = [*columns]
-        self._queue.put(columns, partition=partition, tags=tags)
+        return columns, tags
 
     def evaluate(self, jobs: list[Job], sampling_params: dict[str, Any]) -> list[EvalReport]:
         """Score one completion per row; nothing enters the queue."""

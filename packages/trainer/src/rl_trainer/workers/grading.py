@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from rl_agent.errors import contained, described
 from rl_agent.types import LARGEST_REWARD, AgentLoopOutput, Failure, FailureKind, GroupResult, RolloutResult
-from rl_trainer.errors import RewardError
+from rl_trainer.errors import RewardError, TrainerError
+from rl_trainer.plugins import Filter, filter_named
 from rl_trainer.rewards import Completion, Score, Scorer
-from rl_trainer.workers.columns import ROLLOUT
+from rl_trainer.workers.columns import GIVEN, ROLLOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from rl_trainer.config import BatchConfig
     from rl_trainer.data import Row
     from rl_trainer.workers.columns import Sample
 
@@ -30,6 +32,43 @@ def overlong_penalty(num_tokens: int, longest: int, buffer: int) -> float:
     Soft overlong punishment, arXiv 2503.14476, equation 13. Nothing with a buffer of 0.
     """
     return min(max(num_tokens - (longest - buffer), 0) / buffer, 1.0) if buffer else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradedGroup:
+    """Outcome of a group that was generated: what the controller needs of one that it does not hold."""
+
+    group_id: int
+    """Unique in the run."""
+    attempt: int
+    """Number of workers that died while they generated it."""
+    rewards: tuple[float, ...]
+    """Rewards of the policy's own samples."""
+
+    @classmethod
+    def of(cls, tags: Sequence[Mapping[str, Any]]) -> GradedGroup:
+        """The outcome by the tags of the group's rows."""
+        return cls(group_id=tags[0]["group_id"], attempt=tags[0]["attempt"], rewards=tuple(sampled_rewards(tags)))
+
+
+def sampled_rewards(tags: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Rewards of the policy's own samples among rows with these tags."""
+    return [each["reward"] for each in tags if not each.get(GIVEN)]
+
+
+def group_filter(batch: BatchConfig) -> Filter:
+    """Filter by the tags of a group's rows: `batch.filter`, whose errors end the run, and `batch.dynamic_sampling`."""
+    keeps = None if batch.filter is None else filter_named(batch.filter)
+
+    def checked(tags: Sequence[Mapping[str, Any]]) -> bool:
+        if batch.dynamic_sampling and len({each["reward"] for each in tags}) == 1:
+            return False
+        try:
+            return keeps is None or bool(keeps(tags))
+        except Exception as error:
+            raise TrainerError(f"batch.filter={batch.filter} raised {type(error).__name__}: {error}") from error
+
+    return checked
 
 
 class Grading:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import rl_agent.registry
 import rl_tq.registry
+from rl_tq.types.staleness import ADMITTED
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.runtime.network import address_of
 from rl_trainer.samples import file_of, write_samples
 from rl_trainer.workers.columns import EXPERTS, IMAGES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rl_agent.types import Tokenizer
     from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
@@ -62,9 +65,17 @@ class SampleWorker:
 class QueueWorker:
     """Host of the sample queue, in its own process: the controller holds no tensor."""
 
-    def __init__(self, context: WorkerContext, *, storage: str, name: str, snapshot: str | None = None) -> None:
-        import rl_tq.registry
-
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        storage: str,
+        name: str,
+        snapshot: str | None = None,
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
+        if prepare is not None:  # makes a custom staleness policy known to this process
+            prepare()
         self._queue = rl_tq.registry.serve(address_of(storage, name, (context.host, 0)), snapshot=snapshot)
 
     @register(Dispatch.RANK_ZERO)
@@ -74,8 +85,8 @@ class QueueWorker:
 
     @register(Dispatch.RANK_ZERO)
     def copy(self, rows: BatchMeta, partition: str) -> BatchMeta:
-        """Copy rows into `partition`, with columns and tags; the copies are not claimed as fresh groups."""
-        tags = [{**tag, "is_copy": True} for tag in rows.tags]
+        """Copy rows into `partition`, with columns and tags; the copies are never claimed as admitted groups."""
+        tags = [{name: value for name, value in tag.items() if name != ADMITTED} for tag in rows.tags]
         return self._queue.put(self._queue.get(rows), partition=partition, tags=tags)
 
     def close(self) -> None:
