@@ -417,7 +417,8 @@ def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) ->
         if os.path.islink(path):  # /bin, where it is /usr/bin
             os.symlink(os.readlink(path), _OVER + path)
             continue
-        _bind(descriptor, _OVER + path, is_folder=os.path.isdir(path), is_writable=path in DEVICES)
+        is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")  # not by its path, which may be covered
+        _bind(descriptor, _OVER + path, is_folder=is_folder, is_writable=path in DEVICES)
     if workspace:
         _bind(work, f"{_OVER}/workspace", is_folder=True, is_writable=True)
     for name in ("proc", "old"):
