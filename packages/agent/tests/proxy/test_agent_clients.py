@@ -107,7 +107,7 @@ PACKAGES = {
 }
 PAGE = """# Clients
 
-Agents and client libraries that nobody here wrote train through the [recording proxy](agents.md), unchanged but for
+Agents and client libraries of others train through the [recording proxy](agents.md), unchanged but for
 their base URL and API key. Each of these runs in the integration tier as `agent.loop=harness` runs it: in a sandbox
 whose only network is the proxy, it calls its tools and edits a file. Ids, log-probs and weight versions of what is
 recorded equal what the server emitted. Where a client rewrites its context, there are several trajectories.

@@ -9,8 +9,10 @@ import pytest
 from rl_agent import RowError, validate_output
 from rl_agent.proxy import RecordingProxy
 from rl_agent.proxy import sessions as proxy_sessions
+from rl_agent.proxy.recording import Exchange, Recording, trajectories
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_agent.types import AgentLoopOutput
+from rl_rollout.types import FinishReason, TokenOutput
 
 TOKENIZER = FakeTokenizer()
 TOKEN = "secret"
@@ -188,14 +190,22 @@ def test_a_session_with_sampling_parameters_draws_by_them():
 
 
 def test_an_answer_nobody_heard_takes_nothing_else_with_it():
-    from rl_agent.proxy.recording import trajectories
+    def exchange(parent, prompt, name):
+        output = TokenOutput(
+            request_id=name, token_ids=(7,), logprobs=(-1.0,), weight_versions=(0,), finish_reason=FinishReason.STOP
+        )
+        return Exchange(
+            parent=parent,
+            prompt_token_ids=prompt,
+            sampled_spans=(),
+            output=output,
+            conversation=(),
+            tools="",
+            text="",
+            response_id=name,
+        )
 
-    async def use(request, proxy):
-        await request("POST", "/v1/chat/completions", "one", chat("go"))
-        _, last = await request("POST", "/v1/chat/completions", "one", chat("go", "a", "on"))
-        recording = proxy._sessions.named("one").recording
-        recording.abandon(last["id"])
-        return trajectories(recording, 1.0)
-
-    (output,) = with_http(use)
+    recording = Recording(exchanges=[exchange(None, (1,), "first"), exchange(0, (1, 7, 2), "last")])
+    recording.abandon("last")
+    (output,) = trajectories(recording, 1.0)
     assert (output.num_turns, output.metrics["num_abandoned"]) == (1, 1.0)
