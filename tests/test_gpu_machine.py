@@ -1,12 +1,15 @@
 """What is owed on a GPU can be run when one is at hand: its commands start on a machine as bare as a GPU's has been."""
 
+import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,22 +72,41 @@ def machine(tmp_path_factory):
 
 
 def start(command, environment):
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_step_command_starts_without_a_gpu_and_ray(machine):
     said = start([".ci/gpu", "--dry"], machine)
     steps = start([".ci/gpu", "--list"], machine).split()
     assert re.findall(r"^== (\w+) ended", said, re.MULTILINE) == steps
-    benches = [step for step in steps if step not in {"build", "csrc", "test", "sanitize"}]
+    benches = [step for step in steps if step not in {"build", "csrc", "test", "sanitize", "gsm8k"}]
     assert f"rows for a GPU: {', '.join(benches)}" in said
     counts = [int(count) for count in re.findall(r"^(\d+)/\d+ tests collected", said, re.MULTILINE)]
     assert len(counts) == 5  # the packages (side by side, and alone), rl-csrc, and two sanitizers
     assert min(counts) > 5
     assert not list(Path(machine["RL_WORK"]).glob("passed.*"))  # a dry step has not passed
+    results = json.loads((Path(machine["OUT"]) / "gsm8k" / "results.json").read_text())
+    assert [*results] == ["settings", "before", "sft", "after_sft", "grpo", "after_grpo"]
+
+
+def test_a_packed_model_travels_in_small_pieces(tmp_path, monkeypatch):
+    tool = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "real_models.py")))
+    assert tool.PIECE_BYTES <= 55_000_000
+    monkeypatch.setitem(tool.pack.__globals__, "PIECE_BYTES", 7)
+    (tmp_path / "whole").write_bytes(bytes(range(20)))
+    pieces = tool.pack(tmp_path / "whole", tmp_path / "pieces", "smollm2")
+    assert [piece.stat().st_size for piece in pieces] == [7, 7, 6]
+    assert tool.joined(tmp_path / "pieces", "smollm2", tmp_path / "again").read_bytes() == bytes(range(20))
+    assert tool.joined(tmp_path / "pieces", "gemma270m", tmp_path / "none") is None
+
+
+def test_the_gpu_steps_begin_with_what_is_owed_first():
+    steps = start([".ci/gpu", "--list"], dict(os.environ)).split()
+    assert steps[:7] == ["build", "trainer_gpu", "rollout", "gsm8k", "real_model", "ckpt", "engine_update"]
 
 
 @pytest.mark.slow

@@ -30,9 +30,9 @@ from rl_trainer.data.rows import GSM8K_INSTRUCTION
 SIZES: dict[str, dict[str, Any]] = {
     "gpu": {"sft_rows": 7473, "sft": ["epochs=2", "lr=2e-5"], "test": 1319, "majority": 1319, "tokens": 320,
             "grpo": ["steps=100", "batch.batch_size=32", "batch.group_size=8", "batch.mini_batch_size=32"]},
-    "cpu": {"sft_rows": 512, "sft": ["epochs=1", "lr=2e-5", "batch_size=16", "warmup_steps=4",
-            "max_tokens_per_gpu=1024"], "test": 100, "majority": 50, "tokens": 160,
-            "grpo": ["steps=5", "batch.batch_size=8", "batch.group_size=8", "batch.mini_batch_size=8",
+    "cpu": {"sft_rows": 256, "sft": ["epochs=1", "lr=2e-5", "batch_size=16", "warmup_steps=4",
+            "max_tokens_per_gpu=1024"], "test": 100, "majority": 25, "tokens": 160,
+            "grpo": ["steps=3", "batch.batch_size=8", "batch.group_size=8", "batch.mini_batch_size=8",
                      "engine.max_tokens_per_gpu=1024"]},
     "tiny": {"sft_rows": 8, "sft": ["steps=2", "batch_size=2", "max_tokens_per_gpu=1024"], "test": 2, "majority": 2,
              "tokens": 16, "grpo": ["steps=2", "batch.batch_size=2", "batch.group_size=2", "batch.mini_batch_size=2"]},

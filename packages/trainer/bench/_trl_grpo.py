@@ -54,7 +54,7 @@ def train(given, seed):
         adam_beta1=0.9, adam_beta2=0.99,
         weight_decay=0.0, max_grad_norm=1.0, beta=0.0, epsilon=0.2, epsilon_high=0.28, loss_type="dapo",
         temperature=1.0,
-        use_cpu=True, bf16=False, gradient_checkpointing=False, seed=seed,
+        use_cpu=not given.get("is_gpu"), bf16=bool(given.get("is_gpu")), gradient_checkpointing=False, seed=seed,
         report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     clock, rewards = Clock(), Rewards()

@@ -25,7 +25,7 @@ import torch
 from rl_bench import Role, Run
 from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server
 from rl_trainer.config import load_config
-from rl_trainer.data import load_datasets
+from rl_trainer.data import Row, load_datasets
 
 PROMPTS, GROUP, NEW_TOKENS, LR = 8, 8, 24, 1e-9
 """A learning rate that keeps the policy, so that lengths do not change."""
@@ -51,6 +51,25 @@ def main(run: Run) -> None:
                 samples[TRL] += trl(python, model, Path(folder) / f"{turn}trl", steps, threads)
     record(run, samples, shapes)
     asyncio.run(serve(run, model, shapes))
+
+
+def gpu(run: Run) -> None:
+    """Steps on one GPU next to TRL's: 256 completions of at most 320 tokens to GSM8K's questions (RL_GSM8K)."""
+    model, data, prompts = pretrained(), os.environ.get("RL_GSM8K", "shared/data/gsm8k"), 4 if run.quick else 32
+    sizes = [f"data.path={data}", "data.max_prompt_tokens=384", "rollout.max_model_len=704", "algorithm.kl_coef=0"]
+    sizes += ["rollout.max_new_tokens=320", "batch.group_size=8", "engine.max_tokens_per_gpu=65536"]
+    sizes += [f"batch.batch_size={prompts}", f"batch.mini_batch_size={prompts}"]
+    run.parameters(model=model.name, prompts=prompts, group_size=GROUP, new_tokens=320, steps=STEPS)
+    with tempfile.TemporaryDirectory() as folder:
+        found = steps_of("gsm8k", sizes, model, Path(folder) / "ours", STEPS)
+        for phase in ("step", "generate", "update", "weight_sync"):
+            run.record(f"{phase}: GSM8K", OURS, [each[phase] for each in found], unit="s")
+        python = os.environ.get("RL_BENCH_TRL_PYTHON") or sys.executable
+        rows = load_datasets(load_config("gsm8k", sizes).data, seed=0).train[:256]
+        given = {"completions": prompts * GROUP, "group_size": GROUP, "max_new_tokens": 320, "threads": 8, "is_gpu": 1}
+        found = steps_of_trl(python, given, rows, model, Path(folder) / "trl", STEPS)
+        for phase in ("step", "generate", "update"):
+            run.record(f"{phase}: GSM8K", TRL, [each[phase] for each in found], unit="s", role=Role.PEER)
 
 
 def pretrained() -> Path:
@@ -99,14 +118,19 @@ class Shapes:
 def ours(model: Path, out: Path, steps: int, reward: str) -> list[dict[str, float]]:
     """Phases of the steps after the warm-up, with the first step's time since the start and the peak memory."""
     dense = [f"reward={{path: '{TASK}:share_of_even'}}"] if reward == DENSE else []
+    sizes = [f"batch.batch_size={PROMPTS}", f"batch.mini_batch_size={PROMPTS}", f"batch.group_size={GROUP}"]
+    sizes += [f"rollout.max_new_tokens={NEW_TOKENS}", "engine.precision=float32", *dense]
+    return steps_of("smollm", sizes, model, out, steps)
+
+
+def steps_of(recipe: str, sizes: list[str], model: Path, out: Path, steps: int) -> list[dict[str, float]]:
+    """Run a recipe for some steps whose learning rate keeps the policy."""
     overrides = [
         f"model.path={model}", f"output_dir={out}", f"steps={WARM_UP + steps}", "eval_every=0", "save_every=0",
-        "runtime=inline", f"batch.batch_size={PROMPTS}", f"batch.mini_batch_size={PROMPTS}",
-        f"batch.group_size={GROUP}", f"rollout.max_new_tokens={NEW_TOKENS}", "data.eval_size=2",
-        "engine.precision=float32", f"engine.optimizer.lr={LR}", *dense,
+        "runtime=inline", "data.eval_size=2", f"engine.optimizer.lr={LR}", *sizes,
     ]  # fmt: skip
     start, first = time.time(), 0.0
-    process = subprocess.Popen([sys.executable, "-m", "rl_trainer.cli", "smollm", *overrides], stdout=sys.stderr)
+    process = subprocess.Popen([sys.executable, "-m", "rl_trainer.cli", recipe, *overrides], stdout=sys.stderr)
     metrics = out / "metrics.jsonl"
     while not first:
         if metrics.exists() and metrics.read_text().count("\n") > 1:
@@ -125,12 +149,19 @@ def ours(model: Path, out: Path, steps: int, reward: str) -> list[dict[str, floa
 
 def trl(python: str, model: Path, out: Path, steps: int, threads: int) -> list[dict[str, float]]:
     """As `ours`; what is not generation is TRL's update."""
-    out.mkdir()
     rows = load_datasets(load_config("smollm").data, seed=0).train[:256]
+    sizes = {"completions": PROMPTS * GROUP, "group_size": GROUP, "max_new_tokens": NEW_TOKENS, "threads": threads}
+    return steps_of_trl(python, sizes, rows, model, out, steps)
+
+
+def steps_of_trl(
+    python: str, sizes: dict[str, int], rows: list[Row], model: Path, out: Path, steps: int
+) -> list[dict[str, float]]:
+    """Run TRL's trainer for some steps."""
+    out.mkdir()
     settings = {
-        "model": str(model), "output_dir": str(out), "results": str(out / "results.json"), "steps": WARM_UP + steps,
-        "completions": PROMPTS * GROUP, "group_size": GROUP, "max_new_tokens": NEW_TOKENS, "lr": LR,
-        "lr_warmup_steps": 0, "seeds": [0], "threads": threads,
+        **sizes, "model": str(model), "output_dir": str(out), "results": str(out / "results.json"),
+        "steps": WARM_UP + steps, "lr": LR, "lr_warmup_steps": 0, "seeds": [0],
         "rows": [{"prompt": row["prompt"], "truth": row["reward_model"]["ground_truth"]} for row in rows],
     }  # fmt: skip
     (out / "settings.json").write_text(json.dumps(settings))
