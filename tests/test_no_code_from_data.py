@@ -36,6 +36,7 @@ ALLOWED = {
         }.items()
         for what in whats
     },
+    ("rl_agent/environments/python.py", "exec_module"): "agent.environment=FILE.py:NAME, a file of the user's",
     ("rl_trainer/plugins.py", "cloudpickle"): "objects given to train(), on their way to its own workers",
     ("rl_trainer/plugins.py", "exec_module"): "FILE.py:NAME, a plug-in of the user's",
     ("rl_bench/tiers.py", "multiprocessing.util"): "counts the processes that a test starts",
