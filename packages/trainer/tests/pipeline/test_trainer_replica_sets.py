@@ -122,6 +122,20 @@ def test_a_list_is_split_over_members_and_joined_also_on_death():
     assert rewards == [0, 1, 2, 3, 4]
 
 
+def test_a_group_whose_workers_die_three_times_is_reported():
+    replica_set, workers = agents(1)
+    job = Job(row={}, row_index=7, group_id=7, place=0, where="train.jsonl, row 7")
+    workers.submit([job], {"seed": 7}, "train", 2)
+    for attempt in (0, 1, 2):
+        (only,) = replica_set.workers.values()
+        assert [job.attempt for job, _ in only.jobs] == [attempt]
+        replica_set.lose(min(replica_set.members), WorkerDiedError("out of memory"))
+        next(iter(replica_set.workers.values())).poll = list  # it takes the group up, and reports nothing yet
+        reports = workers.poll()
+    assert [(each.failed, each.failures) for each in reports if each.failures] == [((7,), {"worker_died": 1})]
+    assert reports[0].last_failure.startswith("train.jsonl, row 7: 3 agent workers died")
+
+
 @pytest.mark.promise("A dead agent worker is replaced, and its prompts generated with the same seeds")
 def test_submitted_groups_outlive_workers_and_keep_their_seeds(monkeypatch):
     replica_set, workers = agents(2)
