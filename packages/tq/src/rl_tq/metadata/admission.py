@@ -331,6 +331,8 @@ class Admissions:
 
     def _has_room(self, partition: str, num_rows: int, nbytes: int) -> bool:
         options = self._options(partition)
+        if options.max_rows is None and options.max_bytes is None:
+            return True
         home = self._state.partitions.get(partition)
         held_rows, held_bytes = (len(home.rows), home.nbytes) if home else (0, 0)
         promised_rows, promised_bytes = self._reserved(partition)
