@@ -336,10 +336,9 @@ class Admissions:
         home = self._state.partitions.get(partition)
         held_rows, held_bytes = (len(home.rows), home.nbytes) if home else (0, 0)
         promised_rows, promised_bytes = self._reserved(partition)
-        row_limit = options.max_rows
-        return (row_limit is None or not num_rows or held_rows + promised_rows + num_rows <= row_limit) and (
-            options.max_bytes is None or not nbytes or held_bytes + promised_bytes + nbytes <= options.max_bytes
-        )
+        return (
+            options.max_rows is None or not num_rows or held_rows + promised_rows + num_rows <= options.max_rows
+        ) and (options.max_bytes is None or not nbytes or held_bytes + promised_bytes + nbytes <= options.max_bytes)
 
     def _reserved(self, partition: str) -> tuple[int, int]:
         mine = [reservation for reservation in self._reservations.values() if reservation.partition == partition]
