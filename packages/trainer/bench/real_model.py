@@ -117,7 +117,7 @@ class Shapes:
 
 def ours(model: Path, out: Path, steps: int, reward: str) -> list[dict[str, float]]:
     """Phases of the steps after the warm-up, with the first step's time since the start and the peak memory."""
-    dense = [f"reward={{path: '{TASK}:share_of_even'}}"] if reward == DENSE else []
+    dense = [f"reward.path={TASK}:share_of_even", "reward.parts={}"] if reward == DENSE else []
     sizes = [f"batch.batch_size={PROMPTS}", f"batch.mini_batch_size={PROMPTS}", f"batch.group_size={GROUP}"]
     sizes += [f"rollout.max_new_tokens={NEW_TOKENS}", "engine.precision=float32", *dense]
     return steps_of("smollm", sizes, model, out, steps)
@@ -135,8 +135,8 @@ def steps_of(recipe: str, sizes: list[str], model: Path, out: Path, steps: int) 
     while not first:
         if metrics.exists() and metrics.read_text().count("\n") > 1:
             first = time.time() - start
-        if process.poll() is not None or time.time() - start > TIMEOUT_S:
-            break
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) or time.time() - start > TIMEOUT_S:
+            break  # `ended` takes its exit code
         time.sleep(0.05)
     peak = ended(process)
     found = [json.loads(line) for line in metrics.read_text().splitlines()][1 + WARM_UP :]
