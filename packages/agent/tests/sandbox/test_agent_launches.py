@@ -148,7 +148,7 @@ def test_an_attack_ends_with_one_error(name, home, tmp_path):
         file = linked(script(tmp_path, text.replace("PORT", str(listener.getsockname()[1])) + "\n"), home)
         folder, start = state(file.parent), time.monotonic()
         said = message_of(file)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60  # its own deadline, and what a busy machine adds
         assert re.search(words, said), said
         assert said == "launches nothing" or str(file) in said
         with pytest.raises(BlockingIOError):

@@ -43,7 +43,7 @@ def test_a_flipped_ring_bit_is_found_and_the_next_sync_works(monkeypatch):
             start = nixl.Reader.start
 
             def damaged(self, slot, num_bytes):
-                sender._slots[slot][12345] ^= 1
+                sender.slots[slot][12345] ^= 1
                 start(self, slot, num_bytes)
 
             monkeypatch.setattr(nixl.Reader, "start", damaged)
