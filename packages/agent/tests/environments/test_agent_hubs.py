@@ -121,12 +121,14 @@ def reply(request):
 
 async def main():
     options = {"environment": name, "environment_args": arguments}
-    loop = create_loop(loop_of_environments(name), FakeGenerator(reply), T, **options)
-    runs = await asyncio.gather(*(loop.run({"max_new_tokens": 256}, row) for row in rows))
+    server = FakeGenerator(reply)
+    loop = create_loop(loop_of_environments(name), server, T, **options)
+    runs = await asyncio.gather(*(loop.run({"max_new_tokens": 256, "seed": 5}, row) for row in rows))
     await loop.close()
     outputs = [each for run in runs for each in (run if isinstance(run, list) else [run])]
     for each in outputs:
         validate_output(each)
+    print(json.dumps([request.sampling_params.seed for request in server.requests]))
     print(json.dumps([[e.reward, e.num_turns, e.turn_rewards, dict(e.metrics), dict(e.extra_fields),
                        T.decode(e.prompt_token_ids) + T.decode(e.completion_token_ids)] for e in outputs]))
 
@@ -243,6 +245,13 @@ def test_verifiers_tools_are_one_trajectory(verifiers):
 def test_an_agent_that_does_not_learn_gives_nothing(verifiers):
     found = played(verifiers, "verifiers:duel", None, [{"index": 0}], {"": "a"})
     assert [each[4]["agent"] for each in found] == ["first"]
+
+
+def test_agents_of_an_episode_draw_by_different_seeds(verifiers):
+    asked = json.dumps(["verifiers:duel", None, [{"index": 0}], {"": "a"}])
+    seeds = json.loads(run(verifiers, "-c", PLAY, asked).splitlines()[-2])
+    assert seeds[0] == 5
+    assert len(set(seeds)) == len(seeds) == 2
 
 
 def test_verifiers_trains(verifiers, model):

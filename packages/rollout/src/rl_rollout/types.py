@@ -61,36 +61,51 @@ class SamplingParams:
         return self.json_schema is not None or self.regex is not None or bool(self.choice)
 
 
-def structure_of(format: Any) -> dict[str, Any]:  # noqa: A002 - OpenAI's word
+def structure_of(response_format: Any = None, structured_outputs: Any = None) -> dict[str, Any]:
     """Fields of `SamplingParams` for OpenAI's `response_format`, or for vLLM's `structured_outputs`.
 
     Args:
-        format: `{"type": "text"}`, `{"type": "json_object"}`, `{"type": "json_schema", "json_schema": {"schema": {}}}`,
-            or one of `{"json": SCHEMA}`, `{"regex": ...}` and `{"choice": [...]}`.
+        response_format: `{"type": "text"}`, `{"type": "json_object"}`, or
+            `{"type": "json_schema", "json_schema": {"schema": {}}}`.
+        structured_outputs: One of `{"json": SCHEMA}`, `{"regex": ...}` and `{"choice": [...]}`.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: it is something else, or both are given.
     """
-    found: Mapping[str, Any] = format if isinstance(format, Mapping) else {}
-    nested = found.get("json_schema")
-    schema = found.get("json", nested.get("schema") if isinstance(nested, Mapping) else None)
-    choice = found.get("choice")
-    if found.get("type") == "text":
-        return {}
-    if found.get("type") == "json_object":
-        return {"json_schema": '{"type": "object"}'}
-    if isinstance(schema, (Mapping, bool)) and found.get("type", "json_schema") == "json_schema":
-        return {"json_schema": json.dumps(schema)}
-    if isinstance(schema, str) and "json" in found:
-        return {"json_schema": schema}
-    if isinstance(found.get("regex"), str):
-        return {"regex": found["regex"]}
-    if isinstance(choice, Sequence) and not isinstance(choice, str) and all(isinstance(each, str) for each in choice):
-        return {"choice": tuple(choice)}
-    raise RequestError(
-        f"{format!r:.200} asks for no structure that is known: a response_format has the type text, json_object, or "
-        "json_schema with a schema; structured_outputs has json, regex or choice"
-    )
+    if structured_outputs is None:
+        return {} if response_format is None else _of_response_format(response_format)
+    if response_format is not None:
+        raise RequestError("response_format and structured_outputs are one setting; leave one of them out")
+    given: Mapping[str, Any] = structured_outputs if isinstance(structured_outputs, Mapping) else {}
+    match [(name, value) for name, value in given.items() if value is not None]:
+        case [("json", str() as schema)]:
+            return {"json_schema": schema}
+        case [("json", Mapping() | bool() as schema)]:
+            return {"json_schema": json.dumps(schema)}
+        case [("regex", str() as regex)]:
+            return {"regex": regex}
+        case [("choice", list() | tuple() as choice)] if all(isinstance(each, str) for each in choice):
+            return {"choice": tuple(choice)}
+        case _:
+            raise RequestError(
+                f"structured_outputs={structured_outputs!r:.200} asks for no structure that is known; it has one of "
+                "json, regex and choice"
+            )
+
+
+def _of_response_format(response_format: Any) -> dict[str, Any]:
+    match response_format:
+        case {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"json_schema": '{"type": "object"}'}
+        case {"type": "json_schema", "json_schema": {"schema": Mapping() | bool() as schema}}:
+            return {"json_schema": json.dumps(schema)}
+        case _:
+            raise RequestError(
+                f"response_format={response_format!r:.200} asks for no structure that is known; its type is text, "
+                "json_object, or json_schema with a schema"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,7 +210,7 @@ class FakeVllm:
                 max_new_tokens=params["max_tokens"],
                 stop_token_ids=tuple(params["stop_token_ids"]),
                 **{name: params[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed")},
-                **(structure_of(structure) if structure else {}),
+                **structure_of(None, structure or None),
             ),
             adapter=body["model"] if body["model"] in names else None,
             num_top_logprobs=params["logprobs"],

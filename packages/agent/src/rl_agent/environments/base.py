@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
+
+from rl_agent.errors import PluginError
 
 SEEDS_APART = 1 << 30
 """First seed of held-out episodes: training seeds are below it."""
 
 
-class EnvironmentSource(ABC):
+class EnvironmentSource:
     """Source of environments: what `HUB:NAME`, `FILE.py:NAME` or `MODULE:NAME` leads to.
 
     An environment has the interface that `rl_agent.loops.gym.GymLoop` describes. A hub whose name is that of an
@@ -28,9 +29,17 @@ class EnvironmentSource(ABC):
     def __init__(self, name: str, arguments: Mapping[str, Any] | None = None) -> None:
         self.name, self.arguments = name, dict(arguments or {})
 
-    @abstractmethod
     def make(self, **arguments: Any) -> Any:
-        """Create one environment, with arguments of its own."""
+        """Create one environment.
+
+        Args:
+            **arguments: Arguments of this one.
+
+        Raises:
+            PluginError: the loop of the hub's name runs the episodes itself (the default).
+        """
+        del arguments
+        raise PluginError(f"{type(self).__name__} have a loop of their own; leave agent.loop out")
 
     def rows(self, *, seed: int, num_train: int, num_eval: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Dataset rows to play, for training and held out, without their prompts, which the environment writes.
@@ -42,7 +51,7 @@ class EnvironmentSource(ABC):
             num_train: Training rows at most.
             num_eval: Held-out rows at most.
         """
-        first = seed * num_train % SEEDS_APART
+        first = seed * num_train % (SEEDS_APART - num_train)
         train = [{"seed": first + index} for index in range(num_train)]
         return train, [{"seed": SEEDS_APART + index} for index in range(num_eval)]
 

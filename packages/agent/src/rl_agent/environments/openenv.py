@@ -13,9 +13,10 @@ import re
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 import urllib.request
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_agent.environments.base import EnvironmentSource, observation_text
@@ -54,24 +55,29 @@ class OpenEnvEnvironments(EnvironmentSource):
         if importlib.util.find_spec("openenv") is None:
             raise PluginError(f"environment openenv:{name} needs OpenEnv's client: pip install openenv")
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock, self._turn = threading.Lock(), asyncio.Lock()
-        self._fields: dict[str, Any] | None = None
-        self._url = name if name.startswith(("http://", "https://")) else ""
-        if not self._url and importlib.util.find_spec(name.replace("-", "_")) is None:
+        self._starting, self.turn = asyncio.Lock(), asyncio.Lock()
+        """`turn`: where the server is full, one session after the other asks for a place."""
+        self.url = name if name.startswith(("http://", "https://")) else ""
+        self.fields: dict[str, Any] = {}
+        """Schema of the actions, as JSON Schema; empty before `serve`."""
+        if not self.url and importlib.util.find_spec(name.replace("-", "_")) is None:
             raise PluginError(f"environment openenv:{name}: no package {name} is installed; install it, or give a URL")
 
     def make(self, **arguments: Any) -> OpenEnvGame:
-        """Create a session; arguments are those of the environment's `reset`.
+        """Create a session; arguments are those of the environment's `reset`."""
+        return OpenEnvGame(self, arguments)
+
+    async def serve(self) -> None:
+        """Start the package's server, if there is one to start, and read the schema of its actions; once.
 
         Raises:
             PluginError: the server does not start, or does not answer.
         """
-        with self._lock:
-            if not self._url:
-                self._url = self._start()
-            if self._fields is None:
-                self._fields = _action_fields(self._url)
-        return OpenEnvGame(self._url, self._fields, arguments, self._turn)
+        async with self._starting:
+            if not self.url:
+                self.url = await asyncio.to_thread(self._start)
+            if not self.fields:
+                self.fields = await asyncio.to_thread(_action_fields, self.url)
 
     async def close(self) -> None:
         """End the server that was started."""
@@ -84,22 +90,21 @@ class OpenEnvEnvironments(EnvironmentSource):
         package = self.name.replace("-", "_")
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with listener:
+        with listener, tempfile.TemporaryFile() as said:
             fd = listener.fileno()
             command = [sys.executable, "-c", _SERVE.format(package=package, fd=fd)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd], stderr=subprocess.PIPE)
-        until = time.monotonic() + _START_S
-        while time.monotonic() < until:
-            if self._process.poll() is not None:
-                assert self._process.stderr is not None, "it is a pipe"
-                said = self._process.stderr.read().decode(errors="replace").strip()
-                raise PluginError(f"the server of openenv:{self.name} ended as it started: {said[-500:]}")
-            try:
-                _answer(f"{url}/health", timeout_s=1.0)
-            except OSError:
-                continue
-            threading.Thread(target=self._process.stderr.read, daemon=True).start()  # type: ignore[union-attr]
-            return url
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd], stderr=said)
+            listener.close()  # the server's copy is left, so that a dead server refuses
+            until = time.monotonic() + _START_S
+            while time.monotonic() < until:
+                if self._process.poll() is not None:
+                    said.seek(0)
+                    last = said.read().decode(errors="replace").strip()[-500:]
+                    raise PluginError(f"the server of openenv:{self.name} ended as it started: {last}")
+                with suppress(OSError):
+                    _answer(f"{url}/health", timeout_s=1.0)
+                    return url
+            self._process.kill()
         raise PluginError(f"the server of openenv:{self.name} did not answer within {_START_S:g} s")
 
 
@@ -111,21 +116,21 @@ class OpenEnvGame:
     answered with what is needed.
 
     Args:
-        url: Address of the server.
-        fields: Schema of its actions, as JSON Schema.
+        source: The server.
         arguments: Arguments of `reset`.
-        turn: Lock of all sessions at the server: where it is full, one after the other asks for a place.
     """
 
-    def __init__(self, url: str, fields: dict[str, Any], arguments: dict[str, Any], turn: asyncio.Lock) -> None:
-        from openenv.core import GenericEnvClient
-
-        self._client = GenericEnvClient(base_url=url)
-        self._fields, self._arguments, self._turn = fields, arguments, turn
+    def __init__(self, source: OpenEnvEnvironments, arguments: dict[str, Any]) -> None:
+        self._source, self._arguments = source, arguments
+        self._client: Any = None
 
     async def ready(self) -> None:
-        """Wait for a session: a server that is full is asked again."""
-        async with self._turn:
+        """Wait for the server and for a session at it: one that is full is asked again."""
+        from openenv.core import GenericEnvClient
+
+        await self._source.serve()
+        self._client = GenericEnvClient(base_url=self._source.url)
+        async with self._source.turn:
             while True:
                 try:
                     await self._client.state()
@@ -140,20 +145,21 @@ class OpenEnvGame:
     async def reset(self, *, seed: int | None) -> tuple[str, dict[str, Any]]:
         """See `GymLoop`."""
         result = await self._client.reset(**({} if seed is None else {"seed": seed}), **self._arguments)
-        return f"{_shown(result.observation)}\n\n{_needed(self._fields)}", dict(result.metadata or {})
+        return f"{_shown(result.observation)}\n\n{_needed(self._source.fields)}", dict(result.metadata or {})
 
     async def step(self, turn: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """See `GymLoop`."""
-        action = read_action(turn, self._fields)
+        action = read_action(turn, self._source.fields)
         if action is None:
-            return f"That is no action. {_needed(self._fields)}", 0.0, False, False, {"is_invalid": True}
+            return f"That is no action. {_needed(self._source.fields)}", 0.0, False, False, {"is_invalid": True}
         result = await self._client.step(action)
         info = dict(result.metadata or {})
         return _shown(result.observation), float(result.reward or 0.0), bool(result.done), False, info
 
     async def close(self) -> None:
         """End the session."""
-        await self._client.close()
+        if self._client is not None:
+            await self._client.close()
 
 
 def read_action(turn: str, schema: dict[str, Any]) -> dict[str, Any] | None:

@@ -12,10 +12,6 @@ class ReasoningGymTasks(EnvironmentSource):
 
     is_endless = False
 
-    def make(self, **arguments: Any) -> Any:
-        """Not called: the loop `reasoning_gym` reads the rows."""
-        raise NotImplementedError("the loop reasoning_gym asks these questions")
-
     def rows(self, *, seed: int, num_train: int, num_eval: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Questions by index, of one seed for training and another for held-out rows."""
         sizes = {seed: num_train, SEEDS_APART: num_eval}

@@ -48,10 +48,6 @@ class VerifiersEnvironments(EnvironmentSource):
         self._tasks = list[Any]()
         self._more = iter(self.environment.taskset)
 
-    def make(self, **arguments: Any) -> Any:
-        """Not called: the loop `verifiers` runs the episodes."""
-        raise NotImplementedError("the loop verifiers plays these environments")
-
     def task(self, index: int) -> Any:
         """The task of this index.
 

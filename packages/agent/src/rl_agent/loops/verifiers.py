@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from rl_agent.base import Generator
     from rl_agent.types import AgentLoopOutput, ParsedTurn, Tokenizer
 
+_SEED_STEP = 0x632BE5AB
+"""Distance of the seeds of an episode's agents."""
+
 
 class VerifiersLoop(AgentLoop):
     """Loop that lets verifiers run an episode of a task, with its own harness, tools and rewards.
 
     A row holds `index`, the number of the task. Every agent of an episode gives the trajectories of its requests, with
     the reward of its trace; agents that the environment marks as not trainable give none. The metrics `reward/NAME` are
-    the rewards by name, weighted. An error of the environment or the harness is a failure.
+    the rewards by name, weighted. Tokens are drawn by the run's sampling parameters, with seeds by agent and turn,
+    whatever a harness asks for. An error of the environment or the harness is a failure.
 
     Args:
         server: Generator of tokens, such as a rollout server.
@@ -73,26 +77,36 @@ class VerifiersLoop(AgentLoop):
             raise RowError(f"field 'index' of the row is {index!r}; it needs the number of a task, from 0 on")
         task = self._source.task(index)
         await self._serve()
-        settings = {
-            "max_tokens" if name == "max_new_tokens" else name: value for name, value in sampling_params.items()
-        }
+        # Requests name no session: verifiers sends the id of their agent's trace along.
         context = ModelContext(
             model="policy",
             client=EvalClientConfig(base_url=self._proxy.url, api_key_var="RL_AGENT_UNSET"),
-            sampling=SamplingConfig(**settings),
+            sampling=SamplingConfig(max_tokens=sampling_params.get("max_new_tokens")),
         )
+        traces = dict[str, Any]()
+
+        def begin(trace: Any) -> None:
+            params = dict(sampling_params)
+            if params.get("seed") is not None:  # with one seed, all agents would draw alike
+                params["seed"] = (params["seed"] + _SEED_STEP * len(traces)) % 2**31
+            traces[trace.id] = trace
+            self._proxy.create_session(trace.id, sampling_params=params, has_key=False)
+
         try:
-            episode = await contained(self._source.environment.run_episode(task, context))
+            episode = await contained(self._source.environment.run_episode(task, context, on_trace=begin))
         except Exception as error:
             raise _failure(described(error)) from error
-        outputs = [(trace, self._proxy.finish(trace.id, reward=trace.reward)) for trace in episode.traces]
-        errors = [error for trace in episode.traces for error in trace.errors] + list(episode.errors)
+        finally:
+            recorded = {name: self._proxy.finish(name, reward=trace.reward) for name, trace in traces.items()}
+        errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
         if errors or not episode.ok:
             message = "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode did not end well"
             raise _failure(message)
-        return [
-            _with_terms(output, trace) for trace, each in outputs if trace.agent.trainable for output in each
-        ] or _raise_empty()
+        learning = [trace for trace in episode.traces if trace.agent.trainable]
+        outputs = [_with_terms(output, trace) for trace in learning for output in recorded[trace.id]]
+        if not outputs:
+            raise _failure("no agent that learns has asked for anything")
+        return outputs
 
     async def _serve(self) -> None:
         """Start the proxy and what the environment serves, once; the task that starts it ends it too."""
@@ -127,10 +141,6 @@ def _with_terms(output: AgentLoopOutput, trace: Any) -> AgentLoopOutput:
     terms = {f"reward/{name}": float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
     fields = {**output.extra_fields, "agent": trace.agent.name, "end": trace.stop_condition or "answer"}
     return replace(output, metrics={**output.metrics, **terms}, extra_fields=fields)
-
-
-def _raise_empty() -> list[AgentLoopOutput]:
-    raise _failure("no agent that learns has asked for anything")
 
 
 def _failure(message: str) -> FailureError:

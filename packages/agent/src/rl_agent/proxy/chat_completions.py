@@ -20,6 +20,7 @@ from rl_agent.proxy.requests import (
     read_tools,
     split_hosted,
 )
+from rl_rollout.types import structure_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,7 +60,7 @@ def read(data: bytes) -> Call:
             body,
             *("max_tokens", "max_completion_tokens"),
             stop="stop",
-            structure=body.get("response_format", body.get("structured_outputs")),
+            structure=structure_of(body.get("response_format"), body.get("structured_outputs")),
         ),
         has_usage=bool(body.get("stream_options", {}).get("include_usage")),
         choice=read_choice(body.get("tool_choice", "auto"), tools, is_parallel=body.get("parallel_tool_calls", True)),

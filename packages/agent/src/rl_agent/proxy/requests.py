@@ -171,20 +171,19 @@ def read_body(
     return body, tuple(name for name in body if name not in {*known, *refused, *NEUTRAL})
 
 
-def read_shared(body: Mapping[str, Any], *limits: str, stop: str, structure: Any = None) -> dict[str, Any]:
+def read_shared(body: Mapping[str, Any], *limits: str, stop: str, structure: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `Call` that all endpoints have; `limits` are names of `max_new_tokens`, `stop` that of stop strings.
 
     Args:
         body: The request.
         limits: Names of its limit of tokens.
         stop: Name of its stop strings.
-        structure: The structure of the output that it asks for, as `structure_of` takes it.
+        structure: Fields of `SamplingParams` for the structure that it asks for, by `structure_of`.
 
     Raises:
-        RowError, RequestError: one is not what it has to be.
+        RowError: one is not what it has to be.
     """
-    asked = {} if structure is None else structure_of(structure)
-    if asked and body.get("tools") and body.get("tool_choice") != "none":
+    if structure and body.get("tools") and body.get("tool_choice") != "none":
         raise RowError("a structured output cannot call tools; leave tools out, or set tool_choice to none")
     kwargs = body.get("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
@@ -197,7 +196,7 @@ def read_shared(body: Mapping[str, Any], *limits: str, stop: str, structure: Any
     if len(found) > _MOST_STOPS:
         raise RowError(f"{stop} holds {len(found)} texts; at most {_MOST_STOPS} are allowed")
     return {
-        "sampling": read_sampling(body, *limits) | asked,
+        "sampling": read_sampling(body, *limits) | dict(structure),
         "model": str(body.get("model", "policy")),
         "is_streaming": bool(body.get("stream")),
         "stops": found,
@@ -205,11 +204,16 @@ def read_shared(body: Mapping[str, Any], *limits: str, stop: str, structure: Any
     }
 
 
-def flat_structure(form: Any) -> Any:
-    """Structure as `structure_of` takes it, of a format whose schema is next to its type."""
-    if not isinstance(form, dict) or "schema" not in form:
-        return cast("Any", form)
-    return {"json": form["schema"]} if form.get("type") == "json_schema" else form
+def flat_structure(form: Any) -> dict[str, Any]:
+    """Fields of `SamplingParams` for a format whose schema is next to its type.
+
+    Raises:
+        RequestError: it asks for no structure that is known.
+    """
+    if isinstance(form, dict) and "schema" in form:
+        fields = cast("dict[str, Any]", form)
+        form = {**fields, "json_schema": {"schema": fields["schema"]}}
+    return structure_of(form)
 
 
 def read_sampling(body: Mapping[str, Any], *limits: str) -> dict[str, Any]:

@@ -143,18 +143,19 @@ class RecordingProxy:
             self._runner = None
 
     def create_session(
-        self, name: str | None = None, *, sampling_params: Mapping[str, Any] | None = None
+        self, name: str | None = None, *, sampling_params: Mapping[str, Any] | None = None, has_key: bool = True
     ) -> tuple[str, str]:
         """Create a session; returns its name and its key, which is the API key of its client and opens nothing else.
 
         Args:
             name: Its name; None: a random one.
             sampling_params: Fields of `SamplingParams` that its requests cannot change: they may ask for fewer tokens.
+            has_key: Whether it has a key; without, the key is empty, and callers of the proxy give its name.
 
         Raises:
             RowError: there is a session of this name.
         """
-        session = self._sessions.create(name, sampling_params)
+        session = self._sessions.create(name, sampling_params, has_key=has_key)
         return session.name, session.key or ""
 
     async def listen(self, path: Path) -> None:

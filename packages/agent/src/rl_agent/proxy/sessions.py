@@ -82,8 +82,12 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def create(self, name: str | None = None, sampling_params: Mapping[str, Any] | None = None) -> ProxySession:
-        """Create a session with a key of its own, and perhaps with sampling parameters that its requests cannot change.
+    def create(
+        self, name: str | None = None, sampling_params: Mapping[str, Any] | None = None, *, has_key: bool = True
+    ) -> ProxySession:
+        """Create a session, perhaps with sampling parameters that its requests cannot change.
+
+        Without a key of its own it is open to any caller of the proxy that gives its name.
 
         Raises:
             RowError: there is a session of this name.
@@ -94,9 +98,10 @@ class Sessions:
             raise RowError(f"session {name!r} exists already; choose another name")
         is_fixed = sampling_params is not None
         params = SamplingParams(**(sampling_params or {})) if is_fixed else self._params
-        session = ProxySession(name=name, key=secrets.token_urlsafe(24), params=params, is_fixed=is_fixed)
-        assert session.key is not None, "it is set above"
-        self._by_key[session.key] = session
+        key = secrets.token_urlsafe(24) if has_key else None
+        session = ProxySession(name=name, key=key, params=params, is_fixed=is_fixed)
+        if key is not None:
+            self._by_key[key] = session
         return self._touched(session)
 
     def with_key(self, key: str) -> ProxySession | None:

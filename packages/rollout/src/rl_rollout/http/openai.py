@@ -279,9 +279,7 @@ class OpenAIRoutes:
         known = {
             name: message[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed") if name in message
         }
-        asked_for = [message[name] for name in ("response_format", "structured_outputs") if name in message]
-        for each in asked_for:
-            known |= structure_of(each)
+        known |= structure_of(message.get("response_format"), message.get("structured_outputs"))
         return Call(
             is_chat=is_chat,
             prompts=prompts,

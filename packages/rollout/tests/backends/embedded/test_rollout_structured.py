@@ -166,25 +166,37 @@ def test_top_log_probs_are_of_the_model(folder):
 @pytest.mark.parametrize(
     ("asked", "fields"),
     [
-        ({"type": "text"}, {}),
-        ({"type": "json_object"}, {"json_schema": '{"type": "object"}'}),
-        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 1}}}, {"json_schema": '{"a": 1}'}),
-        ({"json": {"a": 1}}, {"json_schema": '{"a": 1}'}),
-        ({"json": '{"a": 1}'}, {"json_schema": '{"a": 1}'}),
-        ({"regex": "a+"}, {"regex": "a+"}),
-        ({"choice": ["a", "b"]}, {"choice": ("a", "b")}),
+        (({"type": "text"},), {}),
+        (({"type": "json_object"},), {"json_schema": '{"type": "object"}'}),
+        (({"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 1}}},), {"json_schema": '{"a": 1}'}),
+        ((None, {"json": {"a": 1}}), {"json_schema": '{"a": 1}'}),
+        ((None, {"json": '{"a": 1}', "regex": None}), {"json_schema": '{"a": 1}'}),
+        ((None, {"regex": "a+"}), {"regex": "a+"}),
+        ((None, {"choice": ["a", "b"]}), {"choice": ("a", "b")}),
+        ((), {}),
     ],
 )
 def test_formats_of_openai_and_vllm_are_read(asked, fields):
-    assert structure_of(asked) == fields
+    assert structure_of(*asked) == fields
 
 
 @pytest.mark.parametrize(
-    "asked", [{"type": "xml"}, {"type": "json_schema"}, {"choice": "ab"}, {"regex": 3}, "json", {}]
+    ("asked", "sentence"),
+    [
+        (({"type": "xml"},), "asks for no structure"),
+        (({"type": "json_schema"},), "asks for no structure"),
+        (("json",), "asks for no structure"),
+        ((None, {"choice": "ab"}), "asks for no structure"),
+        ((None, {"regex": 3}), "asks for no structure"),
+        ((None, {}), "asks for no structure"),
+        ((None, {"json": {}, "regex": "a"}), "asks for no structure"),
+        ((None, {"json": {}, "whitespace_pattern": " "}), "asks for no structure"),
+        (({"type": "text"}, {"regex": "a"}), "are one setting; leave one of them out"),
+    ],
 )
-def test_a_format_that_is_not_known_is_refused(asked):
-    with pytest.raises(RequestError, match="asks for no structure that is known"):
-        structure_of(asked)
+def test_a_format_that_is_not_known_is_refused(asked, sentence):
+    with pytest.raises(RequestError, match=sentence):
+        structure_of(*asked)
 
 
 def test_the_endpoint_takes_a_response_format(folder, tokenizer):
