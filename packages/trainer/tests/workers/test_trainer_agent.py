@@ -143,7 +143,7 @@ def reports_of(worker, num_groups):
 
 
 def test_a_worker_reports_how_each_group_ended(agent_worker):
-    """One without signal is not put; one that is too old by now, or was given up, hinders no other."""
+    """One without signal is not put; one that is too old by now, or was given up, is late and hinders no other."""
     rewards = {1: (0.0, 1.0), 2: (1.0, 1.0), 3: (1.0, 0.0), 4: (0.0, 1.0), 5: (1.0, 0.0)}
     with rl_tq.serve("inproc://") as queue:
         policy = rl_tq.registry.create_policy("oldest_token", max_staleness=0, batch_size=8)
@@ -158,7 +158,7 @@ def test_a_worker_reports_how_each_group_ended(agent_worker):
             for n, two in rewards.items()
         ]
         worker.submit(jobs[:4], {}, "train", 2)
-        assert reports_of(worker, 3) == {"finished": [1, 3], "dropped": [2], "late": [], "failed": []}
+        assert reports_of(worker, 4) == {"finished": [1, 3], "dropped": [2], "late": [4], "failed": []}
         assert queue.stats()["partitions"]["train"]["rows"] == 4
         queue.advance("train", version + 1)
         worker.submit(jobs[4:], {}, "train", 2)

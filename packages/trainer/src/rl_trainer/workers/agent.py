@@ -441,11 +441,11 @@ class AgentWorker:
         credit = [given for group, *_ in groups if (given := jobs[group].credit) is not None]
         try:
             self._queue.put(columns, partition=partition, tags=tags, credit=credit or None)
-        except (StaleVersionError, QueueFullError) as error:  # a group is late, or was given up: its credit has ended
+        except (StaleVersionError, QueueFullError):  # a group is late, or was given up: its credit has ended
             if len(groups) > 1:
                 for each in groups:
                     self._write([each], partition, jobs, *self._columns([each], jobs))
-            elif isinstance(error, StaleVersionError):
+            else:
                 self._outcomes.end("late", [groups[0][0]])
         else:
             rows = groupby(tags, itemgetter("group_id"))
