@@ -9,6 +9,7 @@ import torch
 
 import rl_tq
 from rl_tq.cli import main
+from rl_tq.policies import OldestToken
 
 COMMAND = str(Path(sys.executable).with_name("rl-tq"))
 
@@ -16,12 +17,14 @@ COMMAND = str(Path(sys.executable).with_name("rl-tq"))
 @pytest.fixture(params=["shm://", "tcp://127.0.0.1:0"])
 def queue(request):
     with rl_tq.serve(request.param, timeout_s=60.0) as served:
-        served.configure("train", tasks=["actor"], max_lag=2, max_rows=4, on_full="drop_oldest")
-        served.put({"a": torch.zeros(4, 250)}, partition="train", tags=[{"weight_version_min": 1}] * 4)
-        served.put({"a": torch.zeros(1, 250)}, partition="train", tags=[{"weight_version_min": 2}])
+        served.configure("train", tasks=["actor"], staleness=OldestToken(max_staleness=2, batch_size=1))
+        for group, oldest in ((0, 0), (1, 1)):
+            credit = served.admit(partition="train", num_rows=4, group_id=group)
+            tags = [{"group_id": group, "weight_version_min": oldest}] * 4
+            served.put({"a": torch.zeros(4, 250)}, partition="train", tags=tags, credit=credit)
         served.put({"x": [1]}, partition='odd "name"\\\n')
         served.advance("train", 3)
-        claimed = served.get_meta(partition="train", columns=["a"], batch_size=3, task="actor")
+        claimed = served.get_meta(partition="train", columns=["a"], batch_size=1, task="actor")
         served.nack(claimed.reorder([2]))
         served.ack(claimed.reorder([0]), step=1)
         yield served
@@ -48,11 +51,11 @@ def test_metrics_are_what_prometheus_reads(queue, run):
         for sample in family.samples
     }
     train = ("partition", "train")
-    assert values["rl_tq_partition_rows", train] == 3  # 4 + 1, one dropped, one acked by its only task and so cleared
+    assert values["rl_tq_partition_rows", train] == 3  # 8, four too old, one acked by its only task and so cleared
     assert values["rl_tq_partition_weight_version", train] == 3
     assert values["rl_tq_partition_lag", train] == 2
-    assert values["rl_tq_dropped_rows_total", train, ("reason", "drop_oldest")] == 1
-    assert values["rl_tq_leased_rows", train, ("task", "actor")] == 1
+    assert values["rl_tq_dropped_rows_total", train, ("reason", "stale")] == 4
+    assert values["rl_tq_leased_rows", train, ("task", "actor")] == 2
     assert values["rl_tq_acked_rows_total", train, ("task", "actor")] == 1
     assert values["rl_tq_dead_rows", train, ("task", "actor")] == 0
     assert values["rl_tq_partition_rows", ("partition", 'odd "name"\\\n')] == 1
@@ -71,8 +74,8 @@ def test_top_shows_partitions_and_tasks_as_often_as_asked(queue, run):
     assert head.endswith("4 rows, 0.0 MB, 1 leases")
     cells = dict(zip(titles.split(), next(row for row in rows if row.startswith("train")).split(), strict=True))
     assert cells["rows"] == "3"
-    assert (cells["version"], cells["lag"], cells["dropped"]) == ("3", "2", "1")
-    assert (cells["task"], cells["leased"], cells["acked"], cells["dead"]) == ("actor", "1", "1", "0")
+    assert (cells["version"], cells["lag"], cells["dropped"]) == ("3", "2", "4")
+    assert (cells["task"], cells["leased"], cells["acked"], cells["dead"]) == ("actor", "2", "1", "0")
 
 
 @pytest.mark.process

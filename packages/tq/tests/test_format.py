@@ -129,7 +129,7 @@ def test_the_message_table_lists_requests_and_client_fields(monkeypatch):
         meta = queue.put({"a": torch.ones(1)}, partition="p", sample_ids=["x"], tags=[{"i": 1}], credit=credit)
         queue.put({"b": torch.ones(1)}, partition="p", sample_ids=meta)
         queue.get(rl_tq.BatchMeta(partition="p", sample_ids=("x",), columns=("a",)))
-        queue.get_meta(partition="p", columns=["a"], batch_size=1, task="t", sampler=rl_tq.policies.AllReady())
+        queue.get_meta(partition="p", columns=["a"], batch_size=1, task="t", sampler=rl_tq.policies.Fifo())
     for op, fields in (
         ("put", said["put"]),
         ("locate", said["locate"]),

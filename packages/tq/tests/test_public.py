@@ -14,7 +14,7 @@ from rl_tq.registry import GROUP
 
 def test_public_names():
     assert sorted(rl_tq.__all__) == [
-        "AddressError", "BatchMeta", "Credit", "LeaseLostError", "MissingDataError", "OnFull", "PartitionOptions",
+        "AddressError", "BatchMeta", "Credit", "LeaseLostError", "MissingDataError", "PartitionOptions",
         "PerGroup", "PolicyError", "QueueFullError", "RestoreReport", "RowMeta", "Sampler", "SchemaError",
         "ServerLostError",
         "StaleReferenceError", "StaleVersionError", "Storage", "StorageError", "TransferQueue", "TransferQueueError",
@@ -94,7 +94,7 @@ def test_a_server_outlives_invalid_deadlines(monkeypatch):
     ("options", "told"),
     [
         ({"max_rows": 1.5}, "max_rows is 1.5: it must be an integer, or None"),
-        ({"max_lag": float("nan")}, "max_lag is nan: it must be an integer"),
+        ({"keep_steps": float("nan")}, "keep_steps is nan: it must be an integer"),
         ({"max_bytes": "5"}, "max_bytes is '5': it must be an integer, or None"),
         ({"tasks": "actor"}, "tasks is the string 'actor': give a list of names"),
     ],

@@ -18,7 +18,7 @@ from rl_tq.errors import (
     TransferQueueError,
     WaitTimeoutError,
 )
-from rl_tq.types import BatchMeta, Credit, OnFull, PartitionOptions, PerGroup, RestoreReport, RowMeta
+from rl_tq.types import BatchMeta, Credit, PartitionOptions, PerGroup, RestoreReport, RowMeta
 
 if TYPE_CHECKING:
     from rl_tq import policies
@@ -30,7 +30,6 @@ __all__ = [
     "Credit",
     "LeaseLostError",
     "MissingDataError",
-    "OnFull",
     "PartitionOptions",
     "PerGroup",
     "PolicyError",

@@ -69,8 +69,7 @@ class TransferQueue(ABC):
             credit: Credit from `admit`, whose reserved room the put uses; several where the rows are of several groups.
                 In a partition with a staleness policy a group is finished by the put that spends its credit, with all
                 of its rows; rows that come without one are never claimed by the policy.
-            timeout_s: How long to wait for room, where the partition's `on_full` is `block`; None: the session's
-                deadline. Columns for rows that exist never wait.
+            timeout_s: How long to wait for room; None: the session's deadline. Columns for rows that exist never wait.
 
         Returns:
             The reference of these rows and columns.
@@ -79,7 +78,7 @@ class TransferQueue(ABC):
             SchemaError: row counts differ, or a column exists with another dtype, kind or row shape, or is already
                 filled in one of the rows.
             StaleReferenceError, LeaseLostError: a row of the `BatchMeta` was cleared, or is no longer leased to it.
-            StaleVersionError: the tag `weight_version_min` of a new row is too far behind.
+            StaleVersionError: the staleness policy has given up a group with such old tokens.
             QueueFullError: there is no room, and waiting is not allowed or can never succeed; or a credit has ended.
             WaitTimeoutError: there was no room before the deadline; the message says who holds it.
         """
@@ -200,7 +199,7 @@ class TransferQueue(ABC):
 
     @abstractmethod
     def advance(self, partition: str, weight_version: int) -> AdvanceReport:
-        """Set the weight version of a partition, and clear what became too old, by `max_lag` or its staleness policy.
+        """Set the weight version of a partition, and clear the groups that its staleness policy gives up.
 
         Raises:
             ValueError: `weight_version` is below the present one; versions only grow.
@@ -224,7 +223,7 @@ class TransferQueue(ABC):
 
         Raises:
             SchemaError: `num_rows` is less than 1, or `group_id` has a credit already, or is missing.
-            QueueFullError: the partition's limits are smaller, or its `on_full` is `raise`.
+            QueueFullError: the partition's limits are smaller.
             WaitTimeoutError: there was no room before the deadline; the message says who holds it.
         """
 

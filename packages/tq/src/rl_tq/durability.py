@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rl_tq.metadata.state import Record
 
 NAME = "journal"
-VERSION = 2
+VERSION = 3
 _COMPACT_BYTES = 32 << 20
 _RESERVE_BYTES = 1 << 20
 _KEEP_SIZE = 1

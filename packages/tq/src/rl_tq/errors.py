@@ -8,7 +8,7 @@ TransferQueueError
 ├── StaleReferenceError (LookupError)     a BatchMeta refers to rows that were cleared since
 ├── LeaseLostError (RuntimeError)         an ack or nack of rows whose lease expired, was revoked or is another's
 ├── QueueFullError (BufferError)          a partition has no room, and was told not to wait for it
-├── StaleVersionError (ValueError)        rows of older weights than the partition takes
+├── StaleVersionError (ValueError)        a group that the staleness policy has given up
 ├── PolicyError (ValueError)              a row that the chosen policy can never give, or cannot judge
 ├── WaitTimeoutError (TimeoutError)       nothing became ready before the deadline; says what is missing and who owes it
 └── ServerLostError (ConnectionError)     the queue's server closed or died; names it
@@ -50,7 +50,7 @@ class QueueFullError(TransferQueueError, BufferError):
 
 
 class StaleVersionError(TransferQueueError, ValueError):
-    """Rows were made with older weights than their partition takes."""
+    """A group has tokens of older weights than the staleness policy of its partition takes."""
 
 
 class PolicyError(TransferQueueError, ValueError):

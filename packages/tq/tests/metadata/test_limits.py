@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from rl_tq.columns.schema import ColumnKind, ColumnSchema, Schema
-from rl_tq.errors import LeaseLostError, SchemaError, StaleVersionError
+from rl_tq.errors import LeaseLostError, SchemaError
 from rl_tq.metadata.checks import MAX_TAG_DEPTH
 from rl_tq.metadata.requests import Admission, Batch, Claim, Put
 from rl_tq.metadata.rows import MAX_LOCATIONS, pieces_of
@@ -85,24 +85,6 @@ def test_a_column_for_rows_of_a_full_partition_needs_no_room(store):
     store.configure("p", {"max_bytes": 100})
     published(store, ["x"], 100)
     assert published(store, ["x"], 100, columns="b")
-
-
-@pytest.mark.parametrize(("nbytes", "left"), [(300, ["y", "new"]), (301, ["new"])])
-def test_no_more_is_dropped_than_the_room_needs(store, nbytes, left):
-    store.configure("p", {"max_bytes": 400, "on_full": "drop_oldest"})
-    published(store, ["x"], 300)
-    published(store, ["y"], 100)
-    published(store, ["new"], nbytes)
-    assert [row.sample_id for row in store.state.partitions["p"].rows.values()] == left
-
-
-@pytest.mark.parametrize("oldest", [5, 3])
-def test_rows_within_max_lag_are_taken(store, oldest):
-    store.configure("p", {"max_lag": 2})
-    store.advance("p", 5)
-    assert published(store, 1, tags=[{"weight_version_min": oldest}])
-    with pytest.raises(StaleVersionError, match="at most 2 behind; this put brings some of version 2"):
-        put(store, 1, tags=[{"weight_version_min": 2}])
 
 
 def nested(depth: int) -> object:

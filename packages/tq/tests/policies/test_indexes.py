@@ -128,13 +128,6 @@ class Order(RuleBasedStateMachine):
         assert self.index.members == self.ready
 
 
-class Accepted(Order):
-    policy = policies.Where(tag="spread", op=">", value=0, then=policies.Fifo())
-
-    def is_ready(self, row: Row) -> bool:
-        return row.tags.get("spread", 0) > 0
-
-
 class Grouped(Order):
     policy = policies.GroupComplete(group_size=2)
 
@@ -168,13 +161,6 @@ class Grouped(Order):
         return [number for each in mates for number in sorted(each[:2])]
 
 
-class AcceptedGroups(Grouped):
-    policy = policies.Where(tag="spread", op=">", value=0, then=policies.GroupComplete(group_size=2))
-
-    def is_ready(self, row: Row) -> bool:
-        return super().is_ready(row) and row.tags.get("spread", 0) > 0
-
-
-@pytest.mark.parametrize("order", [Order, Accepted, Grouped, AcceptedGroups])
+@pytest.mark.parametrize("order", [Order, Grouped])
 def test_rows_are_given_in_the_order_of_the_policy(order):
     run_state_machine_as_test(order, settings=settings(max_examples=25, stateful_step_count=30))

@@ -77,8 +77,6 @@ def test_a_policy_of_ones_own_runs_in_the_server(installed, queue):
     meta = queue.get_meta(**CLAIM, batch_size=2, sampler=easy)
     assert queue.get(meta)["a"].tolist() == [1, 2]
     queue.ack(meta)
-    hard = policies.Where(tag="hardness", op=">", value=3.5, then=easy)
-    assert queue.get(queue.get_meta(**CLAIM, batch_size=1, sampler=hard))["a"].tolist() == [3]
 
 
 def test_a_policy_that_fails_is_named_and_the_queue_goes_on(installed, queue):
@@ -99,7 +97,7 @@ def test_what_is_not_installed_where_the_server_runs_is_refused(installed, queue
         name: ClassVar[str] = "elsewhere"
 
     with pytest.raises(
-        ValueError, match=r"no policy 'elsewhere' where the server runs; there are .*'all_ready', 'batch_ratio', 'cur"
+        ValueError, match=r"no policy 'elsewhere' where the server runs; there are .*'admission', 'batch_ratio', 'cur"
     ):
         queue.get_meta(**CLAIM, batch_size=1, sampler=Elsewhere())
     for name, message in (("missing", "cannot be imported where the server runs: No module"), ("int", "subclass of")):
@@ -108,7 +106,7 @@ def test_what_is_not_installed_where_the_server_runs_is_refused(installed, queue
 
 
 def test_policies_travel_as_json():
-    policy = policies.Where(tag="x", op="in", value=[1, 2], then=policies.GroupComplete(group_size=4))
+    policy = policies.GroupComplete(group_size=4)
     assert policy_from_json(policy.to_json()) == policy
     assert hash(policy_from_json(policy.to_json())) == hash(policy)
     with pytest.raises(ValueError, match=r"'fifo' takes \[\], not \['x'\]"):
@@ -118,13 +116,8 @@ def test_policies_travel_as_json():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: policies.Where(tag="x", op="=~", value=1), "op is '=~'"),
-        (lambda: policies.Where(tag="x", op="==", value=[1]), "op='in' only"),
         (lambda: policies.GroupComplete(group_size=0), "group_size is 0"),
-        (
-            lambda: policies.Where(tag="x", op="==", value=1, then=policies.GroupComplete(group_size=2)).check(3),
-            "groups have 2 rows",
-        ),
+        (lambda: policies.GroupComplete(group_size=2).check(3), "groups have 2 rows"),
     ],
 )
 def test_policies_that_make_no_sense_are_refused_at_once(make, message):
@@ -147,8 +140,7 @@ def test_a_wait_for_a_group_that_was_given_before_says_so(queue):
 
 
 def test_a_policy_is_made_by_its_name():
-    filtered = create_policy("where", tag="is_copy", op="==", value=False, then=create_policy("all_ready"))
-    assert filtered == policies.Where(tag="is_copy", op="==", value=False, then=policies.AllReady())
+    assert create_policy("group_complete", group_size=8) == policies.GroupComplete(group_size=8)
     with pytest.raises(ValueError, match=r"'group_complete' takes \['group_size'\], not \['n'\]"):
         create_policy("group_complete", n=1)
     with pytest.raises(ValueError, match="there is no policy 'newest'"):

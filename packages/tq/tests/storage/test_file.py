@@ -112,7 +112,7 @@ def test_a_dying_server_s_half_write_is_cut_and_damage_reported(killed):
     with pytest.raises(rl_tq.TransferQueueError, match="line 1 of .*journal is not a record"):
         rl_tq.serve(address)
     journal.write_bytes(whole.replace(b'["version",2]', b'["version",99]'))
-    with pytest.raises(rl_tq.TransferQueueError, match="reads version 2"):
+    with pytest.raises(rl_tq.TransferQueueError, match="reads version 3"):
         rl_tq.serve(address)
     journal.write_bytes(whole)
     rl_tq.serve(address).close()
@@ -165,7 +165,7 @@ def test_the_journal_is_lines_of_json(tmp_path):
     journal.rewrite([["a", 1]])
     journal.append([["b", {"x": None}], ["c"]])
     lines = (tmp_path / "journal").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [["version", 2], ["a", 1], ["b", {"x": None}], ["c"]]
+    assert [json.loads(line) for line in lines] == [["version", 3], ["a", 1], ["b", {"x": None}], ["c"]]
     journal.close()
     with contextlib.closing(Journal(tmp_path)) as again:
         assert again.load() == [["a", 1], ["b", {"x": None}], ["c"]]

@@ -11,11 +11,11 @@ from rl_tq.errors import MissingDataError, QueueFullError, SchemaError, StaleVer
 from rl_tq.metadata import checks
 from rl_tq.metadata.checks import few
 from rl_tq.metadata.requests import Admission, Put, Request
-from rl_tq.types import DEFAULT_OPTIONS, AdvanceReport, Credit, OnFull, PartitionOptions
+from rl_tq.types import DEFAULT_OPTIONS, AdvanceReport, Credit, PartitionOptions
 from rl_tq.types.staleness import ADMITTED, OutstandingGroups, Span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from rl_tq.metadata.rows import Extent, Partition, Row
     from rl_tq.metadata.state import State
@@ -54,8 +54,6 @@ class Admissions:
         home = self._state.partitions.get(put.partition)
         options = self._options(put.partition)
         checks.check_put(put, home)
-        if options.max_lag is not None:
-            checks.check_fresh(put, options, self._state.versions.get(put.partition, 0))
         if put.credits:
             self._check_credits(put)
         if put.leases:
@@ -78,7 +76,6 @@ class Admissions:
 
         Raises:
             TransferQueueError: as `check`.
-            QueueFullError: there is no room, and the partition's `on_full` forbids waiting.
         """
         existing = self.check(put)
         if self._options(put.partition) is DEFAULT_OPTIONS and not put.credits:
@@ -88,9 +85,7 @@ class Admissions:
         if num_new:
             rows_left = max(0, num_new - sum(each.num_rows for each in used))
             bytes_left = max(0, nbytes - sum(each.num_bytes for each in used))
-            if not self._has_room(put.partition, rows_left, bytes_left) and not self._make_room(
-                put, rows_left, bytes_left
-            ):
+            if not self._has_room(put.partition, rows_left, bytes_left):
                 return None
         admitted = {each.credit.group_id: each.credit.weight_version for each in used}
         for each in used:
@@ -163,7 +158,7 @@ class Admissions:
         """Reserve room and return a credit; None: it has to wait.
 
         Raises:
-            QueueFullError: the limits are smaller than the request, or `on_full` forbids waiting.
+            QueueFullError: the limits are smaller than the request.
         """
         name = request.partition
         if request.num_rows < 1 or request.num_bytes < 0:
@@ -182,8 +177,6 @@ class Admissions:
         if group in self._in_flight[name]:
             raise SchemaError(f"group {group!r} of partition {name!r} has a credit already")
         if (index is not None and not index.has_room) or not self._has_room(name, request.num_rows, request.num_bytes):
-            if self._options(name).on_full is OnFull.RAISE:
-                raise QueueFullError(self.explain(request))
             return None
         self._num_given += 1
         credit = Credit(
@@ -232,26 +225,11 @@ class Admissions:
 
     # Age
 
-    def drop_stale(self, partition: str) -> int:
-        """Clear unleased rows, with their groups, that are more than `max_lag` versions old; returns the count."""
-        home = self._state.partitions.get(partition)
-        if home is None or home.options.max_lag is None:
-            return 0
-        oldest = home.weight_version - home.options.max_lag
-        stale = [n for version in sorted(home.by_version) if version < oldest for n in home.by_version[version]]
-        gone = {each for number in stale for each in self._unit(home, home.rows[number])}
-        if gone:
-            self._state.clear(partition, sorted(gone), "stale")
-        return len(gone)
-
     def expire(self, partition: str) -> AdvanceReport:
-        """Clear what is too old at the present weight version: rows by `max_lag`, and groups by the staleness policy.
-
-        Credits of groups in flight that are given up end.
-        """
-        num_cleared, index = self.drop_stale(partition), self.groups(partition)
+        """Clear the groups that the staleness policy gives up at the present weight version; their credits end."""
+        index = self.groups(partition)
         if index is None:
-            return AdvanceReport(num_cleared=num_cleared)
+            return AdvanceReport(num_cleared=0)
         groups = index.expired()
         rows = sorted(index.rows_of(groups))
         if rows:
@@ -260,14 +238,7 @@ class Admissions:
         for number, each in [*self._reservations.items()] if ended else ():
             if each.partition == partition and each.credit.group_id in ended:
                 self.release(number)
-        return AdvanceReport(num_cleared=num_cleared + len(rows), groups=tuple(groups))
-
-    def drop_rejected(self, home: Partition, rejected: Iterable[int]) -> bool:
-        """Clear rows that a policy rejects, with their groups, unless leased; returns whether there were any."""
-        gone = {each for number in rejected for each in self._unit(home, home.rows[number])}
-        if gone:
-            self._state.clear(home.name, sorted(gone), "rejected")
-        return bool(gone)
+        return AdvanceReport(num_cleared=len(rows), groups=tuple(groups))
 
     # Messages and statistics
 
@@ -343,53 +314,6 @@ class Admissions:
     def _reserved(self, partition: str) -> tuple[int, int]:
         mine = [reservation for reservation in self._reservations.values() if reservation.partition == partition]
         return sum(reservation.num_rows for reservation in mine), sum(reservation.num_bytes for reservation in mine)
-
-    def _make_room(self, put: Put, num_rows: int, nbytes: int) -> bool:
-        """Drop rows until a put fits, as its partition's options say. False: it has to wait.
-
-        Raises:
-            QueueFullError: the options forbid waiting, or all that may be dropped is not enough.
-        """
-        options = self._options(put.partition)
-        home = self._state.partitions.get(put.partition)
-        if options.on_full is OnFull.BLOCK:
-            return False
-        if options.on_full is OnFull.RAISE or home is None:
-            raise QueueFullError(self.explain(put))
-        gone: dict[int, None] = {}
-        extents: dict[int, int] = {}
-        freed_bytes = 0
-        row_limit = options.max_rows
-        promised_rows, promised_bytes = self._reserved(put.partition)
-        keep = {row.number for row in self._existing(put, home) if row}
-        for row in self._droppable(home, options.on_full):
-            if row.number in gone or row.number in keep:
-                continue
-            for number in self._unit(home, row) - keep - gone.keys():
-                gone[number] = None
-                for extent, _ in home.rows[number].pieces:
-                    extents[extent.number] = extents.get(extent.number, 0) + 1
-                    freed_bytes += extent.nbytes if extents[extent.number] == extent.num_live else 0
-            fits_rows = row_limit is None or len(home.rows) - len(gone) + promised_rows + num_rows <= row_limit
-            fits_bytes = (
-                options.max_bytes is None or home.nbytes - freed_bytes + promised_bytes + nbytes <= options.max_bytes
-            )
-            if fits_rows and fits_bytes:
-                self._state.clear(put.partition, sorted(gone), options.on_full.value)
-                return True
-        raise QueueFullError(f"{self.explain(put)}; dropping all {len(gone)} rows that may be dropped is not enough")
-
-    def _droppable(self, home: Partition, on_full: OnFull) -> Iterator[Row]:
-        if on_full is OnFull.DROP_OLDEST:
-            rows = iter(list(home.rows.values()))
-        else:
-            rows = (home.rows[n] for version in sorted(home.by_version) for n in sorted(home.by_version[version]))
-        return (row for row in rows if self._unit(home, row))
-
-    def _unit(self, home: Partition, row: Row) -> set[int]:
-        """Rows that are dropped together: the row's group, or the row alone; empty while any of them is leased."""
-        group = home.by_group[row.group] if row.group is not None else {row.number}
-        return set() if any(map(home.is_leased, group)) else set(group)
 
 
 def _untaken(name: str, home: Partition) -> str | None:

@@ -11,7 +11,6 @@ from rl_tq.errors import (
     MissingDataError,
     SchemaError,
     StaleReferenceError,
-    StaleVersionError,
     TransferQueueError,
 )
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from rl_tq.metadata.requests import Put
     from rl_tq.metadata.rows import Partition, Row
     from rl_tq.metadata.state import State
-    from rl_tq.types import PartitionOptions
 
 
 LONGEST_S = 1e6
@@ -154,18 +152,6 @@ def check_unfilled(partition: str, rows: Sequence[Row], columns: Collection[str]
                 f"column {column!r} of partition {partition!r} is filled already in {len(filled)} rows "
                 f"({few(filled)}): a value is written once; clear the rows or use another column"
             )
-
-
-def check_fresh(put: Put, options: PartitionOptions, weight_version: int) -> None:
-    """Raise StaleVersionError if rows were made with older weights than `max_lag` allows."""
-    if options.max_lag is None or not put.tags:
-        return
-    oldest = min((v for tag in put.tags if (v := tag.get("weight_version_min")) is not None), default=None)
-    if oldest is not None and weight_version - oldest > options.max_lag:
-        raise StaleVersionError(
-            f"partition {put.partition!r} is at weight version {weight_version} and takes rows at most "
-            f"{options.max_lag} behind; this put brings some of version {oldest}: drop them, or set a larger max_lag"
-        )
 
 
 def check_leases(

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 class Leases:
     """Leases of a state. Callers have checked the lease numbers."""
 
-    def __init__(self, state: State, admissions: Admissions, timers: Timers) -> None:
+    def __init__(self, state: State, timers: Timers) -> None:
         self._state = state
-        self._admissions = admissions
         self._timers = timers
         self._owned: dict[Any, set[int]] = {}
 
@@ -61,9 +60,8 @@ class Leases:
         self.take_back(lease.partition, lease.task, sorted(lease.rows), why, is_counted=is_counted)
 
     def take_back(self, partition: str, task: str, rows: Sequence[int], why: str, *, is_counted: bool) -> None:
-        """Return leased rows to the queue, except those that became stale (cleared) or came back too often (dead)."""
+        """Return leased rows to the queue, except those that came back too often (dead)."""
         self._state.give_back(partition, task, rows, why, is_counted)
-        self._admissions.drop_stale(partition)
 
     def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> set[str]:
         """End the leases of a client that left; returns their partitions."""
@@ -154,8 +152,6 @@ class Claims:
         index = groups
         if index is None:
             index = self._state.ledger(home, claim.task).index(home.rows, claim.columns, claim.policy)
-        if index.rejected and self._admissions.drop_rejected(home, index.rejected):
-            self.has_made_room = True
         if not claim.is_claim:
             if len(index) < claim.batch_size or home.changed <= claim.after:
                 return None

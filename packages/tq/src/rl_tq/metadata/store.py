@@ -42,7 +42,7 @@ class MetadataStore:
         self._admissions = Admissions(self.state, alias)
         self.timers = Timers()
         """Timers; `expire` must be called by `timers.earliest`."""
-        self._leases = Leases(self.state, self._admissions, self.timers)
+        self._leases = Leases(self.state, self.timers)
         self._claims = Claims(self.state, self._admissions, self._leases)
         self._parking = Parking(self.state, self._admissions, self._claims, self.timers)
         self.parked = self._parking.waiting.keys
@@ -69,7 +69,7 @@ class MetadataStore:
         """Reserve room for rows to be generated, or park the request and return None.
 
         Raises:
-            QueueFullError: the limits are smaller than the request, or `on_full` forbids waiting.
+            QueueFullError: the limits are smaller than the request.
         """
         return self._parking.answer(request, self.now)
 

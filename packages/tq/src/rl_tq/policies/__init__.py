@@ -11,9 +11,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from rl_tq.policies.groups import GroupComplete
-from rl_tq.policies.rows import AllReady, Fifo
+from rl_tq.policies.rows import Fifo
 from rl_tq.policies.staleness import Admission, BatchRatio, GroupAge, OldestToken, QueueLength, ThresholdFraction
-from rl_tq.policies.where import Where
 from rl_tq.types.policy import Policy
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ __all__ = [
     "GROUP",
     "POLICIES",
     "Admission",
-    "AllReady",
     "BatchRatio",
     "Fifo",
     "GroupAge",
@@ -32,7 +30,6 @@ __all__ = [
     "Policy",
     "QueueLength",
     "ThresholdFraction",
-    "Where",
     "policy_from_json",
     "policy_named",
 ]
@@ -43,8 +40,7 @@ GROUP = "rl_tq.policies"
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
     for policy in (
-        Fifo, AllReady, GroupComplete, Where,
-        Admission, OldestToken, GroupAge, BatchRatio, QueueLength, ThresholdFraction,
+        Fifo, GroupComplete, Admission, OldestToken, GroupAge, BatchRatio, QueueLength, ThresholdFraction,
     )
 }  # fmt: skip
 
@@ -60,8 +56,6 @@ def policy_from_json(value: Mapping[str, Any]) -> Policy:
     known = {each.name for each in fields(kind)}
     if given.keys() != known:
         raise ValueError(f"policy {value['name']!r} takes {sorted(known)}, not {sorted(given)}")
-    if kind is Where:
-        given["then"] = policy_from_json(given["then"])
     return kind(**given)
 
 

@@ -19,7 +19,6 @@ from rl_tq.errors import (
     SchemaError,
     ServerLostError,
     StaleReferenceError,
-    StaleVersionError,
     TransferQueueError,
     WaitTimeoutError,
 )
@@ -223,44 +222,6 @@ class LeasesContract(Served):
             peer.admit(partition="p", num_rows=0)
         with pytest.raises(ValueError, match="no options"):
             queue.configure("p", max_row=3)
-        with pytest.raises(ValueError, match="choose one of"):
-            queue.configure("p", on_full="drop")
-
-    def test_full_partitions_raise_or_drop_and_count(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """Whole groups, never leased rows."""
-        queue.configure("p", max_rows=4, on_full="raise")
-        tags = [{"group_id": g, "weight_version_min": v} for g, v in ((0, 7), (0, 9), (1, 8), (1, 8))]
-        first = queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
-        with pytest.raises(QueueFullError, match="4 of 4 rows"):
-            peer.put({"a": torch.tensor([4])}, partition="p")
-        queue.configure("p", max_rows=4, on_full="drop_stalest")
-        peer.put({"a": torch.tensor([4, 5])}, partition="p", tags=[{"group_id": 2, "weight_version_min": 9}] * 2)
-        with pytest.raises(StaleReferenceError):
-            queue.get(first.reorder([1]))
-        queue.configure("p", max_rows=4, on_full="drop_oldest")
-        held = peer.get_meta(partition="p", columns=["a"], batch_size=1, task="t")
-        peer.put({"a": torch.tensor([6])}, partition="p")
-        assert peer.get(held)["a"].tolist() == [2]
-        assert queue.stats()["partitions"]["p"]["dropped"] == {"drop_stalest": 2, "drop_oldest": 2}
-        with pytest.raises(QueueFullError, match="is not enough"):
-            peer.put({"a": torch.tensor([7, 8, 9])}, partition="p")
-
-    def test_stale_rows_go_and_are_refused(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """At every new version, with their group; versions only grow."""
-        queue.configure("p", max_lag=1)
-        versions = [(0, 1), (0, 3), (1, 3), (None, None)]
-        tags = [{} if v is None else {"group_id": g, "weight_version_min": v} for g, v in versions]
-        queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
-        assert queue.stats()["partitions"]["p"]["weight_version"] == 0
-        assert peer.advance("p", 2).num_cleared == 0
-        assert peer.advance("p", 3).num_cleared == 2
-        left = queue.get_meta(partition="p", columns=["a"], batch_size=2, task="t")
-        assert queue.get(left)["a"].tolist() == [2, 3]
-        with pytest.raises(StaleVersionError, match="at weight version 3 and takes rows at most 1 behind"):
-            peer.put({"a": torch.zeros(1, dtype=torch.int64)}, partition="p", tags=[{"weight_version_min": 1}])
-        with pytest.raises(ValueError, match="cannot become 2"):
-            peer.advance("p", 2)
-        assert queue.stats()["partitions"]["p"]["dropped"] == {"stale": 2}
 
     def test_rows_go_when_all_tasks_are_done_with_them(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """A step later, as `keep_steps` says; a task that was not declared is refused."""

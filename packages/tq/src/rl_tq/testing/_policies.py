@@ -10,10 +10,8 @@ import torch
 
 from rl_tq import policies
 from rl_tq.errors import (
-    PolicyError,
     QueueFullError,
     SchemaError,
-    StaleReferenceError,
     StaleVersionError,
     WaitTimeoutError,
 )
@@ -41,8 +39,6 @@ class PoliciesContract(Served):
             return peer.get(meta)["a"].tolist()
 
         numbers = iter(range(100))
-        versions: list[dict[str, Any]] = [{"weight_version_min": v} for v in (3, 1, 2, 1)]
-        assert given(2, policies.AllReady(), versions) == [*range(len(versions))]
         groups = [{"group_id": g} for g in (0, 1, 2, 1, 0, 2)]
         assert given(4, policies.GroupComplete(group_size=2), groups) == [1, 3, 0, 4]
         with pytest.raises(ValueError, match="groups have 4 rows"):
@@ -100,40 +96,6 @@ class PoliciesContract(Served):
         put(late, oldest=2)
         queue.restore("p", 0)
         assert groups(queue.get_meta(partition="p", columns=["a"], batch_size=1, task="train")) == [5, 5]
-
-    def test_a_predicate_on_tags_and_what_it_rejects(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """Rows without the tag wait for it; rejected groups leave, and a producer that waits for room gets theirs."""
-        queue.configure("p", max_rows=4)
-        good = policies.Where(
-            tag="spread", op=">", value=0.0, is_clearing=True, then=policies.GroupComplete(group_size=2)
-        )
-        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "batch_size": 2, "task": "t", "sampler": good}
-        tags = [{"group_id": g} for g in (0, 0, 1, 1)]
-        meta = queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
-        with pytest.raises(WaitTimeoutError, match="4 have no tag 'spread' that can be compared yet"):
-            peer.get_meta(**claim, timeout_s=0.0)
-        with ThreadPoolExecutor(2) as pool:
-            waiting = pool.submit(peer.get_meta, **claim)
-            refill = pool.submit(peer.admit, partition="p", num_rows=2)
-            until(lambda: queue.stats()["partitions"]["p"]["waiters"] == 2)
-            queue.put({"b": torch.zeros(2)}, partition="p", sample_ids=meta.reorder([0, 1]), tags=[{"spread": 0.0}] * 2)
-            credit = refill.result(20)
-            again = [{"group_id": 2, "spread": 0.5}] * 2
-            peer.put({"a": torch.tensor([4, 5])}, partition="p", credit=credit, tags=again)
-            assert queue.get(waiting.result(20))["a"].tolist() == [4, 5]
-        assert queue.stats()["partitions"]["p"]["dropped"] == {"rejected": 2}
-        with pytest.raises(StaleReferenceError):
-            queue.get(meta)
-        kept: dict[str, Any] = {"partition": "q", "columns": ["a"], "batch_size": 1, "task": "t"}
-        queue.put({"a": torch.arange(3)}, partition="q", tags=[{"kind": kind} for kind in ("x", "y", "z")])
-        few = policies.Where(tag="kind", op="in", value=["y", "z"], then=policies.Fifo())
-        taken = [queue.get(queue.get_meta(**kept, sampler=few))["a"].tolist() for _ in range(2)]
-        assert taken == [[1], [2]]
-        with pytest.raises(WaitTimeoutError, match=r"1 have one that is not in \('y', 'z'\)"):
-            queue.get_meta(**kept, sampler=few, timeout_s=0.0)
-        with pytest.raises(PolicyError, match="'x', which cannot be compared by '>' with 3"):
-            queue.get_meta(**kept, sampler=policies.Where(tag="kind", op=">", value=3))
-        assert queue.stats()["partitions"]["q"]["rows"] == 3
 
     def test_a_late_sample_never_mixes_groups(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """A group waits for its last sample while others pass; rows of a group that was given come whole or not."""

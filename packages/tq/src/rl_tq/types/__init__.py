@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rl_tq.types.batch_meta import BatchMeta as BatchMeta
@@ -92,19 +91,6 @@ class Buffer:
     """Cache of the previous get; private to the client."""
 
 
-class OnFull(StrEnum):
-    """Behaviour of a put of new rows into a full partition."""
-
-    BLOCK = "block"
-    """Wait for room until the deadline."""
-    RAISE = "raise"
-    """Raise `QueueFullError` at once."""
-    DROP_OLDEST = "drop_oldest"
-    """Clear the oldest rows (whole groups) that are not leased; `stats()` counts them."""
-    DROP_STALEST = "drop_stalest"
-    """Clear rows with the lowest tag `weight_version_min` first, likewise; rows without that tag are never dropped."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionOptions:
     """Options of a partition: limits, and when rows are cleared. Set by `configure`; a clear retains them."""
@@ -113,11 +99,6 @@ class PartitionOptions:
     """Most rows; None: no limit."""
     max_bytes: int | None = None
     """Most bytes of extents; None: no limit."""
-    max_lag: int | None = None
-    """Rows whose tag `weight_version_min` is more than this behind `advance`'s version are cleared and counted (with
-    their group), and a put of such rows raises `StaleVersionError`; None: no limit."""
-    on_full: OnFull = OnFull.BLOCK
-    """Behaviour of a put of new rows into a full partition."""
     tasks: tuple[str, ...] = ()
     """Tasks that consume every row: a row is cleared once all of them acked it, and claims for other tasks are
     refused. Empty: any task may claim, and only `clear` frees rows."""
@@ -131,18 +112,13 @@ class PartitionOptions:
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("max_rows", 1), ("max_bytes", 1), ("max_lag", 0),
-            ("keep_steps", 0), ("max_attempts", 1),
+            ("max_rows", 1), ("max_bytes", 1), ("keep_steps", 0), ("max_attempts", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and type(value) is not int:
                 raise ValueError(f"{name} is {value!r}: it must be an integer" + (", or None" * (least == 1)))
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}: it must be at least {least}" + (", or None" * (least == 1)))
-        choices = [str(choice) for choice in OnFull]
-        if str(self.on_full) not in choices:
-            raise ValueError(f"on_full is {self.on_full!r}: choose one of {choices}")
-        object.__setattr__(self, "on_full", OnFull(self.on_full))
         if isinstance(self.tasks, str):
             raise ValueError(f"tasks is the string {self.tasks!r}: give a list of names")
         object.__setattr__(self, "tasks", tuple(self.tasks))
@@ -156,8 +132,7 @@ class PartitionOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Options as JSON values."""
-        staleness = self.staleness and self.staleness.to_json()
-        return {**asdict(self), "tasks": list(self.tasks), "on_full": str(self.on_full), "staleness": staleness}
+        return {**asdict(self), "tasks": list(self.tasks), "staleness": self.staleness and self.staleness.to_json()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PartitionOptions:

@@ -70,8 +70,6 @@ class ReadyRows:
         self._head = 0
         self._out_of_order: list[int] = []
         """Heap of rows that became ready after younger ones."""
-        self.rejected: dict[int, Row] = {}
-        """Rows that the store shall clear."""
 
     def __len__(self) -> int:
         return len(self.members)
