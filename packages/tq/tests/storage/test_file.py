@@ -111,7 +111,7 @@ def test_a_dying_server_s_half_write_is_cut_and_damage_reported(killed):
     journal.write_bytes(b"[" + whole)
     with pytest.raises(rl_tq.TransferQueueError, match="line 1 of .*journal is not a record"):
         rl_tq.serve(address)
-    journal.write_bytes(whole.replace(b'["version",2]', b'["version",99]'))
+    journal.write_bytes(whole.replace(b'["version",3]', b'["version",99]'))
     with pytest.raises(rl_tq.TransferQueueError, match="reads version 3"):
         rl_tq.serve(address)
     journal.write_bytes(whole)
