@@ -16,16 +16,13 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from rl_bench.shapes import qwen3
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_bench import Run
 
-QWEN3_600M = {
-    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 1024,
-    "initializer_range": 0.02, "tie_word_embeddings": True,
-}  # fmt: skip
 PROMPT_TOKENS, GROUP, STEPS, TRAINED_ROWS, TRAINED_TOKENS = 64, 8, 32, 32, 256
 MOST_KERNELS, MOST_LETTERS = 15, 90
 
@@ -38,7 +35,9 @@ def main(run: Run) -> None:
     num_requests, num_rows = (256, TRAINED_ROWS) if has_gpu and not run.quick else (16, 4)
     run.parameters(num_requests=num_requests, prompt_tokens=PROMPT_TOKENS, steps=STEPS, trained_rows=num_rows)
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny_model(Path(folder), **(QWEN3_600M if has_gpu else {}))
+        write_tiny_model(
+            Path(folder), **(qwen3("0.6B", max_position_embeddings=1024, initializer_range=0.02) if has_gpu else {})
+        )
         _generation(run, folder, num_requests, "cuda" if has_gpu else "cpu")
         if has_gpu:
             torch.cuda.empty_cache()

@@ -264,24 +264,11 @@ def _copies(run: Run) -> None:
 
 
 def gpu(run: Run) -> None:
-    """Groups of `gpu/`: those that `RL_BENCH` names, with commas, or all."""
-    from csrc.bench.gpu.attention import attention
-    from csrc.bench.gpu.head import linear
-    from csrc.bench.gpu.scores import forward, train
-    from csrc.bench.gpu.table import ROWS, Table
-    from csrc.bench.gpu.tokens_and_bytes import copies, deltas, losses
+    """Groups of `_gpu.py`: those that `RL_BENCH` names, with commas, or all."""
+    from csrc.bench._gpu import GROUPS, ROWS, Table
 
-    groups = {
-        "losses": losses,
-        "copies": copies,
-        "attention": attention,
-        "deltas": deltas,
-        "forward": forward,
-        "train": train,
-        "linear": linear,
-    }
-    named = os.environ.get("RL_BENCH") or ",".join(list(groups)[: 3 if run.quick else None])
+    named = os.environ.get("RL_BENCH") or ",".join(list(GROUPS)[: 3 if run.quick else None])
     run.parameters(rows=ROWS, vocab=VOCAB, dtype="bfloat16")
     for name in named.split(","):
-        groups[name](Table(run))
+        GROUPS[name](Table(run))
         torch.cuda.empty_cache()

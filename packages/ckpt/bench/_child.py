@@ -1,11 +1,11 @@
 """The process that takes weights, by any of the systems of the benchmark, and what both processes agree on."""
 
-import asyncio
 import os
+import pickle
 import socket
-import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import torch
 
 import rl_ckpt
 import rl_csrc
+from rl_bench.processes import Child, say
+from rl_bench.shapes import qwen3, weight_shapes
 
 TIMEOUT = timedelta(seconds=60)
 TOKEN = "of the benchmark"
@@ -21,27 +23,20 @@ PACE = "RL_BENCH_PACE"
 SO_MAX_PACING_RATE = 47
 
 
-def shapes(num_layers, vocab_size):
-    """Qwen3: hidden 1024, 16 query and 8 key-value heads of 128, intermediate 3072. The 0.6B has 28 layers."""
-    layer = {
-        "self_attn.q_proj": (2048, 1024),
-        "self_attn.k_proj": (1024, 1024),
-        "self_attn.v_proj": (1024, 1024),
-        "self_attn.o_proj": (1024, 2048),
-        "self_attn.q_norm": (128,),
-        "self_attn.k_norm": (128,),
-        "mlp.gate_proj": (3072, 1024),
-        "mlp.up_proj": (3072, 1024),
-        "mlp.down_proj": (1024, 3072),
-        "input_layernorm": (1024,),
-        "post_attention_layernorm": (1024,),
-    }
-    layers = {f"model.layers.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in layer.items()}
-    return {"model.embed_tokens.weight": (vocab_size, 1024), **layers, "model.norm.weight": (1024,)}
+def shapes(what, size):
+    """Shapes by a word and a size: the layers of a model, or the number of tensors of 1 GiB."""
+    if what == "blocks":
+        return {f"block.{i}": (1 << 29,) for i in range(size)}
+    if what == "experts":  # Qwen3-30B-A3B
+        sizes = {"hidden_size": 2048, "intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4}
+        return weight_shapes(qwen3("8B", num_hidden_layers=size, **sizes), num_experts=128)
+    if what == "8B":
+        return weight_shapes(qwen3("8B", num_hidden_layers=size))
+    return weight_shapes(qwen3("0.6B", num_hidden_layers=size, vocab_size=122_880 if size == 28 else 9_496))
 
 
-def tensors(size, make):
-    return {name: make(shape, dtype=torch.bfloat16) for name, shape in shapes(*size).items()}
+def tensors(what, size, make, device="cpu"):
+    return {name: make(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes(what, int(size)).items()}
 
 
 def copy_into(mine, items):
@@ -90,102 +85,100 @@ def dial(where):
     return connection
 
 
-class Child:
-    """This file as a process that takes weights by one system: a line to it starts a sync, a line back ends it."""
-
-    def __init__(self, system, size, where, cores):
-        command = [sys.executable, __file__, system, *map(str, size), str(where), *map(str, cores)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        self.cpu_ms = []
-        """Time of its processor, for each sync that it has ended."""
-
-    def wait(self):
-        """Until it has its tensors and its connection."""
-        if self.process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"the receiving process {self.process.args} died")
-
-    def tell(self, what="go"):
-        self.process.stdin.write(f"{what}\n")
-
-    def hear(self):
-        if not (said := self.process.stdout.readline().strip()):
-            raise RuntimeError(f"the receiving process {self.process.args} died")
-        if said.startswith("done"):
-            self.cpu_ms.append(float(said.split()[1]))
-        return said
-
-    def resident_bytes(self):
-        """Memory that is its own."""
-        self.tell("memory")
-        return int(self.hear())
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(30)
+def start(stack, system, what, size, where, cores):
+    """A child that takes weights, closed with the stack."""
+    child = Child(__file__, system, what, size, where, *cores)
+    stack.callback(child.close)
+    return child
 
 
-def resident_bytes():
-    """Memory of this process that is its own: anonymous pages."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Anonymous:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def anonymous_bytes():
+    """Memory of this process that is its own, so much as it has touched."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
 
 
-def child(system, num_layers, vocab_size, where, *cores):
-    """Take a sync for every `go` on stdin, into tensors of this process."""
-    os.sched_setaffinity(0, map(int, cores))
-    torch.set_num_threads(1)
-    if PACE in os.environ:
-        pace(int(os.environ[PACE]))
-    mine = tensors((int(num_layers), int(vocab_size)), torch.zeros)
-    if system.startswith("ckpt"):
-        token = TOKEN if where.startswith("tcp") else None
-        engine = rl_ckpt.connect(where, role="receive", token=token)
-    elif system == "slices":
-        receiver = rl_ckpt.ShardedReceiver(rl_ckpt.Addresses.from_json(where).of(0), token=TOKEN)
-        runner = asyncio.Runner()
-    elif system == "gloo":
-        dist = join_group(1, where)
-    elif system == "socket":
-        connection = dial(where)
-    elif system == "copy":
-        others = tensors((int(num_layers), int(vocab_size)), torch.randn)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        if line == "memory\n":  # takes as long as a fifth of a sync, so not with each
-            print(resident_bytes(), flush=True)
-            continue
-        since = time.process_time()
-        if system == "ckpt-into":
-            engine.recv_into(mine)
-        elif system == "slices":
-            runner.run(receiver.receive_into(mine))
-        elif system == "ckpt-iterate":
-            copy_into(mine, engine.recv())
-        elif system == "gloo":
-            for tensor in mine.values():
-                dist.recv(tensor, src=0)
-        elif system == "socket":
-            for tensor in mine.values():
+class Systems:
+    """Ways to take a sync into tensors of this process: each is a method that makes one."""
+
+    def __init__(self, what, size, where):
+        self.where, self.device = where, "cuda" if where.startswith(("cuda", "handles")) else "cpu"
+        self.mine = tensors(what, size, torch.zeros, self.device)
+
+    def connect(self):
+        return rl_ckpt.connect(self.where, role="receive", token=TOKEN if self.where.startswith("tcp") else None)
+
+    def into(self):
+        engine = self.connect()
+        return lambda: engine.recv_into(self.mine)
+
+    def iterate(self):
+        engine = self.connect()
+        return lambda: copy_into(self.mine, engine.recv())
+
+    def many(self):
+        """As many receivers as the address says behind `#`, on threads, which verify and keep nothing."""
+        self.where, _, count = self.where.partition("#")
+        engines, pool = [self.connect() for _ in range(int(count))], ThreadPoolExecutor(int(count))
+        return lambda: [*pool.map(lambda engine: sum(1 for _ in engine.recv()), engines)]
+
+    def gloo(self):
+        dist = join_group(1, self.where)
+        return lambda: [dist.recv(tensor, src=0) for tensor in self.mine.values()]
+
+    def socket(self):
+        connection = dial(self.where)
+
+        def take():
+            for tensor in self.mine.values():
                 view = raw(tensor)
                 while view:
                     view = view[connection.recv_into(view) :]
-        elif system == "copy":
-            copy_into(mine, others.items())
-        elif system == "read":
-            digest(mine)
-        else:
-            from safetensors.torch import load_file
 
-            copy_into(mine, load_file(where).items())
-        print("done", 1e3 * (time.process_time() - since), flush=True)
+        return take
+
+    def read(self):
+        return lambda: digest(self.mine)
+
+    def files(self):
+        from safetensors.torch import load_file
+
+        return lambda: copy_into(self.mine, load_file(self.where).items())
+
+    def handles(self):
+        """torch's own IPC on a GPU: one handle for each tensor, pickled."""
+
+        def take():
+            for name, (rebuild, arguments) in pickle.loads(Path(self.where.partition(":")[2]).read_bytes()).items():
+                self.mine[name].copy_(rebuild(*arguments))
+            torch.cuda.synchronize()
+
+        return take
 
 
-def queue_child(queue, done, size, cores):
+def serve(system, what, size, where, *cores):
+    """Take a sync for every `go` on stdin."""
+    if cores:
+        os.sched_setaffinity(0, map(int, cores))
+    torch.set_num_threads(1)
+    if PACE in os.environ:
+        pace(int(os.environ[PACE]))
+    systems = Systems(what, size, where)
+    take = getattr(systems, system)()
+    say("ready")
+    for line in sys.stdin:
+        if line == "memory\n":  # takes as long as a fifth of a sync, so not with each
+            say("memory", torch.cuda.memory_reserved() if systems.device == "cuda" else anonymous_bytes())
+            continue
+        since = time.process_time()
+        take()
+        say("done", 1e3 * (time.process_time() - since))
+
+
+def queue_child(queue, done, what, size, cores):
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
-    mine = tensors(size, torch.zeros)
+    mine = tensors(what, size, torch.zeros)
     since = time.process_time()
     while (items := queue.get()) is not None:
         copy_into(mine, items.items())
@@ -194,7 +187,7 @@ def queue_child(queue, done, size, cores):
 
 
 def pace(bytes_per_s):
-    """Let the kernel send no faster on any connection that is accepted from now on in this process, or in `child`s."""
+    """Let the kernel send no faster on any connection that is accepted from now on in this process and in children."""
     os.environ[PACE] = str(bytes_per_s)
     listen = socket.socket.listen
 
@@ -208,4 +201,4 @@ def pace(bytes_per_s):
 
 
 if __name__ == "__main__":
-    child(*sys.argv[1:])
+    serve(*sys.argv[1:])

@@ -7,7 +7,8 @@ import sys
 import time
 
 import torch
-from packages.ckpt.bench._other import Other, say
+
+from rl_bench.processes import Child, say
 
 POLL_S = 0.0002
 
@@ -19,7 +20,7 @@ def agent(name):
 
 
 class Pair:
-    """Two processes that NIXL connects, and that stand still until they are asked: its threads poll all the time.
+    """Two processes that NIXL connects, and that stop until they are asked: its threads poll all the time.
 
     Args:
         sizes: Of the tensors, bytes.
@@ -31,9 +32,8 @@ class Pair:
         try:
             told = json.dumps(sizes)
             for role, cores in (("send", mine), ("take", theirs)):
-                self._ends.append(Other("_nixl", role, *cores))
-                self._ends[-1].tell(told)
-                told = self._ends[-1].hear("ready")
+                self._ends.append(Child(__file__, role, *cores))
+                told = self._ends[-1].ask(told, "ready")
             self()
         except BaseException:
             self.close()
@@ -78,6 +78,23 @@ def send(sizes):
     sys.stdin.read()
 
 
+def take(metadata, addresses):
+    from nixl._api import nixlBind
+
+    mine = agent("bench-reader")
+    peer = mine.add_remote_agent(bytes.fromhex(metadata))
+    targets = [torch.zeros(num_bytes, dtype=torch.uint8) for _, num_bytes in addresses]
+    remote = [(address, num_bytes, 0) for address, num_bytes in addresses]
+    say("ready")
+    for _ in sys.stdin:
+        for target, one in zip(targets, remote, strict=True):
+            registered = mine.register_memory([target])
+            there = nixlBind.nixlXferDList(nixlBind.DRAM_SEG, [one])
+            read(mine, mine.get_xfer_descs([target]), there, peer)
+            mine.deregister_memory(registered)
+        say("done")
+
+
 def serve(mode, *cores):
     os.sched_setaffinity(0, map(int, cores))
     be_served_first()
@@ -87,23 +104,6 @@ def serve(mode, *cores):
         send(told)
     else:
         take(*told)
-
-
-def take(metadata, places):
-    from nixl._api import nixlBind
-
-    mine = agent("bench-reader")
-    peer = mine.add_remote_agent(bytes.fromhex(metadata))
-    targets = [torch.zeros(num_bytes, dtype=torch.uint8) for _, num_bytes in places]
-    remote = [(address, num_bytes, 0) for address, num_bytes in places]
-    say("ready")
-    for _ in sys.stdin:
-        for target, place in zip(targets, remote, strict=True):
-            registered = mine.register_memory([target])
-            there = nixlBind.nixlXferDList(nixlBind.DRAM_SEG, [place])
-            read(mine, mine.get_xfer_descs([target]), there, peer)
-            mine.deregister_memory(registered)
-        say("done")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,8 @@ TRL is an optional peer in an environment of its own, because it pins other vers
     RL_BENCH_TRL_PYTHON=trl/bin/python uv run rl-bench engine
 """
 
-import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,6 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_bench import Role, Run
+from rl_bench.processes import race
+from rl_bench.shapes import qwen3
 from rl_engine.testing import write_tiny_model
 
 # a vocabulary whose logits weigh, as they do in real models, and rows of mixed lengths
@@ -26,26 +25,21 @@ WIDE = {
     "num_key_value_heads": 6, "head_dim": 32, "max_position_embeddings": 1024, "tie_word_embeddings": True,
 }  # fmt: skip
 BATCH, LONGEST = 16, 512
-# the shape of Qwen3-0.6B
-HALF_BILLION = {
-    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
-    "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}  # fmt: skip
 # the vocabulary of Qwen, under a trunk that weighs little
 QWEN_HEAD = {
     "vocab_size": 151936, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }  # fmt: skip
-# the tiny model of packages/trainer/bench/trainer_step.py, which learns from 8 completions of each of 8 prompts
+# a tiny model, which learns from 8 completions of each of 8 prompts
 GROUPS = 8
 SMALL = {
     "vocab_size": 80, "hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 48, "max_position_embeddings": 1024, "tie_word_embeddings": True,
 }  # fmt: skip
-GPU_TOKENS, GPU_LONGEST = 8192, 2048
-NAMES = {"rl-engine": "rl-engine", "plain": "plain Hugging Face", "trl": "TRL's SFTTrainer"}
+QWEN, GPU_TOKENS, GPU_LONGEST = qwen3("0.6B"), 8192, 2048
+CHILD = Path(__file__).with_name("_child.py")
+NAMES = {"rl-engine": "rl-engine", "plain": "plain Hugging Face", "trl-sft": "TRL's SFTTrainer"}
 VARIABLE = "RL_BENCH_TRL_PYTHON"
 
 
@@ -66,7 +60,7 @@ def _mixed_rows(run: Run) -> None:
     with tempfile.TemporaryDirectory() as place:
         model = write_wide_model(Path(place) / "model")
         given = {"model": str(model), "batches": batches, "batch_size": BATCH, "longest": LONGEST}
-        found = race(run, Path(place), given | {"device": "cpu", "is_random": False})
+        found = compete(run, Path(place), given | {"device": "cpu", "is_random": False})
     tell(run, "rows of mixed lengths", batches, found, warm_up=1, goal=">= 1.5 of best peer")
     is_above = {"peak resident memory": False, "its growth over imports": True}
     for metric, over_imports in is_above.items():
@@ -85,7 +79,7 @@ def _head_memory(run: Run) -> None:
         write_tiny_model(folder, **QWEN_HEAD)
         held = 4 * (folder / "model.safetensors").stat().st_size
         given = {"model": str(folder), "batches": [rows] * 2, "batch_size": len(rows), "longest": 128}
-        found = race(run, Path(place), given | {"device": "cpu", "is_random": False}, systems=tuple(systems))
+        found = compete(run, Path(place), given | {"device": "cpu", "is_random": False}, systems=tuple(systems))
     run.parameters(qwen_held_mebibytes=held / 2**20)
     for system, name in systems.items():
         taken, role = found[system], Role.PEER if system == "plain" else Role.OURS
@@ -109,7 +103,9 @@ def _prompts(run: Run) -> None:
             given = {"model": str(model), "batches": [rows] * 4, "batch_size": len(rows)}
             given |= {"longest": prompt + completion, "device": "cpu", "is_random": False}
             for name, (share, role) in ways.items():
-                found = race(run, Path(place), given | {"prefix_sharing": share}, systems=("rl-engine",))["rl-engine"]
+                found = compete(run, Path(place), given | {"prefix_sharing": share}, systems=("rl-engine",))[
+                    "rl-engine"
+                ]
                 speeds = [tokens / seconds for seconds in found["seconds"][1:]]
                 run.record(work, name, speeds, unit="tokens/s", role=role)
                 grown = (found["peak_bytes"] - found["base_bytes"]) / 2**20
@@ -121,7 +117,7 @@ def row_size(row: dict) -> int:
 
 
 def group_rows(prompt: int, completion: int, *, groups: int) -> list[dict]:
-    """Rows of completions of the same prompts, as `_sft_child.py` takes them."""
+    """Rows of completions of the same prompts, as `_child.py` takes them."""
     draw = random.Random(0)
     rows, mask = [], [0] * prompt + [1] * completion
     for _ in range(groups):
@@ -142,51 +138,42 @@ def gpu(run: Run) -> None:
     draw = random.Random(0)
     batches = [full_batch(draw) for _ in range(6 if run.quick else 12)]
     most_rows = max(map(len, batches))
-    run.parameters(gpu_model=HALF_BILLION, gpu_tokens=GPU_TOKENS, gpu_longest=GPU_LONGEST)
+    run.parameters(gpu_model=QWEN, gpu_tokens=GPU_TOKENS, gpu_longest=GPU_LONGEST)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         write_tiny_model(folder)  # its tokenizer
-        AutoConfig.for_model("qwen3", **HALF_BILLION).save_pretrained(folder)
+        AutoConfig.for_model("qwen3", **QWEN).save_pretrained(folder)
         (folder / "model.safetensors").unlink()
         given = {"model": str(folder), "batches": batches, "batch_size": most_rows, "longest": GPU_LONGEST}
-        found = race(run, Path(place), given | {"device": "cuda", "is_random": True}, timeout_s=280)
+        found = compete(run, Path(place), given | {"device": "cuda", "is_random": True}, timeout_s=280)
     tell(run, metric, batches, found, warm_up=3, goal=goal)
     tell_memory(run, memory, found, over_imports=False)
 
 
-def race(
+def compete(
     run: Run,
     folder: Path,
     given: dict,
+    systems: tuple[str, ...] = ("rl-engine", "plain", "trl-sft"),
     *,
     timeout_s: float = 100,
-    systems: tuple[str, ...] = ("rl-engine", "plain", "trl"),
 ) -> dict[str, dict]:
     """What each system's process wrote; TRL's only where there is its interpreter, and batches are of equally many.
 
     A peer that the GPU's memory is too small for is missing.
     """
-    settings, threads = folder / "settings.json", torch.get_num_threads()
+    threads, trl_python = torch.get_num_threads(), os.environ.get(VARIABLE)
     run.parameters(threads=threads)
-    settings.write_text(json.dumps(given | {"threads": threads, "lr": 1e-5}))
-    trl_python = os.environ.get(VARIABLE)
-    interpreters = dict.fromkeys(("rl-engine", "separate", "plain"), sys.executable)
-    if trl_python and len({len(rows) for rows in given["batches"]}) == 1:
-        interpreters["trl"] = trl_python
-    found: dict[str, dict] = {}
-    for system, python in interpreters.items():
-        if system not in systems:
-            continue
-        script = str(Path(__file__).with_name("_sft_child.py"))
-        done = subprocess.run(
-            [python, "-W", "ignore", script, str(settings), system],
-            check=False, timeout=timeout_s, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        if done.returncode and system != "rl-engine" and "OutOfMemoryError" in done.stderr:
-            continue
-        if done.returncode:
-            raise RuntimeError(f"{system} failed: {done.stderr[-3000:]}")
-        found[system] = json.loads((folder / f"{system}.json").read_text())
+    if not trl_python or len({len(rows) for rows in given["batches"]}) > 1:
+        systems = tuple(system for system in systems if system != "trl-sft")
+    found, given = {}, given | {"threads": threads, "lr": 1e-5}
+    for system in systems:
+        python = trl_python if system == "trl-sft" else None
+        wrote = race(CHILD, system, given, folder, python=python, timeout_s=timeout_s)
+        if isinstance(wrote, dict):
+            found[system] = wrote
+        elif system == "rl-engine":
+            raise RuntimeError(wrote)
     return found
 
 
@@ -214,7 +201,9 @@ def _tell(run: Run, metric: str, unit: str, found: dict[str, dict], samples_of, 
     for system, name in NAMES.items():
         taken, role = found.get(system), Role.OURS if system == "rl-engine" else Role.PEER
         why = (
-            f"{VARIABLE} is not set, or batches differ in rows" if system == "trl" else "the GPU's memory is too small"
+            f"{VARIABLE} is not set, or batches differ in rows"
+            if system == "trl-sft"
+            else "the GPU's memory is too small"
         )
         note = "" if taken else why
         run.record(
@@ -234,7 +223,7 @@ def full_batch(draw):
     """Rows of mixed lengths with `GPU_TOKENS` tokens in all."""
     rows, left = [], GPU_TOKENS
     while left >= 32:
-        row = mixed_row(draw, min(GPU_LONGEST, left), HALF_BILLION["vocab_size"], centre=6.0)
+        row = mixed_row(draw, min(GPU_LONGEST, left), QWEN["vocab_size"], centre=6.0)
         rows.append(row)
         left -= len(row["input_ids"])
     return rows

@@ -6,11 +6,8 @@ one where it can be imported. Without a GPU a tiny model takes its place, which 
 """
 
 import importlib.util
-import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,19 +15,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_bench import Role, Run, has_card
+from rl_bench.processes import race
+from rl_bench.shapes import qwen3
 from rl_engine.testing import write_tiny_model
 
 ROWS, GROUP, PROMPT, COMPLETION, UPDATES, WARM_UP = 128, 8, 64, 256, 7, 2
 PEAK_FLOPS = 989e12  # bfloat16 without sparsity, of NVIDIA's data sheets of H100 SXM and H200
-SHAPE = {
-    "vocab_size": 151936, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 40960, "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}  # fmt: skip
-SHAPES = {
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072},
-    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144},
-}
 TOKENS = {"0.6B": ROWS * (PROMPT + COMPLETION), "1.7B": ROWS * (PROMPT + COMPLETION) // 2}
 TRL_ROWS = {"0.6B": 32, "1.7B": 16}
 NAMES = {
@@ -45,7 +35,7 @@ NAMES = {
 def main(run: Run) -> None:
     """Every shape and system that this machine has."""
     is_gpu, named = torch.cuda.is_available(), os.environ.get("RL_BENCH", "").split()
-    shapes = [name for name in SHAPES if name in named] or [*SHAPES]
+    shapes = [name for name in TOKENS if name in named] or [*TOKENS]
     systems = [system for system in NAMES if system in named] or [*NAMES]
     for name in shapes if is_gpu else ["0.6B"]:
         _shape(run, name, systems, is_gpu=is_gpu)
@@ -57,7 +47,7 @@ gpu = main
 def _shape(run: Run, name: str, systems: list[str], *, is_gpu: bool) -> None:
     draw = random.Random(0)
     rows, prompt, completion = (ROWS, PROMPT, COMPLETION) if is_gpu else (16, 8, 8)
-    sizes = SHAPE | SHAPES[name] if is_gpu else {}
+    sizes = qwen3(name) if is_gpu else {}
     with tempfile.TemporaryDirectory() as place:
         folder = write_tiny_model(Path(place) / "model")  # its tokenizer
         if is_gpu:
@@ -80,7 +70,7 @@ def _shape(run: Run, name: str, systems: list[str], *, is_gpu: bool) -> None:
         run.parameters(**{f"{name} {key}": given[key] for key in ("tokens", "rows", "updates")})
         count, flops = rows * (prompt + completion), _flops(config, rows, prompt, completion)
         for system in systems:
-            _tell(run, name, system, _race(Path(place) / "settings.json", given, system), count, flops)
+            _tell(run, name, system, _race(Path(place), given, system), count, flops)
 
 
 def _tell(run: Run, name: str, system: str, found: dict | str, count: int, flops: float) -> None:
@@ -113,23 +103,12 @@ def _flops(config, rows: int, prompt: int, completion: int) -> float:
     return 6 * (products + rows * completion * config.hidden_size * config.vocab_size)
 
 
-def _race(settings: Path, given: dict, system: str) -> dict | str:
+def _race(folder: Path, given: dict, system: str) -> dict | str:
     """What a system's process wrote, or why it did not."""
-    settings.write_text(json.dumps(given))
     needs = {"trl": "trl", "megatron": "megatron", "local": "transformer_engine"}.get(system)
     python = os.environ.get("RL_BENCH_TRL_PYTHON") if system == "trl" else None
     if python is None and needs is not None and importlib.util.find_spec(needs) is None:
         return f"{needs} is not installed"
     if system not in ("fsdp", "trl") and given["device"] == "cpu":
         return "needs a GPU"
-    script = str(Path(__file__).with_name("_update_child.py"))
-    done = subprocess.run(
-        [python or sys.executable, "-W", "ignore", script, str(settings), system],
-        check=False, timeout=200, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},  # TRL reports its start to the hub, which waits where none answers
-    )  # fmt: skip
-    if done.returncode and "OutOfMemoryError" in done.stderr:
-        return "out of memory"
-    if done.returncode:
-        raise RuntimeError(f"{system} failed: {done.stderr[-3000:]}")
-    return json.loads(settings.with_name(f"{system}.json").read_text())
+    return race(Path(__file__).with_name("_child.py"), system, given, folder, python=python)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from rl_bench import Run, has_card
+from rl_bench.shapes import qwen3
 from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server, launch_server
 from rl_rollout.testing import write_tiny_model
 
@@ -30,20 +31,8 @@ MODEL = {
     "initializer_range": 0.02,
 }
 
-GPU_MODEL = {
-    "vocab_size": 151936,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": True,
-}
-GPU_MODELS = {  # their widths, and the goal in tokens/s on an H200
-    "Qwen3-0.6B": ({"hidden_size": 1024, "intermediate_size": 3072}, 40000),
-    "Qwen3-1.7B": ({"hidden_size": 2048, "intermediate_size": 6144}, 25000),
-}
+GPU_GOALS = {"0.6B": 40000, "1.7B": 25000}
+"""Tokens per second on an H200, by shape."""
 GPU_PROMPT_TOKENS = 64
 
 
@@ -170,18 +159,17 @@ def main(run: Run) -> None:
 
 def gpu(run: Run) -> None:
     """256 requests x 256 tokens from prompts of 64, on models of the shapes of Qwen3, in bfloat16."""
-    for name in GPU_MODELS:
+    for name in GPU_GOALS:
         _gpu_model(run, name)
 
 
 def _gpu_model(run: Run, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    sizes, goal = GPU_MODELS[name]
     count, new_tokens = (32, 32) if run.quick else (256, 256)
     turns = Turns(GPU_PROMPT_TOKENS)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
-        write_tiny_model(Path(folder), **GPU_MODEL, **sizes)
+        write_tiny_model(Path(folder), **qwen3(name, max_position_embeddings=1024, initializer_range=0.02))
         config = ServerConfig(
             model_path=folder, max_num_seqs=count, device="cuda", dtype="bfloat16", timeout_s=600, kv_cache_bytes=2**34
         )
@@ -203,12 +191,12 @@ def _gpu_model(run: Run, name: str) -> None:
             torch.cuda.synchronize()
 
         run.compare(
-            f"GPU, {name} shape, bfloat16: {count} requests x {new_tokens} tokens, prompts of {GPU_PROMPT_TOKENS}",
+            f"GPU, Qwen3-{name} shape, bfloat16: {count} requests x {new_tokens} tokens",
             {name: lambda server=server: runner.run(generate(server)) for name, server in servers.items()},
             peers={"transformers generate": transformers_generate},
             unit="tokens/s",
             amount=count * new_tokens,
-            goal=f">= {goal} tokens/s",
+            goal=f">= {GPU_GOALS[name]} tokens/s",
             can_tell=not run.quick and has_card("H200"),
             peer_repetitions=2,
         )

@@ -5,8 +5,10 @@ one run. In the first metric every completion has an advantage, in the second th
 groups have none at the start. The bound of a phase is its matrix products at the model's shapes, by `torch.mm` in this
 run: of an update forward and backward, the tokens of a prompt once; of prefill forward. A decoded batch is bounded by
 reading every weight once, or by its products at the rate of prefill if those take longer. Bounds are measured with as
-many threads as the phases have, before any server starts. TRL runs in an environment of its own (see `trainer_step`):
+many threads as the phases have, before any server starts. TRL runs in an environment of its own (it pins other
+versions than the workspace):
 
+    uv venv trl && uv pip install --python trl/bin/python trl==1.16.0 transformers==5.23.0 datasets==5.2.0
     RL_REAL_MODELS=FOLDER RL_BENCH_TRL_PYTHON=trl/bin/python uv run rl-bench real_model
 """
 
@@ -166,14 +168,14 @@ def steps_of_trl(
     out.mkdir()
     settings = {
         **sizes, "model": str(model), "output_dir": str(out), "results": str(out / "results.json"),
-        "steps": WARM_UP + steps, "lr": LR, "lr_warmup_steps": 0, "seeds": [0],
+        "steps": WARM_UP + steps, "lr": LR,
         "rows": [{"prompt": row["prompt"], "truth": row["reward_model"]["ground_truth"]} for row in rows],
     }  # fmt: skip
     (out / "settings.json").write_text(json.dumps(settings))
     script = Path(__file__).with_name("_trl_grpo.py")
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     peak = ended(subprocess.Popen([python, script, out / "settings.json"], stdout=sys.stderr, env=environment))
-    done = json.loads((out / "results.json").read_text())["0"]
+    done = json.loads((out / "results.json").read_text())
     return [
         {"generate": generated, "update": seconds - generated, "step": seconds, "peak": peak}
         for seconds, generated in list(zip(done["seconds"], done["generated"], strict=True))[WARM_UP:]

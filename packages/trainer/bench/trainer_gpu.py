@@ -6,6 +6,7 @@ product in this run. Without a GPU a tiny model takes its place, which tells not
 """
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -15,20 +16,16 @@ from pathlib import Path
 import torch
 
 from rl_bench import Role, Run, has_card
+from rl_bench.shapes import qwen3, weight_shapes
 from rl_rollout.testing import write_tiny_model
 
 PROMPTS, GROUP, MAX_NEW_TOKENS, PROMPT_TOKENS = 16, 8, 256, 64
 STEPS, WARM_UP, TIMEOUT_S = 10, 3, 500
-QWEN3_600M = {
-    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 1024,
-    "initializer_range": 0.02, "tie_word_embeddings": True,
-}  # fmt: skip
+QWEN3_600M = qwen3("0.6B", max_position_embeddings=1024, initializer_range=0.02)
 METRIC, GOAL = "step of 128 completions x 256 tokens, Qwen3-0.6B shape", "<= 1.5 s"
 TRL = "TRL's GRPOTrainer 1.16, generation by transformers"
 WHY_NO_TRL = "not run here; it took 8.77 s a step in this shape on one H200 (torch 2.11, 2026-11-20)"
-PARAMETERS = 28 * (2 * 1024 * (16 + 8) * 128 + 3 * 1024 * 3072) + 151936 * 1024
-"""Of Qwen3-0.6B, its norms left out: head and embedding are one."""
+PARAMETERS = sum(math.prod(shape) for shape in weight_shapes(QWEN3_600M).values())
 TASK = Path(__file__).with_name("_letters.py")
 
 

@@ -25,6 +25,8 @@ import torch
 
 import rl_ckpt
 from rl_bench import Role, Run
+from rl_bench.processes import children, cpu_s, reset_peak, status_bytes
+from rl_bench.shapes import qwen3
 from rl_engine import EngineConfig, Precision, create_engine
 from rl_engine.types import ParallelConfig
 from rl_rollout import CkptReceiver, ServerConfig, launch_server
@@ -76,8 +78,7 @@ def main(run: Run) -> None:
         raise ValueError(f"RL_BENCH names {sorted(unknown)}; there are {PARTS}")
     os.environ.setdefault("RL_CKPT_TOKEN", uuid.uuid4().hex)
     num_layers, rounds = (4, 2) if run.quick else (30, 2)
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": num_layers, "head_dim": 128}
-    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 64}
+    sizes = qwen3("0.6B", num_hidden_layers=num_layers, vocab_size=32000, max_position_embeddings=64)
     load = [round(each, 1) for each in os.getloadavg()[:2]]
     run.parameters(num_layers=num_layers, rounds=rounds, parts=parts, load_averages_at_the_start=load)
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +174,7 @@ async def sync(ranks, server, pid, receiver, sending, version):
     transfer, count = sending
     ranks.call("reset")
     pids = [pid, *children(pid)]
-    before = {each: resident(each) for each in pids}
+    before = {each: status_bytes("VmRSS", each) for each in pids}
     for each in pids:
         reset_peak(each)
     since, cpu = time.perf_counter(), {each: cpu_s(each) for each in pids}
@@ -185,7 +186,7 @@ async def sync(ranks, server, pid, receiver, sending, version):
         "wall": wall,
         "wire": report.num_wire_bytes,
         "told": report.digest,
-        "server": max(peak(each) - before[each] for each in pids),
+        "server": max(status_bytes("VmHWM", each) - before[each] for each in pids),
         "server_cpu": sum(cpu_s(each) - cpu[each] for each in pids) / count[0],
         "ranks": [each[0] for each in grown],
         "rank_cpu": [each[1] for each in grown],
@@ -371,11 +372,11 @@ class RankEnd:
         return self.run(self.sender.send_weights(weights, version=version, num_peers=num_receivers))
 
     def reset(self):
-        self.before, self.cpu = resident(os.getpid()), time.process_time()
-        reset_peak(os.getpid())
+        self.before, self.cpu = status_bytes("VmRSS"), time.process_time()
+        reset_peak()
 
     def grown(self):
-        return peak(os.getpid()) - self.before, time.process_time() - self.cpu
+        return status_bytes("VmHWM") - self.before, time.process_time() - self.cpu
 
 
 def be_rank(pipe, rank, port, model, source):
@@ -400,36 +401,3 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def status_of(pid, key):
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-def resident(pid):
-    return status_of(pid, "VmRSS:")
-
-
-def peak(pid):
-    return status_of(pid, "VmHWM:")
-
-
-def reset_peak(pid):
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
-def cpu_s(pid):
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def children(pid):
-    """Processes below one, such as the workers of a server."""
-    found, todo = [], [pid]
-    while todo:
-        own = Path(f"/proc/{todo.pop()}/task").glob("*/children")
-        below = [int(child) for file in own for child in file.read_text().split()]
-        found += below
-        todo += below
-    return found
