@@ -1,6 +1,7 @@
 """Plugin of pytest for every test of the workspace: the environment, hypothesis, and the `core` tier."""
 
 import asyncio
+import gc
 import multiprocessing.util
 import os
 import signal
@@ -84,9 +85,28 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch the tests of `pytest -m core`."""
+    """Watch the tests of `pytest -m core`, and keep collections short."""
+    config.pluginmanager.register(Collector())
     if config.option.markexpr == "core":
         COSTS.watch()
+
+
+class Collector:
+    """Garbage collection between files of tests: a collection walks over the objects of one file alone.
+
+    The modules and tests of a worker are some two million objects, over which each `gc.collect()` of a test, and each
+    full collection that Python starts by itself, would walk. What a file leaves behind is collected at its end.
+    """
+
+    def __init__(self) -> None:
+        self._file = ""
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Freeze what is alive where a new file begins."""
+        if self._file != (file := nodeid.partition("::")[0]):
+            self._file = file
+            gc.collect()
+            gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,7 +7,7 @@ processes have half of the cores each.
 
 Further rows: a pure-Python loop on another thread of the sending process, compared with the same loop while another
 process sends the same syncs (what is lost then the machine lacks, and no interpreter lock takes); and the processor
-time of a sender with 1, 8 and 64 receivers, whose difference is what a further receiver costs it for each bucket.
+time of a sender with 1, 8 and (over shm) 64 receivers, whose difference is what a further receiver costs it for each bucket.
 """
 
 import asyncio
@@ -47,7 +47,9 @@ CHANGED = 0.01
 """Part of the elements that differ, for differences."""
 LINK = 1_250_000_000
 """What a link between machines carries, bytes per second; loopback is as quick as a core copies."""
-GROWTH_SYNCS, LOOP_SYNCS, NUM_RECEIVERS = 50, 4, (1, 8, 64)
+GROWTH_SYNCS, LOOP_SYNCS = 50, 4
+NUM_RECEIVERS = {"shm": (1, 8, 64), "tcp": (1, 8)}
+"""By transport; over tcp each receiver has what it takes in memory of its own."""
 
 
 def address(scheme):
@@ -59,7 +61,8 @@ class Sending:
 
     def __init__(self, stack, system, size, scheme, cores=(), *, num_peers=None, **options):
         token = TOKEN if scheme == "tcp" else None
-        self.engine = stack.enter_context(rl_ckpt.connect(address(scheme), role="send", token=token, **options))
+        connect = rl_ckpt.connect(address(scheme), role="send", token=token, timeout_s=300, **options)
+        self.engine = stack.enter_context(connect)
         self.bucket_bytes = asyncio.run(self.engine.prepare()).bucket_bytes
         where = self.engine.address + (f"#{num_peers}" if num_peers else "")
         self.child = start(stack, system, *size, where, cores)
@@ -123,19 +126,19 @@ def measure(run, size, cores):
 
 
 def fan_out(run, size, weights, num_bytes, cores):
-    for scheme in ("shm", "tcp"):
+    for scheme, counts in NUM_RECEIVERS.items():
         spent = {}
-        for count in NUM_RECEIVERS:
+        for count in counts:
             with ExitStack() as stack:
                 sending, taken = Sending(stack, "many", size, scheme, cores, num_peers=count), []
-                for _ in range(4):
+                for _ in range(run.repetitions + 1):
                     since = time.process_time()
                     sending(weights)
                     taken.append(time.process_time() - since)
             spent[count] = taken[1:]
             run.record(f"sender's CPU, {count} receivers, {scheme}", "rl-ckpt", spent[count], unit="s")
         num_buckets = -(-num_bytes // sending.bucket_bytes)
-        for count in NUM_RECEIVERS[1:]:
+        for count in counts[1:]:
             each = [
                 (more - one) / (count - 1) / num_buckets * 1e6 for more, one in zip(spent[count], spent[1], strict=True)
             ]

@@ -94,7 +94,8 @@ def test_forty_forks_take_no_more_memory_than_one_process_may(machine):
     with Peak() as peak:
         hogs, after = grade(HOGS, "1 + 1", timeout_s=25 if is_watched else 3)
     assert (hogs.kind, hogs.error) == ("memory", "the memory limit of all processes was reached")
-    assert peak.num_bytes < 1000 * MIB, "2 GB before"
+    # A watcher ends them as soon as it gets a processor: how much they have by then is no promise.
+    assert is_watched or peak.num_bytes < 1000 * MIB, "2 GB before"
     assert after.output == "2\n"
 
 
