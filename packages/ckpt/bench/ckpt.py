@@ -7,7 +7,8 @@ processes have half of the cores each.
 
 Further rows: a pure-Python loop on another thread of the sending process, compared with the same loop while another
 process sends the same syncs (what is lost then the machine lacks, and no interpreter lock takes); and the processor
-time of a sender with 1, 8 and (over shm) 64 receivers, whose difference is what a further receiver costs it for each bucket.
+time of a sender with 1, 8 and (over shm) 64 receivers, whose difference is what a further receiver costs it for each
+bucket.
 """
 
 import asyncio
