@@ -108,6 +108,10 @@ class Collector:
             gc.collect()
             gc.freeze()
 
+    def pytest_unconfigure(self) -> None:
+        """Leave everything to the interpreter's end, where compiled modules count what is not freed."""
+        gc.unfreeze()
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
