@@ -127,7 +127,7 @@ ATTACKS = {
 
 def message_of(file):
     """The error of a script, or that it launches nothing, which is the error of who asked."""
-    limits = ScriptLimits(wall_s=4.0, cpu_s=2, scratch_bytes=1 << 20)
+    limits = ScriptLimits(wall_s=4.0, cpu_s=1, scratch_bytes=1 << 20)
     try:
         assert not ScriptReader(limits).read(file).launches
     except ScriptError as error:
@@ -234,9 +234,8 @@ def test_a_script_may_be_in_any_folder(folder, tmp_path):
 
 def test_a_script_may_launch_a_thousand_times(tmp_path):
     file = script(tmp_path, "for i in {1..1000}; do python3 -m m a=$i; done\n")
-    assert [each.arguments for each in create_script_reader().read(file).launches] == [
-        (f"a={i}",) for i in range(1, 1001)
-    ]
+    found = ScriptReader(ScriptLimits(wall_s=120.0)).read(file)  # a busy machine takes more than the usual ten seconds
+    assert [each.arguments for each in found.launches] == [(f"a={i}",) for i in range(1, 1001)]
 
 
 def test_all_readings_of_a_script_share_its_time(tmp_path):
@@ -245,7 +244,7 @@ def test_all_readings_of_a_script_share_its_time(tmp_path):
     start = time.monotonic()
     with pytest.raises(ScriptError, match="ran for more than 3 s"):
         ScriptReader(ScriptLimits(wall_s=3.0)).read(file)
-    assert time.monotonic() - start < 6
+    assert time.monotonic() - start < 20, "nine readings of three seconds each take 27"
 
 
 def test_a_script_of_a_system_s_folder_is_refused():

@@ -285,19 +285,18 @@ raise SystemExit(getattr(cli, sys.argv[3])(sys.argv[4:]))
 @pytest.mark.promise("Ctrl-C and SIGTERM are one sentence while a command imports")
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("number", "told", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "ended by SIGTERM", 143)]
-)
-@pytest.mark.parametrize(
-    ("command", "program", "module"),
+    ("number", "command", "program", "module"),
     [
-        ("main", "rl-train", "rl_trainer.errors"),
-        ("main", "rl-train", "rl_trainer.config"),
-        ("main", "rl-train", "rl_trainer.run"),
-        ("main_eval", "rl-eval", "rl_trainer.config"),
-        ("main_sample", "rl-sample", "rl_trainer.config"),
+        (signal.SIGINT, "main", "rl-train", "rl_trainer.errors"),
+        (signal.SIGTERM, "main", "rl-train", "rl_trainer.errors"),
+        (signal.SIGTERM, "main", "rl-train", "rl_trainer.config"),
+        (signal.SIGINT, "main", "rl-train", "rl_trainer.run"),
+        (signal.SIGINT, "main_eval", "rl-eval", "rl_trainer.config"),
+        (signal.SIGTERM, "main_sample", "rl-sample", "rl_trainer.config"),
     ],
 )
-def test_a_signal_during_an_import_is_answered_with_a_sentence(number, told, code, command, program, module):
+def test_a_signal_during_an_import_is_answered_with_a_sentence(number, command, program, module):
+    told, code = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("ended by SIGTERM", 143)}[number]
     line = [sys.executable, "-c", AT_AN_IMPORT, module, str(int(number)), command, "quickstart"]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (code, f"{program}: {told}\n")

@@ -262,18 +262,6 @@ def test_inline_refuses_several_ranks():
         runtime.start([ResourcePool(name="pool", num_workers=2)])
 
 
-@pytest.mark.process
-class TestRay(RuntimeConformance):
-    num_workers = 2
-
-    def make_runtime(self):
-        return create_runtime("ray", timeout_s=240.0)
-
-    @pytest.mark.slow  # it starts a Ray of its own, and the tests below have one
-    def test_replica_set_members_answer_alone_and_end_with_the_run(self, tmp_path):
-        super().test_replica_set_members_answer_alone_and_end_with_the_run(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def ray_runtime():
     with create_runtime("ray", timeout_s=240.0) as runtime:
@@ -285,6 +273,17 @@ def ray_runtime():
             ]
         )
         yield runtime
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("ray_runtime")
+class TestRay(RuntimeConformance):
+    """On the Ray of `ray_runtime`, as every test of this file."""
+
+    num_workers = 2
+
+    def make_runtime(self):
+        return create_runtime("ray", timeout_s=240.0)
 
 
 @pytest.mark.slow
