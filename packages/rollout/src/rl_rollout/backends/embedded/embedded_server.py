@@ -299,7 +299,7 @@ class EmbeddedServer(RolloutServer):
         await self._command(lambda engine: self._updates.wake_up(engine, tags))
 
     def status(self) -> dict[str, Any]:
-        """Status for `/health`: numbers of requests, weight version, and the model's CPU threads."""
+        """Status for `/health`: requests, prompt tokens so far, weight version, and the model's CPU threads."""
         engine = self.engine
         return {
             "status": "ok" if engine.has_weights else "no weights",
@@ -308,6 +308,8 @@ class EmbeddedServer(RolloutServer):
             "weight_version": engine.weight_version,
             "num_running": engine.num_running,
             "num_waiting": engine.num_waiting,
+            "num_prompt_tokens": engine.scheduler.num_prompt_tokens,
+            "num_cached_prompt_tokens": engine.scheduler.num_cached_tokens,
             "is_paused": engine.is_paused,
             "is_asleep": engine.is_asleep,
             "num_threads": self._num_threads,

@@ -82,6 +82,10 @@ class Scheduler:
         """Waiting sequences in the order of arrival; any of them may leave."""
         self.num_preemptions = 0
         """Preemptions so far."""
+        self.num_prompt_tokens = 0
+        """Tokens of the prompts that entered the batch so far."""
+        self.num_cached_tokens = 0
+        """Tokens that need not be computed so far, as another request did, or this one before it was preempted."""
 
     def admit(self) -> list[SequenceState]:
         """Take waiting sequences into the batch, oldest first, while there are rows and blocks for their tokens."""
@@ -99,6 +103,7 @@ class Scheduler:
             sequence.row = len(self.running)
             self.waiting.popitem(last=False)
             self.running.append(sequence)
+            self.num_prompt_tokens += len(sequence.prompt)
             admitted.append(sequence)
         return admitted
 
@@ -193,6 +198,7 @@ class Scheduler:
             self.pool.give_back(found)
             return
         self._hold(sequence, found)
+        self.num_cached_tokens += len(found) * self.pool.block_size
 
     def _split(self, plan: Plan, sequence: SequenceState, leader: int, length: int) -> None:
         num_full = length // self.pool.block_size
@@ -207,6 +213,7 @@ class Scheduler:
         self.pool.share(blocks[:num_full])
         self._hold(sequence, [*blocks[:num_full], *own])
         plan.splits.append(Split(sequence=sequence, chunk=leader))
+        self.num_cached_tokens += length
 
     def drop_blocks(self, sequence: SequenceState, *, is_spoiled: bool = False) -> list[int]:
         """Release the blocks of a sequence, which must be computed again. Returns the blocks without holders."""
