@@ -62,7 +62,7 @@ def test_a_writer_closes_in_the_middle_of_a_write(kind):
         assert not writer.wake_when_empty()
         since = time.monotonic()
         writer.close()
-        assert time.monotonic() - since < 5
+        assert time.monotonic() - since < 30, "nobody reads on: a wait for the write has no end"
         assert writer.error() is None  # who closes wants to hear of none
         asyncio.run(until(lambda: len(stream_threads()) == before, 20))
 

@@ -58,9 +58,9 @@ def test_the_probe_counts_processor_time():
 
 
 def test_the_probe_is_short_and_gives_a_rate(config):
-    start = time.perf_counter()
+    start = time.process_time()
     found = speed_of(config)
-    assert time.perf_counter() - start < 5, "0.2 s on a machine of its own, torch's import apart"
+    assert time.process_time() - start < 5, "0.2 s, torch's import apart"
     assert isinstance(found, Speed)
     assert 1e8 < found.decode_flops < 1e14
     assert 1e8 < found.pass_flops < 1e14

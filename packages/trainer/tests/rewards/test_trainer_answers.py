@@ -57,9 +57,9 @@ def test_answers_of_one_value_vote_alike(texts, answer):
     ],
 )  # fmt: skip
 def test_hostile_texts_are_read_in_linear_time(text):
-    start = time.perf_counter()
+    start = time.thread_time()  # of the processor: what else a machine does counts not
     final_answer(text)
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start < 2.0
 
 
 def test_a_number_has_one_value():
