@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold at the end of a change, cheapest first; stops at the first tier that fails and names it.
-# Needs Python 3.11 or newer and a C++ compiler, works on a fresh clone, and leaves nothing behind outside .venv and the caches.
+# Needs Python 3.11 or newer and a C++ compiler, works on a fresh clone, and leaves nothing behind outside .venv,
+# the caches and the record of unsteady tests, which git ignores.
 #
 #   .ci/run                  all tiers
 #   .ci/run types seams      these only

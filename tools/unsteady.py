@@ -1,6 +1,7 @@
 """Tests that failed and then passed alone: `unsteady.py FILE` records them; a third record in a week is a failure.
 
-FILE is pytest's `lastfailed`. `--few FILE` only says by its exit code whether five or fewer failed.
+FILE is pytest's `lastfailed`. `--few FILE` only says by its exit code whether five or fewer failed. The record,
+`tools/unsteady.txt`, is no part of a commit: a checkout has its own, and CI's goes from run to run by a cache.
 """
 
 import json
@@ -19,14 +20,14 @@ def repeated(lines: list[str], today: date) -> list[str]:
     return sorted({test for test in recent if recent.count(test) >= MOST})
 
 
-def main() -> int:
+def main(arguments: list[str], record: Path = RECORD) -> int:
     """The command; returns its exit code."""
-    failed = json.loads(Path(sys.argv[-1]).read_text())
-    if sys.argv[1] == "--few":
+    failed = json.loads(Path(arguments[-1]).read_text())
+    if arguments[0] == "--few":
         return int(len(failed) > 5)
     today = datetime.now(UTC).date()
-    lines = [*(RECORD.read_text().splitlines() if RECORD.exists() else []), *(f"{today} {test}" for test in failed)]
-    RECORD.write_text("".join(f"{line}\n" for line in lines))
+    lines = [*(record.read_text().splitlines() if record.exists() else []), *(f"{today} {test}" for test in failed)]
+    record.write_text("".join(f"{line}\n" for line in lines))
     print("failed, and passed alone (tools/unsteady.txt):", *failed, sep="\n  ")
     if found := repeated(lines, today):
         print("for the third time in a week:", *found, sep="\n  ")
@@ -34,4 +35,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
