@@ -1,4 +1,4 @@
-"""Command line: `rl-agent play` chats with a policy or runs one row, `rl-agent proxy` records agents of others."""
+"""Command line: chat with a policy or run a row (`play`), record agents (`proxy`), serve sandboxes (`sandbox`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rl_agent.chat_template import TurnTemplate, load_tokenizer
 from rl_agent.errors import AgentError
 from rl_agent.proxy import RecordingProxy
-from rl_agent.registry import create_loop
+from rl_agent.registry import create_loop, create_sandboxes
+from rl_agent.sandbox.backends.http import TOKEN
+from rl_agent.sandbox.server import SandboxServer
 from rl_agent.session import Session
-from rl_agent.types import AgentLoopOutput
+from rl_agent.types import AgentLoopOutput, SandboxLimits
 from rl_agent.validation import validate_output
 from rl_rollout import connect_server
 from rl_rollout.errors import RolloutError
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rl_agent.base import Generator
+    from rl_agent.sandbox.base import SandboxKind
     from rl_agent.types import Tokenizer
 
 
@@ -34,7 +38,7 @@ _TOKEN = "RL_AGENT_API_TOKEN"  # a command line can be read by every user of the
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
     parser = argparse.ArgumentParser(prog="rl-agent", description="Agent loops that produce trainable tokens.")
-    commands = parser.add_subparsers(required=True, metavar="play|proxy")
+    commands = parser.add_subparsers(required=True, metavar="play|proxy|sandbox")
     play = commands.add_parser("play", help="talk to a policy in the terminal and see tokens, masks and rewards")
     proxy = commands.add_parser("proxy", help=f"serve OpenAI's and Anthropic's APIs; {_TOKEN} is its token")
     for each, run in ((play, _play), (proxy, _proxy)):
@@ -50,10 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     proxy.add_argument("--parser", default="hermes", help="tool-call parser of the model")
     proxy.add_argument("--strict", action="store_true", help="refuse requests with fields that are not known")
     proxy.add_argument("--expiry-s", type=float, default=3600.0, help="seconds after which an idle session is dropped")
+    sandbox = commands.add_parser("sandbox", help=f"serve sandboxes of this machine; {TOKEN} is its token")
+    sandbox.set_defaults(run=_sandbox)
+    sandbox.add_argument("--host", default="127.0.0.1", help="interface to bind")
+    sandbox.add_argument("--port", type=int, default=0, help="port; 0 picks a free one")
+    sandbox.add_argument("--sandbox", default="process", help="kind of sandbox: process, bubblewrap or podman")
+    sandbox.add_argument("--limits", default="{}", help="largest limits of a sandbox as JSON: fields of SandboxLimits")
+    sandbox.add_argument("--max-running", type=int, default=8, help="commands at the same time; more wait")
+    sandbox.add_argument("--expiry-s", type=float, default=3600.0, help="seconds after which an idle sandbox is ended")
     given = parser.parse_args(arguments)
     try:
         return asyncio.run(given.run(given))
-    except (AgentError, RolloutError, ValueError) as error:
+    except (AgentError, RolloutError, ValueError, TypeError, OSError) as error:
         print(f"rl-agent: {error}", file=sys.stderr)
         return 1
 
@@ -93,16 +105,53 @@ async def _proxy(given: argparse.Namespace) -> int:
         strict=given.strict,
         expiry_s=given.expiry_s,
     )
+    try:
+        await _serve(proxy)
+    finally:
+        await server.stop()
+    return 0
+
+
+async def _sandbox(given: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    limits = replace(_MOST, **json.loads(given.limits))
+
+    def make(*, limits: SandboxLimits, network: str) -> SandboxKind:
+        options = {"kind": given.sandbox, "network": network}
+        return create_sandboxes(options, limits=limits, max_running=given.max_running)
+
+    server = SandboxServer(
+        make,
+        limits=limits,
+        token=os.environ.get(TOKEN, ""),
+        host=given.host,
+        port=given.port,
+        expiry_s=given.expiry_s,
+    )
+    await _serve(server)
+    return 0
+
+
+_MOST = SandboxLimits(
+    timeout_s=3600.0,
+    memory_bytes=1 << 33,
+    num_processes=4096,
+    output_bytes=1 << 24,
+    file_bytes=1 << 30,
+    scratch_bytes=1 << 30,
+)
+"""Largest limits of a served sandbox, unless others are given."""
+
+
+async def _serve(served: RecordingProxy | SandboxServer) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     try:
-        print(f"serving {await proxy.start()}", flush=True)
+        print(f"serving {await served.start()}", flush=True)
         await ended.wait()
     finally:
-        await proxy.stop()
-        await server.stop()
-    return 0
+        await served.stop()
 
 
 async def _chat(server: Generator, tokenizer: Tokenizer, params: dict[str, Any]) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+from dataclasses import asdict, replace
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rl_agent.base import AgentLoop
-from rl_agent.errors import LoopError, PluginError
+from rl_agent.errors import LoopError, PluginError, SandboxError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from rl_agent.base import CodeGrader, Generator, PromptTokenizer, RolloutRunner
     from rl_agent.environments.base import EnvironmentSource
+    from rl_agent.sandbox.base import SandboxKind
     from rl_agent.sandbox.launches import ScriptReader
     from rl_agent.types import SandboxLimits, Tokenizer
 
 GROUP = "rl_agent.loops"
 HUBS = "rl_agent.hubs"
+SANDBOXES = "rl_agent.sandboxes"
+_ALL_HAVE = {"self", "args", "kwargs", "common", "limits", "max_running"}
 
 
 def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Tokenizer, **options: Any) -> AgentLoop:
@@ -79,7 +85,14 @@ def create_environments(name: str, arguments: Mapping[str, Any] | None = None) -
 def loop_of_environments(name: str) -> str:
     """Name of the agent loop that plays the environments of `create_environments(name)`."""
     hub = name.partition(":")[0]
-    return hub if hub in _hubs() and entry_points(group=GROUP, name=hub) else "gym"
+    if hub not in _hubs():
+        return "gym"
+    if entry_points(group=GROUP, name=hub):
+        return hub
+    try:
+        return getattr(_load(HUBS, hub, f"hub {hub!r}", PluginError)[0], "loop", "gym")
+    except PluginError:  # whoever plays it says what is missing
+        return "gym"
 
 
 def _hubs() -> set[str]:
@@ -136,6 +149,68 @@ def create_grader(
     from rl_agent.sandbox import Grader
 
     return Grader(num_workers=num_workers, limits=limits, max_waiting=max_waiting, needs=needs)
+
+
+def create_sandboxes(
+    sandbox: str | Mapping[str, Any],
+    *,
+    limits: SandboxLimits,
+    max_running: int,
+    needs: Collection[str] = (),
+    venv: str | None = None,
+) -> SandboxKind:
+    """Create the kind of sandboxes that the option `sandbox` of an agent loop names.
+
+    Args:
+        sandbox: An entry point of the group `rl_agent.sandboxes` (`process`, `bubblewrap`, `podman`, `http`), or a
+            mapping with it in `kind`, fields of `SandboxLimits`, and arguments of that kind.
+        limits: Limits, where the mapping has no others.
+        max_running: Commands at the same time.
+        needs: Isolation that is required of `process`; see `Grader`.
+        venv: A virtual environment of this machine whose programs come first.
+
+    Raises:
+        SandboxError: there is no such kind, or it cannot do what is asked for.
+    """
+    given = {"kind": sandbox} if isinstance(sandbox, str) else dict(sandbox)
+    name = given.pop("kind", "process")
+    try:
+        kind = _load(SANDBOXES, name, f"sandbox {name!r}", PluginError)[0]
+    except PluginError as error:
+        raise SandboxError(str(error)) from error
+    own: dict[str, Any] = {"needs": needs, "venv": None if venv is None else Path(venv).resolve()}
+    given |= {key: value for key, value in own.items() if value}
+    bounds = {key: given.pop(key) for key in asdict(limits) if key in given}
+    known = {p for each in kind.__mro__ for p in inspect.signature(each.__init__).parameters} - _ALL_HAVE
+    if unknown := sorted(set(given) - known):
+        raise SandboxError(
+            f"sandbox {name} has no {unknown[0]!r}; it has: {', '.join(sorted({*known, *asdict(limits)}))}"
+        )
+    try:
+        return kind(limits=replace(limits, **bounds), max_running=max_running, **given)
+    except (TypeError, ValueError) as error:
+        raise SandboxError(f"sandbox {name} cannot be made: {error}") from error
+
+
+def check_sandboxes(loop: str, options: Mapping[str, Any]) -> str | None:
+    """Start a sandbox as an agent loop would; returns a line about it, None for a loop that has none.
+
+    Raises:
+        SandboxError: none can be started; says what to install.
+    """
+    found = entry_points(group=GROUP, name=loop)
+    sandboxes_of = getattr(found[loop].load(), "sandboxes_of", None) if found else None
+    if sandboxes_of is None:
+        return None
+
+    async def check() -> str:
+        kind: SandboxKind = sandboxes_of(options)
+        try:
+            return await kind.check()
+        finally:
+            await kind.close()
+
+    return asyncio.run(check())
 
 
 def create_script_reader() -> ScriptReader:

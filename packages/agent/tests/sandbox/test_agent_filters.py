@@ -87,7 +87,7 @@ def test_code_reads_the_system_and_its_folders_alone(may_isolate, monkeypatch, t
         "import subprocess; print(subprocess.run(['/bin/cat', '/etc/shadow'], capture_output=True).returncode)",
         "import multiprocessing; q = multiprocessing.get_context('fork').Lock(); print(q.acquire())",
         "open('/dev/null', 'w').write('x'); print(3, len(open('/proc/stat').read(1)))",
-        workspace=tmp_path,
+        folders={"/workspace": tmp_path},
     )  # fmt: skip
     is_refused = ("Permission denied", "No such file")
     assert all(any(why in text for why in is_refused) for text in found[:2]), found

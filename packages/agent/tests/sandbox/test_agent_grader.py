@@ -174,7 +174,7 @@ def test_a_grandchild_outside_the_session_ends_with_the_run(has_isolation, tmp_p
     path = str(tmp_path / "lives")
 
     async def main():
-        worker = await workers.Worker.start(LIMITS, **({"workspace": tmp_path} if has_isolation else {}))
+        worker = await workers.Worker.start(LIMITS, **({"folders": {"/workspace": tmp_path}} if has_isolation else {}))
         where = "/workspace/lives" if "files" in worker.isolation else path
         result = await worker.run(
             ESCAPE.format(path=where, end=end), "", 1.0 if "sleep(3600)" in end else 60.0, is_fresh=True
@@ -195,7 +195,7 @@ def test_a_kept_process_takes_all_that_it_started_along(has_isolation, tmp_path)
     path = str(tmp_path / "lives")
 
     async def main():
-        worker = await workers.Worker.start(LIMITS, **({"workspace": tmp_path} if has_isolation else {}))
+        worker = await workers.Worker.start(LIMITS, **({"folders": {"/workspace": tmp_path}} if has_isolation else {}))
         where = "/workspace/lives" if "files" in worker.isolation else path
         await worker.run(ESCAPE.format(path=where, end=""), "", 20.0, is_fresh=False)
         before = size_of(path)

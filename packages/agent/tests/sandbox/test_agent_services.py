@@ -81,7 +81,7 @@ def test_code_connects_to_its_service_and_to_no_other(may_isolate, monkeypatch, 
             other = await asyncio.start_server(echo, "127.0.0.1", 0)
             port, another = (each.sockets[0].getsockname()[1] for each in (service, other))
             code = CONNECT.format(port=port, other=another)
-            given = {"workspace": tmp_path, "service": Service(port=port, socket=path)}
+            given = {"folders": {"/workspace": tmp_path}, "service": Service(port=port, socket=path)}
             found, report = await outputs_of(code, code, may_isolate=may_isolate, monkeypatch=monkeypatch, **given)()
             for each in (service, inside, other):
                 each.close()

@@ -16,13 +16,15 @@ class EnvironmentSource:
     """Source of environments: what `HUB:NAME`, `FILE.py:NAME` or `MODULE:NAME` leads to.
 
     An environment has the interface that `rl_agent.loops.gym.GymLoop` describes. A hub whose name is that of an
-    installed agent loop is played by that loop, every other one by `gym`.
+    installed agent loop is played by that loop, every other one by `loop`.
 
     Args:
         name: What follows the hub's name and its colon.
         arguments: Arguments of the environments, for rows that give no others.
     """
 
+    loop: ClassVar[str] = "gym"
+    """Agent loop that plays them, unless there is one of the hub's name."""
     is_endless: ClassVar[bool] = True
     """Whether there are any number of training rows, which cost a start of the environment each to look at."""
 

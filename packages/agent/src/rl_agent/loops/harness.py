@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import secrets
 import shlex
 import shutil
 import tempfile
@@ -21,10 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from rl_agent.base import AgentLoop
 from rl_agent.chat_template import messages_of
 from rl_agent.environments.python import load_callable
-from rl_agent.errors import FailureError, LoopError, RowError, described
-from rl_agent.loops.workspace import Shell, exit_status, tests_of, working_copy, write_files
+from rl_agent.errors import FailureError, LoopError, RowError, SandboxError, described
+from rl_agent.loops.workspace import Workspace, check_row, tests_of, workspace
 from rl_agent.proxy import RecordingProxy
-from rl_agent.sandbox import Grader
+from rl_agent.registry import create_sandboxes
+from rl_agent.sandbox.base import exit_status
 from rl_agent.sandbox.worker import Service
 from rl_agent.tools.base import DeadlineError, in_thread, with_deadline
 from rl_agent.types import LARGEST_REWARD, Failure, FailureKind, SandboxLimits
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from rl_agent.base import Generator
+    from rl_agent.sandbox.base import SandboxKind
     from rl_agent.types import AgentLoopOutput, CodeResult, ParsedTurn, Tokenizer
 
 Credit = Literal["rollout", "trajectory", "last"]
@@ -54,11 +57,12 @@ _SHOWN_CHARS = 2000
 class HarnessLoop(AgentLoop):
     """Harness loop: runs an agent in a sandbox, and trains on what its model said through the recording proxy.
 
-    A row holds `prompt`, whose last message is the task, and may hold `repository` or `files` to work on, `command` in
-    place of the option, and `tests` as of `SweLoop`. The harness finds in its environment `OPENAI_BASE_URL` and
-    `ANTHROPIC_BASE_URL`, a key in `OPENAI_API_KEY` and `ANTHROPIC_API_KEY`, the task in `RL_TASK`, and in `RL_ROW` the
-    path of the row as JSON. The key opens the model and no reward, and there is no network but the proxy where the
-    kernel has namespaces. What it samples is drawn by the run's sampling parameters, whatever it asks for.
+    A row holds `prompt`, whose last message is the task, and may hold files to work on and tests, or the folder of a
+    Harbor task, as of `SweLoop`, and `command` in place of the option. The harness finds in its environment
+    `OPENAI_BASE_URL` and `ANTHROPIC_BASE_URL`, a key in `OPENAI_API_KEY` and `ANTHROPIC_API_KEY`, the task in
+    `RL_TASK`, and in `RL_ROW` the path of the row as JSON. The key opens the model and no reward, and there is no
+    network but the proxy where the kernel has namespaces. What it samples is drawn by the run's sampling parameters,
+    whatever it asks for.
 
     A context that the harness rewrites (compaction, subagents, retries) makes several trajectories of one rollout.
     `extra_fields["harness"]` has the exit status, None past the deadline, and the end of the output; a harness that
@@ -81,11 +85,14 @@ class HarnessLoop(AgentLoop):
         max_harnesses: Harnesses running at the same time in this process; more wait.
         memory_bytes: Memory of one harness, and address space of each of its processes.
         venv: A virtual environment whose programs come first; harnesses may read it.
-        needs: Isolation that is required; see `Grader`.
+        needs: Isolation that is required of sandboxes of kind `process`; see `Grader`.
+        sandbox: Kind of the sandboxes, or a mapping with `kind` and its options; see `create_sandboxes`.
+        environment: Tasks that the rows are of, such as `harbor:FOLDER`.
         template_kwargs: Further variables of the chat template.
 
     Raises:
         LoopError: there is neither a command nor an entry, or both.
+        SandboxError: there is no such sandbox, or it cannot do what is asked for.
         PluginError: the entry or the verifier cannot be loaded.
         TemplateError: the chat template cannot continue a conversation.
         ValueError: a limit is not positive.
@@ -107,8 +114,11 @@ class HarnessLoop(AgentLoop):
         memory_bytes: int = 1 << 32,
         venv: str | None = None,
         needs: Collection[str] = (),
+        sandbox: str | Mapping[str, Any] = "process",
+        environment: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        del environment  # it has given the rows
         super().__init__(server, tokenizer)
         if command is not None and entry is not None:
             raise LoopError(f"the harness has a command, {command!r}, and an entry, {entry!r}; leave one of them out")
@@ -122,12 +132,26 @@ class HarnessLoop(AgentLoop):
         self._verify = load_callable(verifier, "verifier") if isinstance(verifier, str) else verifier
         self._credit: Credit = credit
         self._verifier_timeout_s = verifier_timeout_s
-        limits = SandboxLimits(
-            timeout_s=harness_timeout_s, memory_bytes=memory_bytes, file_bytes=1 << 28, num_processes=512
+        self._sandboxes = self.sandboxes_of(
+            {
+                "harness_timeout_s": harness_timeout_s,
+                "max_harnesses": max_harnesses,
+                "memory_bytes": memory_bytes,
+                "venv": venv,
+                "needs": needs,
+                "sandbox": sandbox,
+            }
         )
-        grader = Grader(num_workers=max_harnesses, limits=limits, needs=needs)
-        self._shell = Shell(grader, None if venv is None else Path(venv).resolve())
-        self._proxy = RecordingProxy(server, tokenizer, parser=parser, template_kwargs=template_kwargs)
+        self._timeout_s = harness_timeout_s
+        host = self._sandboxes.proxy_host
+        self._proxy = RecordingProxy(
+            server,
+            tokenizer,
+            parser=parser,
+            template_kwargs=template_kwargs,
+            host=host,
+            api_token=None if host == "127.0.0.1" else secrets.token_hex(16),
+        )
         self._socket: Path | None = None
         self._starting = asyncio.Lock()
 
@@ -142,30 +166,62 @@ class HarnessLoop(AgentLoop):
         task, command = _task_of(row), row.get("command", self._command)
         if not isinstance(command, str) and (command is not None or self._entry is None):
             raise RowError(f"field 'command' of the row is {command!r}, and the loop has no command; it needs text")
-        tests = tests_of(row) if self._verify is None else None
-        files = row if row.get("repository") is not None or row.get("files") is not None else {"files": {}}
+        needs_tests = self._verify is None
+        tests_of(row, is_needed=needs_tests)
         service = await self._serve()
-        async with working_copy(files) as copy:
-            session, key = self._proxy.create_session(sampling_params=sampling_params)
-            try:
-                result = await self._harness(command, row, task, copy, key, service)
-                failure = self._proxy.failure(session)
-            finally:
-                outputs = self._proxy.finish(session)
-            if failure is not None:
-                raise failure
-            if not outputs:
-                said = f"{result.error.strip()[-_SHOWN_CHARS:]}\n{result.output[-_SHOWN_CHARS:]}".strip()
-                raise _failure(
-                    FailureKind.ENVIRONMENT, "harness", f"the harness never asked the model; it said: {said}"
-                )
-            ended = {"exit_status": exit_status(result), "output": result.output[-_SHOWN_CHARS:]}
-            outputs = [replace(each, extra_fields={**each.extra_fields, "harness": ended}) for each in outputs]
-            return await self._scored(row, copy, outputs, tests)
+        given = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="rl-agent-row-"))
+        try:
+            await asyncio.to_thread(_write_row, given, row)
+            readable = (given, *(self._entry.readable if command is None and self._entry is not None else ()))
+            opening = workspace(
+                *(row, self._sandboxes), needs_tests=needs_tests, needs_files=False, readable=readable, service=service
+            )
+            async with opening as work:
+                session, key = self._proxy.create_session(sampling_params=sampling_params)
+                try:
+                    result = await self._harness(command, work, task, given, key, service)
+                    failure = self._proxy.failure(session)
+                finally:
+                    outputs = self._proxy.finish(session)
+                if failure is not None:
+                    raise failure
+                if not outputs:
+                    said = f"{result.error.strip()[-_SHOWN_CHARS:]}\n{result.output[-_SHOWN_CHARS:]}".strip()
+                    message = f"the harness never asked the model; it said: {said}"
+                    raise _failure(FailureKind.ENVIRONMENT, "harness", message)
+                ended = {"exit_status": exit_status(result), "output": result.output[-_SHOWN_CHARS:]}
+                outputs = [replace(each, extra_fields={**each.extra_fields, "harness": ended}) for each in outputs]
+                return await self._scored(row, work, outputs)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, given, ignore_errors=True)
+
+    async def prompt(self, row: Mapping[str, Any]) -> None:
+        """None: the harness writes its prompts itself. The row's files and image are checked."""
+        await check_row(row, self._sandboxes, needs_tests=self._verify is None)
+
+    @classmethod
+    def sandboxes_of(cls, options: Mapping[str, Any]) -> SandboxKind:
+        """Kind of sandboxes of a loop with these options.
+
+        Raises:
+            SandboxError: there is no such kind, or its network does not reach the proxy.
+        """
+        options = {name: p.default for name, p in inspect.signature(cls).parameters.items()} | {**options}
+        limits = SandboxLimits(
+            timeout_s=options["harness_timeout_s"],
+            memory_bytes=options["memory_bytes"],
+            file_bytes=1 << 28,
+            num_processes=512,
+        )
+        given = {name: options[name] for name in ("needs", "venv")}
+        kind = create_sandboxes(options["sandbox"], limits=limits, max_running=options["max_harnesses"], **given)
+        if kind.network == "none":
+            raise SandboxError("a harness asks its model through the proxy, which network=none shuts off; leave it out")
+        return kind
 
     async def close(self) -> None:
         """End the harnesses and the proxy."""
-        await self._shell.close()
+        await self._sandboxes.close()
         await self._proxy.stop()
         if self._socket is not None:
             await asyncio.to_thread(shutil.rmtree, self._socket.parent, ignore_errors=True)
@@ -181,43 +237,42 @@ class HarnessLoop(AgentLoop):
         return Service(port=self._proxy.port, socket=self._socket)
 
     async def _harness(
-        self, command: str | None, row: Mapping[str, Any], task: str, copy: Path, key: str, service: Service
+        self, command: str | None, work: Workspace, task: str, given: Path, key: str, service: Service
     ) -> CodeResult:
         """Run the command, or the entry, until it ends or its deadline passes."""
-        given = copy.parent / "given"
-        await asyncio.to_thread(_write_row, given, row)
-        readable = [given]
+        row = f"{work.sandbox.path_of(given)}/row.json"
         if command is None:
             assert self._entry is not None, "the row was checked"
-            readable += self._entry.readable
-            code = self._entry.code(given / "row.json")
-            command = f"exec python -c {shlex.quote(code)}"
-        base_url = self._proxy.url
+            folders = [work.sandbox.path_of(folder) for folder in self._entry.readable]
+            command = f"exec python -c {shlex.quote(self._entry.code(row, folders))}"
+        url = work.sandbox.url_of(service)
         variables = {
-            "OPENAI_BASE_URL": base_url,
+            **work.variables,
+            "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": key,
             "RL_TASK": task,
-            "RL_ROW": str(given / "row.json"),
+            "RL_ROW": row,
         }
-        return await self._shell.run(command, copy, variables=variables, readable=readable, service=service)
+        timeout_s = self._timeout_s
+        if work.task is not None:
+            timeout_s = min(timeout_s, float(work.task.section("agent").get("timeout_sec", timeout_s)))
+        return await work.sandbox.run(command, timeout_s=timeout_s, variables=variables)
 
     async def _scored(
-        self,
-        row: Mapping[str, Any],
-        copy: Path,
-        outputs: list[AgentLoopOutput],
-        tests: tuple[str, Mapping[str, str]] | None,
+        self, row: Mapping[str, Any], work: Workspace, outputs: list[AgentLoopOutput]
     ) -> list[AgentLoopOutput]:
-        if tests is not None:
-            command, files = tests
-            await asyncio.to_thread(write_files, copy, files)
-            status, said = await self._shell.test(command, copy, self._verifier_timeout_s)
-            shown = {"exit_status": status, "output": said[-_SHOWN_CHARS:]}
-            outputs = [replace(each, extra_fields={**each.extra_fields, "tests": shown}) for each in outputs]
-            return credited(outputs, float(status == 0), self._credit)
-        assert self._verify is not None, "without tests there is one"
+        if self._verify is None:
+            rewards, shown = await work.graded(self._verifier_timeout_s)
+            reward, terms = rewards.pop("reward"), {f"reward/{name}": value for name, value in rewards.items()}
+            outputs = [
+                replace(each, extra_fields={**each.extra_fields, "tests": shown}, metrics={**each.metrics, **terms})
+                for each in outputs
+            ]
+            return credited(outputs, reward, self._credit)
+        await work.sandbox.sync()
+        copy = work.folder
         try:
             found = await with_deadline(self._verified(row, copy, outputs), self._verifier_timeout_s)
         except DeadlineError as error:
@@ -252,10 +307,10 @@ class _Entry:
                 raise LoopError(f"entry {name!r}: there is no file {where}")
             self.readable, self._module = [file.parent], file.stem
 
-    def code(self, row: Path) -> str:
-        """Program that calls it with a row."""
-        folder = str(self.readable[0]) if self.readable else ""
-        return textwrap.dedent(_ENTRY).format(folder=folder, row=str(row), module=self._module, name=self._name)
+    def code(self, row: str, folders: Sequence[str]) -> str:
+        """Program that calls it with a row, by their paths in the sandbox."""
+        folder = folders[0] if folders else ""
+        return textwrap.dedent(_ENTRY).format(folder=folder, row=row, module=self._module, name=self._name)
 
 
 def credited(outputs: list[AgentLoopOutput], reward: Any, credit: Credit) -> list[AgentLoopOutput]:
@@ -314,7 +369,6 @@ def _task_of(row: Mapping[str, Any]) -> str:
 
 
 def _write_row(folder: Path, row: Mapping[str, Any]) -> None:
-    folder.mkdir()
     (folder / "row.json").write_text(json.dumps({**row}, default=str))
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
+import inspect
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from rl_agent.chat_template import messages_of
 from rl_agent.errors import ToolError
 from rl_agent.loops.tool import ToolLoop
-from rl_agent.loops.workspace import Shell, exit_status, tests_of, working_copy, write_files
-from rl_agent.sandbox import Grader
+from rl_agent.loops.workspace import check_row, workspace
+from rl_agent.registry import create_sandboxes
+from rl_agent.sandbox.base import exit_status
 from rl_agent.tools.base import Tool
 from rl_agent.types import SandboxLimits
 
@@ -19,16 +19,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from rl_agent.base import Generator
+    from rl_agent.sandbox.base import Sandbox, SandboxKind
     from rl_agent.types import AgentLoopOutput, ParsedTurn, Tokenizer
 
 
 class SweLoop(ToolLoop):
     """Coding agent loop: the model works on a copy of a repository with `bash` until it answers without a call.
 
-    A row holds `prompt` (what is to be done), `repository` (a folder, which is copied) or `files` (texts by path), and
-    `tests`: `{"command": ..., "files": {path: text}}`. These files are written over the working copy before the tests
-    run, so a model that edits them gains nothing. The reward is 1 where the command exits with 0, else 0; a test run
-    past its deadline is a 0 as well, for it is the model's code that runs. What could not be tested is a failure.
+    A row holds `prompt` (what is to be done), its files and its tests. The files are a `repository` (a folder or an
+    archive, which is copied) at its `base_commit`, or `files` (texts by path), or what the row's `image` has. The tests
+    are `{"command": ..., "files": {path: text}}` in `tests`, or SWE-bench's columns `FAIL_TO_PASS`, `PASS_TO_PASS` and
+    `test_patch`, with `test_command`. Their files are written over the working copy before they run, so a model that
+    edits them gains nothing. The reward is 1 where the command exits with 0 (and every named test passes), else 0; a
+    test run past its deadline is a 0 as well, for it is the model's code that runs. What could not be tested is a
+    failure. A row with `harbor`, the folder of a Harbor task, has its files, tests and reward.
     `extra_fields` holds `end` as of `ToolLoop`, and `tests`: exit status (None past the deadline) and output.
 
     Args:
@@ -41,13 +45,16 @@ class SweLoop(ToolLoop):
         test_timeout_s: Deadline of the tests, seconds.
         max_tool_tokens: Tokens that one command may answer.
         max_commands: Commands and tests running at the same time in this process; more wait.
-        memory_bytes: Address space of each process.
+        memory_bytes: Memory of one sandbox.
         venv: A virtual environment whose programs come first.
-        needs: Isolation that is required; see `Grader`.
+        needs: Isolation that is required of sandboxes of kind `process`; see `Grader`.
+        sandbox: Kind of the sandboxes, or a mapping with `kind` and its options; see `create_sandboxes`.
+        environment: Tasks that the rows are of, such as `harbor:FOLDER`.
         template_kwargs: Further variables of the chat template.
 
     Raises:
         TemplateError: the chat template cannot show tools or their answers.
+        SandboxError: there is no such sandbox, or it cannot do what is asked for.
         ValueError: a limit is not positive.
     """
 
@@ -66,13 +73,24 @@ class SweLoop(ToolLoop):
         memory_bytes: int = 1 << 32,
         venv: str | None = None,
         needs: Collection[str] = (),
+        sandbox: str | Mapping[str, Any] = "process",
+        environment: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        del environment  # it has given the rows
         if test_timeout_s <= 0:
             raise ValueError(f"test_timeout_s is {test_timeout_s}; it must be positive")
-        limits = SandboxLimits(timeout_s=command_timeout_s, memory_bytes=memory_bytes, file_bytes=1 << 26)
-        grader = Grader(num_workers=max_commands, limits=limits, needs=needs)
-        self._shell = ShellTool(Shell(grader, None if venv is None else Path(venv).resolve()))
+        self._sandboxes = self.sandboxes_of(
+            {
+                "command_timeout_s": command_timeout_s,
+                "max_commands": max_commands,
+                "memory_bytes": memory_bytes,
+                "venv": venv,
+                "needs": needs,
+                "sandbox": sandbox,
+            }
+        )
+        self._shell = ShellTool()
         self._test_timeout_s = test_timeout_s
         super().__init__(
             server,
@@ -86,8 +104,19 @@ class SweLoop(ToolLoop):
             template_kwargs=template_kwargs,
         )
 
+    @classmethod
+    def sandboxes_of(cls, options: Mapping[str, Any]) -> SandboxKind:
+        """Kind of sandboxes of a loop with these options."""
+        options = {name: p.default for name, p in inspect.signature(cls).parameters.items()} | {**options}
+        limits = SandboxLimits(
+            timeout_s=options["command_timeout_s"], memory_bytes=options["memory_bytes"], file_bytes=1 << 26
+        )
+        given = {name: options[name] for name in ("needs", "venv")}
+        return create_sandboxes(options["sandbox"], limits=limits, max_running=options["max_commands"], **given)
+
     async def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Token ids of the prompt, the schema of the shell included."""
+        """Token ids of the prompt, the schema of the shell included; the row's files and image are checked."""
+        await check_row(row, self._sandboxes)
         return self._template_of((self._shell.name,)).prompt(messages_of(row)), ()
 
     async def run(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
@@ -98,44 +127,43 @@ class SweLoop(ToolLoop):
             FailureError: the tests could not be run, or a generation was aborted before its first token.
         """
         messages, session_id = messages_of(row), uuid4().hex
-        command, test_files = tests_of(row)
-        async with working_copy(row) as copy:
-            self._shell.open(session_id, copy)
+        async with workspace(row, self._sandboxes) as work:
+            self._shell.open(session_id, work.sandbox, work.variables)
             names = (self._shell.name,)
             session, metrics, fields = await self._converse(messages, names, sampling_params, session_id)
-            await asyncio.to_thread(write_files, copy, test_files)
-            status, output = await self._shell.shell.test(command, copy, self._test_timeout_s)
-        tests = {"exit_status": status, "output": output[-2000:]}
-        return session.finish(reward=float(status == 0), metrics=metrics, extra_fields={**fields, "tests": tests})
+            rewards, tests = await work.graded(self._test_timeout_s)
+        reward = rewards.pop("reward")
+        metrics |= {f"reward/{name}": value for name, value in rewards.items()}
+        return session.finish(reward=reward, metrics=metrics, extra_fields={**fields, "tests": tests})
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        await super().close()
+        await self._sandboxes.close()
 
 
 class ShellTool(Tool):
-    """Tool `bash`: runs a command in the trajectory's working copy. Files stay, processes do not.
+    """Tool `bash`: runs a command in the trajectory's sandbox. Files stay, processes do not."""
 
-    Args:
-        shell: Runs the commands.
-    """
-
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self) -> None:
         super().__init__(
             "bash",
             "Run a shell command in the working copy. Every command starts there anew; files last, variables do not.",
             {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
         )
-        self.shell = shell
-        """Shell that runs the commands."""
-        self._folders: dict[str, Path] = {}
+        self._sandboxes: dict[str, tuple[Sandbox, Mapping[str, str]]] = {}
 
-    def open(self, session_id: str, folder: Path) -> None:
-        """Assign a working folder to a trajectory, until its session ends."""
-        self._folders[session_id] = folder
+    def open(self, session_id: str, sandbox: Sandbox, variables: Mapping[str, str]) -> None:
+        """Assign a sandbox, and variables of its commands, to a trajectory, until its session ends."""
+        self._sandboxes[session_id] = (sandbox, variables)
 
     async def call(self, arguments: Mapping[str, Any], session_id: str) -> str:
         """Run `arguments["command"]`; returns its output, and its exit status if that is not 0."""
         command = arguments.get("command")
         if not isinstance(command, str) or set(arguments) != {"command"}:
             raise ToolError(f"the arguments are {', '.join(arguments) or 'none'}; one is needed: command, a string")
-        result = await self.shell.run(command, self._folders[session_id])
+        sandbox, variables = self._sandboxes[session_id]
+        result = await sandbox.run(command, variables=variables)
         if result.kind not in ("ok", "error"):
             raise ToolError(f"{result.output}\n{result.error}".strip())
         status = exit_status(result)
@@ -144,9 +172,5 @@ class ShellTool(Tool):
         return (result.output.rstrip("\n") + (f"\n[exit status {status}]" if status else "")).lstrip("\n")
 
     async def end_session(self, session_id: str) -> None:
-        """Forget the trajectory's folder."""
-        self._folders.pop(session_id, None)
-
-    async def close(self) -> None:
-        """Kill all processes."""
-        await self.shell.close()
+        """Forget the trajectory's sandbox."""
+        self._sandboxes.pop(session_id, None)

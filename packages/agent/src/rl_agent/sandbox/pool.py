@@ -20,7 +20,7 @@ from rl_agent.sandbox.worker import Files, Service, Worker
 from rl_agent.types import CodeResult, CodeStatus, Failure, FailureKind, SandboxLimits, SandboxReport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Collection, Sequence
+    from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
     from pathlib import Path
 
 _GRACE_S = 0.05
@@ -103,7 +103,7 @@ class Grader(CodeGrader):
         if (known := self._known(key)) is not None:
             return known
         async with self.worker() as solution:
-            judge = self._judges.pop() if self._judges else await self._start(None, ())
+            judge = self._judges.pop() if self._judges else await self._start({}, ())
             self._busy.add(judge)
             try:
                 result = await _judge(solution, judge, code, test, timeout_s or self.limits.timeout_s, self.limits)
@@ -138,15 +138,15 @@ class Grader(CodeGrader):
         self,
         *,
         is_kept: bool = True,
-        workspace: Path | None = None,
+        folders: Mapping[str, Path] | None = None,
         readable: Sequence[Path] = (),
         service: Service | None = None,
     ) -> AsyncGenerator[Worker, None]:
         """Reserve a subprocess; waits for a free one.
 
         Args:
-            is_kept: Give it back to the pool; else, and with a workspace, it is killed.
-            workspace: A folder that code works in and may change, `/workspace` where code has files of its own.
+            is_kept: Return it to the pool; else, and with folders, it is killed.
+            folders: Folders that code may change, by their path inside; it works in the first.
             readable: Further files and folders that code may read there.
             service: A service of ours that code may connect to.
 
@@ -162,8 +162,8 @@ class Grader(CodeGrader):
         finally:
             self._num_waiting -= 1
         try:
-            is_pooled = workspace is None and not readable and service is None
-            worker = self.idle.pop() if self.idle and is_pooled else await self._start(workspace, readable, service)
+            is_pooled = not folders and not readable and service is None
+            worker = self.idle.pop() if self.idle and is_pooled else await self._start(folders or {}, readable, service)
             self._busy.add(worker)
             try:
                 yield worker
@@ -176,9 +176,11 @@ class Grader(CodeGrader):
         finally:
             self._slots.release()
 
-    async def _start(self, workspace: Path | None, readable: Sequence[Path], service: Service | None = None) -> Worker:
+    async def _start(
+        self, folders: Mapping[str, Path], readable: Sequence[Path], service: Service | None = None
+    ) -> Worker:
         try:
-            worker = await Worker.start(self.limits, workspace=workspace, readable=readable, service=service)
+            worker = await Worker.start(self.limits, folders=folders, readable=readable, service=service)
         except (OSError, EOFError, TimeoutError, ValueError) as error:
             raise SandboxError(
                 f"a subprocess for code, {workers.PYTHON} {workers.PROGRAM}, did not start: "

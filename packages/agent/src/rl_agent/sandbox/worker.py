@@ -26,7 +26,7 @@ from rl_agent.sandbox.process.isolation import Watch, kill_descendants
 from rl_agent.types import CodeResult, CodeStatus, SandboxLimits, SandboxReport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 PROGRAM = Path(__file__).with_name("process")
 PYTHON = os.path.realpath(sys.executable)  # a virtual environment's is a link that is not there in the sandbox
@@ -88,7 +88,7 @@ class Worker:
         *,
         may_isolate: bool = True,
         may_group: bool = True,
-        workspace: Path | None = None,
+        folders: Mapping[str, Path] | None = None,
         readable: Sequence[Path] = (),
         service: Service | None = None,
     ) -> Worker:
@@ -98,7 +98,7 @@ class Worker:
             limits: Limits of each run.
             may_isolate: Make namespaces, where the kernel lets this user.
             may_group: Make a control group, where this user may; else a watcher does its work.
-            workspace: A folder that code works in and may change.
+            folders: Folders that code may change, by their path inside; it works in the first.
             readable: Further files and folders that code may read.
             service: A service of ours that code may connect to.
 
@@ -112,7 +112,7 @@ class Worker:
             "file_bytes": limits.file_bytes,
             "scratch_bytes": limits.scratch_bytes,
             "may_isolate": may_isolate,
-            "workspace": None if workspace is None else str(workspace),
+            "folders": [(inside, str(folder)) for inside, folder in (folders or {}).items()],
             "readable": [str(path) for path in (*readable, *([] if service is None else [service.socket.parent]))],
             "service": None if service is None else (service.port, str(service.socket)),
             "cgroups": [] if group is None else [str(path) for path in group.paths],

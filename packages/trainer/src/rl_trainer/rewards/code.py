@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field
 
-from rl_agent.registry import create_grader
+from rl_agent.errors import SandboxError
+from rl_agent.registry import check_sandboxes, create_grader
 from rl_agent.types import SandboxLimits
-from rl_trainer.errors import RewardError
+from rl_trainer.errors import InputError, RewardError
 from rl_trainer.rewards.completions import code_of
 
 if TYPE_CHECKING:
@@ -123,20 +124,25 @@ def sandbox_facts(reward: RewardSection, agent: AgentSection) -> list[tuple[str,
     """Sandbox limits on this machine, as lines of the plan; empty where no code of the policy runs.
 
     Raises:
-        SandboxError: no process for code can be started.
+        InputError: no sandbox can be started as it is asked for.
     """
-    is_graded = any(part.rule in RULES for part in reward.parts.values())
-    if not is_graded and agent.loop not in ("harness", "swe") and "python" not in agent.options.get("tools", ()):
-        return []
+    lines = list[tuple[str, str]]()
+    try:
+        if (found := check_sandboxes(agent.loop, agent.options)) is not None:
+            lines.append(("sandbox", found))
+        if any(part.rule in RULES for part in reward.parts.values()) or "python" in agent.options.get("tools", ()):
+            lines.append(("code", f"on this machine, {asyncio.run(_report())}"))
+    except SandboxError as error:
+        raise InputError(str(error)) from error
+    return lines
 
-    async def check() -> SandboxReport:
-        grader = create_grader(num_workers=1)
-        try:
-            return await grader.check()
-        finally:
-            await grader.close()
 
-    return [("code", f"on this machine, {asyncio.run(check())}")]
+async def _report() -> SandboxReport:
+    grader = create_grader(num_workers=1)
+    try:
+        return await grader.check()
+    finally:
+        await grader.close()
 
 
 def _tests_of(row: Mapping[str, Any]) -> list[tuple[str, str | None]]:

@@ -49,7 +49,7 @@ def main() -> None:
     isolated: set[str] = set()
     watch = isolation.Watch(settings["memory_bytes"], settings["num_processes"]) if settings["is_watched"] else None
     if settings["may_isolate"]:
-        places = {"workspace": settings["workspace"], "readable": settings["readable"]}
+        places = {"folders": settings["folders"], "readable": settings["readable"]}
         isolated = isolation.enter(**places, scratch_bytes=settings["scratch_bytes"], watch=watch)
     else:
         isolation.stay(watch)
@@ -57,7 +57,7 @@ def main() -> None:
         port, path = settings["service"]
         isolation.forward(port, path, isolated)
     if "files" not in isolated:
-        os.chdir(settings["workspace"] or "/tmp")
+        os.chdir(settings["folders"][0][1] if settings["folders"] else "/tmp")
     isolation.adopt_orphans()
     _limit(settings, isolated)
     del sys.path[0]  # nothing of ours is imported from here on
@@ -180,7 +180,7 @@ def _run(
     for i, descriptor in enumerate(high):
         os.dup2(descriptor, i)
     os.closerange(len(high), os.sysconf("SC_OPEN_MAX"))
-    folders = ("/workspace", settings["workspace"]) if settings["workspace"] else ()
+    folders = [path for pair in settings["folders"] for path in pair]
     if settings["is_watched"]:
         os.nice(10)
     isolation.drop_privileges()
@@ -225,4 +225,10 @@ def _whole(descriptor: int) -> str:
 
 
 if __name__ == "__main__":
-    launches.main() if sys.argv[1:] == ["launches"] else main()
+    match sys.argv[1:]:
+        case ["launches"]:
+            launches.main()
+        case ["forward", pid, port, path]:
+            isolation.forward_into(int(pid), int(port), path)
+        case _:
+            main()

@@ -42,6 +42,31 @@ _KNOWN = {
 }  # fmt: skip
 
 
+def filter_program(*, has_memory_files: bool) -> bytes:
+    """Program of a `CallFilter`, as bubblewrap takes it too.
+
+    Raises:
+        OSError: this machine's numbers are not known.
+    """
+    if (machine := os.uname().machine) not in _KNOWN:
+        raise OSError(errno.ENOSYS, f"seccomp: the calls of {machine} are not known")
+    audit, clone, clone3, memory_files, others = _KNOWN[machine]
+    refused = [*others, *(() if has_memory_files else memory_files)]
+    code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+    code.append((_AT_LEAST, 0, 1, 0x40000000))  # the numbers of x32
+    code.append((_RETURN, 0, 0, _KILL))
+    code.append((_EQUAL, len(refused) + 5, 0, clone3))  # jumps are relative: to the last line, and the last but one
+    for i, number in enumerate(refused):
+        code.append((_EQUAL, len(refused) - i + 3, 0, number))
+    code.append((_EQUAL, 0, 2, clone))
+    code.append((_LOAD, 0, 0, 16))
+    code.append((_SET, 1, 0, _NEW_NAMESPACES))
+    code.append((_RETURN, 0, 0, _ALLOW))
+    code.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
+    code.append((_RETURN, 0, 0, _ERRNO | errno.ENOSYS))  # clone3: glibc falls back to clone, whose flags are seen
+    return b"".join(struct.pack("HBBI", *line) for line in code)
+
+
 class CallFilter:
     """Seccomp filter: refuses calls that reach into other processes, or allocate memory that is not counted.
 
@@ -55,24 +80,10 @@ class CallFilter:
     """
 
     def __init__(self, *, has_memory_files: bool) -> None:
-        if (machine := os.uname().machine) not in _KNOWN:
-            raise OSError(errno.ENOSYS, f"seccomp: the calls of {machine} are not known")
-        audit, clone, clone3, memory_files, others = _KNOWN[machine]
-        refused = [*others, *(() if has_memory_files else memory_files)]
-        code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-        code.append((_AT_LEAST, 0, 1, 0x40000000))  # the numbers of x32
-        code.append((_RETURN, 0, 0, _KILL))
-        code.append((_EQUAL, len(refused) + 5, 0, clone3))  # jumps are relative: to the last line, and the last but one
-        for i, number in enumerate(refused):
-            code.append((_EQUAL, len(refused) - i + 3, 0, number))
-        code.append((_EQUAL, 0, 2, clone))
-        code.append((_LOAD, 0, 0, 16))
-        code.append((_SET, 1, 0, _NEW_NAMESPACES))
-        code.append((_RETURN, 0, 0, _ALLOW))
-        code.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
-        code.append((_RETURN, 0, 0, _ERRNO | errno.ENOSYS))  # clone3: glibc falls back to clone, whose flags are seen
-        self._program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
-        self._header = ctypes.c_char_p(struct.pack("HxxxxxxQ", len(code), ctypes.addressof(self._program)))
+        program = filter_program(has_memory_files=has_memory_files)
+        self._program = ctypes.create_string_buffer(program)
+        num_lines = len(program) // struct.calcsize("HBBI")
+        self._header = ctypes.c_char_p(struct.pack("HxxxxxxQ", num_lines, ctypes.addressof(self._program)))
         child = os.fork()
         if child == 0:
             _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -175,14 +175,16 @@ def stay(watch: Watch | None) -> None:
         adopt_orphans()
 
 
-def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int, watch: Watch | None = None) -> set[str]:
+def enter(
+    *, folders: list[tuple[str, str]], readable: list[str], scratch_bytes: int, watch: Watch | None = None
+) -> set[str]:
     """Isolate this process, and continue as its grandchild; returns the isolated resources.
 
     `network`: there is no interface. `processes`: every process that is started dies with this one, whatever it does,
-    and sees no other. `files`: there are the system's programs and `readable`, both read-only, an empty `/tmp`, and the
-    workspace as `/workspace`.
+    and sees no other. `files`: there are the system's programs and `readable`, both read-only, an empty `/tmp`, and
+    `folders`, pairs of a path inside and a folder of this machine.
     """
-    return enter_root(lambda: _own_root(workspace, [*readable, sys.base_prefix], scratch_bytes), watch)
+    return enter_root(lambda: _own_root(folders, [*readable, sys.base_prefix], scratch_bytes), watch)
 
 
 def enter_root(own_root: Callable[[], None], watch: Watch | None = None) -> set[str]:
@@ -222,13 +224,14 @@ def fresh_child(isolated: set[str], scratch_bytes: int, readable: Sequence[str] 
     os.close(ours)
     die_with_parent()
     if "files" in isolated:
+        here = os.getcwd()
         _checked(_libc.unshare(_NEWNS), "unshare")
         below = [(path, os.open(path, os.O_PATH)) for path in readable if path.startswith("/tmp/")]
         _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},mode=1777")
         for path, descriptor in below:
             _bind(descriptor, path, is_folder=os.path.isdir(f"/proc/self/fd/{descriptor}"), is_writable=False)
             os.close(descriptor)
-        os.chdir("/workspace" if os.path.isdir("/workspace") else "/tmp")
+        os.chdir(here)
     _go_on_in_child()
     return 0
 
@@ -240,22 +243,47 @@ def forward(port: int, socket_path: str, isolated: set[str]) -> None:
     """
     if "network" not in isolated:
         return
-    import socket
-    import struct
-    from fcntl import ioctl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
-    listener = socket.create_server(("127.0.0.1", port), backlog=1024)
+    listener = listen(port)
     if os.fork():
         listener.close()
         return
-    import threading
-
     die_with_parent()
     hide()
     os.closerange(0, listener.fileno())
     os.closerange(listener.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    pass_connections(listener, socket_path)
+
+
+def forward_into(pid: int, port: int, socket_path: str) -> NoReturn:
+    """As `forward`, for the network namespace of another process, until this one is killed; prints a line at first."""
+    die_with_parent()
+    spaces = [(_NEWUSER, "user"), (_NEWNET, "net")]
+    opened = [(kind, os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY)) for kind, name in spaces]
+    for kind, space in opened:
+        if _libc.setns(space, kind) != 0 and kind == _NEWNET:  # nobody can enter the user namespace that he is in
+            _checked(-1, f"setns to the network of process {pid}")
+    listener = listen(port)
+    hide()
+    os.write(1, b"ready\n")
+    pass_connections(listener, socket_path)
+
+
+def listen(port: int) -> Any:
+    """Listen on loopback of this network namespace, which is brought up."""
+    import socket
+    import struct
+    from fcntl import ioctl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(PermissionError):
+        ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
+    return socket.create_server(("127.0.0.1", port), backlog=1024)
+
+
+def pass_connections(listener: Any, socket_path: str) -> NoReturn:
+    """Pass every connection on to a UNIX socket, until this process is killed."""
+    import socket
+    import threading
+
     threading.stack_size(1 << 17)
     while True:
         near, _ = listener.accept()
@@ -403,13 +431,13 @@ def _go_on_in_child(watch: Watch | None = None, *, has_orphans: bool = False) ->
             os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
 
 
-def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) -> None:
+def _own_root(folders: list[tuple[str, str]], readable: list[str], scratch_bytes: int) -> None:
     """Build a root filesystem of bind mounts, and pivot to it."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     opened = {
         path: os.open(path, os.O_PATH) for path in (*PROGRAMS, *SETTINGS, *DEVICES, *readable) if os.path.exists(path)
     }
-    work = os.open(workspace, os.O_PATH) if workspace else -1
+    given = [(inside, os.open(folder, os.O_PATH)) for inside, folder in folders]
     _mount("tmpfs", _OVER, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     os.mkdir(f"{_OVER}/tmp")
     _mount("tmpfs", f"{_OVER}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},mode=1777")
@@ -419,18 +447,18 @@ def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) ->
             continue
         is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")  # not by its path, which may be covered
         _bind(descriptor, _OVER + path, is_folder=is_folder, is_writable=path in DEVICES)
-    if workspace:
-        _bind(work, f"{_OVER}/workspace", is_folder=True, is_writable=True)
+    for inside, descriptor in given:
+        _bind(descriptor, _OVER + inside, is_folder=True, is_writable=True)
     for name in ("proc", "old"):
         os.mkdir(f"{_OVER}/{name}")
     _link_streams()
     os.symlink("/tmp", _OVER + "/dev/shm")  # for multiprocessing's semaphores
     _mount("proc", f"{_OVER}/proc", "proc", _MS_NOSUID | _MS_NODEV)
-    for descriptor in (*opened.values(), work):
-        if descriptor >= 0:
-            os.close(descriptor)
+    _mount("none", f"{_OVER}/proc", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+    for descriptor in (*opened.values(), *(each for _, each in given)):
+        os.close(descriptor)
     _pivot(0)
-    os.chdir("/workspace" if workspace else "/tmp")
+    os.chdir(folders[0][0] if folders else "/tmp")
 
 
 def launch_root(
