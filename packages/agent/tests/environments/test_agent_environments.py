@@ -86,7 +86,7 @@ def test_an_environment_of_a_module_is_made():
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("chess", "environment 'chess' is none of gymnasium, openenv, reasoning_gym"),
+        ("chess", "environment 'chess' is none of gymnasium, harbor, openenv, reasoning_gym"),
         ("gymnasium:", "environment 'gymnasium:' is none of"),
         ("there.py:Doors", "there is no file there.py"),
         ("no_such_module:Doors", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),

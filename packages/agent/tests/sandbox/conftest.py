@@ -100,7 +100,9 @@ def with_kind(kind_name, request, monkeypatch):
     image = request.getfixturevalue("podman_image") if kind_name == "podman" else None
     monkeypatch.setenv("RL_AGENT_SANDBOX_TOKEN", "secret")
 
-    def call(use, *, limits=LIMITS, **options):
+    def call(use, *, limits=LIMITS, is_made=True, **options):
+        """Of a kind, or of the option of a loop that makes it (`is_made=False`)."""
+
         async def main():
             server = None
             given = {"kind": kind_name, **options, **({} if image is None else {"image": image})}
@@ -114,7 +116,7 @@ def with_kind(kind_name, request, monkeypatch):
                 given["url"] = await server.start()
             kind = create_sandboxes(given, limits=limits, max_running=4)
             try:
-                return await use(kind)
+                return await use(kind if is_made else given)
             finally:
                 await kind.close()
                 if server is not None:

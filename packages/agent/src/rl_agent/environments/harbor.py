@@ -95,7 +95,7 @@ class HarborTask:
         return task
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Section of `task.toml`; empty where there is none."""
+        """Section of `task.toml`; empty if it has none."""
         found = self.config.get(name, {})
         return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
 

@@ -258,10 +258,10 @@ def _commands(tests: Tests) -> list[str]:
     if not tests.names:
         return [tests.command]
     commands, batch = list[str](), list[str]()
-    for name in tests.names:
+    for number, name in enumerate(tests.names, start=1):
         match = _DIALECT.fullmatch(name)
         batch.append(shlex.quote(name if match is None else _dotted(match[1], match[2])))
-        if sum(map(len, batch)) > _BATCH_CHARS or name is tests.names[-1]:
+        if sum(map(len, batch)) > _BATCH_CHARS or number == len(tests.names):
             words = " ".join(batch)
             has_mark = "{tests}" in tests.command
             commands.append(tests.command.replace("{tests}", words) if has_mark else f"{tests.command} {words}")

@@ -576,8 +576,8 @@ class AgentSection:
     """An installed rl-agent loop, or an `AgentLoop` class of yours as a plug-in, for rows that name none. With
     `environment` its own, `gym` for most."""
     environment: str | None = None
-    """Environments to play: `FILE.py:NAME`, `MODULE:NAME`, or a hub's: `gymnasium:ID`, `openenv:URL-OR-PACKAGE`,
-    `reasoning_gym:NAME`, `verifiers:NAME`. Without `data.path` it also gives the rows."""
+    """Environments to play: `FILE.py:NAME`, `MODULE:NAME`, or a hub's: `gymnasium:ID`, `harbor:FOLDER`,
+    `openenv:URL-OR-PACKAGE`, `reasoning_gym:NAME`, `verifiers:NAME`. Without `data.path` it also gives the rows."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of that loop."""
     num_workers: Positive = 1
