@@ -117,9 +117,9 @@ def test_frozen_lake_is_shown_and_crossed():
     turns = ["down", "1", "I go 1", "2", "1, no: 2", "1", "2"]
     output = play(LAKE, *turns, environment_args={"is_slippery": False})
     prompt, completion = shown(output)
-    assert "SFFF\nFHFH\nFFFH\nHFFG\n\nAnswer with one action: a number from 0 to 3." in prompt
+    assert "[S]FFF\nFHFH\nFFFH\nHFFG\n\nAnswer with one action: a number from 0 to 3." in prompt
     assert "That is no action. Answer with one action: a number from 0 to 3." in completion
-    assert "(Down)\nSFFF" in completion
+    assert "(Down)\nSFFF\n[F]HFH\n" in completion
     assert (output.reward, output.extra_fields["end"]) == (1.0, "terminated")
     assert output.turn_rewards == (0.0,) * 6 + (1.0,)
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_HIGHLIGHTED = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:4|10)[0-7]m(.*?)\x1b\[0?m")
+"""Text on a background of another colour, which often is all that shows where the player is."""
 
 
 class GymnasiumEnvironments(EnvironmentSource):
@@ -70,11 +72,12 @@ class GymnasiumEnvironments(EnvironmentSource):
 class TextGame:
     """Environment of Gymnasium as text: what it renders or observes goes out, the model's turn comes in as an action.
 
-    An observation is, of the first that the environment has: its rendering in `ansi`, text, a picture (an image of
-    uint8 [H, W, 3]), MiniGrid's grid below its mission, or its fields. The first observation adds which actions there
-    are. An action is the last in the turn that is spelled as the space has it: a number or, where the environment names
-    its actions, a name; a list of numbers for `Box`, `MultiDiscrete` and `MultiBinary`; anything for `Text`. A turn
-    without one is answered with what is needed, costs nothing, and does not count as a step of the environment.
+    An observation is, of the first that the environment has: its rendering in `ansi` with brackets around what is
+    highlighted, text, a picture (an image of uint8 [H, W, 3]), MiniGrid's grid below its mission, or its fields. The
+    first observation adds which actions there are. An action is the last in the turn that is spelled as the space has
+    it: a number or, where the environment names its actions, a name; a list of numbers for `Box`, `MultiDiscrete` and
+    `MultiBinary`; anything for `Text`. A turn without one is answered with what is needed, costs nothing, and does not
+    count as a step of the environment.
 
     Args:
         game: The environment.
@@ -107,7 +110,8 @@ class TextGame:
 
     def _shown(self, observation: Any, below: str) -> Any:
         if self._game.render_mode == "ansi":
-            return _ESCAPES.sub("", str(self._game.render())).strip() + below
+            shown = _HIGHLIGHTED.sub(r"[\1]", str(self._game.render()))
+            return _ESCAPES.sub("", shown).strip() + below
         if _is_picture(self._game.observation_space):
             return [{"type": "image", "image": data_url(_png(observation))}, {"type": "text", "text": below.strip()}]
         own: Any = self._game.unwrapped
