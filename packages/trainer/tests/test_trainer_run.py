@@ -45,6 +45,19 @@ def test_a_run_is_started_again_once_it_has_begun_and_so_often(
     assert text.count("from the start, because a worker of pool 'engine' died") == wanted - 1
 
 
+def test_a_restart_plays_the_environment_of_the_run(tmp_path, monkeypatch):
+    """It once looked for rows in `data.path`, which a run with an environment has not."""
+    made = []
+    monkeypatch.setattr(run, "_attempt", lambda *given: made.append(given) or die())
+    monkeypatch.setattr(run, "Report", lambda _: SimpleNamespace(has_begun=True, forget_after=lambda _: None))
+    config = load_config("grpo", ["agent.environment=gymnasium:FrozenLake-v1", "model.path=nowhere", "max_restarts=1"])
+    hooks = SimpleNamespace(stop=threading.Event(), on_step=None)
+    prepared = SimpleNamespace(config=config, datasets=None, rows=None)
+    with pytest.raises(WorkerDiedError, match="pool 'engine'"):
+        run._train(prepared, tmp_path, Console(file=io.StringIO()), None, hooks)
+    assert made[1][1].stream is not None
+
+
 @pytest.mark.promise("A second Ctrl-C or SIGTERM ends it at once")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_the_second_ends_at_once(number, monkeypatch):

@@ -216,7 +216,7 @@ def _again(config: Config, run: _Run) -> tuple[Config, Datasets]:
     step = -1 if config.resume_from is None else RunState.read(Path(config.resume_from)).step
     checkpoints.forget_after(run.output_dir, step)
     run.progress.forget_after(step)
-    return config, load_datasets(config.data, seed=config.seed)
+    return config, load_datasets(config.data, seed=config.seed, agent=config.agent)
 
 
 def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
