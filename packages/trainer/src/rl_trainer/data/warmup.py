@@ -38,6 +38,10 @@ _WIDTH = 7
 """Characters that the calculator's results, and answers, are right-aligned to: what always has to be copied from the
 same distance is soon learned."""
 _CONTEXT = 2048
+_NUM_TOKENS = 1024
+"""Tokens at most of a tokenizer that has words."""
+_WORDS = r"[A-Z]?[a-z]+|[A-Z]|[0-9]|[^A-Za-z0-9]+"
+"""Pieces that a token is within: words, capitals, digits, and what is between them."""
 _INITIALIZER_RANGE = 0.06  # a narrow model finds the rule in 130 steps so; with the usual 0.02 in 330
 _LOG_EVERY = 5  # steps that the accuracy is averaged over: few, because it rises fast once the rule is found
 _CHAT_TEMPLATE = (
@@ -66,24 +70,33 @@ def make_small_model(
         folder: Working folder; gets `untrained/`, `sft.jsonl` and `model/`.
         config: Size and training of the model.
         rows: Training rows whose ground truths are the answers to imitate. With `config.calculator_share` a row's
-            prompt is the expression that the calculator is asked.
+            prompt is the expression that the calculator is asked. A row may have a whole chat to imitate instead, in
+            `demonstration`; the tokenizer then has the words of these chats.
         seed: Seeds initialisation and data order.
         timeout_s: Deadline of the supervised training, seconds.
         on_line: Gets each line that `rl-sft` prints.
 
     Raises:
+        InputError: there are no rows.
         TrainerError: `rl-sft` failed, or was not done in time; carries its last lines.
     """
+    if not rows:
+        raise InputError(
+            "model.warmup has no rows to imitate, since they are streamed or come from an environment; set model.path, "
+            "or a data.format that reads its rows"
+        )
     untrained, data, model = folder / "untrained", folder / "sft.jsonl", folder / "model"
+    choose, width = random.Random(seed), _WIDTH if config.calculator_share else 0
+    chats = [
+        demonstration(row, has_call=choose.random() < config.calculator_share, width=width)
+        for row in rows[: config.num_rows]
+    ]
+    texts = [message["content"] for chat in chats for message in chat] if "demonstration" in rows[0] else ()
     with naming(untrained):
-        write_tokenizer(untrained, has_calculator=config.calculator_share > 0)
-        write_config(untrained, config)
-    choose = random.Random(seed)
-    with naming(data), data.open("w") as file:
-        for row in rows[: config.num_rows]:
-            width = _WIDTH if config.calculator_share else 0
-            chat = demonstration(row, has_call=choose.random() < config.calculator_share, width=width)
-            file.write(json.dumps({"messages": chat}) + "\n")
+        num_tokens = write_tokenizer(untrained, has_calculator=config.calculator_share > 0, texts=texts)
+        write_config(untrained, config, num_tokens)
+    with naming(data):
+        data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     if digest_of(config, data, seed) == _shipped_digest():
         _unpack(model, config)
         return model
@@ -125,8 +138,7 @@ def _unpack(folder: Path, config: WarmupConfig) -> None:
     from safetensors.numpy import load_file, save_file
 
     with naming(folder):
-        write_tokenizer(folder)
-        write_config(folder, config)
+        write_config(folder, config, write_tokenizer(folder))
     weights = {name: array.astype("float32") for name, array in load_file(SHIPPED).items()}
     with naming(folder / "model.safetensors"):
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -153,7 +165,9 @@ def ship() -> None:
 
 
 def demonstration(row: Row, *, has_call: bool, width: int = 0) -> list[dict[str, str]]:
-    """The chat that answers a row at once, or by asking the calculator first; the answer has `width` characters."""
+    """The chat that a row demonstrates, or answers it at once, or asks the calculator first and pads to `width`."""
+    if "demonstration" in row:
+        return row["demonstration"]
     result = str(row["reward_model"]["ground_truth"])
     messages: list[dict[str, str]] = list(row["prompt"])
     if has_call:
@@ -181,13 +195,13 @@ def _run(command: Sequence[str], timeout_s: float, on_line: Callable[[str], None
         )
 
 
-def write_config(folder: Path, config: WarmupConfig) -> None:
-    """Write the `config.json` of a small Qwen3."""
+def write_config(folder: Path, config: WarmupConfig, num_tokens: int = _NUM_TOKENS) -> None:
+    """Write the `config.json` of a small Qwen3 with so many tokens."""
     num_heads = 4
     values: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": len(_vocabulary(has_calculator=config.calculator_share > 0)),
+        "vocab_size": num_tokens,
         "hidden_size": config.hidden_size,
         "intermediate_size": 3 * config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -210,26 +224,36 @@ def _vocabulary(*, has_calculator: bool) -> dict[str, int]:
     return {token: index for index, token in enumerate(tokens)}
 
 
-def write_tokenizer(folder: Path, *, has_calculator: bool = False) -> None:
-    """Write a tokenizer with one token per printable ASCII character, and a chat template.
+def write_tokenizer(folder: Path, *, has_calculator: bool = False, texts: Sequence[str] = ()) -> int:
+    """Write a tokenizer with one token per printable ASCII character, and a chat template; returns how many it has.
 
-    With `has_calculator` it has tokens for the tool's turn and for the pieces of a call as well.
+    With `has_calculator` it has tokens for the tool's turn and for the pieces of a call as well; with `texts` byte pair
+    encoding adds the words that they use, and the tool's turn.
 
     Raises:
         InputError: the `tokenizers` package is not installed (pip line).
     """
     try:
-        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise InputError(
             "the quickstart's model needs tokenizers: pip install 'rl-post-trainer[quickstart]'"
         ) from error
-    vocabulary = _vocabulary(has_calculator=has_calculator)
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    special = [*_SPECIAL, *(["<|tool|>"] if has_calculator or texts else [])]
+    if texts:
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_WORDS), "isolated")
+        trainer = trainers.BpeTrainer(
+            vocab_size=_NUM_TOKENS, initial_alphabet=[*_CHARACTERS], special_tokens=special, show_progress=False
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+    else:
+        vocabulary = _vocabulary(has_calculator=has_calculator)
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.add_special_tokens(special)
+        tokenizer.add_tokens(list(_CALL) if has_calculator else [])
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([*_SPECIAL, *(["<|tool|>"] if has_calculator else [])])
-    tokenizer.add_tokens(list(_CALL) if has_calculator else [])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     values = {
@@ -242,6 +266,7 @@ def write_tokenizer(folder: Path, *, has_calculator: bool = False) -> None:
         "chat_template": _CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")
+    return tokenizer.get_vocab_size()
 
 
 if __name__ == "__main__":
